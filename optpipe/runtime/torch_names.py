@@ -40,11 +40,13 @@ __all__ = [
     "check_torch",
     "default_store",
     "effect",
+    "fsdp_parts",
     "further_connection",
     "group_alike",
     "group_of_messages",
     "has_gradient_hooks",
     "is_compiled",
+    "is_profiled",
     "parts_with_memory",
     "reduce_by_ddp",
     "replaced",
@@ -63,20 +65,16 @@ _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
     (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
     (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
-    (PipelineStage, "get_fwd_send_ops", ("fwd_chunk_id",)),
-    (PipelineStage, "get_bwd_send_ops", ("bwd_chunk_id",)),
-    (PipelineStage, "get_fwd_recv_ops", ("fwd_chunk_id",)),
-    (PipelineStage, "get_bwd_recv_ops", ("bwd_chunk_id",)),
     (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
+    (PipelineStage, "set_local_fwd_input", ("prev_stage_outputs", "mb_index")),
+    (PipelineStage, "get_local_bwd_output", ("mb_index",)),
+    (PipelineStage, "perform_reduce_grad", ("grad_scale_factor",)),
     (PipelineStage, "clear_runtime_states", ()),
     (distributed_c10d, "_process_group_name", ("ranks", "use_hashed_name")),
     (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
     (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
     (_PipelineScheduleRuntime, "_step_microbatches", ("arg_mbs", "kwarg_mbs", "return_outputs")),
     (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
-    (_PipelineScheduleRuntime, "_maybe_compute_loss", ("stage", "output", "target_mbs")),
-    (_PipelineScheduleRuntime, "_maybe_get_loss", ("stage", "mb_index")),
-    (_PipelineScheduleRuntime, "_update_losses", ("stages", "losses")),
     (schedules, "_batch_p2p", ("p2p_ops",)),
     (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
 )
@@ -149,6 +147,11 @@ def sharded_in_forward(module: nn.Module) -> set[Tensor]:
     return sharded - gathered
 
 
+def fsdp_parts(module: nn.Module) -> list[Any]:
+    """Return the modules of a stage whose weights FSDP2 gathers, the stage itself among them."""
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
     if isinstance(module, FSDPModule):
         for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined] # noqa: SLF001
@@ -159,6 +162,11 @@ def _fsdp_params(module: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of this module runs what torch.compile has made of it."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch looks for named ranges."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)  # noqa: SLF001
 
 
 def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
