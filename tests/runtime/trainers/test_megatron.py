@@ -96,7 +96,7 @@ def test_its_timers_of_our_run_are_imported(ranks):
     assert [(one.stage, one.action) for one in found.samples] == [
         (stage, action) for action in "FB" for stage in range(4)
     ]
-    for stage, (_, took_ms) in enumerate(outcomes):
+    for stage, (_, (took_ms,)) in enumerate(outcomes):
         spent = sum(one.time_ms for one in found.samples if one.stage == stage)
         assert 0 < MICROBATCHES * spent < took_ms
 
