@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe import Schedule
+    from optpipe.schedule import Action
 
 LAYERS = 8
 MICROBATCHES = 8
@@ -266,6 +267,38 @@ def timed_by_megatron(schedule: Schedule, job: Job, steps: int = 1) -> tuple[str
             printed.append(timers.get_all_timers_string(names, reset=True))
         run.close()
         return "\n".join(text for text in printed if text), took_ms
+
+
+def reductions_by_megatron(schedule: Schedule, job: Job) -> list[tuple[Action, set[int]]]:
+    """The actions of a step, each with the stages whose gradients were being reduced before it."""
+    seen: list[tuple[Action, set[int]]] = []
+    with megatron_on_cpu(job.pipeline, job.chunks):
+        from megatron.core import parallel_state
+
+        models: list[Any] = models_of(job)
+        run = forward_backward_func(schedule)
+        run(**arguments_of(models, job, 0))
+        assert run.runner is not None
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+
+        class Watcher:
+            def begin(self, action: Action) -> None:
+                groups = {stage: one.bucket_groups for stage, one in zip(own, models, strict=True)}
+                begun = {
+                    stage
+                    for stage, found in groups.items()
+                    if all(one.grad_reduce_handle is not None for one in found)
+                }
+                seen.append((action, begun))
+
+            def end(self, action: Action) -> None:
+                pass
+
+        run.runner.observe(Watcher())
+        run(**arguments_of(models, job, 1))
+        run.close()
+    return seen
 
 
 def refused_by_megatron(schedule: Schedule, job: Job) -> list[str]:
