@@ -595,7 +595,7 @@ class HookedStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; what crosses a boundary by name is given and taken by name."""
-        forward = super().forward_maybe_with_nosync
+        forward: Callable[..., Any] = super().forward_maybe_with_nosync
         if self._takes_names:
             output = called(forward, self._input_names, args, kwargs)
         else:
