@@ -131,7 +131,6 @@ class Offloader:
         self.copies: Copies = lanes
         self.pool = HostPool(lanes, num_slots)
         self._offloaded: dict[Cell, _OffloadedCell] = {}
-        self._rooms: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
         self._resident_of: dict[int, tuple[list[int], dict[int, StorageWeakRef]]] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
@@ -182,7 +181,7 @@ class Offloader:
         offloaded.storages = offloaded.saved.storages()
         sizes = tuple(storage.num_bytes for storage in offloaded.storages)
         offloaded.slot = self.pool.take(cell[0], sum(map(_aligned, sizes)))
-        offloaded.on_host = self._rooms_in(offloaded.slot, sizes)
+        offloaded.on_host = self.pool.parts_of(offloaded.slot, sizes)
         sources = [storage.bytes_on_device() for storage in offloaded.storages]
         pairs = list(zip(sources, offloaded.on_host, strict=True))
         offloaded.fence = self.copies.to_host(pairs)
@@ -254,16 +253,6 @@ class Offloader:
             # What is known keeps its identities from being another storage's.
             self._resident_of[stage] = found, _storages(held)
         return self._resident_of[stage][1]
-
-    def _rooms_in(self, slot: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-        """Return parts of a slot of these sizes; slots stay, and sizes repeat with every cell."""
-        known = self._rooms.get((slot.data_ptr(), sizes))
-        if known is None:
-            aligned = list(map(_aligned, sizes))
-            rooms = torch.split(slot[: sum(aligned)], aligned)
-            known = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
-            self._rooms[slot.data_ptr(), sizes] = known
-        return known
 
     def _expect(self, cell: Cell, state: _State, what: str) -> _OffloadedCell:
         offloaded = self._offloaded.get(cell)
@@ -652,6 +641,7 @@ class HostPool:
         self._num_slots = dict(num_slots or {})
         self._free: dict[int, list[Tensor]] = {}
         self._arenas: list[Tensor] = []
+        self._parts: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
         self.allocated_bytes = 0
         # Not at the process's end, which frees everything.
         weakref.finalize(self, copies.unpin, self._arenas).atexit = False
@@ -667,6 +657,16 @@ class HostPool:
         best = min(fitting, key=Tensor.numel)
         self._free[stage] = [slot for slot in free if slot is not best]
         return best
+
+    def parts_of(self, slot: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+        """Return parts of a slot of these sizes, made once: sizes repeat with every cell."""
+        known = self._parts.get((slot.data_ptr(), sizes))
+        if known is None:
+            aligned = list(map(_aligned, sizes))
+            rooms = torch.split(slot[: sum(aligned)], aligned)
+            known = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+            self._parts[slot.data_ptr(), sizes] = known
+        return known
 
     def give_back(self, stage: int, slot: Tensor) -> None:
         """Make a slot free again."""

@@ -30,6 +30,7 @@ from optpipe.runtime.messages import (
     slots_of,
     window_of,
 )
+from optpipe.runtime.overlap import PairedPass
 from optpipe.runtime.preflight import called, named_tensors
 from optpipe.runtime.torch_names import (
     add_up_in_reduce_type,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
     from optpipe.runtime.batches import Microbatches
+    from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
 
 __all__ = ["HookedSchedule", "HookedStage", "MessageSlots", "hollow", "order_of"]
@@ -63,7 +65,8 @@ class HookedSchedule(_PipelineScheduleRuntime):
     backward (0 = forwards only), so that gradients add up over steps, which torch's division of
     ``.grad`` at the end of a step would divide again. Sends are kept by message, and let go of
     where they are known to be over (`optpipe.runtime.messages`). ``orders`` is what each rank does,
-    with torch's sends and receives; ``bytes_of`` are those of a message's tensors.
+    with torch's sends and receives; ``bytes_of`` are those of a message's tensors. With ``overlap``
+    the two of a pair are one action, which it runs; else they run one after the other.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         loss_divisor: int,
         hooks: Passes,
         bytes_of: Callable[[Pass], int],
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]
             list(stages), num_microbatches, loss_fn=loss_fn or _itself, scale_grads=False
@@ -83,6 +87,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._output_is_loss = loss_fn is None
         self._trains = self._has_backward = loss_divisor > 0
         self._hooks = hooks
+        self._overlap = overlap
         self._loss_divisor = loss_divisor
         self._loss_of: dict[int, Tensor] = {}
         self._output_of: dict[int, Any] = {}
@@ -101,7 +106,10 @@ class HookedSchedule(_PipelineScheduleRuntime):
     def _lower(self, programs: Programs) -> tuple[Order, ...]:
         """Let torch place sends and receives, add our actions; return what every rank will do."""
         self._prepare_schedule_with_comms(
-            {rank: _torch_actions(program) for rank, program in enumerate(programs)}
+            {
+                rank: _torch_actions(program, in_pairs=self._trains and self._overlap is not None)
+                for rank, program in enumerate(programs)
+            }
         )
         lists = self.pipeline_order_with_comms
         if self._trains:
@@ -150,7 +158,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
             stage.clear_runtime_states()
         if not self._steps:
             self._prepare_stages()
-            self._steps = self._steps_of(self.pipeline_order_with_comms[self.rank])
+            self._steps = self._calls_of(self.pipeline_order_with_comms[self.rank])
         if is_profiled():
             for name, step in self._steps:
                 with torch.profiler.record_function(name):
@@ -190,18 +198,24 @@ class HookedSchedule(_PipelineScheduleRuntime):
         finally:
             self.pipeline_order_with_comms = lists
 
-    def _steps_of(self, actions: Sequence[_Action]) -> list[tuple[str, Callable[[], object]]]:
+    def _calls_of(self, actions: Sequence[_Action]) -> list[tuple[str, Callable[[], object]]]:
         """Return what is called for each action, with its name for profilers."""
-        left = Counter(one.stage_index for one in actions if _makes_gradients(one))
+        parts = [one for action in actions for one in _parts_of(action)]
+        left = Counter(one.stage_index for one in parts if _makes_gradients(one))
         found: list[tuple[str, Callable[[], object]]] = []
         for action in actions:
-            left[action.stage_index] -= _makes_gradients(action)
-            step = self._step_of(action, is_last=not left[action.stage_index])
-            if step is not None:
-                found.append((str(action), step))
+            calls = []
+            for part in _parts_of(action):
+                left[part.stage_index] -= _makes_gradients(part)
+                calls.append(self._call_of(part, is_last=not left[part.stage_index]))
+            call = calls[0]
+            if len(calls) == 2:
+                call = partial(self._run_pair, _parts_of(action), calls)
+            if call is not None:
+                found.append((str(action), call))
         return found
 
-    def _step_of(self, action: _Action, *, is_last: bool) -> Callable[[], object] | None:
+    def _call_of(self, action: _Action, *, is_last: bool) -> Callable[[], object] | None:
         """Return what an action does; ``is_last`` of those that make gradients of its stage."""
         stage = self._stage_of[action.stage_index]
         microbatch = cast("int", action.microbatch_index)
@@ -304,6 +318,21 @@ class HookedSchedule(_PipelineScheduleRuntime):
             gradients = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
             self._stage_of[index - 1].set_local_bwd_input(gradients, microbatch)
 
+    def _run_pair(
+        self, parts: Sequence[_Action], calls: Sequence[Callable[[], object] | None]
+    ) -> None:
+        pair = [
+            PairedPass(
+                cast("Action", _step_of(part)),
+                self._stage_of[part.stage_index].submod,
+                cast("Callable[[], object]", call),
+            )
+            for part, call in zip(parts, calls, strict=True)
+        ]
+        cast("Overlap", self._overlap)(*pair)
+        for one in pair:
+            one.expect_run()
+
     def _recompute(self, stage: HookedStage, microbatch: int) -> None:
         with self._hooks.recompute(stage.stage_index, microbatch):
             args = self._args[microbatch] if stage.is_first else ()
@@ -361,14 +390,23 @@ _TORCH_RUNS = frozenset(ActionType(letter) for letter in "FIWB")
 _OF_A_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"})
 
 
-def _torch_actions(program: Program) -> list[_Action | None]:
+def _torch_actions(program: Program, *, in_pairs: bool) -> list[_Action | None]:
     """Return the actions of a program that torch runs itself."""
-    # By name: the values became letters in 2.12.
-    return [
-        _Action(action.stage, _ComputationType[action.type.name], action.microbatch)
-        for action in program
-        if action.type in _TORCH_RUNS
-    ]
+    found: list[_Action] = []
+    for action in program:
+        if action.type not in _TORCH_RUNS:
+            continue
+        # By name: the values became letters in 2.12.
+        made = _Action(action.stage, _ComputationType[action.type.name], action.microbatch)
+        if in_pairs and action.paired:
+            made = _Action(-1, _ComputationType.OVERLAP_F_B, None, (found.pop(), made))
+        found.append(made)
+    return list(found)
+
+
+def _parts_of(action: _Action) -> tuple[_Action, ...]:
+    """Return the F and the backward of a pair, else the action."""
+    return action.sub_actions or (action,)
 
 
 def _forwards_of(actions: Sequence[_Action]) -> list[_Action]:
@@ -381,7 +419,7 @@ def _forwards_of(actions: Sequence[_Action]) -> list[_Action]:
 
 def order_of(actions: Sequence[_Action]) -> Order:
     """Translate what torch will do; only its passes, sends and receives concern the messages."""
-    found = (_step_of(action) for action in actions)
+    found = (_step_of(one) for action in actions for one in _parts_of(action))
     return tuple(step for step in found if step is not None)
 
 
@@ -423,8 +461,9 @@ def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Act
             placed += waiting
             waiting = []
         placed.append(action)
-        kind_name = action.computation_type.name
-        waiting += extras.pop((action.stage_index, kind_name, action.microbatch_index), [])
+        for one in _parts_of(action):
+            key = (one.stage_index, one.computation_type.name, one.microbatch_index)
+            waiting += extras.pop(key, [])
     return placed + waiting
 
 
