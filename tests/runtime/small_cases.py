@@ -592,7 +592,8 @@ class ExpertBlock(nn.Module):
         order = chosen.argsort(stable=True)
         made = self._by_experts(rows[order], chosen.bincount(minlength=len(self.experts)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return state + (share[:, None] * made[back]).view_as(state)
+        weighed: Tensor = share[:, None] * made[back]
+        return state + weighed.view_as(state)
 
     def _by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         own = list(self.experts)
