@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from torch import nn
 
 from optpipe.problem import LicensedPair
-from optpipe.schedule import ActionType, parse_cell
+from optpipe.runtime.overlap import PairedPass
+from optpipe.schedule import Action, ActionType, parse_cell
 from optpipe_solver.families.overlapped import build_dualpipe_v
 from tests.runtime import cases, schedules, small_cases
 
@@ -214,3 +216,14 @@ def test_a_registered_executor_runs_both_of_a_pair(ranks, executor):
         assert found.num_pairs == num_pairs
         assert found.worst_difference < 1e-14
         assert "".join(found.sides) == ("FB" * 4 * num_pairs if executor == "interleave" else "")
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_an_executor_that_does_not_run_each_pass_once_is_refused(times):
+    ran = []
+    one = PairedPass(Action(0, ActionType.FORWARD, 7), nn.Identity(), lambda: ran.append(1))
+    for _ in range(times):
+        one.run()
+    with pytest.raises(RuntimeError, match=f"0F7 of a pair was run {times} times"):
+        one.expect_run()
+    assert len(ran) == min(times, 1)
