@@ -1,6 +1,6 @@
 """What an action costs beside torch's own schedule runtime: four ranks, tiny modules, one run.
 
-``python -m benchmarks.runtime_overhead [--steps N] [--microbatches M]``
+``python -m benchmarks.runtime_overhead [--steps N] [--microbatches M] [--predict]``
 
 The programs are torch's own, of its public schedules: interleaved 1F1B with fused backwards, and
 the zero-bubble V with split ones. Each is run by torch alone and by `PipelineRunner`, in turns of
@@ -11,6 +11,11 @@ graph twice and ours once, so the first line is the comparison of the runtimes. 
 most 1.15 times torch. The third line is Megatron-Core's own 1F1B beside the same program by ours,
 with the GPT of its tests. Last comes what OFFLOAD, RELEASE and RELOAD of a cell cost for each
 storage, on rank 0 alone; the target is 20 us.
+
+``--predict`` asks instead whether what Megatron's timers measured predicts the steps that they
+measured: a GPT of 8 layers on two ranks, one for each core of a small machine, trained by our 1F1B
+under Megatron-Core's timers; `optpipe import megatron` reads them, and the problem's simulated step
+stands beside the run's (timer ``forward-backward``). The target is 10 % on an idle machine.
 """
 
 from __future__ import annotations
@@ -71,13 +76,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="of each side")
     parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--predict", action="store_true", help="of steps under Megatron's timers")
     options = parser.parse_args()
+    num_ranks = 2 if options.predict else RANKS
     if "RANK" not in os.environ:
-        return launch_ranks("benchmarks.runtime_overhead", sys.argv[1:], RANKS)
+        return launch_ranks("benchmarks.runtime_overhead", sys.argv[1:], num_ranks)
     torch.set_num_threads(1)
     rank, store = int(os.environ["RANK"]), os.environ[RENDEZVOUS_VARIABLE]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     try:
+        if options.predict:
+            _report_prediction(options.steps)
+            return 0
         _report(options.microbatches, options.steps)
         _report_megatron(options.steps)
         if rank == 0:
@@ -128,6 +138,36 @@ def _report_megatron(steps: int) -> None:
         costs = _in_turns([lambda: own(**batch()), lambda: ours(**batch())], steps)
         ours.close()
     _print_row("Megatron-Core's 1F1B", len(programs[0]), costs)
+
+
+def _report_prediction(steps: int) -> None:
+    """Print the step that Megatron's timers of a run lead to, and the run's own."""
+    from optpipe.measurements import MegatronRun, read_megatron
+    from optpipe.simulate import simulate
+    from tests.runtime import schedules
+    from tests.runtime.trainers import megatron_cases as cases
+
+    base = schedules.make_problem((0, 1), cases.MICROBATCHES)
+    programs = schedules.one_f_one_b(2, cases.MICROBATCHES)
+    job = cases.Job(2, width=256, length=128)
+    schedule = schedules.make_schedule(base, programs)
+    found: list[Any] = [None] * 2
+    dist.all_gather_object(found, cases.timed_by_megatron(schedule, job, steps + 1))
+    if dist.get_rank() != 0:
+        return
+    printed = next(text for text, _ in found if text)
+    run = MegatronRun(num_microbatches=cases.MICROBATCHES, num_stages=2)
+    # The first step builds the pipeline.
+    measured = read_megatron(printed, run).without_warmup(1)
+    took_ms = [max(both) for both in list(zip(*(times for _, times in found), strict=True))[1:]]
+    for (stage, action), spread in sorted(measured.spreads.items()):
+        print(f"stage {stage}, {action}: {spread.median_ms:.2f} ms")
+    simulated = simulate(measured.problem(base=base), programs).makespan_ms
+    median = statistics.median(took_ms)
+    print(
+        f"simulated {simulated:.1f} ms, run {median:.1f} ms (median of {steps} steps, "
+        f"{min(took_ms):.1f} to {max(took_ms):.1f}): {simulated / median - 1:+.1%}"
+    )
 
 
 def _offload_us() -> float:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime.errors import OffloadError
-from optpipe.runtime.torch_names import parts_with_memory, storage_identity, viewed
+from optpipe.runtime.torch_names import parts_with_memory, storage_identity, untraced, viewed
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -93,14 +93,6 @@ class _OffloadedCell:
         """The bytes of every storage in the slot."""
         self.fence: Fence
 
-    def lay_out(self, slot: Tensor, aligned: Sequence[int]) -> None:
-        """Give every storage its part of a slot."""
-        self.slot = slot
-        rooms = torch.split(slot[: sum(aligned)], list(aligned))
-        self.on_host = [
-            room[: storage.num_bytes] for room, storage in zip(rooms, self.storages, strict=True)
-        ]
-
 
 class Offloader:
     """Moves the activations of the cells that a program offloads.
@@ -139,6 +131,7 @@ class Offloader:
         self.copies: Copies = lanes
         self.pool = HostPool(lanes, num_slots)
         self._offloaded: dict[Cell, _OffloadedCell] = {}
+        self._resident_of: dict[int, tuple[list[int], dict[int, StorageWeakRef]]] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
 
@@ -186,8 +179,9 @@ class Offloader:
         """Issue the copies to the host; the device memory stays taken."""
         offloaded = self._expect(cell, _State.CAPTURED, "OFFLOAD")
         offloaded.storages = offloaded.saved.storages()
-        aligned = [_aligned(storage.num_bytes) for storage in offloaded.storages]
-        offloaded.lay_out(self.pool.take(cell[0], sum(aligned)), aligned)
+        sizes = tuple(storage.num_bytes for storage in offloaded.storages)
+        offloaded.slot = self.pool.take(cell[0], sum(map(_aligned, sizes)))
+        offloaded.on_host = self.pool.parts_of(offloaded.slot, sizes)
         sources = [storage.bytes_on_device() for storage in offloaded.storages]
         pairs = list(zip(sources, offloaded.on_host, strict=True))
         offloaded.fence = self.copies.to_host(pairs)
@@ -234,15 +228,31 @@ class Offloader:
 
     def _saved(self, cell: Cell, boundary: Sequence[Tensor]) -> SavedActivations:
         stage, microbatch = cell
+        label = f"stage {stage}, micro-batch {microbatch}"
+        saved = SavedActivations(
+            label, self._resident(stage), self._device, self._min_bytes, self._cells[cell]
+        )
+        saved.keep(boundary)
+        return saved
+
+    def _resident(self, stage: int) -> Mapping[int, StorageWeakRef]:
+        """Return the storages of a stage's parameters and buffers as they are now.
+
+        Those of the cell before, where none has changed: a reference to each costs more.
+        """
         held = [
             one
             for part in self._parts[stage]
             for one in (*part._parameters.values(), *part._buffers.values())  # noqa: SLF001
             if one is not None
         ]
-        resident = [*held, *boundary]
-        label = f"stage {stage}, micro-batch {microbatch}"
-        return SavedActivations(label, resident, self._device, self._min_bytes, self._cells[cell])
+        if not all(type(one) in _OF_ONE_STORAGE for one in held):
+            return _storages(held)
+        found = [storage_identity(one) for one in held]
+        if self._resident_of.get(stage, (None,))[0] != found:
+            # What is known keeps its identities from being another storage's.
+            self._resident_of[stage] = found, _storages(held)
+        return self._resident_of[stage][1]
 
     def _expect(self, cell: Cell, state: _State, what: str) -> _OffloadedCell:
         offloaded = self._offloaded.get(cell)
@@ -309,7 +319,7 @@ class SavedActivations:
     def __init__(
         self,
         label: str,
-        resident: Iterable[Tensor],
+        resident: Iterable[Tensor] | Mapping[int, StorageWeakRef],
         device: torch.device,
         min_bytes: int,
         moved: frozenset[str] = EVERYTHING,
@@ -318,10 +328,12 @@ class SavedActivations:
         self._device = device
         self._min_bytes = max(1, min_bytes)
         # By identity: the address of a weight that is freed meanwhile may be an activation's next.
-        self._resident = _storages(resident)
+        self._resident = resident if isinstance(resident, Mapping) else _storages(resident)
+        self._kept: dict[int, StorageWeakRef] = {}
         # Weak: what autograd lets go of during the forward need not go to the host.
         self._storages: dict[int, weakref.ref[_OffloadedStorage]] = {}
         self._moved = moved
+        self._moves_all = moved == EVERYTHING
         self._scope: frozenset[str] = frozenset()
         self._taken_in: list[tuple[Tensor, _View]] = []
 
@@ -333,9 +345,9 @@ class SavedActivations:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of these tensors on the device after all."""
-        resident = _storages(tensors)
-        self._resident |= resident
-        for identity in resident:
+        kept = _storages(tensors)
+        self._kept |= kept
+        for identity in kept:
             self._storages.pop(identity, None)
 
     def storages(self) -> list[_OffloadedStorage]:
@@ -346,7 +358,7 @@ class SavedActivations:
     @property
     def tells_groups(self) -> bool:
         """Whether it must hear which groups' modules run."""
-        return self._moved != EVERYTHING
+        return not self._moves_all
 
     @contextmanager
     def within(self, names: frozenset[str], given: object) -> Iterator[None]:  # noqa: ARG002
@@ -374,32 +386,32 @@ class SavedActivations:
             tensor.data = self._unpack(view)
 
     def _moves_here(self) -> bool:
-        if self._moved == EVERYTHING:
-            return True
         return bool(self._scope & self._moved) or (not self._scope and REST in self._moved)
 
     # Compiled code would trace what it calls, and once more for every storage.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         if not _is_plain(tensor):
             return tensor.detach()
-        identity = storage_identity(tensor)
+        memory = tensor.untyped_storage()
+        identity = int(memory._cdata)  # noqa: SLF001 - `storage_identity`, without a second storage
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
-            if not self._may_leave(tensor, identity):
+            if not self._may_leave(tensor, identity, memory.nbytes()):
                 return tensor.detach()
-            storage = _OffloadedStorage(tensor.untyped_storage())
+            storage = _OffloadedStorage(memory)
             self._storages[identity] = weakref.ref(storage)
-        storage.moves = storage.moves or self._moves_here()
+        if not storage.moves:
+            storage.moves = self._moves_all or self._moves_here()
         return _View(
             storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _unpack(self, packed: Tensor | _View) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if type(packed) is not _View:
+            return cast("Tensor", packed)
         storage = packed.storage.on_device
         if storage is None:
             raise OffloadError(
@@ -410,14 +422,18 @@ class SavedActivations:
         return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
     def _is_offloadable(self, tensor: Tensor) -> bool:
-        return _is_plain(tensor) and self._may_leave(tensor, storage_identity(tensor))
+        memory = tensor.untyped_storage() if _is_plain(tensor) else None
+        if memory is None:
+            return False
+        return self._may_leave(tensor, storage_identity(tensor), memory.nbytes())
 
-    def _may_leave(self, tensor: Tensor, identity: int) -> bool:
+    def _may_leave(self, tensor: Tensor, identity: int, num_bytes: int) -> bool:
         return (
             identity not in self._resident
+            and identity not in self._kept
             and not isinstance(viewed(tensor), nn.Parameter)
             and tensor.device == self._device
-            and tensor.untyped_storage().nbytes() >= self._min_bytes
+            and num_bytes >= self._min_bytes
         )
 
 
@@ -425,6 +441,9 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is its memory, seen through a stride, and nothing more."""
     is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_strided and not (tensor.is_conj() or tensor.is_neg())
+
+
+_OF_ONE_STORAGE: Final = (Tensor, nn.Parameter)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
@@ -622,6 +641,7 @@ class HostPool:
         self._num_slots = dict(num_slots or {})
         self._free: dict[int, list[Tensor]] = {}
         self._arenas: list[Tensor] = []
+        self._parts: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
         self.allocated_bytes = 0
         # Not at the process's end, which frees everything.
         weakref.finalize(self, copies.unpin, self._arenas).atexit = False
@@ -637,6 +657,16 @@ class HostPool:
         best = min(fitting, key=Tensor.numel)
         self._free[stage] = [slot for slot in free if slot is not best]
         return best
+
+    def parts_of(self, slot: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+        """Return parts of a slot of these sizes, made once: sizes repeat with every cell."""
+        known = self._parts.get((slot.data_ptr(), sizes))
+        if known is None:
+            aligned = list(map(_aligned, sizes))
+            rooms = torch.split(slot[: sum(aligned)], aligned)
+            known = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+            self._parts[slot.data_ptr(), sizes] = known
+        return known
 
     def give_back(self, stage: int, slot: Tensor) -> None:
         """Make a slot free again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
@@ -77,7 +78,7 @@ class Passes:
     Attributes
     ----------
     running
-        The action begun last.
+        The action begun last, by this thread: the two of a pair may have one each.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Passes:
         *,
         activity: Activity,
     ) -> None:
-        self.running: Action | None = None
+        self._running = threading.local()
         self.observer: ActionObserver | None = None
         self._activity = activity
         self._offloader = offloader
@@ -106,6 +107,11 @@ class Passes:
         self._buffers = {
             index: ChangingBuffers(module) for index, module in offloader.modules.items()
         }
+
+    @property
+    def running(self) -> Action | None:
+        """See above."""
+        return getattr(self._running, "action", None)
 
     def forward(
         self, stage: int, microbatch: int, inputs: Sequence[Tensor]
@@ -222,7 +228,7 @@ class Passes:
             calls.forget()
 
     def _begin(self, action: Action) -> None:
-        self.running = action
+        self._running.action = action
         self._activity.begin(action)
         if self.observer is not None:
             self.observer.begin(action)

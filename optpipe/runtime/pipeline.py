@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.runtime.batches import Microbatches
     from optpipe.runtime.messages import BoundaryLevel, Order
+    from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
     from optpipe.schedule import Action, Pass, Program, Schedule
 
@@ -59,6 +60,7 @@ class PipelineSpec:
     mean_loss: bool
     gradients_done: Callable[[int], None] | None = None
     shapes: Callable[[Hashable], Sequence[Shapes]] | None = None
+    overlap: Overlap | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -190,6 +192,7 @@ def _build(
         loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
         hooks=hooks,
         bytes_of=partial(_bytes_of, shapes),
+        overlap=spec.overlap,
     )
 
 

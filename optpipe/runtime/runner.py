@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from optpipe.problem import Problem
+    from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.trainers.split import Tie
     from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Program, Schedule
@@ -214,6 +215,19 @@ class PipelineRunner:
     def observe(self, observer: ActionObserver | None) -> None:
         """Show every action of a step to somebody, for example to measure it; None = nobody."""
         self._passes.observer = observer
+
+    def on_overlap(self, execute: Overlap | None) -> None:
+        """Let ``execute(forward, backward)`` run each pair of a program; None = one by one again.
+
+        It is given the two passes of ``(0F7;7B3)OVERLAP_F_B`` and runs each once, by `run`, in
+        whatever order or in threads; both have their inputs. What either sends leaves when
+        ``execute`` has returned. `optpipe.runtime.overlap.interleave` is one. All ranks call this
+        together, between two steps; it holds for all later ones.
+        """
+        self._spec = replace(self._spec, overlap=execute)
+        # Messages are placed anew: behind a pair, and not between its passes.
+        self._pipelines = {key: one for key, one in self._pipelines.items() if not key[0]}
+        self._training = None
 
     def use(self, schedule: Schedule) -> None:
         """Run another schedule from the next step on; all ranks together, between two steps.

@@ -190,7 +190,7 @@ class ActionTimer:
         self._step = -1
         self._sampled: _Sampled | None = None
         self._pending: _Sampled | None = None
-        self._start: Mark = None
+        self._starts: dict[Action, Mark] = {}
         self._copy: tuple[Mark, int] = (None, 0)
         self._kept: deque[OwnStep] = deque(maxlen=_KEPT_STEPS)
         runner.offloader.copies = _TimedCopies(self._plain_copies, self)
@@ -207,12 +207,13 @@ class ActionTimer:
         if action == self.program[0].bare:
             self._begin_step()
         if self._sampled is not None:
-            self._start = self._clock.mark()
+            self._starts[action] = self._clock.mark()
 
     def end(self, action: Action) -> None:
         """Mark its end."""
         if self._sampled is not None:
-            self._sampled.taken.append((action, self._start, self._clock.mark(), *self._copy))
+            start = self._starts.pop(action)
+            self._sampled.taken.append((action, start, self._clock.mark(), *self._copy))
             self._copy = (None, 0)
 
     def copied(self, fence: Fence, lane: int, num_bytes: int) -> None:

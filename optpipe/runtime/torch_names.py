@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo import eval_frame
+from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._library.effects import EffectType
 from torch.distributed import distributed_c10d
@@ -40,11 +42,13 @@ __all__ = [
     "check_torch",
     "default_store",
     "effect",
+    "fsdp_parts",
     "further_connection",
     "group_alike",
     "group_of_messages",
     "has_gradient_hooks",
     "is_compiled",
+    "is_profiled",
     "parts_with_memory",
     "reduce_by_ddp",
     "replaced",
@@ -54,6 +58,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "untraced",
     "viewed",
 ]
 
@@ -63,20 +68,16 @@ _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
     (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
     (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
-    (PipelineStage, "get_fwd_send_ops", ("fwd_chunk_id",)),
-    (PipelineStage, "get_bwd_send_ops", ("bwd_chunk_id",)),
-    (PipelineStage, "get_fwd_recv_ops", ("fwd_chunk_id",)),
-    (PipelineStage, "get_bwd_recv_ops", ("bwd_chunk_id",)),
     (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
+    (PipelineStage, "set_local_fwd_input", ("prev_stage_outputs", "mb_index")),
+    (PipelineStage, "get_local_bwd_output", ("mb_index",)),
+    (PipelineStage, "perform_reduce_grad", ("grad_scale_factor",)),
     (PipelineStage, "clear_runtime_states", ()),
     (distributed_c10d, "_process_group_name", ("ranks", "use_hashed_name")),
     (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
     (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
     (_PipelineScheduleRuntime, "_step_microbatches", ("arg_mbs", "kwarg_mbs", "return_outputs")),
     (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
-    (_PipelineScheduleRuntime, "_maybe_compute_loss", ("stage", "output", "target_mbs")),
-    (_PipelineScheduleRuntime, "_maybe_get_loss", ("stage", "mb_index")),
-    (_PipelineScheduleRuntime, "_update_losses", ("stages", "losses")),
     (schedules, "_batch_p2p", ("p2p_ops",)),
     (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
 )
@@ -149,6 +150,11 @@ def sharded_in_forward(module: nn.Module) -> set[Tensor]:
     return sharded - gathered
 
 
+def fsdp_parts(module: nn.Module) -> list[Any]:
+    """Return the modules of a stage whose weights FSDP2 gathers, the stage itself among them."""
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
     if isinstance(module, FSDPModule):
         for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined] # noqa: SLF001
@@ -159,6 +165,11 @@ def _fsdp_params(module: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of this module runs what torch.compile has made of it."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch looks for named ranges."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)  # noqa: SLF001
 
 
 def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -174,6 +185,21 @@ def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return operator
 
     return made
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep compiled code from tracing a function that it calls, at no price where there is none.
+
+    `torch.compiler.disable` alone costs several microseconds a call, compiled or not.
+    """
+    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @skip
+    def run(*given: Any) -> Any:
+        is_tracing = eval_frame.get_eval_frame_callback() is not None
+        return disabled(*given) if is_tracing else function(*given)
+
+    return run
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -27,8 +31,15 @@ from optpipe.runtime.messages import (
     slots_of,
     window_of,
 )
+from optpipe.runtime.overlap import PairedPass
 from optpipe.runtime.preflight import called, named_tensors
-from optpipe.runtime.torch_names import add_up_in_reduce_type, alias_no_view, reduce_by_ddp
+from optpipe.runtime.torch_names import (
+    add_up_in_reduce_type,
+    alias_no_view,
+    fsdp_parts,
+    is_profiled,
+    reduce_by_ddp,
+)
 from optpipe.schedule import Action, ActionType, Pass, Program, Programs, pass_of
 
 if TYPE_CHECKING:
@@ -38,6 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
     from optpipe.runtime.batches import Microbatches
+    from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
     from optpipe.runtime.slices import SliceStates
 
@@ -45,14 +57,18 @@ __all__ = ["HookedSchedule", "HookedStage", "MessageSlots", "hollow", "order_of"
 
 
 class HookedSchedule(_PipelineScheduleRuntime):
-    """torch's schedule runtime running one set of programs.
+    """torch's schedule runtime with a loop of our own, running one set of programs.
+
+    torch prepares the stages and places the messages; then all that can be known of an action
+    before it runs is looked up once, since torch's loop looks it up in every step.
 
     Losses are kept by micro-batch: torch keeps them in the order in which the last stage ran, and
     takes the wrong one where that is another. Each is divided by ``loss_divisor`` before its
     backward (0 = forwards only), so that gradients add up over steps, which torch's division of
     ``.grad`` at the end of a step would divide again. Sends are kept by message, and let go of
     where they are known to be over (`optpipe.runtime.messages`). ``orders`` is what each rank does,
-    with torch's sends and receives; ``bytes_of`` are those of a message's tensors.
+    with torch's sends and receives; ``bytes_of`` are those of a message's tensors. With ``overlap``
+    the two of a pair are one action, which it runs; else they run one after the other.
     """
 
     def __init__(
@@ -65,6 +81,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         loss_divisor: int,
         hooks: Passes,
         bytes_of: Callable[[Pass], int],
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]
             list(stages), num_microbatches, loss_fn=loss_fn or _itself, scale_grads=False
@@ -72,27 +89,29 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._output_is_loss = loss_fn is None
         self._trains = self._has_backward = loss_divisor > 0
         self._hooks = hooks
+        self._overlap = overlap
         self._loss_divisor = loss_divisor
         self._loss_of: dict[int, Tensor] = {}
         self._output_of: dict[int, Any] = {}
+        self._args: Sequence[Any] = ()
         self._targets: Sequence[Any] = ()
         self._loss_kwargs: Mapping[str, Any] = {}
         self._in_flight: dict[Pass, list[Work]] = {}
+        self._expected: dict[Pass, list[Work]] = {}
+        self._unsharding: dict[int, list[Any]] = {}
         self._over_before_send: Mapping[Pass, tuple[Pass, ...]] = {}
         self._stage_of = {stage.stage_index: stage for stage in stages}
+        self._steps: list[tuple[str, Callable[[], object]]] = []
         self.orders = self._lower(programs)
         self._tell_stages(bytes_of)
-        functions = cast("dict[Any, Callable[..., None]]", self._comp_type_to_function_map)
-        functions[ActionType.RECOMPUTE] = self._recompute
-        for kind in (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD):
-            functions[kind] = self._transfer
-        for direction in (_ComputationType.SEND_F, _ComputationType.SEND_B):
-            functions[direction] = self._send
 
     def _lower(self, programs: Programs) -> tuple[Order, ...]:
         """Let torch place sends and receives, add our actions; return what every rank will do."""
         self._prepare_schedule_with_comms(
-            {rank: _torch_actions(program) for rank, program in enumerate(programs)}
+            {
+                rank: _torch_actions(program, in_pairs=self._trains and self._overlap is not None)
+                for rank, program in enumerate(programs)
+            }
         )
         lists = self.pipeline_order_with_comms
         if self._trains:
@@ -130,23 +149,33 @@ class HookedSchedule(_PipelineScheduleRuntime):
         Return losses by micro-batch where the last stage is and there are any, else []; outputs
         by micro-batch where the last stage is and nothing is trained, else [].
         """
-        losses: list[Tensor] = []
-        count = self._n_microbatches
         self._loss_of.clear()
+        self._expected.clear()
         self._slots.begin()
+        self._args = microbatches.args or [()] * self._n_microbatches
         self._targets, self._loss_kwargs = microbatches.targets, microbatches.loss_kwargs
         for index, stage in self._stage_of.items():
             stage.has_backward = self._has_backward
             stage.kwargs = kwargs[index]
             stage.clear_runtime_states()
-        args = microbatches.args or [()] * count
-        self._step_microbatches(args, [{}] * count, None, losses, return_outputs=False)
-        self._targets, self._loss_kwargs = (), {}
+        if not self._steps:
+            self._prepare_stages()
+            self._steps = self._calls_of(self.pipeline_order_with_comms[self.rank])
+        if is_profiled():
+            for name, step in self._steps:
+                with torch.profiler.record_function(name):
+                    step()
+        else:
+            for _, step in self._steps:
+                step()
+        self._args, self._targets, self._loss_kwargs = (), (), {}
         self.let_go(tuple(self._in_flight))
         for stage in self._stage_of.values():
             stage.clear_runtime_states()
             stage.kwargs = ()
+        losses = [self._loss_of[microbatch] for microbatch in sorted(self._loss_of)]
         outputs = [self._output_of[microbatch] for microbatch in sorted(self._output_of)]
+        self._loss_of.clear()
         self._output_of.clear()
         return losses, outputs
 
@@ -161,61 +190,196 @@ class HookedSchedule(_PipelineScheduleRuntime):
                 work.wait()
             self._slots.give_back(message)
 
-    def _send(self, action: Any, _context: Any) -> None:
-        stage, microbatch = self._stage_of[action.stage_index], action.microbatch_index
-        backward = action.computation_type is _ComputationType.SEND_B
-        message = Pass(backward, action.stage_index, microbatch)
+    def _prepare_stages(self) -> None:
+        """Let torch do what it does before the first action of a step, and no action."""
+        lists = self.pipeline_order_with_comms
+        self.pipeline_order_with_comms = {self.rank: []}
+        try:
+            kwargs: list[dict[str, Any]] = [{}] * self._n_microbatches
+            self._step_microbatches(list(self._args), kwargs, return_outputs=False)
+        finally:
+            self.pipeline_order_with_comms = lists
+
+    def _calls_of(self, actions: Sequence[_Action]) -> list[tuple[str, Callable[[], object]]]:
+        """Return what is called for each action, with its name for profilers."""
+        parts = [one for action in actions for one in _parts_of(action)]
+        left = Counter(one.stage_index for one in parts if _makes_gradients(one))
+        found: list[tuple[str, Callable[[], object]]] = []
+        for action in actions:
+            calls = []
+            for part in _parts_of(action):
+                left[part.stage_index] -= _makes_gradients(part)
+                calls.append(self._call_of(part, is_last=not left[part.stage_index]))
+            call = calls[0]
+            if len(calls) == 2:
+                call = partial(self._run_pair, _parts_of(action), calls)
+            if call is not None:
+                found.append((str(action), call))
+        return found
+
+    def _call_of(self, action: _Action, *, is_last: bool) -> Callable[[], object] | None:
+        """Return what an action does; ``is_last`` of those that make gradients of its stage."""
+        stage = self._stage_of[action.stage_index]
+        microbatch = cast("int", action.microbatch_index)
+        kind = action.computation_type
+        if isinstance(kind, ActionType):
+            if kind is ActionType.RECOMPUTE:
+                return partial(self._recompute, stage, microbatch)
+            return partial(self._hooks.transfer, Action(stage.stage_index, kind, microbatch))
+        match kind.name:
+            case "FORWARD":
+                return partial(self._forward, stage, microbatch)
+            case "BACKWARD_INPUT" | "FULL_BACKWARD":
+                split = kind.name == "BACKWARD_INPUT"
+                last = is_last and not split
+                return partial(self._backward, stage, microbatch, split=split, last=last)
+            case "BACKWARD_WEIGHT":
+                return partial(stage.backward_weight_one_chunk, microbatch, last_backward=is_last)
+            case "SEND_F" | "SEND_B" | "RECV_F" | "RECV_B":
+                return self._post_of(stage, kind.name, microbatch)
+            case "UNSHARD" | "RESHARD" | "REDUCE_GRAD" if isinstance(stage.submod, FSDPModule):
+                if kind.name == "REDUCE_GRAD":
+                    return partial(stage.perform_reduce_grad, 1)
+                return partial(self._unshard if kind.name == "UNSHARD" else _reshard, stage)
+            case "UNSHARD" | "RESHARD" | "REDUCE_GRAD":
+                return None
+        raise PreflightError(f"{action} is no action of this runtime; report it with the schedule")
+
+    def _post_of(self, stage: HookedStage, name: str, microbatch: int) -> Callable[[], object]:
+        """Return what posts a message; the peer, and the tensors' places, are known by now."""
+        backward, sends = name.endswith("B"), name.startswith("SEND")
+        blanks = stage.crossing(backward=backward, out=sends)
+        ahead = backward != sends
+        peer = self.stage_index_to_group_rank[stage.stage_index + (1 if ahead else -1)]
+        blank = torch.empty(0, device=stage.device)
+        operation = dist.isend if sends else dist.irecv
+        operations = [
+            dist.P2POp(operation, blank, group=stage.group, group_peer=peer)
+            for one in blanks
+            if one is not None
+        ]
+        if sends:
+            message = Pass(backward, stage.stage_index, microbatch)
+            return partial(self._send, stage, message, blanks, operations)
+        message = Pass(backward, stage.stage_index + (1 if backward else -1), microbatch)
+        return partial(self._receive, stage, message, blanks, operations)
+
+    def _send(
+        self,
+        stage: HookedStage,
+        message: Pass,
+        blanks: Sequence[_Blank | None],
+        operations: list[dist.P2POp],
+    ) -> None:
         if over := self._over_before_send.get(message):
             self.let_go(over)
-        operations = (stage.get_bwd_send_ops if backward else stage.get_fwd_send_ops)(microbatch)
-        tensors = [operation.tensor for operation in operations]
-        slot = self._slots.take(message, [(one.shape, one.dtype) for one in tensors])
-        for operation, place in zip(operations, slot, strict=True):
-            place.copy_(operation.tensor.detach())
-            operation.tensor = place
-        self._in_flight[message] = schedules._batch_p2p(operations)  # noqa: SLF001
+        slot = self._slots.take(message, blanks)
+        stage.put_into(slot, message, blanks)
+        self._in_flight[message] = self._post(operations, slot)
 
-    def _transfer(self, action: Any, _context: Any) -> None:
-        kind: ActionType = action.computation_type
-        self._hooks.transfer(Action(action.stage_index, kind, action.microbatch_index))
-
-    def _recompute(self, action: Any, context: Any) -> None:
-        stage, microbatch = self._stage_of[action.stage_index], action.microbatch_index
-        with self._hooks.recompute(stage.stage_index, microbatch):
-            output = stage.recompute_one_chunk(microbatch, context.arg_mbs[microbatch])
-        self._maybe_compute_loss(stage, output, None, microbatch)
-
-    def _maybe_compute_loss(
-        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any, **__: Any
+    def _receive(
+        self,
+        stage: HookedStage,
+        message: Pass,
+        blanks: Sequence[_Blank | None],
+        operations: list[dist.P2POp],
     ) -> None:
-        if not stage.is_last:
-            return
-        # torch cuts no targets here: `run` does.
-        del target_mbs
+        infos = stage.grad_recv_info if message.backward else stage.args_recv_info
+        self._slots.fill(message, infos[message.microbatch], blanks)
+        slot = [info.buffer for info in infos[message.microbatch] if info.buffer is not None]
+        self._expected[message] = self._post(operations, slot)
+
+    def _post(self, operations: list[dist.P2POp], slot: Sequence[Tensor]) -> list[Work]:
+        for operation, place in zip(operations, slot, strict=True):
+            operation.tensor = place
+        return schedules._batch_p2p(operations)  # noqa: SLF001
+
+    def _wait_for(self, message: Pass) -> None:
+        """Wait for what another rank sends; what a stage of this rank made is there."""
+        for work in self._expected.pop(message, ()):
+            work.wait()
+
+    def _forward(self, stage: HookedStage, microbatch: int) -> None:
+        index = stage.stage_index
+        self._wait_for_weights(stage)
+        self._wait_for(Pass(False, index - 1, microbatch))
+        args = self._args[microbatch] if stage.is_first else ()
+        output = stage.forward_one_chunk(microbatch, args, save_forward_output=False)
+        if stage.is_last:
+            self._make_loss(stage, output, microbatch)
+        elif stage.next_is_here:
+            self._stage_of[index + 1].set_local_fwd_input(output, microbatch)
+
+    def _backward(self, stage: HookedStage, microbatch: int, *, split: bool, last: bool) -> None:
+        index = stage.stage_index
+        self._wait_for_weights(stage)
+        self._wait_for(Pass(True, index + 1, microbatch))
+        loss = self._loss_to_start_from(microbatch) if stage.is_last else None
+        stage.backward_one_chunk(microbatch, loss=loss, full_backward=not split, last_backward=last)
+        if index - 1 in self._stage_of:
+            gradients = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
+            self._stage_of[index - 1].set_local_bwd_input(gradients, microbatch)
+
+    def _run_pair(
+        self, parts: Sequence[_Action], calls: Sequence[Callable[[], object] | None]
+    ) -> None:
+        pair = [
+            PairedPass(
+                cast("Action", _step_of(part)),
+                self._stage_of[part.stage_index].submod,
+                cast("Callable[[], object]", call),
+            )
+            for part, call in zip(parts, calls, strict=True)
+        ]
+        cast("Overlap", self._overlap)(*pair)
+        for one in pair:
+            one.expect_run()
+
+    def _recompute(self, stage: HookedStage, microbatch: int) -> None:
+        with self._hooks.recompute(stage.stage_index, microbatch):
+            args = self._args[microbatch] if stage.is_first else ()
+            output = stage.recompute_one_chunk(microbatch, args)
+        if stage.is_last:
+            self._make_loss(stage, output, microbatch)
+
+    def _unshard(self, stage: HookedStage) -> None:
+        """Let FSDP2 begin to gather the weights of a stage."""
+        handles = [one.unshard(async_op=True) for one in fsdp_parts(stage.submod)]
+        self._unsharding[stage.stage_index] = handles
+
+    def _wait_for_weights(self, stage: HookedStage) -> None:
+        for handle in self._unsharding.pop(stage.stage_index, ()):
+            handle.wait()
+
+    def _make_loss(self, stage: HookedStage, output: Any, microbatch: int) -> None:
         if not self._trains:
-            self._output_of[mb_index] = output
+            self._output_of[microbatch] = output
         if self._targets:
-            target = self._targets[mb_index]
+            target = self._targets[microbatch]
             given = tensors_in((target, self._loss_kwargs))
-            with self._hooks.loss(stage.stage_index, mb_index, given):
+            with self._hooks.loss(stage.stage_index, microbatch, given):
                 loss_fn = cast("Any", self._loss_fn)
-                self._loss_of[mb_index] = loss_fn(output, target, **self._loss_kwargs)
+                self._loss_of[microbatch] = loss_fn(output, target, **self._loss_kwargs)
         elif self._output_is_loss:
-            self._loss_of[mb_index] = output
-        stage.drop_outputs(mb_index)
+            self._loss_of[microbatch] = output
+        stage.drop_outputs(microbatch)
         self._hooks.end()
 
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
-        if not stage.is_last:
-            return None
-        loss = self._loss_of[mb_index]
+    def _loss_to_start_from(self, microbatch: int) -> Tensor:
+        loss = self._loss_of[microbatch]
         # The value is kept, its graph is not: it would live to the end of the step.
-        self._loss_of[mb_index] = loss.detach()
+        self._loss_of[microbatch] = loss.detach()
         return loss / self._loss_divisor if self._loss_divisor > 1 else loss
 
-    def _update_losses(self, _stages: Any, losses: Any) -> None:
-        losses.extend(self._loss_of[microbatch] for microbatch in sorted(self._loss_of))
-        self._loss_of.clear()
+
+def _reshard(stage: HookedStage) -> None:
+    for one in fsdp_parts(stage.submod):
+        one.reshard()
+
+
+def _makes_gradients(action: _Action) -> bool:
+    """Whether it is among what a stage's gradients of a step are complete after."""
+    return action.computation_type.name in ("FULL_BACKWARD", "BACKWARD_WEIGHT")
 
 
 def _itself(output: Tensor) -> Tensor:
@@ -228,14 +392,23 @@ _TORCH_RUNS = frozenset(ActionType(letter) for letter in "FIWB")
 _OF_A_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"})
 
 
-def _torch_actions(program: Program) -> list[_Action | None]:
+def _torch_actions(program: Program, *, in_pairs: bool) -> list[_Action | None]:
     """Return the actions of a program that torch runs itself."""
-    # By name: the values became letters in 2.12.
-    return [
-        _Action(action.stage, _ComputationType[action.type.name], action.microbatch)
-        for action in program
-        if action.type in _TORCH_RUNS
-    ]
+    found: list[_Action] = []
+    for action in program:
+        if action.type not in _TORCH_RUNS:
+            continue
+        # By name: the values became letters in 2.12.
+        made = _Action(action.stage, _ComputationType[action.type.name], action.microbatch)
+        if in_pairs and action.paired:
+            made = _Action(-1, _ComputationType.OVERLAP_F_B, None, (found.pop(), made))
+        found.append(made)
+    return list(found)
+
+
+def _parts_of(action: _Action) -> tuple[_Action, ...]:
+    """Return the F and the backward of a pair, else the action."""
+    return action.sub_actions or (action,)
 
 
 def _forwards_of(actions: Sequence[_Action]) -> list[_Action]:
@@ -248,7 +421,7 @@ def _forwards_of(actions: Sequence[_Action]) -> list[_Action]:
 
 def order_of(actions: Sequence[_Action]) -> Order:
     """Translate what torch will do; only its passes, sends and receives concern the messages."""
-    found = (_step_of(action) for action in actions)
+    found = (_step_of(one) for action in actions for one in _parts_of(action))
     return tuple(step for step in found if step is not None)
 
 
@@ -290,8 +463,9 @@ def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Act
             placed += waiting
             waiting = []
         placed.append(action)
-        kind_name = action.computation_type.name
-        waiting += extras.pop((action.stage_index, kind_name, action.microbatch_index), [])
+        for one in _parts_of(action):
+            key = (one.stage_index, one.computation_type.name, one.microbatch_index)
+            waiting += extras.pop(key, [])
     return placed + waiting
 
 
@@ -317,6 +491,7 @@ class MessageSlots:
         self._slots: list[Tensor] = []
         self._free: list[Tensor] = []
         self._taken: dict[Pass, Tensor] = {}
+        self._views: dict[tuple[int, int], tuple[object, list[Tensor]]] = {}
 
     def begin(self) -> None:
         """Start a step with all slots free; the first one allocates them."""
@@ -331,20 +506,16 @@ class MessageSlots:
     def drop(self) -> None:
         """Give all memory back; the next step allocates it again."""
         self._slots, self._free = [], []
+        self._views.clear()
 
-    def take(self, message: Pass, blanks: Sequence[_Blank]) -> list[Tensor]:
-        """Return tensors of these sizes and types that lie in a slot."""
+    def take(self, message: Pass, blanks: Sequence[_Blank | None]) -> list[Tensor]:
+        """Return tensors of these sizes and types that lie in a slot; None takes no place."""
         slot = self._taken[message] = self._free.pop()
-        # The widest types first: so each is aligned without gaps.
-        order = sorted(range(len(blanks)), key=lambda index: -blanks[index][1].itemsize)
-        found: dict[int, Tensor] = {}
-        start = 0
-        for index in order:
-            size, dtype = blanks[index]
-            end = start + size.numel() * dtype.itemsize
-            found[index] = slot[start:end].view(dtype).view(size)
-            start = end
-        return [found[index] for index in range(len(blanks))]
+        # Of every slot and every list of sizes, which are a pipeline's own, views are made once.
+        known = self._views.get((id(slot), id(blanks)))
+        if known is None:
+            known = self._views[id(slot), id(blanks)] = (blanks, _laid_out(slot, blanks))
+        return known[1]
 
     def give_back(self, message: Pass) -> None:
         """Make the slot of a message free again."""
@@ -352,10 +523,10 @@ class MessageSlots:
 
     def fill(self, message: Pass, infos: tuple[Any, ...], blanks: Sequence[_Blank | None]) -> None:
         """Let torch's receives of a message go into a slot."""
-        pairs = [(info, one) for info, one in zip(infos, blanks, strict=True) if one is not None]
-        slot = self.take(message, [blank for _, blank in pairs])
-        for (info, _), place in zip(pairs, slot, strict=True):
-            info.buffer = place
+        slot = iter(self.take(message, blanks))
+        for info, blank in zip(infos, blanks, strict=True):
+            if blank is not None:
+                info.buffer = next(slot)
 
     def take_out(self, message: Pass, infos: tuple[Any, ...]) -> None:
         """Copy what was received, and free its slot; what came from this rank stays."""
@@ -363,6 +534,19 @@ class MessageSlots:
             for info in infos:
                 info.buffer = None if info.buffer is None else info.buffer.clone()
             self.give_back(message)
+
+
+def _laid_out(slot: Tensor, blanks: Sequence[_Blank | None]) -> list[Tensor]:
+    """Return places in a slot, the widest types first: so each is aligned without gaps."""
+    given = [one for one in blanks if one is not None]
+    found: dict[int, Tensor] = {}
+    start = 0
+    for index in sorted(range(len(given)), key=lambda index: -given[index][1].itemsize):
+        size, dtype = given[index]
+        end = start + size.numel() * dtype.itemsize
+        found[index] = slot[start:end].view(dtype).view(size)
+        start = end
+    return [found[index] for index in range(len(given))]
 
 
 # --- torch's stage.
@@ -407,7 +591,12 @@ class HookedStage(PipelineStage):
         self._hooks = hooks
         self._trains = trains
         self._gets_gradient = [output.requires_grad for output in outputs]
+        self._sent = tuple((one.size(), one.dtype) for one in outputs)
+        self._sent_back = tuple(
+            (one.size(), one.dtype) if one.requires_grad else None for one in inputs
+        )
         self._input_names, self._output_names = names
+        self._takes_names = any(self._input_names)
         self.kwargs: Sequence[dict[str, Any]] = ()
         self.next_is_here = False
         self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
@@ -433,11 +622,10 @@ class HookedStage(PipelineStage):
             self.slots.take_out(Pass(False, self.stage_index - 1, fwd_chunk_id), infos)
         kwargs = self.kwargs[fwd_chunk_id]
         inputs: list[Any] = [*(args if self.is_first else [info.buffer for info in infos])]
+        if kwargs:
+            inputs += tensors_in(kwargs)
         sliced = nullcontext() if self.slices is None else self.slices.forward(fwd_chunk_id)
-        with (
-            self._hooks.forward(self.stage_index, fwd_chunk_id, inputs + tensors_in(kwargs)),
-            sliced,
-        ):
+        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs), sliced:
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         for info in infos:
             info.buffer = None
@@ -451,8 +639,11 @@ class HookedStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; what crosses a boundary by name is given and taken by name."""
-        forward = super().forward_maybe_with_nosync
-        output = called(forward, self._input_names, args, kwargs)
+        forward: Callable[..., Any] = super().forward_maybe_with_nosync
+        if self._takes_names:
+            output = called(forward, self._input_names, args, kwargs)
+        else:
+            output = forward(*args, **kwargs)
         if self.is_last or not isinstance(output, Mapping):
             return output
         names, outputs = named_tensors(output, f"the output of stage {self.stage_index}")
@@ -528,23 +719,37 @@ class HookedStage(PipelineStage):
         """Let go of the last stage's outputs: after the loss only its graph may need them."""
         self._keep(microbatch, ())
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        """Return the receives of what an F needs, into a slot."""
-        message = Pass(False, self.stage_index - 1, fwd_chunk_id)
-        self.slots.fill(message, self.args_recv_info[fwd_chunk_id], self._blank_inputs)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+    def crossing(self, *, backward: bool, out: bool) -> tuple[_Blank | None, ...]:
+        """Return what a message is made of that goes out of this stage, or comes in."""
+        if out:
+            return self._sent_back if backward else self._sent
+        return self._blank_gradients if backward else self._blank_inputs
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        """Return the receives of the gradients a backward needs, into a slot."""
-        message = Pass(True, self.stage_index + 1, bwd_chunk_id)
-        self.slots.fill(message, self.grad_recv_info[bwd_chunk_id], self._blank_gradients)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        """Return the sends of an F; from here on only they hold its outputs."""
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
-        self._hollow_out(fwd_chunk_id)
-        return operations
+    def put_into(
+        self, slot: Sequence[Tensor], message: Pass, blanks: Sequence[_Blank | None]
+    ) -> None:
+        """Copy what a pass has made, and let go of it; where there is no gradient, zeros."""
+        microbatch = message.microbatch
+        made: Any = (
+            self.bwd_cache.pop(microbatch) if message.backward else self.fwd_cache[microbatch][0]
+        )
+        places = iter(slot)
+        for tensor, blank in zip(made, blanks, strict=True):
+            if blank is None:
+                continue
+            place = next(places)
+            if tensor is None:
+                place.zero_()
+            elif (tensor.shape, tensor.dtype) == blank:
+                place.copy_(tensor.detach())
+            else:
+                raise PreflightError(
+                    f"stage {self.stage_index} made a tensor of shape {tuple(tensor.shape)} and "
+                    f"{tensor.dtype} to send, but {tuple(blank[0])} and {blank[1]} were agreed on "
+                    "in the first step; keep to them, or give all ranks another bucket="
+                )
+        if not message.backward:
+            self._hollow_out(microbatch)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take gradients from the next stage on this rank; where it has none, they are zeros."""

@@ -7,7 +7,8 @@ import functools
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from optpipe.runtime import PipelineRunner
+from optpipe.runtime import PipelineRunner, overlap
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.overlap import PairedPass, exchange, interleave
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
 from tests.runtime.live_bytes import LiveBytes
@@ -567,3 +569,114 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
     if ends != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}
+
+
+# --- Pairs: experts on two ranks, whose exchanges hide behind the other pass of a pair.
+
+
+class ExpertBlock(nn.Module):
+    """Attention, dispatch to experts, experts, combine; without a group all experts are here."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_experts))
+        self.group = group
+
+    def forward(self, state: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(state, state, state, need_weights=False)[0]
+        state = state + mixed
+        rows = state.flatten(0, 1)
+        share, chosen = self.router(rows).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        made = self._by_experts(rows[order], chosen.bincount(minlength=len(self.experts)))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        weighed: Tensor = share[:, None] * made[back]
+        return state + weighed.view_as(state)
+
+    def _by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        own = list(self.experts)
+        if self.group is None:
+            parts = rows.split(counts.tolist())
+            return torch.cat([torch.tanh(one(part)) for one, part in zip(own, parts, strict=True)])
+        size, rank = self.group.size(), self.group.rank()
+        each = len(own) // size
+        here = torch.empty(size, each, dtype=torch.int64)
+        dist.all_to_all_single(here, counts.view(size, each), group=self.group)
+        sent, received = counts.view(size, each).sum(1).tolist(), here.sum(1).tolist()
+        parts = exchange(rows, sent, received, self.group).split(here.flatten().tolist())
+        made = [
+            torch.tanh(own[rank * each + index % each](part)) for index, part in enumerate(parts)
+        ]
+        return exchange(torch.cat(made), received, sent, self.group)
+
+
+class Paired(NamedTuple):
+    """Worst difference from one process, pairs run, and who posted exchanges within pairs."""
+
+    worst_difference: float
+    num_pairs: int
+    sides: list[str]
+
+
+class _PairWatcher:
+    """Runs pairs, and notes who hands over."""
+
+    def __init__(self, executor: str) -> None:
+        self.executor = executor
+        self.num_pairs = 0
+        self.sides: list[str] = []
+
+    def __call__(self, forward: PairedPass, backward: PairedPass) -> None:
+        assert (forward.action.type.value, backward.action.type.value) == ("F", "B")
+        self.num_pairs += 1
+        hand_over = overlap._Turns.hand_over
+
+        def seen(turns: Any, side: int) -> None:
+            self.sides.append("FB"[side])
+            hand_over(turns, side)
+
+        with mock.patch.object(overlap._Turns, "hand_over", seen):
+            if self.executor == "interleave":
+                interleave(forward, backward)
+            else:
+                backward.run()
+                forward.run()
+
+
+def train_paired(schedule: Schedule, executor: str) -> Paired:
+    """Train expert blocks on two pipeline ranks times two expert ranks."""
+    count, rank = num_microbatches_of(schedule), dist.get_rank()
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    experts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage, column = divmod(rank, 2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        whole = [
+            nn.Sequential(ExpertBlock(4, None), ExpertBlock(4, None)).double() for _ in range(2)
+        ]
+        batches, targets = torch.rand(2, 2, 2 * count, 3, WIDTH, dtype=torch.float64)
+    own = copy.deepcopy(whole[stage])
+    for block in own:
+        cast("ExpertBlock", block).group = experts[stage]
+    runner = PipelineRunner({stage: own}, schedule, small_loss, group=pipelines[column])
+    watcher = _PairWatcher(executor)
+    runner.on_overlap(watcher)
+    for _ in range(2):
+        runner.step(batches[column], targets[column])
+    runner.close()
+    for batch, target in zip(batches, targets, strict=True):
+        for given, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
+            (small_loss(whole[1](whole[0](given)), wanted) * 2 / count).backward()
+    worst = 0.0
+    for ours, theirs in zip(own.parameters(), whole[stage].parameters(), strict=True):
+        found = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
+        # A part of the batch each, and all of the own experts.
+        dist.all_reduce(found, group=experts[stage])
+        assert theirs.grad is not None
+        worst = max(worst, float((found - theirs.grad).abs().max()))
+    for group in (*pipelines, *experts):
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return Paired(worst, watcher.num_pairs, watcher.sides)

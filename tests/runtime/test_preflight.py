@@ -210,12 +210,12 @@ def test_a_torch_without_an_overridden_name_is_refused(monkeypatch):
     from optpipe.runtime.torch_names import check_torch
 
     check_torch()
-    monkeypatch.setattr(PipelineStage, "get_fwd_send_ops", lambda self, other: [])
-    with pytest.raises(MissingExtraError, match=r"get_fwd_send_ops .* has no parameter fwd_chunk"):
+    monkeypatch.setattr(PipelineStage, "get_local_bwd_output", lambda self, other: None)
+    with pytest.raises(MissingExtraError, match=r"get_local_bwd_output .* has no parameter mb_"):
         check_torch()
-    monkeypatch.delattr(PipelineStage, "get_fwd_send_ops")
-    monkeypatch.delattr(PipelineStage.__mro__[1], "get_fwd_send_ops")
-    with pytest.raises(MissingExtraError, match=r"get_fwd_send_ops .* is missing"):
+    monkeypatch.delattr(PipelineStage, "get_local_bwd_output")
+    monkeypatch.delattr(PipelineStage.__mro__[1], "get_local_bwd_output")
+    with pytest.raises(MissingExtraError, match=r"get_local_bwd_output .* is missing"):
         check_torch()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from torch import nn
 
 from optpipe.problem import LicensedPair
-from optpipe.schedule import ActionType
+from optpipe.runtime.overlap import PairedPass
+from optpipe.schedule import Action, ActionType, parse_cell
 from optpipe_solver.families.overlapped import build_dualpipe_v
 from tests.runtime import cases, schedules, small_cases
 
@@ -191,3 +193,37 @@ def test_the_two_of_a_pair_run_one_after_the_other(ranks):
             assert outcome.losses_equal
             assert outcome.largest_gradient > 1e-3
             assert outcome.worst_difference <= 1e-14 * outcome.largest_gradient
+
+
+PAIRED = (
+    "0F0 0F1 (0F2;0B0)OVERLAP_F_B (0F3;0B1)OVERLAP_F_B 0B2 0B3",
+    "1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B (1F3;1B2)OVERLAP_F_B 1B3",
+)
+
+
+@pytest.mark.parametrize("executor", ["interleave", "the backward first"])
+def test_a_registered_executor_runs_both_of_a_pair(ranks, executor):
+    """Two blocks with experts on two ranks: a dispatch and a combine each, forward and back."""
+    plain = schedules.make_problem((0, 1), 4)
+    pairs = tuple(LicensedPair(forward=a, backward=a, hidden_ms=0.5) for a in (0, 1))
+    problem = plain.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
+    programs = tuple(
+        tuple(one for cell in row.split() for one in parse_cell(cell)) for row in PAIRED
+    )
+    schedule = schedules.make_schedule(problem, programs)
+    for rank, found in enumerate(ranks.run(small_cases.train_paired, schedule, executor)):
+        num_pairs = 2 * (2 + rank // 2)
+        assert found.num_pairs == num_pairs
+        assert found.worst_difference < 1e-14
+        assert "".join(found.sides) == ("FB" * 4 * num_pairs if executor == "interleave" else "")
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_an_executor_that_does_not_run_each_pass_once_is_refused(times):
+    ran = []
+    one = PairedPass(Action(0, ActionType.FORWARD, 7), nn.Identity(), lambda: ran.append(1))
+    for _ in range(times):
+        one.run()
+    with pytest.raises(RuntimeError, match=f"0F7 of a pair was run {times} times"):
+        one.expect_run()
+    assert len(ran) == min(times, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe import Schedule
+    from optpipe.schedule import Action
 
 LAYERS = 8
 MICROBATCHES = 8
@@ -38,6 +38,8 @@ class Job:
     tensor: int = 1
     experts: bool = False
     distributed: bool = False
+    width: int = 16
+    length: int = LENGTH
 
 
 @dataclass
@@ -135,35 +137,35 @@ def _optimizer(models: list[nn.Module], job: Job) -> Any:
 
 
 def arguments_of(models: list[nn.Module], job: Job, step: int) -> dict[str, Any]:
-    iterators = [_data(step) for _ in models]
+    iterators = [_data(step, job.length) for _ in models]
     return {
-        "forward_step_func": partial(_forward_step, per_token=job.per_token),
+        "forward_step_func": partial(_forward_step, job=job),
         "data_iterator": iterators if job.chunks > 1 else iterators[0],
         "model": models if job.chunks > 1 else models[0],
         "num_microbatches": MICROBATCHES,
-        "seq_length": LENGTH,
+        "seq_length": job.length,
         "micro_batch_size": SAMPLES,
     }
 
 
-def _data(step: int) -> Iterator[dict[str, Tensor]]:
+def _data(step: int, length: int = LENGTH) -> Iterator[dict[str, Tensor]]:
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(10 * step + parallel_state.get_data_parallel_rank())
     for _ in range(MICROBATCHES):
-        drawn = torch.randint(_WORDS, (SAMPLES, LENGTH + 1), generator=generator)
+        drawn = torch.randint(_WORDS, (SAMPLES, length + 1), generator=generator)
         yield {
             "tokens": drawn[:, :-1].contiguous(),
             "labels": drawn[:, 1:].contiguous(),
-            "mask": (torch.rand(SAMPLES, LENGTH, generator=generator) > 0.2).float(),
+            "mask": (torch.rand(SAMPLES, length, generator=generator) > 0.2).float(),
         }
 
 
-def _forward_step(items: Any, model: nn.Module, *, per_token: bool) -> tuple[Tensor, Any]:
+def _forward_step(items: Any, model: nn.Module, *, job: Job) -> tuple[Tensor, Any]:
     batch = next(items)
-    positions = torch.arange(LENGTH).expand(SAMPLES, LENGTH)
+    positions = torch.arange(job.length).expand(SAMPLES, job.length)
     output = model(batch["tokens"], positions, None, labels=batch["labels"])
-    return output, partial(_loss, batch["mask"], per_token=per_token)
+    return output, partial(_loss, batch["mask"], per_token=job.per_token)
 
 
 def _loss(mask: Tensor, losses: Tensor, *, per_token: bool) -> Any:
@@ -194,9 +196,9 @@ def models_of(job: Job) -> list[nn.Module]:
         }
     config = TransformerConfig(
         num_layers=LAYERS,
-        hidden_size=16,
+        hidden_size=job.width,
         num_attention_heads=2,
-        ffn_hidden_size=32,
+        ffn_hidden_size=2 * job.width,
         use_cpu_initialization=True,
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
@@ -224,7 +226,7 @@ def models_of(job: Job) -> list[nn.Module]:
             config,
             get_gpt_layer_local_spec(4 if job.experts else None),
             vocab_size=_WORDS,
-            max_sequence_length=LENGTH,
+            max_sequence_length=job.length,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=True,
@@ -246,8 +248,8 @@ def models_of(job: Job) -> list[nn.Module]:
     return models
 
 
-def timed_by_megatron(schedule: Schedule, job: Job) -> tuple[str, float]:
-    """Run a step under Megatron's timers; what it prints of them, and the milliseconds it took."""
+def timed_by_megatron(schedule: Schedule, job: Job, steps: int = 1) -> tuple[str, list[float]]:
+    """Run steps under Megatron's timers; what it prints of them, and the milliseconds of each."""
     with megatron_on_cpu(job.pipeline, job.chunks):
         from megatron.core.timers import Timers
 
@@ -257,12 +259,46 @@ def timed_by_megatron(schedule: Schedule, job: Job) -> tuple[str, float]:
         run(**arguments_of(models, job, 0))
         config.timers = timers = Timers(2, "all")
         run.close()
-        start = time.perf_counter()
-        run(**arguments_of(models, job, 1))
-        took_ms = 1000 * (time.perf_counter() - start)
-        run.close()
         names = ["forward-backward", "forward-compute", "backward-compute"]
-        return timers.get_all_timers_string(names, reset=True), took_ms
+        printed, took_ms = [], []
+        for step in range(1, steps + 1):
+            run(**arguments_of(models, job, step))
+            took_ms.append(1000 * timers("forward-backward").elapsed(reset=False))
+            printed.append(timers.get_all_timers_string(names, reset=True))
+        run.close()
+        return "\n".join(text for text in printed if text), took_ms
+
+
+def reductions_by_megatron(schedule: Schedule, job: Job) -> list[tuple[Action, set[int]]]:
+    """The actions of a step, each with the stages whose gradients were being reduced before it."""
+    seen: list[tuple[Action, set[int]]] = []
+    with megatron_on_cpu(job.pipeline, job.chunks):
+        from megatron.core import parallel_state
+
+        models: list[Any] = models_of(job)
+        run = forward_backward_func(schedule)
+        run(**arguments_of(models, job, 0))
+        assert run.runner is not None
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+
+        class Watcher:
+            def begin(self, action: Action) -> None:
+                groups = {stage: one.bucket_groups for stage, one in zip(own, models, strict=True)}
+                begun = {
+                    stage
+                    for stage, found in groups.items()
+                    if all(one.grad_reduce_handle is not None for one in found)
+                }
+                seen.append((action, begun))
+
+            def end(self, action: Action) -> None:
+                pass
+
+        run.runner.observe(Watcher())
+        run(**arguments_of(models, job, 1))
+        run.close()
+    return seen
 
 
 def refused_by_megatron(schedule: Schedule, job: Job) -> list[str]:

@@ -86,6 +86,24 @@ def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
     print(f"Megatron-Core, {name}: {expected} gradients, worst relative difference {worst:.1e}")
 
 
+def test_a_chunks_gradients_are_reduced_while_the_other_chunk_computes(ranks):
+    """Put off to the step's end they would be right, too, but overlap with nothing."""
+    problem = schedules.make_problem(LOOP, MICROBATCHES)
+    programs = schedules.random_programs(problem, 5, fused=0.3, in_order=True)
+    schedule = schedules.make_schedule(problem, programs)
+    job = Job(2, 2, overlap=True)
+    outcomes = ranks.run(megatron_cases.reductions_by_megatron, schedule, job, timeout=220)
+    for rank, seen in enumerate(outcomes):
+        program = [action.bare for action in programs[rank // 2]]
+        assert [action for action, _ in seen] == program
+        complete: set[int] = set()
+        for index, (action, begun) in enumerate(seen):
+            assert begun == complete
+            later = {one.stage for one in program[index + 1 :] if one.type.value in "WB"}
+            complete |= {action.stage} - later if action.type.value in "WB" else set()
+        assert len(seen[-1][1]) == 1
+
+
 def test_its_timers_of_our_run_are_imported(ranks):
     """As `optpipe import megatron` reads them: a forward and a backward of every stage."""
     problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
@@ -96,7 +114,7 @@ def test_its_timers_of_our_run_are_imported(ranks):
     assert [(one.stage, one.action) for one in found.samples] == [
         (stage, action) for action in "FB" for stage in range(4)
     ]
-    for stage, (_, took_ms) in enumerate(outcomes):
+    for stage, (_, (took_ms,)) in enumerate(outcomes):
         spent = sum(one.time_ms for one in found.samples if one.stage == stage)
         assert 0 < MICROBATCHES * spent < took_ms
 
