@@ -96,7 +96,7 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
         assert again.counts.total == result.counts.total
     assert not seen, "all of it was known"
     assert again.certificate == result.certificate
-    assert read_checkpoint(asked.question, text.replace('"version": 3', '"version": 2')) is None
+    assert read_checkpoint(asked.question, text.replace('"version": 4', '"version": 3')) is None
 
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations, groupby, pairwise, product
 from math import inf
+from operator import le
 from subprocess import Popen
 from typing import Any
 
@@ -72,12 +73,17 @@ def all_cuts(num_layers: int, num_stages: int):
         yield tuple(b - a for a, b in pairwise((0, *ends, num_layers)))
 
 
+def judge_of(question: TuneQuestion, candidate: TuneCandidate) -> ConfigurationJudge:
+    kinds = candidate.kinds
+    return ConfigurationJudge(question, candidate.training, candidate.cut(), kinds=kinds)
+
+
 def exhaustively(question: TuneQuestion) -> dict[TuneCandidate, float]:
     """Return each candidate's fastest step in ms over all its cuts; infinite where none fits."""
     num_layers = question.shape.num_layers + 2
     found = {}
     for candidate in candidates(question):
-        made = ConfigurationJudge(question, candidate.training, candidate.cut())
+        made = judge_of(question, candidate)
         rows = (
             made.by_families(sizes)
             for sizes in all_cuts(num_layers, candidate.pp * candidate.chunks)
@@ -89,20 +95,35 @@ def exhaustively(question: TuneQuestion) -> dict[TuneCandidate, float]:
 TIGHT = 9_800_000_000
 
 
+def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
+    """Two kinds of which either may come first: one 2 to 3 times as slow, with half the memory."""
+    slow = find_gpu("a100-40gb")
+    small = replace(slow, memory_bytes=slow.memory_bytes._replace(value=TIGHT))
+    big = replace(GPU, memory_bytes=GPU.memory_bytes._replace(value=int(1.4 * TIGHT)))
+    return asked(shape, hardware=small, kinds=((small, 2), (big, 2)), **fields)
+
+
 @pytest.mark.parametrize(
     ("question", "threads"),
-    [(asked(), 1), (asked(memory_bytes=TIGHT), 2), (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1)],
-    ids=["dense", "dense, tight, two at a time", "experts, tight"],
+    [
+        (asked(), 1),
+        (asked(memory_bytes=TIGHT), 2),
+        (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1),
+        (mixed(), 1),
+        (mixed(WITH_EXPERTS), 1),
+    ],
+    ids=["dense", "dense, tight, two at a time", "experts, tight", "kinds", "kinds, experts"],
 )
 def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, threads: int) -> None:
     """And what is answered is the best of all of them, within what the certificate leaves."""
     best_of = exhaustively(question)
     num_cut = 0
-    for (training, pp), group in groupby(best_of, key=lambda one: (one.training, one.pp)):
-        table = LayerTable(question, training, pp)
+    groups = groupby(best_of, key=lambda one: (one.training, one.pp, one.kinds))
+    for (training, pp, kinds), group in groups:
+        table = LayerTable(question, training, pp, kinds)
         for candidate in group:
             fastest_ms = best_of[candidate]
-            made = ConfigurationJudge(question, training, candidate.cut())
+            made = judge_of(question, candidate)
             cut_ms = made.by_cut(inf)[1] + table.after_ms
             for bound_ms in (table.quick_ms(candidate), table.packed_ms(candidate), cut_ms):
                 assert bound_ms <= fastest_ms * (1 + 1e-6), candidate
@@ -110,7 +131,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert num_cut > 5
     fastest_ms = min(best_of.values())
     assert fastest_ms < inf
-    if question.memory_bytes == TIGHT:
+    if question.memory_bytes == TIGHT or question.kinds:
         assert inf in best_of.values(), "memory is no question here"
     result = tune(question, time_limit_s=60 if threads > 1 else 30, threads=threads, gap=0.0)
     assert result.best is not None
@@ -130,16 +151,17 @@ def dealt_ms(table: LayerTable, candidate: TuneCandidate) -> float:
 
     To their stages as a cut does where there are several, to the ranks at will where there is one.
     """
-    first, layer, last = table.parts
+    number = table.parts[1].number
     pp, chunks = candidate.pp, candidate.chunks
     held = [in_flight(r, candidate.cut()) if table.fused else (1,) * chunks for r in range(pp)]
     least = inf
-    for owners in _deals(layer.number, pp, chunks):
+    for owners in _deals(number, pp, chunks):
         busy, need = [0.0] * pp, [0.0] * pp
-        for part, (rank, chunk) in zip((first, *[layer] * layer.number, last), owners, strict=True):
+        for index, (rank, chunk) in zip((0, *[1] * number, 2), owners, strict=True):
+            part = table.parts_on[table.ranks[rank]][index]
             busy[rank] += part.whole_ms
             need[rank] += part.static + held[rank][chunk] * part.kept
-        if max(need) <= table.room:
+        if all(map(le, need, table.rooms)):
             least = min(least, max(busy))
     return least
 
@@ -255,9 +277,9 @@ def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumber
         "whole_ms": float(sum(sizes)),
         "layer": _LayerNumbers(1, 1 / 3, 1.0, 1.0, 3.0, 0.0, 0.0),
         "longest_ms": 1.0,
-        "share": (1 / 3, 1 / 3),
+        "rates": ((1 / 3, 2 / 3),) * pp,
         "ends": (nothing, nothing),
-        "room": float(max(needs)),
+        "rooms": (float(max(needs)),) * pp,
     }
     return CutNumbers(**(plain | changes))
 
@@ -275,7 +297,7 @@ def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
     sizes = sizes[: pp * chunks]
     given_numbers = numbers_of(
         pp, chunks, m, sizes,
-        share=(share, share),
+        rates=((share, 1 - share),) * pp,
         links=(((sent, 0.01), (sent, 0.01)),) * (pp * chunks - 1),
     )  # fmt: skip
     bound_ms, best, _ = best_cut(given_numbers)
@@ -298,8 +320,9 @@ def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
     bound_ms, sizes, _ = best_cut(even, stop=Stop(5.0))
     assert 16 * 41.0 < bound_ms <= 16 * 41.875
     assert sum(sizes) == 162
-    assert best_cut(even._replace(room=0.9 * even.room), stop=Stop(5.0))[0] > bound_ms
-    assert best_cut(even._replace(room=0.5 * even.room))[:2] == (inf, ())
+    room = even.rooms[0]
+    assert best_cut(even._replace(rooms=(0.9 * room,) * 4), stop=Stop(5.0))[0] > bound_ms
+    assert best_cut(even._replace(rooms=(0.5 * room,) * 4))[:2] == (inf, ())
 
 
 def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
