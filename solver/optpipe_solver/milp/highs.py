@@ -491,7 +491,11 @@ class RowByRow:
             solution: Any = highspy.HighsSolution()
             solution.col_value = self._start
             self._highs.setSolution(solution)
-        _run(self._highs)
+        try:
+            _run(self._highs)
+        except RuntimeError:  # numbers went wrong on the way from the run before
+            self._highs.clearSolver()
+            _run(self._highs)
         if stop.work is not None:
             iterations = max(0, int(self._highs.getInfo().simplex_iteration_count))
             stop.spend(max(iterations / _ITERATIONS, self._looks / _LOOKS, 1 / _RUNS))
