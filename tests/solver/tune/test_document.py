@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
+from optpipe.presets import megatron_arguments
 from optpipe_solver.tune import (
     TuneResult,
     checkpoint_of,
@@ -48,6 +49,31 @@ def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() 
     told: list[TuneResult] = []
     second = tune(asked.question, start=faster, time_limit_s=60.0, on_result=told.append)
     assert {one.best for one in (second, *told)} == {faster}
+
+
+def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> None:
+    """The faster kind has more layers, whoever comes first; what runs today stands as was said."""
+    fixed = {"tp": 2, "cp": 1, "micro_batch": 1, "chunks": 1}
+    today = {"tp": 2, "pp": 4}
+    asked = read_question({**ASKED, "gpu": "a100:4,h100:4", "current": today, "fixed": fixed})
+    result = tune(asked.question, current=asked.current, time_limit_s=60.0)
+    assert result.current is not None
+    assert result.current.as_json()["gpus"] == ["a100", "a100", "h100", "h100"]
+    assert result.best is not None
+    assert result.gap is not None
+    assert result.gap < 0.01
+    orders = {tuple(row.as_json()["gpus"]) for row in result.rows}
+    assert {("a100", "h100"), ("h100", "a100")} <= orders
+    known = read_checkpoint(asked.question, checkpoint_of(result))
+    assert known is not None
+    rows = {row.as_json()["id"] for row in result.rows[:11]}
+    assert rows <= {row.as_json()["id"] for row in known.rows}
+    for row in known.rows:
+        kinds, sizes = row.configuration.kinds, row.configuration.sizes
+        if row.method == "1f1b" and len(kinds) == len(sizes) == 2:
+            assert (kinds[0].name == "h100") == (sizes[0] > sizes[1])
+    layout = megatron_arguments(known.rows[0].configuration)
+    assert "--pipeline-model-parallel-layout" in layout
 
 
 def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> None:
