@@ -492,7 +492,7 @@ def find_gpus(
         name, colon, count = text.partition(":")
         if colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**6):
             raise AskedError(
-                Field("gpu", text), ": behind the colon must be a number of GPUs; correct it"
+                Field("gpu"), f" {text}: behind the colon must be a number of GPUs; correct it"
             )
         hardware = find_gpu(name)
         if network is not None or oversubscription != 1:
@@ -500,7 +500,8 @@ def find_gpus(
         found.append(Accelerators(hardware, int(count) if colon else None))
     if len(found) > 1 and any(kind.number is None for kind in found):
         raise AskedError(
-            Field("gpu", ",".join(texts)),
-            f": with several kinds each needs its number; write {texts[0].split(':')[0]}:8",
+            Field("gpu"),
+            f" {','.join(texts)}: with several kinds each needs its number; write "
+            f"{texts[0].split(':')[0]}:8",
         )
     return found
