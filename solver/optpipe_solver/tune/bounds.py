@@ -322,9 +322,13 @@ class _CutProgram:
             model.add(at_least(given.longest_ms * layers - work, 0.0))
         for rank, moments in enumerate(self.pattern.moments):
             own = [s for s, device in enumerate(self.placement) if device == rank]
+            most = given.number
             for counts, beside in _fullest(moments, self._beside):
-                fits = self._fits(dict(zip(own, counts, strict=True)), beside, given.rooms[rank])
-                model.add(fits)
+                held = dict(zip(own, counts, strict=True))
+                model.add(self._fits(held, beside, given.rooms[rank]))
+                most = min(most, self._most(held, beside, given.rooms[rank]))
+            # Whole layers are fewer than what is left of a layer's room everywhere would hold.
+            model.add(at_least(total([-self.layers[stage] for stage in own]), -float(most)))
         self.rows = RowByRow(model)
 
     def _beside(self, moment: MemoryMoment) -> float:
@@ -345,6 +349,17 @@ class _CutProgram:
             for end, at in zip(given.ends, (0, self.stages[-1]), strict=True):
                 room -= (end.static + count * end.kept) if at == stage else 0.0
         return at_least(total(terms), -room / whole)
+
+    def _most(self, counts: Mapping[int, int], beside: float, whole: float) -> int:
+        """Return how many layers a rank has at most then, whichever of its stages has them."""
+        given, ends = self.given, (0, self.stages[-1])
+        room = whole * (1 + _ROUNDING) - beside
+        each = [max(given.layer.static + n * given.layer.kept, 1e-9) for n in counts.values()]
+        for stage, count in counts.items():
+            for end, at in zip(given.ends, ends, strict=True):
+                room -= (end.static + count * end.kept) if at == stage else 0.0
+        forced = [need for stage, need in zip(counts, each, strict=True) if stage not in ends]
+        return len(forced) + max(0, floor((room - sum(forced)) / min(each)))
 
     def solved(self, stop: Stop, enough_ms: float) -> tuple[float, tuple[int, ...]]:
         """Add paths to the relaxation, then to the program itself, while that says more."""
