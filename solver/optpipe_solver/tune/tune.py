@@ -40,7 +40,7 @@ from optpipe_solver.tune.judge import (
     TuneRow,
     judge,
 )
-from optpipe_solver.tune.space import candidates
+from optpipe_solver.tune.space import TuneCandidate, candidates
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from optpipe.presets.estimate import ErrorBand
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.judge import TuneCheckpoint
-    from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
+    from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = ["TuneCounts", "TuneResult", "tune"]
 
@@ -366,6 +366,9 @@ class _TuneSearch:
         today = None if self.current is None else self.current.as_json()
         self.known = [row for row in rows if row.as_json() != today]
         self.best = min(self.known, key=_step_of, default=None)
+        by_key = {_key_of(row): row for row in sorted(self.known, key=_step_of, reverse=True)}
+        for entry in self.entries if self.stop.work is not None else ():
+            entry.row = by_key.get(entry.candidate)
         self.heap = [
             (entry.bound_ms, index)
             for index, entry in enumerate(self.entries)
@@ -397,7 +400,8 @@ class _TuneSearch:
         self._work(_one_by_one(new), self.stop.is_told)
         self.is_first = False
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
-        if first is not None and first.row is not None and first.row is self.best:
+        is_next = self.stop.work is None or all(e.level <= _Level.SIMULATED for e in self.entries)
+        if first is not None and first.row is not None and first.row is self.best and is_next:
             first.level = max(first.level, _Level.CUT)
             self._work(_one_by_one([first]), self.stop.is_told)
         self._work(self._least, self.stop.is_over)
@@ -614,6 +618,13 @@ def _one_by_one(entries: Iterable[_Entry]) -> Callable[[], _Entry | None]:
 
 def _step_of(row: TuneRow | None) -> float:
     return inf if row is None else row.step_ms
+
+
+def _key_of(row: TuneRow) -> TuneCandidate:
+    """Return the candidate that a row is of."""
+    cut, kinds = row.configuration.pipeline, row.configuration.kinds
+    training = row.configuration.training
+    return TuneCandidate(training, cut.pp, cut.chunks, cut.num_microbatches, kinds)
 
 
 def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:

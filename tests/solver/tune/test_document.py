@@ -1,6 +1,7 @@
 """A question and a row as JSON values: they come back, and a search goes on from what was found."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -123,6 +124,33 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
     assert not seen, "all of it was known"
     assert again.certificate == result.certificate
     assert read_checkpoint(asked.question, text.replace('"version": 4', '"version": 3')) is None
+
+
+def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_not(
+    monkeypatch,
+) -> None:
+    """Wherever it was killed: best rows, bound, counts, looks and work, to the last digit."""
+    module = sys.modules[TuneResult.__module__]
+    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_TELL_SHARE", 0.0)
+    asked = read_question({**ASKED, "fixed": {"tp": 2, "micro_batch": 1}})
+    kept: list[str] = []
+
+    def answer(**more: Any) -> tuple[Any, ...]:
+        result = tune(
+            asked.question, current=asked.current, time_limit_s=300.0, work_limit=2.0, gap=0.0,
+            **more,
+        )  # fmt: skip
+        assert result.stopped_by == "work_limit"
+        said = {name: value for name, value in result.as_json().items() if name != "seconds"}
+        said["rows"] = said["rows"][:11]
+        return json.dumps(said), result.looks, result.work
+
+    whole = answer(on_result=lambda result: kept.append(checkpoint_of(result)))
+    looks = list(dict.fromkeys(kept))
+    assert len(looks) > 6
+    for text in (looks[0], *looks[1 :: len(looks) // 5], looks[-1]):
+        assert answer(known=read_checkpoint(asked.question, text)) == whole
 
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
