@@ -106,7 +106,8 @@ class CurrentDegrees(TypedDict, total=False):
 class TuneArguments(SearchArguments, total=False):
     """A model, GPUs and a batch: which is the fastest way to train it.
 
-    ``model`` of the catalogue, or ``config``, a Hugging Face config.json; ``gpu`` of the catalogue;
+    ``model`` of the catalogue, or ``config``, a Hugging Face config.json; ``gpu`` of the catalogue,
+    or several with numbers that add up to ``num_gpus``: ``h100:32,a100:32``;
     ``global_batch`` sequences of ``sequence`` tokens a step. ``framework``, whose schedules may be
     answered: megatron, torchtitan or any. ``current``, what is run today, or ``current_file``, the
     text of its Megatron arguments or YAML, or torchtitan config; ``fixed``, degrees that are not
@@ -162,7 +163,8 @@ class TunedRow(WireModel):
 
     ``id`` tells it from the others of its tune; ``step_ms`` is of the whole step, ``makespan_ms``
     of its pipeline; ``peak_bytes`` of each pipeline rank, everything reserved counted, and
-    ``memory`` the same by what it is for; ``method`` made the schedule.
+    ``memory`` the same by what it is for; ``method`` made the schedule. ``gpus`` is the accelerator
+    of each pipeline rank where there are several kinds, else empty.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_ROW_EXAMPLE]})
@@ -188,6 +190,7 @@ class TunedRow(WireModel):
     mfu: float
     peak_bytes: tuple[int, ...]
     memory: tuple[TunedMemory, ...]
+    gpus: tuple[str, ...] = ()
 
 
 class TunedCounts(WireModel):
@@ -217,9 +220,9 @@ class Tuned(WireModel):
     less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share, ``gain`` how
     much less than ``current`` the fastest takes. ``error`` is null where no such estimate was
     compared with published runs. A device has ``memory_bytes``, of which answers fill
-    ``usable_bytes`` at most. ``stopped_by``, null while it goes on: ``optimal``; ``gap``, as small
-    as was asked; ``time_limit``, ``work_limit`` or ``cancelled``; ``looked_at``, where there is no
-    closer look at what may be faster.
+    ``usable_bytes`` at most (of several kinds the smallest's). ``stopped_by``, null while it goes
+    on: ``optimal``; ``gap``, as small as was asked; ``time_limit``, ``work_limit`` or
+    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})

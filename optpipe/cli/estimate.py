@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -22,7 +22,7 @@ from optpipe.presets import (
     AskedError,
     Training,
     estimate,
-    find_gpu,
+    find_gpus,
     find_model,
     shape_from_config,
     total_parameters,
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe.presets import Estimate, Hardware, ModelShape, StepEstimate
+    from optpipe.presets.accelerators import Accelerators
     from optpipe.presets.shape import Dispatch, Dispatcher, Precision
     from optpipe.presets.step import Layout
     from optpipe.problem import Problem
 
-__all__ = ["accelerators", "asked_shape", "estimate_problem", "memory_of", "named_as_flags"]
+__all__ = ["asked_shape", "estimate_problem", "memory_of", "named_as_flags"]
 
 
 _LEAST_WIDTH = 130
@@ -263,7 +264,7 @@ def estimate_problem(
         )
     with named_as_flags():
         shape = asked_shape(model, config)
-        kinds = accelerators(gpu, network, oversubscription)
+        kinds = find_gpus(gpu or [], network, oversubscription)
         replicas = _replicas(kinds, dp, tp * cp * pp)
         training = Training(
             micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, etp=etp, dp=replicas,
@@ -321,37 +322,7 @@ def asked_shape(model: str | None, config: Path | None) -> ModelShape:
     return replace(shape, name=config.absolute().parent.name[:80] or "config")
 
 
-class _Accelerators(NamedTuple):
-    """Accelerators of one kind, and how many if that was said."""
-
-    hardware: Hardware
-    number: int | None
-
-
-def accelerators(
-    gpu: list[str] | None, network: str | None, oversubscription: float
-) -> list[_Accelerators]:
-    """Return what each --gpu names, on the network that was said; raises `InputError`."""
-    if not gpu:
-        raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
-    found = []
-    for text in gpu:
-        name, colon, count = text.partition(":")
-        if colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**6):
-            raise InputError(f"--gpu {text}: behind the colon must be a number of GPUs; correct it")
-        hardware = find_gpu(name)
-        if network is not None or oversubscription != 1:
-            hardware = hardware.on_network(network, oversubscription)
-        found.append(_Accelerators(hardware, int(count) if colon else None))
-    if len(found) > 1 and any(kind.number is None for kind in found):
-        raise InputError(
-            f"--gpu {' --gpu '.join(gpu)}: with several kinds each needs its number; write "
-            f"--gpu {gpu[0].split(':')[0]}:8"
-        )
-    return found
-
-
-def _replicas(kinds: list[_Accelerators], dp: int | None, of_one: int) -> int:
+def _replicas(kinds: list[Accelerators], dp: int | None, of_one: int) -> int:
     """Return the data-parallel degree: as said, or as the number of GPUs leaves."""
     counts = [kind.number for kind in kinds if kind.number is not None]
     if not counts:
@@ -367,7 +338,7 @@ def _replicas(kinds: list[_Accelerators], dp: int | None, of_one: int) -> int:
     return dp
 
 
-def _pipeline_ranks(kinds: list[_Accelerators], stage: int) -> Hardware | list[Hardware]:
+def _pipeline_ranks(kinds: list[Accelerators], stage: int) -> Hardware | list[Hardware]:
     """Return the accelerator, or with several kinds that of each pipeline rank."""
     if len(kinds) == 1:
         return kinds[0].hardware
@@ -392,7 +363,7 @@ def memory_of(gigabytes: float | None) -> int | None:
     return round(gigabytes * 1e9)
 
 
-def _show(console: Console, shape: ModelShape, kinds: list[_Accelerators], found: Estimate) -> None:
+def _show(console: Console, shape: ModelShape, kinds: list[Accelerators], found: Estimate) -> None:
     console.width = max(console.width, _LEAST_WIDTH)
     parameters = total_parameters(shape) / 1e9
     titles = " and ".join(kind.hardware.title for kind in kinds)

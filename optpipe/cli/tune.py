@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -31,7 +32,6 @@ from optpipe.cli.estimate import (
     Network,
     Oversubscription,
     PrecisionOption,
-    accelerators,
     asked_shape,
     memory_of,
     named_as_flags,
@@ -50,7 +50,7 @@ from optpipe.cli.files import (
 from optpipe.cli.report import nothing_found, searching
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem
-from optpipe.presets import Configuration, Training
+from optpipe.presets import Configuration, Training, find_gpus
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -74,10 +74,16 @@ def tune(
     ] = None,
     config: ConfigOption = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Accelerator of the catalogue: estimate --list."),
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:N]",
+            help="Accelerator of the catalogue (estimate --list), and how many; several: of each a "
+            "part of the pipeline.",
+        ),
     ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="How many there are.")] = 8,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many there are; 8 by default.")
+    ] = None,
     global_batch: Annotated[
         int, typer.Option(metavar="N", min=1, help="Sequences of a step, over all replicas.")
     ] = 128,
@@ -167,7 +173,11 @@ def tune(
         raise InputError("--paste needs --framework megatron or torchtitan; say which")
     with named_as_flags():
         shape = asked_shape(model, config)
-        kinds = accelerators(None if gpu is None else [gpu], network, oversubscription)
+        given_gpus = find_gpus(gpu or [], network, oversubscription)
+        kinds = tuple((one.hardware, one.number) for one in given_gpus if one.number is not None)
+        num_gpus = sum(number for _, number in kinds) or gpus or 8
+        if gpus not in {None, num_gpus}:
+            raise InputError(f"--gpus {gpus}: but --gpu says {num_gpus}; give one of them")
         common = Training(
             sequence=sequence, precision=cast("Precision", precision), flash=flash,
             cuda_graphs=cuda_graphs, ep_overlap=ep_overlap,
@@ -180,8 +190,9 @@ def tune(
 
             question = TuneQuestion(
                 shape=shape,
-                hardware=kinds[0].hardware,
-                num_gpus=gpus,
+                hardware=given_gpus[0].hardware,
+                num_gpus=num_gpus,
+                kinds=kinds if len(kinds) > 1 else (),
                 global_batch=global_batch,
                 training=common,
                 framework=cast("Framework", framework),
@@ -324,7 +335,10 @@ def _headline(result: TuneResult, today: Configuration | None) -> str:
         if today is not None:
             why = "what you run is too large to simulate"
         return f"{format_ms(best.step_ms)} ms per step; {why}. {band}."
-    need, whole = max(result.current.peak_bytes), result.question.whole_bytes
+    current = result.current
+    ranks = result.question.ranks(current.configuration.kinds, len(current.peak_bytes))
+    wholes = map(result.question.whole_bytes_of, ranks)
+    need, whole = max(zip(current.peak_bytes, wholes, strict=True), key=lambda one: sub(*one))
     if need > whole:
         band = (
             f"{band}. In this model what you run needs {need / _GIB:.1f} GiB of "

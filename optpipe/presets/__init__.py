@@ -4,7 +4,7 @@
 gives a problem to solve, a model to cut otherwise, and what a step takes.
 """
 
-from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu
+from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
 from optpipe.presets.catalogue import MODELS, find_model
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import Estimate, estimate
@@ -44,6 +44,7 @@ __all__ = [
     "Training",
     "estimate",
     "find_gpu",
+    "find_gpus",
     "find_model",
     "megatron_arguments",
     "megatron_yaml",

@@ -17,11 +17,20 @@ from optpipe.errors import InputError
 from optpipe.presets.shape import AskedError, Field, pick
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from optpipe.presets.shape import Precision
 
-__all__ = ["GPUS", "PRIORS", "Efficiency", "Generation", "Hardware", "find_gpu"]
+__all__ = [
+    "GPUS",
+    "PRIORS",
+    "Accelerators",
+    "Efficiency",
+    "Generation",
+    "Hardware",
+    "find_gpu",
+    "find_gpus",
+]
 
 Generation = Literal[
     "ampere", "ada", "hopper", "blackwell-200", "blackwell-300", "cdna3", "cdna4", "cpu"
@@ -456,3 +465,43 @@ def find_gpu(name: str) -> Hardware:
     """
     key = name.lower()
     return pick("gpu", _GPU_ALIASES.get(key, key), GPUS)
+
+
+class Accelerators(NamedTuple):
+    """Accelerators of one kind, and how many if that was said."""
+
+    hardware: Hardware
+    number: int | None
+
+
+def find_gpus(
+    texts: Sequence[str], network: str | None = None, oversubscription: float = 1.0
+) -> list[Accelerators]:
+    """Return what each ``name`` or ``name:number`` says, on the network that was said.
+
+    Raises
+    ------
+    InputError
+        If there is none, as `find_gpu` and `Hardware.on_network`, or if one of several has no
+        number.
+    """
+    if not texts:
+        raise AskedError(Field("gpu"), f" is missing; give one of {', '.join(GPUS)}")
+    found = []
+    for text in texts:
+        name, colon, count = text.partition(":")
+        if colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**6):
+            raise AskedError(
+                Field("gpu"), f" {text}: behind the colon must be a number of GPUs; correct it"
+            )
+        hardware = find_gpu(name)
+        if network is not None or oversubscription != 1:
+            hardware = hardware.on_network(network, oversubscription)
+        found.append(Accelerators(hardware, int(count) if colon else None))
+    if len(found) > 1 and any(kind.number is None for kind in found):
+        raise AskedError(
+            Field("gpu"),
+            f" {','.join(texts)}: with several kinds each needs its number; write "
+            f"{texts[0].split(':')[0]}:8",
+        )
+    return found

@@ -30,6 +30,9 @@ class Configuration:
     sizes
         Layers of each stage in model order, embedding and head counted as layers; empty where
         the pipeline's layout says them.
+    kinds
+        The accelerator of each pipeline rank where they differ, else empty. ``hardware`` is then
+        any of them.
     """
 
     shape: ModelShape
@@ -37,6 +40,7 @@ class Configuration:
     training: Training
     pipeline: PipelineCut
     sizes: tuple[int, ...] = ()
+    kinds: tuple[Hardware, ...] = ()
 
     @property
     def num_gpus(self) -> int:
@@ -47,6 +51,11 @@ class Configuration:
     def global_batch(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.training.dp * self.training.micro_batch * self.pipeline.num_microbatches
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Accelerators that NVLink joins; of several kinds the fewest."""
+        return min(one.gpus_per_node for one in (self.kinds or (self.hardware,)))
 
     @cached_property
     def stages(self) -> tuple[StageLayers, ...]:
@@ -61,8 +70,9 @@ class Configuration:
         kinds = ("embedding", *["transformer"] * shape.num_layers, *["mtp"] * shape.mtp, "head")
         sizes = self.sizes or ((len(kinds),) if count == 1 else ())
         if not sizes:
-            machine = Machine(self.hardware, self.hardware.efficiency, self.training)
-            sizes = step_estimate(self.shape, machine, self.pipeline).sizes
+            ranks = self.kinds or (self.hardware,) * self.pipeline.pp
+            machines = [Machine(one, one.efficiency, self.training) for one in ranks]
+            sizes = step_estimate(self.shape, machines, self.pipeline).sizes
         if len(sizes) != count or sum(sizes) != len(kinds) or min(sizes) < 0:
             raise InputError(
                 f"sizes {list(sizes[:16])}: must be {count}, one for each stage, and together the "

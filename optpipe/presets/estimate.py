@@ -133,7 +133,7 @@ def estimate(
     mfu: float | None = None,
     time_factor: float | None = None,
     measured_step_s: float | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | Sequence[int] | None = None,
     modes: int = 0,
     pairs: bool = False,
     slices: int = 1,
@@ -161,7 +161,7 @@ def estimate(
         What a step of this configuration takes: every time is multiplied so that it does. Copies
         to the host keep their rate, of which a step says nothing.
     memory_bytes
-        Of a device, instead of all it has.
+        Of a device, or of each, instead of all it has.
     modes
         Most modes of a stage's menu, keep counted (`optpipe.presets.menus`); 0: keep, offload and
         recompute, as v1 has them.
@@ -408,14 +408,17 @@ def _times(part: StagePart) -> dict[str, float]:
 
 
 def _devices(
-    shape: ModelShape, machines: Sequence[Machine], memory_bytes: int | None
+    shape: ModelShape, machines: Sequence[Machine], memory_bytes: int | Sequence[int] | None
 ) -> tuple[ModelDevice, ...]:
     hosts = nodes_of(machines, len(machines), by_host=True)
     pool = pool_bytes(shape, machines[0], len(machines))
+    if memory_bytes is None:
+        memory_bytes = [int(one.hardware.memory_bytes.value) for one in machines]
+    elif isinstance(memory_bytes, int):
+        memory_bytes = [memory_bytes] * len(machines)
     devices = []
-    for rank, (machine, host) in enumerate(zip(machines, hosts, strict=True)):
+    for rank, (machine, host, memory) in enumerate(zip(machines, hosts, memory_bytes, strict=True)):
         hardware = machine.hardware
-        memory = int(hardware.memory_bytes.value) if memory_bytes is None else memory_bytes
         rates = {}
         if hardware.pcie_gb_per_s is not None:
             rate = hardware.pcie_gb_per_s.value * machine.efficiency.pcie

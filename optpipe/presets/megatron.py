@@ -384,7 +384,7 @@ def _experts(configuration: Configuration) -> dict[str, Any]:
     if experts is None:
         return {}
     is_flex = training.dispatcher == "deduplicated"
-    backend = "hybridep" if configuration.hardware.gpus_per_node > 8 else "deepep"
+    backend = "hybridep" if configuration.gpus_per_node > 8 else "deepep"
     values: dict[str, Any] = {
         "num_moe_experts": experts.num,
         "moe_router_topk": experts.active,

@@ -300,7 +300,7 @@ def _model_lines(
     training = configuration.training
     arguments = [f"'{model.flavor}'"]
     if configuration.shape.experts is not None and training.dispatcher == "deduplicated":
-        in_domain = configuration.hardware.gpus_per_node > 8
+        in_domain = configuration.gpus_per_node > 8
         arguments.append(f"moe_comm_backend='{'hybridep' if in_domain else 'deepep'}'")
     yield f"config.model_spec = model_registry({', '.join(arguments)}" + ("," if classes else ")")
     if classes:

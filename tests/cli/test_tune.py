@@ -63,6 +63,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--measured-step-s", "3"], "--current takes; give both"),
         (["--headroom", "1.5"], "must be in [0, 1)"),
         (["--gpu", "abacus"], "abacus"),
+        (["--gpu", "a100"], "with several kinds each needs its number; write h100:8"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(optpipe, arguments, sentence: str) -> None:

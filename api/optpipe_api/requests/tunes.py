@@ -125,7 +125,10 @@ class TuneBody(StrictBody):
     config: dict[str, Any] | SkipJsonSchema[None] = Field(
         default=None, json_schema_extra=no_default, description="A Hugging Face config.json."
     )
-    gpu: Name = Field(description="Of the catalogue.")
+    gpu: Name = Field(
+        description="Of the catalogue; several as `h100:32,a100:32`: of each a part of the "
+        "pipeline, together `num_gpus`."
+    )
     num_gpus: Many = 8
     global_batch: Annotated[int, Field(ge=1, le=2**20, strict=True)] = Field(
         default=128, description="Sequences of a step, over all replicas."

@@ -186,7 +186,7 @@ def read_tune(body: bytes, settings: Settings) -> NewJob:
     question = read.question
     if read.current is not None:
         _check_current(read.current.pipeline, settings.max_cells)
-    on = f"{question.num_gpus} {question.hardware.name}"
+    on = f"{question.num_gpus} {'+'.join(one.name for one in question.all_kinds)}"
     return NewJob(
         kind=JobKind.TUNE,
         name=f"{question.shape.name[:_MOST_NAME]} on {on}",

@@ -469,7 +469,8 @@ class RowByRow:
 
         ``bound`` is proven for the rows that are there, and so for all that come. Work is counted
         in simplex iterations, and with integrality in HiGHS's looks at its limits too, which end a
-        run; both are the same every time, on one thread.
+        run; both are the same every time, on one thread. The status is ``FAILED`` where HiGHS ends
+        in an error of its numbers even from a fresh start: nothing is known then.
         """
         if integer != self._is_integer:
             kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
@@ -491,11 +492,25 @@ class RowByRow:
             solution: Any = highspy.HighsSolution()
             solution.col_value = self._start
             self._highs.setSolution(solution)
-        _run(self._highs)
+        is_run = self._has_run()
         if stop.work is not None:
             iterations = max(0, int(self._highs.getInfo().simplex_iteration_count))
             stop.spend(max(iterations / _ITERATIONS, self._looks / _LOOKS, 1 / _RUNS))
+        if not is_run:
+            return MilpOutcome(MilpStatus.FAILED, bound=None, values=None, num_nodes=0)
         return _outcome(self._highs, self._variables, integer=integer)
+
+    def _has_run(self) -> bool:
+        """Run HiGHS, without what it knows from the run before where it refuses to go on."""
+        for is_again in (False, True):
+            if is_again:
+                self._highs.clearSolver()
+            try:
+                _run(self._highs)
+            except RuntimeError:
+                continue
+            return True
+        return False
 
     def _count_looks(self, most: int) -> None:
         """Let a run with integrality end after so many looks at its limits."""

@@ -19,6 +19,13 @@ quick and as small as the least of them.
 What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
 so that its largest is at least that of a rank with the mean.
 
+Kinds. Where ranks have different accelerators, work is counted in ms of the first, and one rank's
+takes at least s_r times as long, s_r the least ratio over the layers. Then the ranks share m B by
+their speeds 1/s_r. Filling asks for the most work u_r / s_r in all under C >= m u_r + a (u_0 + ...
++ u_(r-1)): any prices y_r >= 0 with m y_r + a (y_(r+1) + ...) >= 1/s_r bound it by C times their
+sum, and those made from the last rank on are small. Packing has every rank's own times and room,
+the cut F and backward of each rank's kind, at least. Links are the slowest kind's, as in estimates.
+
 Memory. When the last F of a micro-batch ends, nothing of it has come back: a rank then holds that
 micro-batch of all its layers, or could have moved it away. 1F1B holds min(m, p - r) micro-batches
 on rank r of a line at once; interleaved 1F1B p of every stage of rank r but the first, which has
@@ -28,8 +35,9 @@ more, and the last, which may have fewer (Narayanan et al. 2021, arXiv 2104.0447
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from math import floor, inf
-from operator import ge
+from operator import ge, mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,7 +53,7 @@ from optpipe_solver.milp.plan.pattern import HELD, NUM_DURATIONS, kind_number, p
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from optpipe.presets import PipelineCut, Training
+    from optpipe.presets import Hardware, Machine, PipelineCut, Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
@@ -90,58 +98,80 @@ class LayerTable:
 
     Parameters
     ----------
-    question, training, pp
-        What is bounded, over all cuts and all schedules that the framework has.
+    question, training, pp, kinds
+        What is bounded, over all cuts and all schedules that the framework has. ``kinds`` as in
+        `TuneCandidate`.
     """
 
-    def __init__(self, question: TuneQuestion, training: Training, pp: int) -> None:
-        self.question, self.pp = question, pp
-        machine = question.machine(training)
-        layers: dict[StagePart, int] = {}
-        for layer in model_parts(question.shape, machine, pp=pp):
-            layers[layer] = layers.get(layer, 0) + layer.repeat
+    def __init__(
+        self,
+        question: TuneQuestion,
+        training: Training,
+        pp: int,
+        kinds: tuple[Hardware, ...] = (),
+    ) -> None:
+        self.pp, self.ranks = pp, question.ranks(kinds, pp)
         self.fused = question.framework == "megatron"
+        machines = {one: question.machine(training, one) for one in dict.fromkeys(self.ranks)}
+        layers: dict[tuple[StagePart, ...], int] = {}
+        for same in zip(
+            *(model_parts(question.shape, one, pp=pp) for one in machines.values()), strict=True
+        ):
+            layers[same] = layers.get(same, 0) + same[0].repeat
         keeps = question.framework != "any"
-        self.parts = [
-            _LayerNumbers(
-                number,
-                layer.times.sums.forward_ms,
-                sum(layer.times.sums),
-                float(layer.kept.activation_bytes if keeps else 0),
-                static_bytes(layer.held, training).total,
-                float(layer.forward_workspace_bytes),
-                float(layer.backward_workspace_bytes),
-            )
-            for layer, number in layers.items()
-        ]
+        columns = zip(*layers, strict=True)
+        self.parts_on = {
+            hardware: [
+                _LayerNumbers(
+                    number,
+                    layer.times.sums.forward_ms,
+                    sum(layer.times.sums),
+                    float(layer.kept.activation_bytes if keeps else 0),
+                    static_bytes(layer.held, training).total,
+                    float(layer.forward_workspace_bytes),
+                    float(layer.backward_workspace_bytes),
+                )
+                for layer, number in zip(column, layers.values(), strict=True)
+            ]
+            for hardware, column in zip(machines, columns, strict=True)
+        }
+        self.parts = self.parts_on[self.ranks[0]]
         self.whole_ms = sum(part.number * part.whole_ms for part in self.parts)
+        self.slow = [_slower(self.parts, self.parts_on[one]) for one in self.ranks]
         self.share = 1.0
         if not self.fused:
-            self.share = min(p.forward_ms / p.whole_ms for p in self.parts if p.whole_ms > 0)
+            self.share = min(min(_shares(parts)) for parts in self.parts_on.values())
         self.workspace = min(
             max(part.forward_workspace, part.back_workspace) for part in self.parts
         )
-        reserved = reserved_bytes(question.hardware, question.device_bytes)
-        pool = pool_bytes(question.shape, machine, pp)
-        self.room = question.device_bytes - reserved - pool - self.workspace
-        held = _sum(layers)
-        is_pipelined = pp > 1
-        self.after_ms = machine.optimizer_ms(held) / pp
-        for exchange in (machine.reduction, machine.gathering):
-            self.after_ms += exchange(held, is_pipelined=is_pipelined).unhidden_ms / pp
+        pool = pool_bytes(question.shape, machines[self.ranks[0]], pp)
+        room_of = {
+            one: usable - reserved_bytes(one, usable) - pool - self.workspace
+            for one in machines
+            for usable in (question.usable_bytes_of(one),)
+        }
+        self.rooms = [room_of[one] for one in self.ranks]
+        self.after_ms = _after_ms(_sum(layers), list(machines.values()), is_pipelined=pp > 1) / pp
 
     def quick_ms(self, candidate: TuneCandidate) -> float:
         """Return a first bound of a step in ms; infinite where not even the mean rank fits."""
         need = sum(part.number * (part.static + part.kept) for part in self.parts)
-        if need > self.pp * self.room * (1 + _ROUNDING):
+        if need > sum(self.rooms) * (1 + _ROUNDING):
             return inf
-        pp, m = candidate.pp, candidate.num_microbatches
+        m = candidate.num_microbatches
         if candidate.chunks == 1:
-            pipeline = self.whole_ms * self.share / (1.0 - (1.0 - self.share / m) ** pp)
+            pipeline = self.whole_ms / _most_work(self.slow, self.share, m)
         else:
-            quickest = min(part.whole_ms for part in self.parts)
-            pipeline = m * self.whole_ms / pp + self.share * quickest * (pp - 1) / 2
-        return max(pipeline, self.whole_ms if self.fused else 0.0) + self.after_ms
+            quickest = {k: min(p.whole_ms for p in parts) for k, parts in self.parts_on.items()}
+            speeds = [1 / slow for slow in self.slow]
+            ahead = accumulate((quickest[one] for one in self.ranks[:-1]), initial=0.0)
+            filled = sum(map(mul, speeds, ahead))
+            pipeline = (m * self.whole_ms + self.share * filled) / sum(speeds)
+        whole = sum(
+            same[0].number * min(part.whole_ms for part in same)
+            for same in zip(*self.parts_on.values(), strict=True)
+        )
+        return max(pipeline, whole if self.fused else 0.0) + self.after_ms
 
     def packed_ms(self, candidate: TuneCandidate) -> float:
         """Return a bound of a step with whole layers; infinite where no cut fits."""
@@ -158,9 +188,12 @@ class LayerTable:
         if not self.fused or len(links) == 0 or cells > _MOST_CELLS:
             return None
         layers = self.parts[1:-1]
-        shares = [part.forward_ms / part.whole_ms for part in layers if part.whole_ms > 0]
-        if not shares:
+        if not any(part.whole_ms > 0 for part in layers):
             return None
+        rates = {}
+        for hardware, parts in self.parts_on.items():
+            slow, shares = _slower(layers, parts[1:-1]), _shares(parts[1:-1])
+            rates[hardware] = (slow * min(shares), slow * (1 - max(shares)))
         return CutNumbers(
             pp=cut.pp,
             chunks=cut.chunks,
@@ -169,10 +202,10 @@ class LayerTable:
             number=sum(part.number for part in layers),
             whole_ms=sum(part.number * part.whole_ms for part in layers),
             longest_ms=max(part.whole_ms for part in layers),
-            share=(min(shares), max(shares)),
+            rates=tuple(rates[one] for one in self.ranks),
             layer=_least_of(layers),
-            ends=(self.parts[0], self.parts[-1]),
-            room=self.room + self.workspace,
+            ends=(self.parts[0], self.parts_on[self.ranks[-1]][-1]),
+            rooms=tuple(room + self.workspace for room in self.rooms),
         )
 
 
@@ -185,12 +218,14 @@ class CutNumbers(NamedTuple):
         Ranks, stages of each, micro-batches, and what lies between the stages (`boundaries`).
     number, whole_ms
         Layers beside embedding and head, and what all of them compute of a micro-batch.
-    layer, longest_ms, share
-        A layer at least, the most ms of one, and the least and the most of F's share in it.
+    layer, longest_ms
+        A layer at least, and the most ms of one.
+    rates
+        What F and the backward take at least of a ms of it, on each rank.
     ends
         Embedding and head.
-    room
-        Bytes of a rank.
+    rooms
+        Bytes of each rank.
     """
 
     pp: int
@@ -201,9 +236,9 @@ class CutNumbers(NamedTuple):
     whole_ms: float
     layer: _LayerNumbers
     longest_ms: float
-    share: tuple[float, float]
+    rates: tuple[tuple[float, float], ...]
     ends: tuple[_LayerNumbers, _LayerNumbers]
-    room: float
+    rooms: tuple[float, ...]
 
 
 class BestCut(NamedTuple):
@@ -268,14 +303,16 @@ class _CutProgram:
         for stage, end in zip((0, last), given.ends, strict=True):
             self.of_ends[_FORWARD, stage] = end.forward_ms
             self.of_ends[_BACK, stage] = end.whole_ms - end.forward_ms
-        self.shares = {_FORWARD: given.share[0], _BACK: 1 - given.share[1]}
+        rates = [given.rates[device] for device in self.placement]
+        self.rates = dict(zip((_FORWARD, _BACK), np.array(rates).T, strict=True))
         model = MilpModel("cut")
         self.layers = [
             model.whole(f"layers_{s}", int(s not in {0, last}), given.number) for s in self.stages
         ]
         self.work = [model.continuous(f"work_{s}", 0.0, given.whole_ms) for s in self.stages]
         sent = sum(sum(way) for link in given.links for way in link)
-        most_ms = m * (given.whole_ms + float(self.of_ends.sum()) + sent)
+        slowest = max(1.0, *map(sum, given.rates))
+        most_ms = m * (slowest * given.whole_ms + float(self.of_ends.sum()) + sent)
         self.length = model.continuous("length", 0.0, most_ms)
         model.minimise(self.length)
         model.add(total(list(self.layers)) == given.number)
@@ -285,8 +322,13 @@ class _CutProgram:
             model.add(at_least(given.longest_ms * layers - work, 0.0))
         for rank, moments in enumerate(self.pattern.moments):
             own = [s for s, device in enumerate(self.placement) if device == rank]
+            most = given.number
             for counts, beside in _fullest(moments, self._beside):
-                model.add(self._fits(dict(zip(own, counts, strict=True)), beside))
+                held = dict(zip(own, counts, strict=True))
+                model.add(self._fits(held, beside, given.rooms[rank]))
+                most = min(most, self._most(held, beside, given.rooms[rank]))
+            # Whole layers are fewer than what is left of a layer's room everywhere would hold.
+            model.add(at_least(total([-self.layers[stage] for stage in own]), -float(most)))
         self.rows = RowByRow(model)
 
     def _beside(self, moment: MemoryMoment) -> float:
@@ -296,17 +338,28 @@ class _CutProgram:
         is_forward = moment.kind is ActionType.FORWARD
         return part.forward_workspace if is_forward else part.back_workspace
 
-    def _fits(self, counts: Mapping[int, int], beside: float) -> Constraint:
+    def _fits(self, counts: Mapping[int, int], beside: float, whole: float) -> Constraint:
         """Return that a rank fits while its stages hold so many micro-batches, in shares."""
         given = self.given
-        room = given.room * (1 + _ROUNDING) - beside
+        room = whole * (1 + _ROUNDING) - beside
         terms: list[Linear] = []
         for stage, count in counts.items():
             layer = given.layer
-            terms.append(-(layer.static + count * layer.kept) / given.room * self.layers[stage])
+            terms.append(-(layer.static + count * layer.kept) / whole * self.layers[stage])
             for end, at in zip(given.ends, (0, self.stages[-1]), strict=True):
                 room -= (end.static + count * end.kept) if at == stage else 0.0
-        return at_least(total(terms), -room / given.room)
+        return at_least(total(terms), -room / whole)
+
+    def _most(self, counts: Mapping[int, int], beside: float, whole: float) -> int:
+        """Return how many layers a rank has at most then, whichever of its stages has them."""
+        given, ends = self.given, (0, self.stages[-1])
+        room = whole * (1 + _ROUNDING) - beside
+        each = [max(given.layer.static + n * given.layer.kept, 1e-9) for n in counts.values()]
+        for stage, count in counts.items():
+            for end, at in zip(given.ends, ends, strict=True):
+                room -= (end.static + count * end.kept) if at == stage else 0.0
+        forced = [need for stage, need in zip(counts, each, strict=True) if stage not in ends]
+        return len(forced) + max(0, floor((room - sum(forced)) / min(each)))
 
     def solved(self, stop: Stop, enough_ms: float) -> tuple[float, tuple[int, ...]]:
         """Add paths to the relaxation, then to the program itself, while that says more."""
@@ -344,8 +397,8 @@ class _CutProgram:
 
     def _durations(self, work: Floats) -> Floats:
         durations = self.of_ends.copy()
-        for kind, share in self.shares.items():
-            durations[kind] += share * work
+        for kind, rates in self.rates.items():
+            durations[kind] += rates * work
         return durations
 
     def _sizes(self, values: Mapping[Variable, float]) -> tuple[int, ...]:
@@ -356,7 +409,7 @@ class _CutProgram:
 
     def _no_shorter(self, path: LongestPath) -> Constraint:
         """Return that the length is at least that of a path."""
-        factors = sum(share * path.counts[kind] for kind, share in self.shares.items())
+        factors = sum(rates * path.counts[kind] for kind, rates in self.rates.items())
         terms: list[Linear] = [self.length]
         terms += [-float(factors[s]) * self.work[s] for s in np.flatnonzero(factors)]
         return at_least(total(terms), path.constant_ms + float((path.counts * self.of_ends).sum()))
@@ -383,9 +436,13 @@ class _Packing:
 
     def __init__(self, table: LayerTable, candidate: TuneCandidate) -> None:
         self.table, self.pp = table, table.pp
-        self.first, self.last = table.parts[0], table.parts[-1]
-        self.layer = _dealt(table.parts[1:-1])
-        self.is_all = self.layer.number == sum(part.number for part in table.parts[1:-1])
+        kinds = {one: parts[1:-1] for one, parts in table.parts_on.items()}
+        dealt = dict(zip(kinds, _dealt(list(kinds.values())), strict=True))
+        self.layers = [dealt[one] for one in table.ranks]
+        self.firsts = [table.parts_on[one][0] for one in table.ranks]
+        self.lasts = [table.parts_on[one][-1] for one in table.ranks]
+        self.number = self.layers[0].number
+        self.is_all = self.number == sum(part.number for part in table.parts[1:-1])
         self.held = [self._counts(rank, candidate) for rank in range(self.pp)]
 
     def _counts(self, rank: int, candidate: TuneCandidate) -> tuple[int, ...]:
@@ -396,12 +453,17 @@ class _Packing:
 
     def least_ms(self) -> float:
         """Return what the busiest rank computes of a micro-batch at least."""
-        each = self.layer.whole_ms
-        if each <= 0:
+        if min(layer.whole_ms for layer in self.layers) <= 0:
             return 0.0
-        begin, end = self.first.whole_ms, self.last.whole_ms
-        ends = (0.0, begin, end, begin + end)
-        values = sorted({n * each + end for n in range(self.layer.number + 1) for end in ends})
+        alike = dict.fromkeys(zip(self.layers, self.firsts, self.lasts, strict=True))
+        values = sorted(
+            {
+                n * layer.whole_ms + end
+                for layer, first, last in alike
+                for n in range(self.number + 1)
+                for end in (0.0, first.whole_ms, last.whole_ms, first.whole_ms + last.whole_ms)
+            }
+        )
         if not self._fits(values[-1]):
             return inf
         low, high = 0, len(values) - 1
@@ -412,49 +474,89 @@ class _Packing:
 
     def _fits(self, ms: float) -> bool:
         """Whether all layers find a rank that computes no longer than this."""
-        both = self._most(0, (self.first, self.last), ms)
+        both = self._most(0, (self.firsts[0], self.lasts[0]), ms)
         if self.pp == 1:
-            return both >= self.layer.number
+            return both >= self.number
         plain = [max(0, self._most(rank, (), ms)) for rank in range(self.pp)]
         total, found = sum(plain), -1
         if both >= 0:
             found = total - plain[0] + both
-        begins = self._most(0, (self.first,), ms)
+        begins = self._most(0, (self.firsts[0],), ms)
         for rank in range(1, self.pp) if begins >= 0 else ():
-            ends = self._most(rank, (self.last,), ms)
+            ends = self._most(rank, (self.lasts[rank],), ms)
             if ends >= 0:
                 found = max(found, total - plain[0] - plain[rank] + begins + ends)
-        return found >= self.layer.number
+        return found >= self.number
 
     def _most(self, rank: int, ends: Sequence[_LayerNumbers], ms: float) -> int:
         """Return how many layers a rank can have beside these ends; -1: not even those."""
-        counts = sorted(self.held[rank])
+        counts, layer = sorted(self.held[rank]), self.layers[rank]
         least = counts[0]
         time_left = ms * (1 + _ROUNDING) - sum(end.whole_ms for end in ends)
-        room = self.table.room - sum(end.static + least * end.kept for end in ends)
+        room = self.table.rooms[rank] - sum(end.static + least * end.kept for end in ends)
         if room < 0 or time_left < 0:
             return -1
         # Each stage has a layer, or an end, which may stand where most is held.
         forced = counts[1 : len(counts) - len(ends)] if self.is_all else []
-        room -= self.layer.kept * sum(count - least for count in forced)
-        each = max(self.layer.static + least * self.layer.kept, 1e-9)
-        return max(0, floor(min(time_left / self.layer.whole_ms, room / each)))
+        room -= layer.kept * sum(count - least for count in forced)
+        each = max(layer.static + least * layer.kept, 1e-9)
+        return max(0, floor(min(time_left / layer.whole_ms, room / each)))
 
 
-def _dealt(kinds: Sequence[_LayerNumbers]) -> _LayerNumbers:
-    """Return what is dealt out: a kind and how many, or all layers as the least of each number."""
-    equal: dict[tuple[float, ...], int] = {}
-    for part in kinds:
-        equal[part[1:]] = equal.get(part[1:], 0) + part.number
-    least = tuple(min(column) for column in zip(*equal, strict=True))
-    equal[least] = max(equal.get(least, 0), sum(part.number for part in kinds))
-    found = (_LayerNumbers(count, *numbers) for numbers, count in equal.items())
-    return max(found, key=lambda part: part.number * part.whole_ms)
+def _dealt(tables: Sequence[Sequence[_LayerNumbers]]) -> list[_LayerNumbers]:
+    """Return what is dealt out: a kind and how many, or all layers as the least of each number.
+
+    On each kind of accelerator; chosen by the first.
+    """
+    equal: dict[tuple[tuple[float, ...], ...], int] = {}
+    for same in zip(*tables, strict=True):
+        numbers = tuple(part[1:] for part in same)
+        equal[numbers] = equal.get(numbers, 0) + same[0].number
+    least = tuple(
+        tuple(min(column) for column in zip(*some, strict=True))
+        for some in zip(*equal, strict=True)
+    )
+    equal[least] = max(equal.get(least, 0), sum(part.number for part in tables[0]))
+    found = [[_LayerNumbers(count, *one) for one in numbers] for numbers, count in equal.items()]
+    return max(found, key=lambda parts: parts[0].number * parts[0].whole_ms)
 
 
-def _sum(layers: Mapping[StagePart, int]) -> Held:
+def _slower(first: Sequence[_LayerNumbers], other: Sequence[_LayerNumbers]) -> float:
+    """Return how many times as long other layers take as the first ones, at least."""
+    ratios = [b.whole_ms / a.whole_ms for a, b in zip(first, other, strict=True) if a.whole_ms > 0]
+    return min(ratios)
+
+
+def _shares(parts: Sequence[_LayerNumbers]) -> list[float]:
+    """Return F's share of each layer that takes time."""
+    return [part.forward_ms / part.whole_ms for part in parts if part.whole_ms > 0]
+
+
+def _most_work(slow: Sequence[float], share: float, m: int) -> float:
+    """Return how much work of a micro-batch ranks do at most per ms of a step; see *Filling*."""
+    if len(set(slow)) == 1:
+        return (1.0 - (1.0 - share / m) ** len(slow)) / (share * slow[0])
+    prices = 0.0
+    for one in reversed(slow):
+        prices += max(0.0, (1 / one - share * prices) / m)
+    return prices
+
+
+def _after_ms(held: Held, machines: Sequence[Machine], *, is_pipelined: bool) -> float:
+    """Return what follows the pipeline on the ranks together, at least, each parameter's least."""
+    found = 0.0
+    for part in (held,) if len(machines) == 1 else (Held(held.common), Held(0, held.experts)):
+        found += min(one.optimizer_ms(part) for one in machines)
+        for name in ("reduction", "gathering"):
+            found += min(
+                getattr(one, name)(part, is_pipelined=is_pipelined).unhidden_ms for one in machines
+            )
+    return found
+
+
+def _sum(layers: Mapping[tuple[StagePart, ...], int]) -> Held:
     held = Held(0)
-    for layer, number in layers.items():
+    for (layer, *_), number in layers.items():
         held = held.plus(Held(number * layer.held.common, number * layer.held.experts))
     return held
 

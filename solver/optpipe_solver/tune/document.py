@@ -15,7 +15,7 @@ from optpipe.formats.json import load_problem
 from optpipe.presets import (
     PipelineCut,
     Training,
-    find_gpu,
+    find_gpus,
     find_model,
     megatron_arguments,
     megatron_yaml,
@@ -35,7 +35,7 @@ from optpipe_solver.tune.space import TuneQuestion, candidates
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe.presets import ModelShape
+    from optpipe.presets import Hardware, ModelShape
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
     from optpipe_solver.tune.tune import TuneResult
@@ -63,7 +63,7 @@ _ASKED = ("num_gpus", "global_batch", "framework", "memory_bytes", "headroom")
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MOST_KEPT = 11
-_VERSION = 3
+_VERSION = 4
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
 
 PASTE_FORMS = ("arguments", "yaml", "python", "csv")
@@ -84,24 +84,31 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
     Parameters
     ----------
     asked
-        ``model`` or ``config`` (a Hugging Face config.json as a dictionary), ``gpu``, ``num_gpus``,
-        ``global_batch``; the fields of `TuneQuestion` and the switches of `Training` by their
-        names; ``network`` and ``oversubscription``; ``current`` with the degrees of what is run
-        today or ``current_file``, its framework's configuration as text, and ``measured_step_s``,
-        seconds that a step of it takes.
+        ``model`` or ``config`` (a Hugging Face config.json as a dictionary), ``gpu`` (several kinds
+        as ``h100:32,a100:32``), ``num_gpus``, ``global_batch``; the fields of `TuneQuestion` and
+        the switches of `Training` by their names; ``network`` and ``oversubscription``;
+        ``current`` with the degrees of what is run today or ``current_file``, its framework's
+        configuration as text, and ``measured_step_s``, seconds that a step of it takes.
 
     Raises
     ------
     InputError
         If nothing can be answered; it points at the field.
     """
-    hardware = find_gpu(asked["gpu"])
-    network, oversubscription = asked.get("network"), asked.get("oversubscription", 1.0)
-    if network is not None or oversubscription != 1:
-        hardware = hardware.on_network(network, oversubscription)
+    given = find_gpus(
+        asked["gpu"].split(","), asked.get("network"), asked.get("oversubscription", 1.0)
+    )
+    kinds = tuple((one.hardware, one.number) for one in given if one.number is not None)
+    num_gpus = sum(number for _, number in kinds)
+    if kinds and asked["num_gpus"] != num_gpus:
+        raise InputError(
+            f"num_gpus = {asked['num_gpus']}, but gpu = {asked['gpu']!r} are {num_gpus}; correct "
+            "one of them"
+        ).at("/num_gpus")
     question = TuneQuestion(
         shape=_shape(asked),
-        hardware=hardware,
+        hardware=given[0].hardware,
+        kinds=kinds if len(kinds) > 1 else (),
         training=Training(**{name: asked[name] for name in _SWITCHES if name in asked}),
         fixed=asked.get("fixed", {}),
         **{name: asked[name] for name in _ASKED if name in asked},
@@ -109,8 +116,9 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
     if next(candidates(question), None) is None:
         raise InputError(
             f"num_gpus = {question.num_gpus}: no configuration of so many GPUs splits "
-            f"{question.shape.name} and a global batch of {question.global_batch} evenly; change "
-            "one of them, or what is fixed"
+            f"{question.shape.name} and a global batch of {question.global_batch} evenly"
+            + (", each kind by itself" if question.kinds else "")
+            + "; change one of them, or what is fixed"
         ).at("/num_gpus")
     measured_step_s = asked.get("measured_step_s")
     names = [name for name in ("current", "current_file") if asked.get(name) is not None]
@@ -150,13 +158,32 @@ def read_current(
             question.framework == "any" and "parallelism." in text
         )
     read = read_torchtitan if is_torchtitan else read_megatron
-    return read(
+    current = read(
         text,
         question.shape,
         question.hardware,
         question.num_gpus,
         global_batch=question.global_batch,
         sequence=question.training.sequence,
+    )
+    return replace(current, kinds=_kinds_today(question, current.training))
+
+
+def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, ...]:
+    """Return the accelerators of pipeline ranks today: in the order in which they were given.
+
+    Raises
+    ------
+    InputError
+        If a stage would stand on two kinds.
+    """
+    orders = question.orders(training.ranks)
+    if orders:
+        return orders[0]
+    numbers = " and ".join(f"{number} {one.name}" for one, number in question.kinds)
+    raise InputError(
+        f"current: {training.ranks} GPUs share a stage (tp x cp x dp), which do not divide "
+        f"{numbers}, so a stage would stand on two kinds; change the degrees"
     )
 
 
@@ -174,9 +201,10 @@ def calibrated(
         raise InputError(
             f"measured_step_s = {measured_step_s}: must be above 0 and below 1000000; correct it"
         )
-    machine = question.machine(current.training)
+    ranks = question.ranks(current.kinds, current.pipeline.pp)
+    machines = [question.machine(current.training, one) for one in ranks]
     sizes = current.sizes or None
-    estimated_ms = step_estimate(question.shape, machine, current.pipeline, sizes=sizes).step_ms
+    estimated_ms = step_estimate(question.shape, machines, current.pipeline, sizes=sizes).step_ms
     return replace(question, time_factor=1e3 * measured_step_s / estimated_ms)
 
 
@@ -239,6 +267,7 @@ def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> C
         training=training,
         pipeline=cut,
         sizes=tuple(asked.get("layers", ())),
+        kinds=_kinds_today(question, training),
     )
     if current.sizes:
         _ = current.stages  # checks them
@@ -250,6 +279,7 @@ def read_row(
 ) -> TuneRow:
     """Return a row again, from what `TuneRow.as_json` said of it and what was simulated."""
     pp, chunks = row["pp"], row["chunks"]
+    by_name = {one.name: one for one in question.all_kinds}
     places = [name for name in get_args(Placement) if name != "linear" or chunks == 1]
     found = [name for name in places if placement_of(name, pp, chunks) == problem.placement]
     training = replace(
@@ -271,6 +301,7 @@ def read_row(
             training=training,
             pipeline=cut,
             sizes=tuple(row["layers"]),
+            kinds=tuple(by_name[name] for name in row["gpus"]),
         ),
         step_ms=row["step_ms"],
         makespan_ms=row["makespan_ms"],

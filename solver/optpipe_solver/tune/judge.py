@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from optpipe_solver.tune.bounds import LayerTable, best_cut, fused_family
 
 if TYPE_CHECKING:
     from optpipe.model import Model
-    from optpipe.presets import Estimate, PipelineCut, StepEstimate, Training
+    from optpipe.presets import Estimate, Hardware, PipelineCut, StepEstimate, Training
     from optpipe.presets.step import Layout
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
@@ -102,6 +103,9 @@ class TuneRow:
         parts += [f"{name} {value}" for name in ("cp", "ep", "etp")
                   if (value := getattr(training, name)) > 1]  # fmt: skip
         parts += [f"dp {training.dp}", f"mb {training.micro_batch}"]
+        groups = [(one.name, len(list(same))) for one, same in groupby(self.configuration.kinds)]
+        if groups:
+            parts.append("on " + " then ".join(f"{number} {name}" for name, number in groups))
         if training.zero > 1:
             parts.append(f"zero {training.zero}")
         if training.recompute:
@@ -120,6 +124,7 @@ class TuneRow:
         return {
             **degrees,
             "pp": cut.pp,
+            "gpus": [one.name for one in self.configuration.kinds],
             "chunks": cut.chunks,
             "placement": list(self.problem.placement),
             "layers": list(self.configuration.sizes),
@@ -189,7 +194,9 @@ def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | Non
     where there is too much to simulate.
     """
     cut, question = configuration.pipeline, replace(question, headroom=0.0)
-    made = ConfigurationJudge(question, configuration.training, cut, is_limited=False)
+    made = ConfigurationJudge(
+        question, configuration.training, cut, kinds=configuration.kinds, is_limited=False
+    )
     sizes = configuration.sizes or made.sizes("even")
     return made.by_names(sizes, (fused_family(cut.chunks),))
 
@@ -212,7 +219,9 @@ def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneR
         )
     training, cut = row.configuration.training, row.configuration.pipeline
     for is_limited in (True, False):
-        made = ConfigurationJudge(question, training, cut, is_limited=is_limited)
+        made = ConfigurationJudge(
+            question, training, cut, kinds=row.configuration.kinds, is_limited=is_limited
+        )
         found = made.by_families(sizes)
         if found is not None:
             return found
@@ -231,6 +240,8 @@ class ConfigurationJudge:
         Framework, memory and what calibrates.
     training, cut
         The candidate, whose layers may be cut otherwise.
+    kinds
+        As in `TuneCandidate`.
     is_limited
         Whether schedules must fit into the devices' memory.
     """
@@ -241,9 +252,11 @@ class ConfigurationJudge:
         training: Training,
         cut: PipelineCut,
         *,
+        kinds: tuple[Hardware, ...] = (),
         is_limited: bool = True,
     ) -> None:
         self.question, self.training, self.cut = question, training, cut
+        self.kinds, self.ranks = kinds, question.ranks(kinds, cut.pp)
         self.is_limited = is_limited
         self.num_cells = cut.pp * cut.chunks * cut.num_microbatches
         self._made: Estimate | None = None
@@ -258,9 +271,10 @@ class ConfigurationJudge:
     def _estimate(self) -> Estimate:
         cut, question = self.cut, self.question
         made = estimate(
-            question.shape, question.hardware, self.training, pp=cut.pp, chunks=cut.chunks,
+            question.shape, self.ranks, self.training, pp=cut.pp, chunks=cut.chunks,
             num_microbatches=cut.num_microbatches, placement=cut.placement, layout=cut.layout,
-            time_factor=question.time_factor, memory_bytes=question.device_bytes,
+            time_factor=question.time_factor,
+            memory_bytes=tuple(map(question.usable_bytes_of, self.ranks)),
         )  # fmt: skip
         if question.framework == "any":
             return made
@@ -277,7 +291,7 @@ class ConfigurationJudge:
         The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
         step is below ``best_ms``.
         """
-        table = LayerTable(self.question, self.training, self.cut.pp)
+        table = LayerTable(self.question, self.training, self.cut.pp, self.kinds)
         model, placement = self.model, self.made.placement
         if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
             return None, 0.0
@@ -300,8 +314,8 @@ class ConfigurationJudge:
         return self._step(replace(self.cut, layout=layout), None).sizes
 
     def _step(self, cut: PipelineCut, sizes: tuple[int, ...] | None) -> StepEstimate:
-        machine = self.question.machine(self.training)
-        return step_estimate(self.question.shape, machine, cut, sizes=sizes)
+        machines = [self.question.machine(self.training, one) for one in self.ranks]
+        return step_estimate(self.question.shape, machines, cut, sizes=sizes)
 
     def by_families(self, sizes: tuple[int, ...]) -> TuneRow | None:
         """Return the fastest schedule of the framework's families that fits, of a cut.
@@ -409,6 +423,7 @@ class ConfigurationJudge:
                 training=self.training,
                 pipeline=cut,
                 sizes=sizes,
+                kinds=self.kinds,
             ),
             step_ms=step_ms,
             makespan_ms=best.metrics.makespan_ms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain, permutations, product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from optpipe.errors import InputError
@@ -25,6 +26,7 @@ _MOST_TP, _MOST_CP, _MOST_MICRO_BATCH = 8, 16, 8
 _LEAST_TOKENS = 1024
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 _MOST_STAGES = 512
+_MOST_KINDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class TuneQuestion:
     shape, hardware
         What is trained, and on what.
     num_gpus
-        Accelerators, all equal.
+        Accelerators, all together.
     global_batch
         Sequences of a step.
     training
@@ -55,6 +57,10 @@ class TuneQuestion:
         In [0, 1): share of it that every answer leaves free, because bytes are estimates too.
     time_factor
         Multiplies every time, as `optpipe.presets.estimate` does.
+    kinds
+        Where accelerators differ: each kind and how many there are, ``hardware`` the first. All of
+        a stage's ranks are of one kind, and pipeline ranks of a kind stand in a row; any kind may
+        come first. All have the same degrees, so that tp x cp x dp divides each number.
     """
 
     shape: ModelShape
@@ -67,6 +73,7 @@ class TuneQuestion:
     memory_bytes: int | None = None
     headroom: float = 0.0
     time_factor: float = 1.0
+    kinds: tuple[tuple[Hardware, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.framework not in FRAMEWORKS:
@@ -78,6 +85,18 @@ class TuneQuestion:
                 raise InputError(
                     f"{name} = {getattr(self, name)}: must be 1 to {2**20}; correct it"
                 )
+        numbers = [number for _, number in self.kinds]
+        if numbers and (
+            sum(numbers) != self.num_gpus
+            or min(numbers) < 1
+            or len(numbers) > _MOST_KINDS
+            or self.kinds[0][0] != self.hardware
+        ):
+            raise InputError(
+                f"kinds: {numbers} of {', '.join(one.name for one, _ in self.kinds)}: must be at "
+                f"most {_MOST_KINDS} kinds with at least one of each, {self.hardware.name} the "
+                f"first, and num_gpus = {self.num_gpus} together; correct one of them"
+            )
         if not 0 <= self.headroom < 1:
             raise InputError(
                 f"headroom = {self.headroom}: must be in [0, 1), e.g. 0.05; correct it"
@@ -89,32 +108,64 @@ class TuneQuestion:
                 raise InputError(f"{name} = {value}: is too small; raise it")
 
     @property
-    def device_bytes(self) -> int:
-        """Memory of a device that an answer may fill."""
-        return int(self.whole_bytes * (1 - self.headroom))
+    def usable_bytes(self) -> int:
+        """Memory of a device that an answer may fill; of several kinds the smallest."""
+        return min(map(self.usable_bytes_of, self.all_kinds))
 
     @property
     def whole_bytes(self) -> int:
-        """Memory of a device."""
-        whole = int(self.hardware.memory_bytes.value)
+        """Memory of a device; of several kinds the smallest."""
+        return min(map(self.whole_bytes_of, self.all_kinds))
+
+    @property
+    def all_kinds(self) -> tuple[Hardware, ...]:
+        """Each kind of accelerator once."""
+        return tuple(one for one, _ in self.kinds) or (self.hardware,)
+
+    def usable_bytes_of(self, hardware: Hardware) -> int:
+        """Return the memory of an accelerator that an answer may fill."""
+        return int(self.whole_bytes_of(hardware) * (1 - self.headroom))
+
+    def whole_bytes_of(self, hardware: Hardware) -> int:
+        """Return the memory of an accelerator."""
+        whole = int(hardware.memory_bytes.value)
         return whole if self.memory_bytes is None else self.memory_bytes
 
-    def machine(self, training: Training) -> Machine:
-        """Return the accelerator as a configuration uses it."""
-        efficiency = self.hardware.efficiency
+    def ranks(self, kinds: tuple[Hardware, ...], pp: int) -> tuple[Hardware, ...]:
+        """Return the accelerator of each pipeline rank; where none is said, all are alike."""
+        return kinds or (self.hardware,) * pp
+
+    def orders(self, num_each: int) -> list[tuple[Hardware, ...]]:
+        """Return the accelerators of pipeline ranks, in every order of the kinds, as given first.
+
+        ``num_each`` accelerators are a rank. Empty tuples where all are alike, none where a kind
+        is not split so.
+        """
+        if any(number % num_each for _, number in self.kinds):
+            return []
+        groups = [(one,) * (number // num_each) for one, number in self.kinds]
+        return list(dict.fromkeys(tuple(chain(*order)) for order in permutations(groups)))
+
+    def machine(self, training: Training, hardware: Hardware | None = None) -> Machine:
+        """Return an accelerator as a configuration uses it."""
+        one = hardware or self.hardware
         return Machine(
-            self.hardware, efficiency, training, factor=self.time_factor,
+            one, one.efficiency, training, factor=self.time_factor,
             link_factor=self.time_factor,
         )  # fmt: skip
 
 
 class TuneCandidate(NamedTuple):
-    """A configuration without its cut, placement and schedule."""
+    """A configuration without its cut, placement and schedule.
+
+    ``kinds``: the accelerator of each pipeline rank, empty where all are alike.
+    """
 
     training: Training
     pp: int
     chunks: int
     num_microbatches: int
+    kinds: tuple[Hardware, ...] = ()
 
     @property
     def placement(self) -> str:
@@ -134,10 +185,12 @@ def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
 
     Degrees: tp and cp powers of two up to 8 (and not out of the NVLink domain) and 16, with at
     least 1,024 tokens per rank of a sequence; ep and etp divisors of what they split; pp and dp
-    divisors of the accelerators; micro-batches of 1, 2, 4 or 8 sequences; 1 to 24 chunks.
+    divisors of the accelerators; micro-batches of 1, 2, 4 or 8 sequences; 1 to 24 chunks. Several
+    kinds of accelerators in any order.
     """
     shape, asked = question.shape, question.fixed
-    for tp in _powers(min(_MOST_TP, question.hardware.gpus_per_node), asked.get("tp")):
+    most_tp = min(_MOST_TP, *(one.gpus_per_node for one in question.all_kinds))
+    for tp in _powers(most_tp, asked.get("tp")):
         if shape.num_kv_heads % tp and shape.latent is None:
             continue
         for cp in _powers(_MOST_CP, asked.get("cp")):
@@ -157,7 +210,8 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
             continue
         if pp != asked.get("pp", pp) or dp != asked.get("dp", dp) or pp > num_layers:
             continue
-        if question.global_batch % dp:
+        orders = question.orders(tp * cp * dp)
+        if question.global_batch % dp or not orders:
             continue
         for micro_batch in _powers(_MOST_MICRO_BATCH, asked.get("micro_batch")):
             if (question.global_batch // dp) % micro_batch:
@@ -165,9 +219,9 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
             m = question.global_batch // dp // micro_batch
             chunks = [v for v in _chunks(question, pp, m) if v == asked.get("chunks", v)]
             degrees = {"tp": tp, "cp": cp, "dp": dp, "micro_batch": micro_batch}
-            for training in _trainings(question, pp, degrees):
+            for training, kinds in product(_trainings(question, pp, degrees), orders):
                 for v in chunks:
-                    yield TuneCandidate(training, pp, v, m)
+                    yield TuneCandidate(training, pp, v, m, kinds)
 
 
 def _may_cut(question: TuneQuestion, cp: int, pp: int) -> bool:

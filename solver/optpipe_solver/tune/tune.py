@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby, islice
 from math import inf
+from operator import ge
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from optpipe.errors import InputError
@@ -39,7 +40,7 @@ from optpipe_solver.tune.judge import (
     TuneRow,
     judge,
 )
-from optpipe_solver.tune.space import candidates
+from optpipe_solver.tune.space import TuneCandidate, candidates
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from optpipe.presets.estimate import ErrorBand
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.judge import TuneCheckpoint
-    from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
+    from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = ["TuneCounts", "TuneResult", "tune"]
 
@@ -192,7 +193,7 @@ class TuneResult:
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
             "memory_bytes": self.question.whole_bytes,
-            "usable_bytes": self.question.device_bytes,
+            "usable_bytes": self.question.usable_bytes,
             "current": None if self.current is None else self.current.as_json(),
             "rows": [row.as_json() for row in self.rows],
             "pareto": [row.as_json() for row in self.pareto],
@@ -303,7 +304,8 @@ class _Task(NamedTuple):
 def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     """Look for the best cut and schedule of a candidate."""
     candidate = task.candidate
-    made = ConfigurationJudge(task.question, candidate.training, candidate.cut())
+    training, cut, kinds = candidate.training, candidate.cut(), candidate.kinds
+    made = ConfigurationJudge(task.question, training, cut, kinds=kinds)
     stop = Stop(task.seconds, work=task.work, seed=task.seed, should_stop=should_stop)
     simulating = made.num_cells * len(made.families) / _CELLS
     if task.level is _Level.SIMULATED:
@@ -332,10 +334,10 @@ class _TuneSearch:
         self.pool: Pool | None = None
         self.is_first = self.is_between = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
-        for (training, pp), group in groupby(
-            candidates(question), key=lambda one: (one.training, one.pp)
+        for (training, pp, kinds), group in groupby(
+            candidates(question), key=lambda one: (one.training, one.pp, one.kinds)
         ):
-            table = LayerTable(question, training, pp)
+            table = LayerTable(question, training, pp, kinds)
             for candidate in group:
                 self._enter(candidate, table)
         if not self.entries and not self.num_unfit:
@@ -364,6 +366,9 @@ class _TuneSearch:
         today = None if self.current is None else self.current.as_json()
         self.known = [row for row in rows if row.as_json() != today]
         self.best = min(self.known, key=_step_of, default=None)
+        by_key = {_key_of(row): row for row in sorted(self.known, key=_step_of, reverse=True)}
+        for entry in self.entries if self.stop.work is not None else ():
+            entry.row = by_key.get(entry.candidate)
         self.heap = [
             (entry.bound_ms, index)
             for index, entry in enumerate(self.entries)
@@ -395,7 +400,8 @@ class _TuneSearch:
         self._work(_one_by_one(new), self.stop.is_told)
         self.is_first = False
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
-        if first is not None and first.row is not None and first.row is self.best:
+        is_next = self.stop.work is None or all(e.level <= _Level.SIMULATED for e in self.entries)
+        if first is not None and first.row is not None and first.row is self.best and is_next:
             first.level = max(first.level, _Level.CUT)
             self._work(_one_by_one([first]), self.stop.is_told)
         self._work(self._least, self.stop.is_over)
@@ -426,10 +432,11 @@ class _TuneSearch:
             entry.level = max(entry.level, _Level.LOOKED)
             self.stop.spend(is_new / _LOOKS)
             for cut in _cuts(entry.candidate) if is_new else ():
-                step = step_estimate(
-                    self.question.shape, self.question.machine(entry.candidate.training), cut
-                )
-                if step.peak.total <= self.question.device_bytes:
+                training, ranks = entry.candidate.training, entry.table.ranks
+                machines = [self.question.machine(training, one) for one in ranks]
+                step = step_estimate(self.question.shape, machines, cut)
+                usable = map(self.question.usable_bytes_of, ranks)
+                if all(map(ge, usable, (memory.total for memory in step.memory))):
                     entry.formula_ms = min(entry.formula_ms, step.step_ms)
             least = min(least, entry.formula_ms)
             passed.append(index)
@@ -562,12 +569,15 @@ class _TuneSearch:
             self.told = self.best
             self.told_s = self.stop.seconds()
 
+    def _fits(self, row: TuneRow) -> bool:
+        ranks = self.question.ranks(row.configuration.kinds, row.configuration.pipeline.pp)
+        return all(map(ge, map(self.question.whole_bytes_of, ranks), row.peak_bytes))
+
     def result(self) -> TuneResult:
         """Return the rows and what is proven."""
         current = self.current
         rows = [entry.row for entry in self.entries if entry.row is not None]
-        fits = current is not None and max(current.peak_bytes) <= self.question.whole_bytes
-        rows += [*self.known, *([current] if current is not None and fits else [])]
+        rows += [*self.known, *([current] if current is not None and self._fits(current) else [])]
         rows.sort(key=lambda row: row.step_ms)
         best_ms = rows[0].step_ms if rows else inf
         counts = {"excluded": 0, "solved": 0, "open": 0}
@@ -585,7 +595,7 @@ class _TuneSearch:
             current=current,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
-            error=error_band(self.question.shape, (self.question.hardware,)),
+            error=error_band(self.question.shape, self.question.all_kinds),
             seconds=self.stop.seconds(),
             work=self.stop.spent,
             stopped_by=self._why(best_ms, bound_ms) if self.is_ended else None,
@@ -610,6 +620,13 @@ def _step_of(row: TuneRow | None) -> float:
     return inf if row is None else row.step_ms
 
 
+def _key_of(row: TuneRow) -> TuneCandidate:
+    """Return the candidate that a row is of."""
+    cut, kinds = row.configuration.pipeline, row.configuration.kinds
+    training = row.configuration.training
+    return TuneCandidate(training, cut.pp, cut.chunks, cut.num_microbatches, kinds)
+
+
 def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:
     for layout in LAYOUTS:
         yield candidate.cut(layout=layout)
@@ -627,6 +644,6 @@ def _distinct(rows: list[TuneRow]) -> tuple[TuneRow, ...]:
         training, pp = row.configuration.training, row.configuration.pipeline.pp
         numbers = (round(row.step_ms, 3), pp, training.tp, max(row.peak_bytes) >> 20)
         if numbers not in alike:
-            found.setdefault((training, pp), row)
+            found.setdefault((training, pp, row.configuration.kinds), row)
         alike.add(numbers)
     return tuple(found.values())

@@ -1,6 +1,7 @@
 """A question and a row as JSON values: they come back, and a search goes on from what was found."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
+from optpipe.presets import megatron_arguments
 from optpipe_solver.tune import (
     TuneResult,
     checkpoint_of,
@@ -48,6 +50,31 @@ def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() 
     told: list[TuneResult] = []
     second = tune(asked.question, start=faster, time_limit_s=60.0, on_result=told.append)
     assert {one.best for one in (second, *told)} == {faster}
+
+
+def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> None:
+    """The faster kind has more layers, whoever comes first; what runs today stands as was said."""
+    fixed = {"tp": 2, "cp": 1, "micro_batch": 1, "chunks": 1}
+    today = {"tp": 2, "pp": 4}
+    asked = read_question({**ASKED, "gpu": "a100:4,h100:4", "current": today, "fixed": fixed})
+    result = tune(asked.question, current=asked.current, time_limit_s=60.0)
+    assert result.current is not None
+    assert result.current.as_json()["gpus"] == ["a100", "a100", "h100", "h100"]
+    assert result.best is not None
+    assert result.gap is not None
+    assert result.gap < 0.01
+    orders = {tuple(row.as_json()["gpus"]) for row in result.rows}
+    assert {("a100", "h100"), ("h100", "a100")} <= orders
+    known = read_checkpoint(asked.question, checkpoint_of(result))
+    assert known is not None
+    rows = {row.as_json()["id"] for row in result.rows[:11]}
+    assert rows <= {row.as_json()["id"] for row in known.rows}
+    for row in known.rows:
+        kinds, sizes = row.configuration.kinds, row.configuration.sizes
+        if row.method == "1f1b" and len(kinds) == len(sizes) == 2:
+            assert (kinds[0].name == "h100") == (sizes[0] > sizes[1])
+    layout = megatron_arguments(known.rows[0].configuration)
+    assert "--pipeline-model-parallel-layout" in layout
 
 
 def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> None:
@@ -96,7 +123,34 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
         assert again.counts.total == result.counts.total
     assert not seen, "all of it was known"
     assert again.certificate == result.certificate
-    assert read_checkpoint(asked.question, text.replace('"version": 3', '"version": 2')) is None
+    assert read_checkpoint(asked.question, text.replace('"version": 4', '"version": 3')) is None
+
+
+def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_not(
+    monkeypatch,
+) -> None:
+    """Wherever it was killed: best rows, bound, counts, looks and work, to the last digit."""
+    module = sys.modules[TuneResult.__module__]
+    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_TELL_SHARE", 0.0)
+    asked = read_question({**ASKED, "fixed": {"tp": 2, "micro_batch": 1}})
+    kept: list[str] = []
+
+    def answer(**more: Any) -> tuple[Any, ...]:
+        result = tune(
+            asked.question, current=asked.current, time_limit_s=300.0, work_limit=2.0, gap=0.0,
+            **more,
+        )  # fmt: skip
+        assert result.stopped_by == "work_limit"
+        said = {name: value for name, value in result.as_json().items() if name != "seconds"}
+        said["rows"] = said["rows"][:11]
+        return json.dumps(said), result.looks, result.work
+
+    whole = answer(on_result=lambda result: kept.append(checkpoint_of(result)))
+    looks = list(dict.fromkeys(kept))
+    assert len(looks) > 6
+    for text in (looks[0], *looks[1 :: len(looks) // 5], looks[-1]):
+        assert answer(known=read_checkpoint(asked.question, text)) == whole
 
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
