@@ -8,7 +8,9 @@ Every number of the problem is a formula's: `optpipe.presets.costs` has FLOPs an
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
@@ -34,10 +36,11 @@ from optpipe.presets.step import (
     reserved_bytes,
     step_estimate,
 )
-from optpipe.problem import Context, Link
+from optpipe.problem import Context, Link, Microbatch
+from optpipe.stage import MOST_COSTS, OF_STAGE, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.presets.accelerators import Efficiency
     from optpipe.presets.shape import ModelShape, Training
@@ -136,6 +139,8 @@ def estimate(
     memory_bytes: int | None = None,
     modes: int = 0,
     pairs: bool = False,
+    lengths: Sequence[Sequence[int]] = (),
+    kinds: int = 8,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -167,6 +172,13 @@ def estimate(
     pairs
         Whether the problem lists which forwards and backwards may run together, and what of their
         exchange with experts that hides (`optpipe.presets.overlap`). The model has none.
+    lengths
+        Tokens of each sequence of each micro-batch, as many micro-batches as there are: they are
+        unequal, and the problem has ``microbatches`` and ``costs``. ``training`` says all but
+        ``micro_batch``, ``sequence`` and ``lengths``; model, cut and step are those of the
+        micro-batch in the middle of all by work.
+    kinds
+        Most costs: micro-batches that take about as long are rounded up to one, number by number.
 
     Raises
     ------
@@ -176,13 +188,19 @@ def estimate(
     """
     _check_count(shape, pp * chunks)
     training.check_divides(shape)
+    packed = _packed(training, lengths)
+    if packed:
+        _check_lengths(num_microbatches, len(packed), kinds)
+        if modes or pairs or measured_step_s is not None:
+            raise _beside_lengths(modes=modes, pairs=pairs, measured_step_s=measured_step_s)
+        training = sorted(packed, key=partial(model_flops, shape))[len(packed) // 2]
     pipeline = PipelineCut(
         pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=placement, layout=layout
     )
-    kinds = (hardware,) * pp if isinstance(hardware, Hardware) else tuple(hardware)
+    ranks = (hardware,) * pp if isinstance(hardware, Hardware) else tuple(hardware)
     machines = tuple(
         Machine(one, (efficiency or one.efficiency).with_pcie(pcie_efficiency), training)
-        for one in kinds
+        for one in ranks
     )
     _check_microbatches(num_microbatches)
     if pairs:
@@ -198,22 +216,21 @@ def estimate(
     links = 1.0 if mfu is not None else factor
     machines = tuple(one._replace(factor=factor, link_factor=links) for one in machines)
     step = step_estimate(shape, machines, pipeline, sizes=base.sizes)
-    try:
-        model = Model(
-            name=_name(shape, machines, pp),
-            num_microbatches=num_microbatches,
-            devices=_devices(shape, machines, memory_bytes),
-            layers=_layers(shape, machines),
-            **_links(machines),
-        )
-    except ValidationError as error:
-        raise InputError(explain(error, Model)) from None
+    model = _model(shape, machines, num_microbatches, memory_bytes)
     problem = model.problem(pipeline.stages, step.sizes)
     if modes:
         model, problem = with_menus(
             model, problem, sizes=step.sizes, shape=shape, machines=machines, most=modes
         )
     problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
+    if packed:
+        cuts = {
+            one: _model(shape, _training(machines, one), num_microbatches, memory_bytes).problem(
+                pipeline.stages, step.sizes
+            )
+            for one in dict.fromkeys(packed)
+        }
+        problem = _unequal(shape, problem, packed, cuts, kinds)
     if pairs:
         listed = licensed_pairs(shape, machines, problem, step.sizes)
         problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
@@ -225,7 +242,7 @@ def estimate(
         step=step,
         mfu=_utilisation(shape, machines),
         factor=factor,
-        error=error_band(shape, kinds),
+        error=error_band(shape, ranks),
         notes=tuple(_notes(shape, problem, step)),
     )
 
@@ -251,6 +268,135 @@ def _check_microbatches(num_microbatches: int) -> None:
         raise AskedError(
             Field("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
         )
+
+
+# --- Micro-batches of unequal lengths.
+
+
+def _check_lengths(num_microbatches: int, given: int, kinds: int) -> None:
+    if given != num_microbatches:
+        raise AskedError(
+            Field("num_microbatches", num_microbatches),
+            f", but lengths has {given} micro-batches; say the same number, or leave it out",
+        )
+    if not 1 <= kinds <= MOST_COSTS:
+        raise AskedError(
+            Field("kinds", kinds), f": must be 1 to {MOST_COSTS}; choose such a number"
+        )
+
+
+def _beside_lengths(**asked: object) -> AskedError:
+    name = next(name for name, value in asked.items() if value)
+    why = {
+        "modes": "menus are estimated for equal micro-batches alone",
+        "pairs": "no problem has pairs and unequal micro-batches",
+        "measured_step_s": "it says how long a step of equal micro-batches takes; give time_factor",
+    }[name]
+    return AskedError(Field(name), " beside ", Field("lengths"), f": {why}; leave one of them out")
+
+
+def _packed(training: Training, lengths: Sequence[Sequence[int]]) -> tuple[Training, ...]:
+    """Return a micro-batch's training for each of some lists of lengths.
+
+    What is missing to a multiple of what a sequence is cut into is filled by a sequence of its own.
+    """
+    found = []
+    for number, given in enumerate(lengths):
+        known = tuple(sorted(given))
+        if not known or known[0] < 1:
+            raise InputError(
+                f"lengths[{number}] = {list(given)[:3]}: must be one length or more, each at least "
+                "1 token; correct it, or leave the micro-batch out"
+            )
+        missing = -sum(known) % training.split
+        whole = (*known, missing) if missing else known
+        found.append(replace(training, micro_batch=1, sequence=sum(whole), lengths=whole))
+    return tuple(found)
+
+
+def _training(machines: Sequence[Machine], training: Training) -> tuple[Machine, ...]:
+    return tuple(machine._replace(training=training) for machine in machines)
+
+
+def _unequal(
+    shape: ModelShape,
+    base: Problem,
+    packed: Sequence[Training],
+    cuts: Mapping[Training, Problem],
+    kinds: int,
+) -> Problem:
+    """Return ``base`` with micro-batches of at most so many kinds, from the cut of each alone."""
+    work = {one: sum(stage.busy_ms for stage in cut.stages) for one, cut in cuts.items()}
+    groups = _grouped(sorted(work, key=work.__getitem__), Counter(packed), work, kinds)
+    kind_of = {one: number for number, group in enumerate(groups) for one in group}
+    stages = []
+    for s, stage in enumerate(base.stages):
+        own = {name: getattr(stage, name) for name in OF_STAGE}
+        first, *others = (_most([cuts[one].stages[s] for one in group], own) for group in groups)
+        stages.append(first.model_copy(update={"others": tuple(others)}))
+    devices = [
+        device.model_copy(
+            update={"reserved_bytes": max(cut.devices[d].reserved_bytes for cut in cuts.values())}
+        )
+        for d, device in enumerate(base.devices)
+    ]
+    tokens = sum(one.sequence for one in packed)
+    assert base.context is not None  # noqa: S101 - every estimate has one
+    context = base.context.model_copy(
+        update={
+            "tokens_per_microbatch": round(tokens / len(packed)),
+            "flops_per_token": sum(model_flops(shape, one) for one in packed) / tokens,
+        }
+    )
+    microbatches = tuple(Microbatch(cost=kind_of[one]) for one in packed)
+    fields = {"stages": stages, "devices": devices, "context": context}
+    return base.model_copy(
+        update={**fields, "format": "optpipe/problem/v2", "microbatches": microbatches}
+    )
+
+
+def _most(alike: Sequence[Stage], own: Mapping[str, Any]) -> Stage:
+    """Return a stage with the largest of every number."""
+    fields = {}
+    for name in Stage.model_fields.keys() - own.keys() - {"modes", "others"}:
+        values = [getattr(one, name) for one in alike]
+        fields[name] = None if None in values else max(values)
+    return Stage.model_validate({**own, **fields})
+
+
+def _grouped(
+    ordered: Sequence[Training],
+    many: Mapping[Training, int],
+    work: Mapping[Training, float],
+    kinds: int,
+) -> list[list[Training]]:
+    """Cut what is ordered by work into groups so that the least work is added by rounding up.
+
+    Exact, by dynamic programming over where groups end.
+    """
+    n = len(ordered)
+    count = [0, *accumulate(many[one] for one in ordered)]
+    held = [0.0, *accumulate(many[one] * work[one] for one in ordered)]
+
+    def added(start: int, end: int) -> float:
+        return (count[end] - count[start]) * work[ordered[end - 1]] - (held[end] - held[start])
+
+    best = [0.0, *(added(0, end) for end in range(1, n + 1))]
+    cuts = [[0] * (n + 1)]
+    for _ in range(1, min(kinds, n)):
+        found, cut = [0.0], [0]
+        for end in range(1, n + 1):
+            start = min(range(end), key=lambda start, end=end: best[start] + added(start, end))
+            found.append(best[start] + added(start, end))
+            cut.append(start)
+        best = found
+        cuts.append(cut)
+    groups, end = [], n
+    for cut in reversed(cuts):
+        if end:
+            groups.append(list(ordered[cut[end] : end]))
+            end = cut[end]
+    return groups[::-1]
 
 
 def _utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
@@ -292,6 +438,21 @@ def _factor(utilisation: float, step_ms: float, **given: float | None) -> float:
 
 
 # --- The problem's devices, layers and links.
+
+
+def _model(
+    shape: ModelShape, machines: Sequence[Machine], num_microbatches: int, memory_bytes: int | None
+) -> Model:
+    try:
+        return Model(
+            name=_name(shape, machines, len(machines)),
+            num_microbatches=num_microbatches,
+            devices=_devices(shape, machines, memory_bytes),
+            layers=_layers(shape, machines),
+            **_links(machines),
+        )
+    except ValidationError as error:
+        raise InputError(explain(error, Model)) from None
 
 
 def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]:

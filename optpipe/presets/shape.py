@@ -291,6 +291,9 @@ class Training:
         ``--overlap-param-gather``).
     offloaded_layers
         So many layers keep their activations in the host's memory.
+    lengths
+        Tokens of each sequence that is packed into the ``sequence`` of a micro-batch, none of
+        which attends to another; empty: it is one sequence.
     """
 
     micro_batch: int = 1
@@ -312,6 +315,7 @@ class Training:
     dispatch: Dispatch = "bf16"
     overlap: bool = True
     offloaded_layers: int = 0
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "sequence", "tp", "cp", "ep", "etp", "dp"):
@@ -340,7 +344,13 @@ class Training:
                 "of a stage; make ",
                 *(Field("dp"), " larger or ", Field("ep"), " smaller"),
             )
-        split = self.cp * (self.tp if self.sequence_parallel else 1)
+        if self.lengths and (min(self.lengths) < 1 or sum(self.lengths) != self.sequence):
+            raise AskedError(
+                Field("lengths", self.lengths[:3]),
+                f"...: must be at least 1 each and add up to sequence = {self.sequence}; correct "
+                "one of the two",
+            )
+        split = self.split
         if self.sequence % split:
             raise AskedError(
                 Field("sequence", self.sequence),
@@ -348,6 +358,11 @@ class Training:
                 *(Field("cp"), ", and ", Field("tp"), " with sequence parallelism)"),
                 "; choose one that is",
             )
+
+    @property
+    def split(self) -> int:
+        """Into how many equal parts the tokens of a sequence are cut."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
 
     @property
     def ranks(self) -> int:
