@@ -140,7 +140,7 @@ def estimate(
     modes: int = 0,
     pairs: bool = False,
     lengths: Sequence[Sequence[int]] = (),
-    kinds: int = 8,
+    costs: int = 8,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -177,7 +177,7 @@ def estimate(
         unequal, and the problem has ``microbatches`` and ``costs``. ``training`` says all but
         ``micro_batch``, ``sequence`` and ``lengths``; model, cut and step are those of the
         micro-batch in the middle of all by work.
-    kinds
+    costs
         Most costs: micro-batches that take about as long are rounded up to one, number by number.
 
     Raises
@@ -190,7 +190,7 @@ def estimate(
     training.check_divides(shape)
     packed = _packed(training, lengths)
     if packed:
-        _check_lengths(num_microbatches, len(packed), kinds)
+        _check_lengths(num_microbatches, len(packed), costs)
         if modes or pairs or measured_step_s is not None:
             raise _beside_lengths(modes=modes, pairs=pairs, measured_step_s=measured_step_s)
         training = sorted(packed, key=partial(model_flops, shape))[len(packed) // 2]
@@ -230,7 +230,7 @@ def estimate(
             )
             for one in dict.fromkeys(packed)
         }
-        problem = _unequal(shape, problem, packed, cuts, kinds)
+        problem = _unequal(shape, problem, packed, cuts, costs)
     if pairs:
         listed = licensed_pairs(shape, machines, problem, step.sizes)
         problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
@@ -273,15 +273,15 @@ def _check_microbatches(num_microbatches: int) -> None:
 # --- Micro-batches of unequal lengths.
 
 
-def _check_lengths(num_microbatches: int, given: int, kinds: int) -> None:
+def _check_lengths(num_microbatches: int, given: int, costs: int) -> None:
     if given != num_microbatches:
         raise AskedError(
             Field("num_microbatches", num_microbatches),
             f", but lengths has {given} micro-batches; say the same number, or leave it out",
         )
-    if not 1 <= kinds <= MOST_COSTS:
+    if not 1 <= costs <= MOST_COSTS:
         raise AskedError(
-            Field("kinds", kinds), f": must be 1 to {MOST_COSTS}; choose such a number"
+            Field("costs", costs), f": must be 1 to {MOST_COSTS}; choose such a number"
         )
 
 
@@ -323,11 +323,11 @@ def _unequal(
     base: Problem,
     packed: Sequence[Training],
     cuts: Mapping[Training, Problem],
-    kinds: int,
+    most: int,
 ) -> Problem:
     """Return ``base`` with micro-batches of at most so many kinds, from the cut of each alone."""
     work = {one: sum(stage.busy_ms for stage in cut.stages) for one, cut in cuts.items()}
-    groups = _grouped(sorted(work, key=work.__getitem__), Counter(packed), work, kinds)
+    groups = _grouped(sorted(work, key=work.__getitem__), Counter(packed), work, most)
     kind_of = {one: number for number, group in enumerate(groups) for one in group}
     stages = []
     for s, stage in enumerate(base.stages):
@@ -368,7 +368,7 @@ def _grouped(
     ordered: Sequence[Training],
     many: Mapping[Training, int],
     work: Mapping[Training, float],
-    kinds: int,
+    most: int,
 ) -> list[list[Training]]:
     """Cut what is ordered by work into groups so that the least work is added by rounding up.
 
@@ -383,7 +383,7 @@ def _grouped(
 
     best = [0.0, *(added(0, end) for end in range(1, n + 1))]
     cuts = [[0] * (n + 1)]
-    for _ in range(1, min(kinds, n)):
+    for _ in range(1, min(most, n)):
         found, cut = [0.0], [0]
         for end in range(1, n + 1):
             start = min(range(end), key=lambda start, end=end: best[start] + added(start, end))

@@ -2,11 +2,11 @@
 
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
 hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt into 1F1B in
-several orders; the best of these is annealed for a fixed number of simulated actions. Where
-activations may be moved or made again, which no such rule does, the first call for a shape also
-solves problems of equal micro-batches that stand in for any batch of it
-(`optpipe_solver.dealing`), and later ones deal into the places of those. Nothing depends on clocks
-or on earlier batches: all ranks that ask get the same answer.
+several orders; the best of these is annealed for a fixed number of simulated actions. Where none
+of them fits, because activations must be moved or made again, the first call for a shape solves
+problems of equal micro-batches that stand in for any batch of it (`optpipe_solver.dealing`), and
+later ones deal into the places of those. Nothing depends on clocks or on earlier batches: all ranks
+that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and where stages may offload or recompute, or no rule fits the memory, the first
-    call for a shape, batches that differ in ``microbatches`` alone, takes some seconds.
+    installation). Where nothing fits that keeps all activations, the first call for a shape,
+    batches that differ in ``microbatches`` alone, takes some seconds, up to half a minute.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
     compiled = CompiledProblem.of(problem)
     starts = list(_starts(compiled, work, seed))
-    if not starts or any(len(menu) > 1 for menus in problem.menus_by_cost for menu in menus):
+    if not starts:
         starts += _deals(compiled, _known(_shape_of(problem)))
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
@@ -115,7 +115,7 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
 
 
 def _shape_of(problem: Problem) -> Problem:
-    """Return the batch of a shape: every cost as often as any other; what changes nothing is out."""
+    """Return the batch of a shape, without name and context: every cost as often as any other."""
     m = problem.num_microbatches
     plain = problem.model_copy(update={"name": "", "context": None})
     if problem.num_costs == 1 or m < problem.num_costs:
