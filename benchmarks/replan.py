@@ -15,9 +15,9 @@ order and are packed three ways, in turn:
 A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five costs), with all of
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. ``1F1B`` is fused, in the order in
-which micro-batches were packed; where it does not fit, there is no gain. ``solve`` has one thread and a
-limit of work, about 1.2 CPU-seconds a unit, so that a busy machine changes nothing. Programs are
-judged by `find_violations` and `simulate`. A row per batch is appended to ``results/replan.csv``.
+which micro-batches were packed; where it does not fit, there is no gain. ``solve`` has one thread
+and a limit of work, about 1.2 CPU-seconds a unit, so that a busy machine changes nothing. Programs
+are judged by `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from benchmarks.ledger import commit, read_rows, stamp, write_rows
 from optpipe import Problem, find_violations, simulate
 from optpipe.presets import Training, estimate, find_gpu, find_model
-from optpipe_solver import solve
+from optpipe_solver import smallest_memory, solve
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.replan import replan
 
@@ -100,32 +100,27 @@ def batch_of(number: int) -> tuple[str, Problem]:
 
 def _limited(problem: Problem, share: float) -> Problem:
     """Return it with memory for a share of what 1F1B holds of the largest micro-batch."""
+    kept = {"offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
+    kinds = [problem.alike(cost) for cost in range(problem.num_costs)]
     devices = []
     for index, device in enumerate(problem.devices):
-        static = problem.static_bytes_of(index) + device.reserved_bytes
-        kinds = [problem.stages[index].under(cost) for cost in range(problem.num_costs)]
-        largest = max(kind.activation_bytes for kind in kinds)
-        beside = max(
-            max(kind.backward_workspace_bytes, kind.backward_input_workspace_bytes)
-            for kind in kinds
-        )
-        held = max(1.0, share * (_STAGES - index)) * largest + beside
+        largest = max(kind.stages[index].activation_bytes for kind in kinds)
+        least = max(smallest_memory(_plain(kind, kept))[index] for kind in kinds)
+        held = least + int(max(0.0, share * (_STAGES - index) - 1) * largest)
         rates = {"d2h_gb_per_s": None, "h2d_gb_per_s": None}
-        devices.append(device.model_copy(update={"memory_bytes": static + int(held), **rates}))
+        devices.append(device.model_copy(update={"memory_bytes": held, **rates}))
+    return _plain(problem, kept).model_copy(update={"devices": devices})
+
+
+def _plain(problem: Problem, kept: dict[str, int | None]) -> Problem:
+    """Return it with stages that keep everything."""
     stages = [
         stage.model_copy(
-            update={
-                "others": tuple(one.model_copy(update=_kept()) for one in stage.others),
-                **_kept(),
-            }
+            update={"others": tuple(one.model_copy(update=kept) for one in stage.others), **kept}
         )
         for stage in problem.stages
     ]
-    return problem.model_copy(update={"devices": devices, "stages": stages})
-
-
-def _kept() -> dict[str, int | None]:
-    return {"offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
+    return problem.model_copy(update={"stages": stages})
 
 
 def _lengths(rng: random.Random, context: int) -> Iterator[int]:

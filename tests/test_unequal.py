@@ -18,8 +18,10 @@ from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.dealing import orders
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.feasibility import feasibility
+from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.replan import replan
 from optpipe_solver.robust import with_device_factors
 from tests.building import programs
@@ -146,6 +148,47 @@ def test_replan_is_legal_repeatable_and_never_longer_than_1f1b(order: str, chunk
     if chunks == 1:
         usual = build_one_f_one_b(made.alike(0))
         assert found.makespan_ms <= simulate(made, usual).makespan_ms
+
+
+@given(cases(tight=True, unequal=True), st.integers(0, 2**32))
+def test_dispatching_rules_make_legal_programs(case: Case, seed: int) -> None:
+    """With any chunks, links, limits, menus and orders; how long they say it takes is true."""
+    made = case.problem
+    if made.has_samples:
+        made = made.model_copy(update={"microbatches": [{"cost": cost} for cost in made.cost_of]})
+    compiled = CompiledProblem.of(made)
+    found = dispatched(compiled, orders(made), 2_000, seed)
+    if found is None:
+        return
+    length_ms, rows = found
+    found_programs = compiled.decode(rows)
+    assert find_violations(made, found_programs) == []
+    reached = simulate(made, found_programs).objective_ms(made.objective)
+    assert length_ms == pytest.approx(reached)
+
+
+@pytest.mark.parametrize("room", [120, 160, 400])
+def test_replan_is_near_a_longer_solve(room: int) -> None:
+    """And beats what any deal of 1F1B is, where it fits."""
+    made = batch(COSTS, room=room)
+    found, result = replan(made), solve(made, work_limit=0.3, time_limit_s=600)
+    assert result.schedule is not None
+    assert found.makespan_ms <= result.schedule.makespan_ms * 1.03
+
+
+def test_what_only_recomputation_fits_is_replanned_at_once() -> None:
+    """No stand-in is solved: a rule gives stages the mode that fits."""
+    data = json.loads(dump_problem(batch(COSTS, room=130)))
+    for stage in data["stages"]:
+        for number, kind in enumerate(stage["costs"], 1):
+            modes = [{"name": "keep"}]
+            again = {"name": "again", "forward_bytes": 2 * number, "recompute": "apart"}
+            kind["modes"] = [*modes, {**again, "recompute_ms": 2.0 * number}]
+    made = Problem.parse(data)
+    found = replan(made)
+    check_schedule(made, found)
+    assert found.provenance.start_method == "dispatching rules"
+    assert found.makespan_ms < replan(batch(COSTS, room=130)).makespan_ms
 
 
 def test_a_free_order_is_used() -> None:

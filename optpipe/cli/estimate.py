@@ -28,7 +28,7 @@ from optpipe.presets import (
     shape_from_config,
     total_parameters,
 )
-from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE, flag
+from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE, Field, flag
 from optpipe.problem import placement_of
 from optpipe.simulate import link_loads
 from optpipe.units import format_bytes, format_ms, format_share
@@ -325,7 +325,9 @@ def _lengths_in(path: Path | None, context: typer.Context, *, model_json: bool) 
             )
         return []
     for name in filter(is_given, _SAID_BY_LENGTHS):
-        raise InputError(f"{flag(name)} and --lengths: the file says it; leave one of them out")
+        raise InputError(
+            f"{flag(Field(name))} and --lengths: the file says it; leave one of them out"
+        )
     if model_json:
         raise InputError(
             "--lengths and --model-json: a model has one kind of micro-batch; leave one out"

@@ -3,8 +3,8 @@
 Devices run in the order of time. One that is free takes a backward that is there, else a forward
 that its memory and the rule's depth admit, else a W that fits the time until something arrives. A
 rule says in which order micro-batches are preferred, how deep the pipeline is filled, how long a
-wait a W is worth, and whether backwards are fused. The search draws rules, then changes the best a
-little at a time. What is scheduled keeps all activations: no offload, no recomputation.
+wait a W is worth, whether backwards are fused, and which mode each stage has, among those that move
+nothing to the host. The search draws rules, then changes the best a little at a time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class _Line(NamedTuple):
     """What is scheduled. By device: the stages it ``holds``, last first, -1 behind them.
 
     ``base`` is how many cells of a device are between F and backward where nothing waits. ``later``
-    has by row the bytes that F's of later stages add on the same device. ``given`` flags an order
-    that all stages keep.
+    has by row the bytes that F's of later stages add on the same device, all kept. ``given`` flags
+    an order that all stages keep. ``modes[s, :num_modes[s]]`` are those that a stage may have,
+    ``mode`` those it has; ``times.duration`` follows them.
     """
 
     times: TimeArrays
@@ -56,6 +57,9 @@ class _Line(NamedTuple):
     base: Floats
     later: Ints
     given: bool
+    modes: Ints
+    num_modes: Ints
+    mode: Ints
 
 
 class _Yard(NamedTuple):
@@ -86,6 +90,7 @@ class _Best(NamedTuple):
     rule: Floats
     tried_rank: Ints
     tried_rule: Floats
+    mode: Ints
     actions: Ints
     counts: Ints
     length: Floats
@@ -147,9 +152,8 @@ def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
     line: _Line, yard: _Yard, rank: Ints, device: int, back: int, now: float
 ) -> tuple[int, float]:
     """Return the backward to run now, -1 for none, and when the next one that fits arrives (ms)."""
-    times, memory = line.times, line.memory
-    cells, m = times.num_cells, times.num_microbatches
-    room = memory.limit[device] - yard.held[device]
+    cells, m = line.times.num_cells, line.times.num_microbatches
+    room = line.memory.limit[device] - yard.held[device]
     best, found, later = m, -1, np.inf
     for at in range(line.holds.shape[1]):
         s = line.holds[device, at]
@@ -158,7 +162,7 @@ def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
         for i in range(yard.sizes[_I, s]):
             j = yard.waiting[_I, s, i]
             cell = s * m + j
-            if memory.rises[back, times.row[cell], 0] > room:
+            if _back_rise(line, cell, back) > room:
                 continue
             if yard.ready[_I, cell] > now:
                 later = min(later, yard.ready[_I, cell])
@@ -225,18 +229,29 @@ def _weight(  # noqa: PLR0917 - compiled code takes its arguments by position
 @lean
 def _admits(line: _Line, yard: _Yard, device: int, cell: int, back: int) -> bool:
     """Whether an F fits, and each backward of what is then in flight; one of them to its end."""
-    times, memory = line.times, line.memory
-    row = times.row[cell]
+    times, memory, m = line.times, line.memory, line.times.num_microbatches
+    row, mode = times.row[cell], line.mode[cell // m]
     room = memory.limit[device] - yard.held[device]
-    if memory.rises[_F, row, 0] > room:
+    if memory.rises[_F, row, mode] > room:
         return False
-    room -= memory.adds[_F, row, 0]
-    rise, least = memory.rises[back, row, 0], line.later[row]
+    rise, least = _back_rise(line, cell, back), line.later[row]
     for i in range(yard.num_flying[device]):
-        other = times.row[yard.flying[device, i]]
-        rise = max(rise, memory.rises[back, other, 0])
-        least = min(least, line.later[other])
-    return least + rise <= room
+        other = yard.flying[device, i]
+        rise = max(rise, _back_rise(line, other, back))
+        least = min(least, line.later[times.row[other]])
+    return least + rise <= room - memory.adds[_F, row, mode]
+
+
+@lean
+def _back_rise(line: _Line, cell: int, back: int) -> int:
+    """Return the most bytes above what is held while a backward, or what it needs again, runs."""
+    times, memory = line.times, line.memory
+    row, mode = times.row[cell], line.mode[cell // times.num_microbatches]
+    rise = memory.rises[back, row, mode]
+    if memory.again[row, mode]:
+        again = simulate.RECOMPUTE
+        rise = max(memory.rises[again, row, mode], memory.adds[again, row, mode] + rise)
+    return int(rise)
 
 
 @lean
@@ -246,12 +261,19 @@ def _execute(line: _Line, yard: _Yard, device: int, code: int, now: float) -> No
     kind = code // cells
     cell = code - kind * cells
     s, j = cell // m, cell % m
+    row, mode = times.row[cell], line.mode[s]
     end = now + times.duration[code]
+    if kind in (_I, _B) and memory.again[row, mode]:
+        again = simulate.RECOMPUTE
+        end += times.duration[again * cells + cell]
+        yard.actions[device, yard.counts[device]] = again * cells + cell
+        yard.counts[device] += 1
+        yard.held[device] += memory.adds[again, row, mode]
     yard.actions[device, yard.counts[device]] = code
     yard.counts[device] += 1
     yard.free[device] = end
     yard.wake[device] = end
-    yard.held[device] += memory.adds[kind, times.row[cell], 0]
+    yard.held[device] += memory.adds[kind, row, mode]
     if kind == _W:
         _take(yard, _W, s, j)
         return
@@ -266,7 +288,7 @@ def _execute(line: _Line, yard: _Yard, device: int, code: int, now: float) -> No
         if s == times.num_stages - 1:
             _put(line, yard, _I, s, j, end)
         else:
-            _put(line, yard, _F, s + 1, j, end + times.there[times.row[cell]])
+            _put(line, yard, _F, s + 1, j, end + times.there[row])
         return
     _take(yard, _I, s, j)
     _land(yard, device, cell)
@@ -332,13 +354,19 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
             copy(best.tried_rank, ranks[number % ranks.shape[0]], m)
             if number > 0:
                 _draw_rule(best.tried_rule, draw)
+                _draw_modes(line, draw)
         else:
             copy(best.tried_rank, best.rank, m)
             copy(best.tried_rule, best.rule, best.rule.size)
+            copy(line.mode, best.mode, best.mode.size)
             if line.given or moves.below(draw, _RANDOM) == 0:
                 _draw_rule(best.tried_rule, draw)
             else:
                 _reorder(best.tried_rank, moves.below(draw, m), moves.below(draw, m), draw)
+            if moves.below(draw, 2) == 0:
+                s = moves.below(draw, line.mode.size)
+                line.mode[s] = line.modes[s, moves.below(draw, line.num_modes[s])]
+        _settle_durations(line)
         if not _dispatch(line, yard, best.tried_rank, best.tried_rule):
             continue
         makespan, span, _ = simulate.length(yard.actions, yard.counts, line.times, work)
@@ -347,6 +375,7 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
             best.length[0] = length
             copy(best.rank, best.tried_rank, m)
             copy(best.rule, best.tried_rule, best.rule.size)
+            copy(best.mode, line.mode, line.mode.size)
             for device in range(yard.counts.size):
                 best.counts[device] = yard.counts[device]
                 copy(best.actions[device], yard.actions[device], yard.counts[device])
@@ -357,6 +386,27 @@ def _draw_rule(rule: Floats, draw: Draw) -> None:
     rule[_DEPTH] = 0.8 + 2.2 * moves.unit(draw) ** 2
     rule[_PATIENCE] = moves.unit(draw)
     rule[_FUSED] = 1.0 if moves.below(draw, 4) == 0 else 0.0
+
+
+@lean
+def _draw_modes(line: _Line, draw: Draw) -> None:
+    """Draw a mode for every stage: keep in all, one position of all menus, or one each."""
+    way = moves.below(draw, 3)
+    position = moves.below(draw, line.modes.shape[1])
+    for s in range(line.mode.size):
+        if way == 2:
+            position = moves.below(draw, line.num_modes[s])
+        line.mode[s] = line.modes[s, 0 if way == 0 else min(position, line.num_modes[s] - 1)]
+
+
+@lean
+def _settle_durations(line: _Line) -> None:
+    times = line.times
+    cells, m = times.num_cells, times.num_microbatches
+    for kind in range(times.mode_ms.shape[0]):
+        for cell in range(cells):
+            ms = times.mode_ms[kind, times.row[cell], line.mode[cell // m]]
+            times.duration[kind * cells + cell] = ms
 
 
 @lean
@@ -412,6 +462,7 @@ def dispatched(
         rule=np.zeros(3),
         tried_rank=np.arange(m),
         tried_rule=np.array(_USUAL),
+        mode=np.zeros_like(line.mode),
         actions=np.zeros_like(yard.actions),
         counts=np.zeros_like(yard.counts),
         length=np.full(1, np.inf),
@@ -423,11 +474,12 @@ def dispatched(
     _search(line, yard, best, ranks, scratch, by_span, drawn, count - drawn, moves.seeded(seed))
     if best.length[0] == np.inf:
         return None
-    return float(best.length[0]), Rows(best.actions, best.counts, np.zeros(cells, dtype=np.int64))
+    return float(best.length[0]), Rows(best.actions, best.counts, np.repeat(best.mode, m))
 
 
 def _line(compiled: CompiledProblem) -> _Line:
-    problem, times, memory = compiled.problem, compiled.times, compiled.memory
+    problem, memory = compiled.problem, compiled.memory
+    times = compiled.times._replace(duration=compiled.times.duration.copy())
     num_stages, num_rows = times.num_stages, memory.adds.shape[1]
     holds = np.full((len(problem.devices), max(map(len, problem.stages_of))), -1, dtype=np.int64)
     later = np.zeros(num_rows, dtype=np.int64)
@@ -444,4 +496,13 @@ def _line(compiled: CompiledProblem) -> _Line:
             rows = np.arange(s, num_rows, num_stages)
             for other in (one for one in held if one > s):
                 later[rows] += memory.adds[_F, rows - s + other, 0]
-    return _Line(times, memory, holds, base, later, problem.order == "given")
+    stays = memory.may & (memory.adds[simulate.RELOAD] == 0)
+    every = stays.reshape(-1, num_stages, stays.shape[1]).all(axis=0)
+    modes = np.zeros((num_stages, int(every.sum(axis=1).max())), dtype=np.int64)
+    for s in range(num_stages):
+        may = np.flatnonzero(every[s])
+        modes[s, : may.size] = may
+    given, mode = problem.order == "given", np.zeros(num_stages, dtype=np.int64)
+    return _Line(
+        times, memory, holds, base, later, given, modes, every.sum(axis=1).astype(np.int64), mode
+    )
