@@ -14,6 +14,7 @@ from optpipe import InputError, Problem, ProblemError, simulate
 from optpipe.check import check_schedule, find_violations
 from optpipe.formats.json import dump_problem
 from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.sweep import sweep
 from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
@@ -205,6 +206,30 @@ def test_device_factors_reach_every_cost() -> None:
     assert [one.forward_ms for one in (slower.stages[0], *slower.stages[0].others)] == [
         4.0, 8.0, 12.0, 16.0, 20.0
     ]  # fmt: skip
+
+
+def test_a_sweep_varies_every_cost() -> None:
+    """Limits and menus of all; a field of one cost by its path, and no number of micro-batches."""
+    data = json.loads(dump_problem(batch(COSTS)))
+    for kind in (kind for stage in data["stages"] for kind in stage["costs"]):
+        kind["modes"] = [
+            {"name": "keep"},
+            {"name": "offload", "offload_bytes": 5},
+            {"name": "recompute", "forward_bytes": 2, "recompute": "apart", "recompute_ms": 1.0},
+        ]
+    data["devices"] = [{**one, "d2h_gb_per_s": 1, "h2d_gb_per_s": 1} for one in data["devices"]]
+    made = Problem.parse(data)
+    path = "stages[1].costs[2].forward_ms"
+    axes = {"memory_gb": [1e-6], "offload": [False], "recompute": [True, False], path: [99.0]}
+    first, second = (one.problem for one in sweep(made, axes))
+    assert first.cost_of == second.cost_of == made.cost_of
+    assert [device.memory_bytes for device in first.devices] == [1000] * 4
+    assert [len(menu) for menus in first.menus_by_cost for menu in menus] == [2] * 20
+    assert [len(menu) for menus in second.menus_by_cost for menu in menus] == [1] * 20
+    changed = [stage.under(2).forward_ms for stage in first.stages]
+    assert changed == [6.0 if s != 1 else 99.0 for s in range(4)]
+    with pytest.raises(InputError, match="12 entries, and num_microbatches is 8"):
+        sweep(made, {"num_microbatches": [8]})
 
 
 def test_what_fits_no_memory_says_the_least_that_does() -> None:
