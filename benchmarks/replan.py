@@ -16,7 +16,7 @@ A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. ``1F1B`` is fused, in the order in
 which micro-batches were packed; where it does not fit, there is no gain. ``solve`` has one thread
-and a limit of work, about 1.2 CPU-seconds a unit, so that a busy machine changes nothing. Programs
+and a limit of work, about two CPU-seconds a unit, so that a busy machine changes nothing. Programs
 are judged by `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
 """
 
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, run, and report on the newest row of each batch."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--number", type=int, default=50)
-    parser.add_argument("--work", type=float, default=16.0)
+    parser.add_argument("--work", type=float, default=10.0)
     parser.add_argument("--report", action="store_true", help="of the rows that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args(arguments)

@@ -386,8 +386,8 @@ def _grouped(
     for _ in range(1, min(most, n)):
         found, cut = [0.0], [0]
         for end in range(1, n + 1):
-            start = min(range(end), key=lambda start, end=end: best[start] + added(start, end))
-            found.append(best[start] + added(start, end))
+            least, start = min((best[start] + added(start, end), start) for start in range(end))
+            found.append(least)
             cut.append(start)
         best = found
         cuts.append(cut)

@@ -1,12 +1,12 @@
 """A schedule for the batch of this step, within a tenth of a second: `replan`.
 
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
-hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt into 1F1B in
-several orders; the best of these is annealed for a fixed number of simulated actions. Where none
-of them fits, because activations must be moved or made again, the first call for a shape solves
-problems of equal micro-batches that stand in for any batch of it (`optpipe_solver.dealing`), and
-later ones deal into the places of those. Nothing depends on clocks or on earlier batches: all ranks
-that ask get the same answer.
+hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt, in several orders,
+into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
+fixed number of simulated actions. Where none of them fits, because activations must be moved to the
+host, the first call for a shape solves problems of equal micro-batches that stand in for any batch
+of it (`optpipe_solver.dealing`), and later ones deal into the places of those. Nothing depends on
+clocks or on earlier batches: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ _Start: TypeAlias = "tuple[str, float, Rows]"
 _PLAIN = ("1f1b", "interleaved")
 """What is never better than the answer."""
 
-_WORK = 700_000
-"""Actions simulated: about 60 ms of one core."""
+_QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
+"""What is made for the mean micro-batch, or the largest, in some milliseconds."""
 
-_RULES_SHARE = 2
-"""One part in so many of the work goes into dispatching rules, the rest into annealing."""
+_WORK = 700_000
+"""Actions simulated: about 50 ms of one core."""
+
+_RULES_SHARE = 2 / 3
+"""Share of the work that goes into dispatching rules, about half of the time; then annealing."""
 
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
@@ -69,7 +72,7 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation). Where nothing fits that keeps all activations, the first call for a shape,
+    installation). Where nothing fits without copies to the host, the first call for a shape,
     batches that differ in ``microbatches`` alone, takes some seconds, up to half a minute.
 
     Parameters
@@ -96,7 +99,9 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
     best.offer(
-        compiled.decode(_annealed(compiled, rows, start_ms, work - work // _RULES_SHARE, seed)),
+        compiled.decode(
+            _annealed(compiled, rows, start_ms, round((1 - _RULES_SHARE) * work), seed)
+        ),
         "local-search",
     )
     best.offer_bound(bound.ms, bound.method)
@@ -154,16 +159,18 @@ def _serial(compiled: CompiledProblem) -> _Start:
 def _starts(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
     """Yield the best that dispatching rules make, and 1F1B in the best of some orders."""
     problem = compiled.problem
-    found = dispatched(compiled, orders(problem), work // _RULES_SHARE, seed)
+    found = dispatched(compiled, orders(problem), round(_RULES_SHARE * work), seed)
     if found is not None:
         yield "dispatching rules", *found
+    asked = [(name, problem.least) for name in _PLAIN]
+    asked += [(name, stand_in) for name in _QUICK for stand_in in stand_ins(problem)]
+    family_of = {family.name: family for family in FAMILIES}
     made = []
-    for family in FAMILIES:
-        if family.name in _PLAIN:
-            try:
-                made.append((family.name, compiled.encode(family.build(problem.least))))
-            except NotApplicable:
-                continue
+    for name, equal in asked:
+        try:
+            made.append((name, compiled.encode(family_of[name].build(equal))))
+        except NotApplicable:
+            continue
     yield from _deals(compiled, made)
 
 
