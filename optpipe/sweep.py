@@ -21,6 +21,7 @@ import numpy as np
 
 from optpipe.errors import InputError, ProblemError
 from optpipe.problem import Problem, placement_of
+from optpipe.stage import nested_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -74,6 +75,8 @@ def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation
     for name, values in axes.items():
         _check_axis(name, values)
     base = problem.model_dump(by_alias=True)  # fields of v1, whatever the form of the file
+    if problem.num_costs > 1:  # but of each cost there
+        base = {**base, "stages": [nested_stage(stage) for stage in base["stages"]]}
     return [
         _vary(base, dict(zip(axes, values, strict=True)))
         for values in itertools.product(*axes.values())
@@ -158,22 +161,24 @@ def _set_latency(document: Document, value: Any) -> None:
 def _set_offload(document: Document, value: Any) -> None:
     _flag("offload", value)
     if not value:
-        for stage in document["stages"]:
-            stage["offload_bytes"] = 0
-            _keep_modes(stage, lambda mode: not mode["offload_bytes"])
+        _without(document, {"offload_bytes": 0}, lambda mode: not mode.get("offload_bytes"))
 
 
 def _set_recompute(document: Document, value: Any) -> None:
     _flag("recompute", value)
     if not value:
-        for stage in document["stages"]:
-            stage["recompute_ms"] = stage["checkpoint_bytes"] = None
-            _keep_modes(stage, lambda mode: mode["recompute"] is None)
+        fields = {"recompute_ms": None, "checkpoint_bytes": None}
+        _without(document, fields, lambda mode: mode.get("recompute") is None)
 
 
-def _keep_modes(stage: Document, is_kept: Callable[[Document], bool]) -> None:
-    if "modes" in stage:
-        stage["modes"] = [mode for mode in stage["modes"] if is_kept(mode)]
+def _without(document: Document, fields: Document, is_kept: Callable[[Document], bool]) -> None:
+    """Set fields of v1, and keep some modes; where stages have costs, each has a menu alone."""
+    for stage in document["stages"]:
+        if "costs" not in stage:
+            stage.update(fields)
+        for held in stage.get("costs", [stage]):
+            if "modes" in held:
+                held["modes"] = [mode for mode in held["modes"] if is_kept(mode)]
 
 
 def _require(name: str, found: Sequence[Any], what: str) -> None:

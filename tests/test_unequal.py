@@ -11,17 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, ProblemError, simulate
+from optpipe import InputError, Problem, ProblemError, simulate
 from optpipe.check import check_schedule, find_violations
 from optpipe.formats.json import dump_problem
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.problem import Microbatch
+from optpipe.sweep import sweep
 from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.dealing import orders
 from optpipe_solver.families.classic import build_one_f_one_b, build_serial
 from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.replan import replan
 from optpipe_solver.robust import with_device_factors
@@ -162,6 +165,47 @@ def test_replan_is_legal_repeatable_and_never_longer_than_1f1b(order: str, chunk
         assert found.makespan_ms <= simulate(made, usual).makespan_ms
 
 
+@given(cases(tight=True, unequal=True), st.integers(0, 2**32))
+def test_dispatching_rules_make_legal_programs(case: Case, seed: int) -> None:
+    """With any chunks, links, limits, menus and orders; how long they say it takes is true."""
+    made = case.problem
+    if made.has_samples:
+        made = made.model_copy(update={"microbatches": [{"cost": cost} for cost in made.cost_of]})
+    compiled = CompiledProblem.of(made)
+    found = dispatched(compiled, orders(made), 2_000, seed)
+    if found is None:
+        return
+    length_ms, rows = found
+    found_programs = compiled.decode(rows)
+    assert find_violations(made, found_programs) == []
+    reached = simulate(made, found_programs).objective_ms(made.objective)
+    assert length_ms == pytest.approx(reached)
+
+
+@pytest.mark.parametrize("room", [120, 160, 400])
+def test_replan_is_near_a_longer_solve(room: int) -> None:
+    """Within 4 % of one of half a second: 0 % with room, 3.4 % in the middle."""
+    made = batch(COSTS, room=room)
+    found, result = replan(made), solve(made, work_limit=0.3, time_limit_s=600)
+    assert result.schedule is not None
+    assert found.makespan_ms <= result.schedule.makespan_ms * 1.04
+
+
+def test_what_only_recomputation_fits_is_replanned_at_once() -> None:
+    """No stand-in is solved: a rule gives stages the mode that fits."""
+    data = json.loads(dump_problem(batch(COSTS, room=130)))
+    for stage in data["stages"]:
+        for number, kind in enumerate(stage["costs"], 1):
+            modes = [{"name": "keep"}]
+            again = {"name": "again", "forward_bytes": 2 * number, "recompute": "apart"}
+            kind["modes"] = [*modes, {**again, "recompute_ms": 2.0 * number}]
+    made = Problem.parse(data)
+    found = replan(made)
+    check_schedule(made, found)
+    assert found.provenance.start_method == "dispatching rules"
+    assert found.makespan_ms < replan(batch(COSTS, room=130)).makespan_ms
+
+
 def test_a_free_order_is_used() -> None:
     """Equal work, one order given and one free."""
     free, bound = (batch(COSTS, order=order, room=120) for order in ("free", "given"))
@@ -176,6 +220,35 @@ def test_device_factors_reach_every_cost() -> None:
     assert [one.forward_ms for one in (slower.stages[0], *slower.stages[0].others)] == [
         4.0, 8.0, 12.0, 16.0, 20.0
     ]  # fmt: skip
+
+
+def test_a_sweep_varies_every_cost() -> None:
+    """Limits and menus of all; a field of one cost by its path, and no number of micro-batches."""
+    data = json.loads(dump_problem(batch(COSTS)))
+    for kind in (kind for stage in data["stages"] for kind in stage["costs"]):
+        kind["modes"] = [
+            {"name": "keep"},
+            {"name": "offload", "offload_bytes": 5},
+            {"name": "recompute", "forward_bytes": 2, "recompute": "apart", "recompute_ms": 1.0},
+        ]
+    data["devices"] = [{**one, "d2h_gb_per_s": 1, "h2d_gb_per_s": 1} for one in data["devices"]]
+    made = Problem.parse(data)
+    path = "stages[1].costs[2].forward_ms"
+    axes: dict[str, list[Any]] = {
+        "memory_gb": [1e-6],
+        "offload": [False],
+        "recompute": [True, False],
+        path: [99.0],
+    }
+    first, second = (one.problem for one in sweep(made, axes))
+    assert first.cost_of == second.cost_of == made.cost_of
+    assert [device.memory_bytes for device in first.devices] == [1000] * 4
+    assert [len(menu) for menus in first.menus_by_cost for menu in menus] == [2] * 20
+    assert [len(menu) for menus in second.menus_by_cost for menu in menus] == [1] * 20
+    changed = [stage.under(2).forward_ms for stage in first.stages]
+    assert changed == [6.0 if s != 1 else 99.0 for s in range(4)]
+    with pytest.raises(InputError, match="12 entries, and num_microbatches is 8"):
+        sweep(made, {"num_microbatches": [8]})
 
 
 def test_what_fits_no_memory_says_the_least_that_does() -> None:

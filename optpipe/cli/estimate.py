@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +15,7 @@ from optpipe.cli.console import stdout, text_table
 from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
 from optpipe.cli.report import warn
 from optpipe.errors import InputError
-from optpipe.formats.json import dump_model, dump_problem, read_text
+from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
 from optpipe.formats.megatron import megatron_layout
 from optpipe.presets import (
     GPUS,
@@ -27,7 +28,7 @@ from optpipe.presets import (
     shape_from_config,
     total_parameters,
 )
-from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE, flag
+from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE, Field, flag
 from optpipe.problem import placement_of
 from optpipe.simulate import link_loads
 from optpipe.units import format_bytes, format_ms, format_share
@@ -103,6 +104,7 @@ MemoryGb = Annotated[
 
 
 def estimate_problem(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model of the catalogue: see --list.")
     ] = None,
@@ -214,6 +216,20 @@ def estimate_problem(
     slices: Annotated[
         int, _degree("Slices of each sequence, each a micro-batch of the problem.")
     ] = 1,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Unequal micro-batches: a JSON list with a length in tokens for each, or a list "
+            "of the lengths of the sequences packed into it.",
+        ),
+    ] = None,
+    costs: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="With --lengths: most kinds of micro-batches, rounded up."
+        ),
+    ] = 8,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -244,6 +260,7 @@ def estimate_problem(
           --precision fp8 --ep-overlap --layout even --microbatches 128
       optpipe estimate --model llama3-70b --gpu h100:32 --gpu a100:32 --tp 8 --pp 8
       optpipe estimate --model llama3-8b --gpu h100:8 --pp 1 --zero 3 --measured-step-s 9.1
+      optpipe estimate --model llama3-8b --gpu h100 --pp 8 --lengths batch.json -o problem.json
       optpipe estimate --model llama3-8b --gpu h100 --model-json -o model.json
       optpipe estimate --list
     """
@@ -251,7 +268,7 @@ def estimate_problem(
         _show_catalogue(stdout())
         return
     check_writable(output)
-    check_apart(output, inputs=[config])
+    check_apart(output, inputs=[config, lengths])
     if pairs and model_json:
         raise InputError(
             "--pairs and --model-json: what runs together is said of the stages of a problem, and "
@@ -262,6 +279,8 @@ def estimate_problem(
             f"--slices {slices} and --model-json: a model's layers are of whole sequences; leave "
             "one out"
         )
+    packed = _lengths_in(lengths, context, model_json=model_json)
+    microbatches = len(packed) or microbatches
     with named_as_flags():
         shape = asked_shape(model, config)
         kinds = find_gpus(gpu or [], network, oversubscription)
@@ -291,11 +310,54 @@ def estimate_problem(
             modes=modes,
             pairs=pairs,
             slices=slices,
+            lengths=packed,
+            costs=costs,
         )
     _show(results(output), shape, kinds, found)
     if output is not None:
         write_file(output, dump_model(found.model) if model_json else dump_problem(found.problem))
         say_written(output, "model" if model_json else "problem")
+
+
+_SAID_BY_LENGTHS = ("sequence", "micro_batch", "microbatches")
+
+
+def _lengths_in(path: Path | None, context: typer.Context, *, model_json: bool) -> list[list[int]]:
+    """Return the lengths of a file, a list for each micro-batch; none where there is no file."""
+
+    def is_given(name: str) -> bool:
+        return "commandline" in str(context.get_parameter_source(name)).lower()
+
+    if path is None:
+        if is_given("costs"):
+            raise InputError(
+                "--costs: says how unequal micro-batches are grouped; add --lengths FILE"
+            )
+        return []
+    for name in filter(is_given, _SAID_BY_LENGTHS):
+        raise InputError(
+            f"{flag(Field(name))} and --lengths: the file says it; leave one of them out"
+        )
+    if model_json:
+        raise InputError(
+            "--lengths and --model-json: a model has one kind of micro-batch; leave one out"
+        )
+    try:
+        return _batches(parse_json(read_text(path)))
+    except InputError as error:
+        raise in_file(path, error) from None
+
+
+def _batches(found: Any) -> list[list[int]]:
+    """Return the lists of a document that has a length, or a list of them, per micro-batch."""
+    listed = found if isinstance(found, list) else []
+    batches = [one if isinstance(one, list) else [one] for one in listed]
+    if not batches or not all(type(n) is int for one in batches for n in one):
+        raise InputError(
+            "must be a list with an entry for each micro-batch: its length in tokens, or a list of "
+            "lengths, e.g. [8192, [6000, 2000]]; correct it"
+        )
+    return batches
 
 
 @contextmanager
@@ -380,6 +442,8 @@ def _show(console: Console, shape: ModelShape, kinds: list[Accelerators], found:
     console.print(_memory_table(found.step))
     if any(stage.modes for stage in found.problem.stages):
         console.print(_menu_table(found.problem))
+    if found.problem.num_costs > 1:
+        console.print(_costs_line(found.problem), markup=False, soft_wrap=True)
     if found.problem.pairs:
         console.print(_pairs_line(found.problem), markup=False, soft_wrap=True)
     p = len(found.problem.devices)
@@ -502,3 +566,16 @@ def _show_catalogue(console: Console) -> None:
         for name, fact in hardware.facts:
             facts.add_row(name, f"{fact.value:,.10g}", fact.source)
         console.print(facts)
+
+
+def _costs_line(problem: Problem) -> str:
+    """Say how many micro-batches have each cost, and what F, I and W of one take together."""
+    many = Counter(problem.cost_of)
+    told = ", ".join(
+        f"{many[cost]} of {format_ms(sum(stage.under(cost).busy_ms for stage in problem.stages))}"
+        for cost in range(problem.num_costs)
+    )
+    return (
+        f"unequal micro-batches: {told}; the step and the stages above are those of the one in "
+        "the middle"
+    )

@@ -313,11 +313,7 @@ def _latent_projections(
 def _core_attention(shape: ModelShape, training: Training, window: int) -> LayerPart:
     tokens, size = training.tokens, training.element_bytes
     heads = shape.num_heads // training.tp
-    own = training.sequence // training.slices
-    read = own * (training.slice_index + 1)
-    seen = float(read)
-    if training.flash:
-        seen = _seen_before(read, window) / own - _seen_before(read - own, window) / own
+    seen = _seen(training, window)
     flops = 2.0 * tokens * seen * heads * (shape.width + shape.value_width)
     again = frozenset({"core_attn"})
     output = Tensor("output of attention", tokens * size * heads * shape.value_width)
@@ -326,7 +322,7 @@ def _core_attention(shape: ModelShape, training: Training, window: int) -> Layer
             "log-sum-exp of the scores", tokens * heads * 4, offloadable=False, again=again
         )
         return LayerPart(attention_flops=flops, tensors=(log_sums, output), again=again)
-    scores = tokens * heads * read
+    scores = round(tokens * heads * seen)
     drop = 2 * size + 1 if shape.dropout else 0
     kept = [Tensor("softmax of the scores", scores * size, again=again)]
     if shape.dropout:
@@ -341,8 +337,22 @@ def _core_attention(shape: ModelShape, training: Training, window: int) -> Layer
     )
 
 
-def _seen_before(end: int, window: int) -> float:
-    """Return how many positions the first ``end`` tokens attend to, all together."""
+def _seen(training: Training, window: int) -> float:
+    """Return how many positions a token's products are computed with, on the average."""
+    if training.lengths:
+        seen = (_attended(s, window, flash=training.flash) for s in training.lengths)
+        return sum(seen) / training.sequence
+    own = training.sequence // training.slices
+    read = own * (training.slice_index + 1)
+    if not training.flash:
+        return float(read)
+    return (_attended(read, window) - _attended(read - own, window)) / own
+
+
+def _attended(end: int, window: int, *, flash: bool = True) -> float:
+    """Return with how many positions the first ``end`` tokens are multiplied, all together."""
+    if not flash:
+        return float(end**2)
     if window and window < end:
         return window * end - window**2 / 2.0
     return end**2 / 2.0
@@ -712,20 +722,20 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     experts those a token goes through. Of the whole model, over all devices of a replica.
     """
     tokens = float(training.micro_batch * training.sequence)
+    lengths = training.lengths or (training.sequence,) * training.micro_batch
     matrices = float(embedding_parameters(shape) - shape.positions * shape.hidden)
     scores = 0.0
     for kind, count in shape.kinds:
         matrices += count * _matrices_of_a_token(shape, kind)
-        seen = min(kind.window, training.sequence) if kind.window else training.sequence
+        seen = sum(s * (min(kind.window, s) if kind.window else s) for s in lengths) / tokens
         width = shape.num_heads * (shape.width + shape.value_width)
         scores += count * 2.0 * seen * width
     head = float(shape.vocab * shape.hidden)
     matrices += shape.mtp * (
         2.0 * shape.hidden**2 + head + _matrices_of_a_token(shape, shape.layer_kinds[-1])
     )
-    scores += (
-        shape.mtp * 2.0 * training.sequence * shape.num_heads * (shape.width + shape.value_width)
-    )
+    mean = sum(s * s for s in lengths) / tokens
+    scores += shape.mtp * 2.0 * mean * shape.num_heads * (shape.width + shape.value_width)
     return 3.0 * tokens * (2.0 * matrices + scores)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
@@ -35,9 +37,10 @@ from optpipe.presets.step import (
     step_estimate,
 )
 from optpipe.problem import Context, Link, Microbatch
+from optpipe.stage import MOST_COSTS, OF_STAGE, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.presets.accelerators import Efficiency
     from optpipe.presets.shape import ModelShape, Training
@@ -137,6 +140,8 @@ def estimate(
     modes: int = 0,
     pairs: bool = False,
     slices: int = 1,
+    lengths: Sequence[Sequence[int]] = (),
+    costs: int = 8,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -172,6 +177,13 @@ def estimate(
         Into so many slices of equal length every sequence is cut, each a micro-batch of the problem
         with a cost of its own, those of one micro-batch a sample: keys and values stay on the
         device, and the k-th slice attends to k of them. Model and step are of whole micro-batches.
+    lengths
+        Tokens of each sequence of each micro-batch, as many micro-batches as there are: they are
+        unequal, and the problem has ``microbatches`` and ``costs``. ``training`` says all but
+        ``micro_batch``, ``sequence`` and ``lengths``; model, cut and step are those of the
+        micro-batch in the middle of all by work.
+    costs
+        Most costs: micro-batches that take about as long are rounded up to one, number by number.
 
     Raises
     ------
@@ -181,13 +193,21 @@ def estimate(
     """
     _check_count(shape, pp * chunks)
     training.check_divides(shape)
+    packed = _packed(training, lengths)
+    if packed:
+        _check_lengths(num_microbatches, len(packed), costs)
+        if modes or pairs or slices > 1 or measured_step_s is not None:
+            raise _beside_lengths(
+                modes=modes, pairs=pairs, slices=slices > 1, measured_step_s=measured_step_s
+            )
+        training = sorted(packed, key=partial(model_flops, shape))[len(packed) // 2]
     pipeline = PipelineCut(
         pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=placement, layout=layout
     )
-    kinds = (hardware,) * pp if isinstance(hardware, Hardware) else tuple(hardware)
+    ranks = (hardware,) * pp if isinstance(hardware, Hardware) else tuple(hardware)
     machines = tuple(
         Machine(one, (efficiency or one.efficiency).with_pcie(pcie_efficiency), training)
-        for one in kinds
+        for one in ranks
     )
     _check_microbatches(num_microbatches)
     if pairs:
@@ -213,16 +233,7 @@ def estimate(
     links = 1.0 if mfu is not None else factor
     machines = tuple(one._replace(factor=factor, link_factor=links) for one in machines)
     step = step_estimate(shape, machines, pipeline, sizes=base.sizes)
-    try:
-        model = Model(
-            name=_name(shape, machines, pp),
-            num_microbatches=num_microbatches,
-            devices=_devices(shape, machines, memory_bytes),
-            layers=_layers(shape, machines),
-            **_links(machines),
-        )
-    except ValidationError as error:
-        raise InputError(explain(error, Model)) from None
+    model = _model(shape, machines, num_microbatches, memory_bytes)
     problem = model.problem(pipeline.stages, step.sizes)
     if modes:
         model, problem = with_menus(
@@ -232,6 +243,14 @@ def estimate(
         cut = _Slicing(shape, machines, step.sizes, slices, memory_bytes, modes)
         problem = cut.problem(problem)
     problem = problem.model_copy(update={"context": _context(shape, machines, pp, slices)})
+    if packed:
+        cuts = {
+            one: _model(shape, _training(machines, one), num_microbatches, memory_bytes).problem(
+                pipeline.stages, step.sizes
+            )
+            for one in dict.fromkeys(packed)
+        }
+        problem = _unequal(shape, problem, packed, cuts, costs)
     if pairs:
         listed = licensed_pairs(shape, machines, problem, step.sizes)
         problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
@@ -243,7 +262,7 @@ def estimate(
         step=step,
         mfu=_utilisation(shape, machines),
         factor=factor,
-        error=error_band(shape, kinds),
+        error=error_band(shape, ranks),
         notes=tuple(_notes(shape, problem, step)),
     )
 
@@ -255,7 +274,7 @@ class _Slicing(NamedTuple):
     machines: tuple[Machine, ...]
     sizes: tuple[int, ...]
     slices: int
-    memory_bytes: int | None
+    memory_bytes: int | Sequence[int] | None
     modes: int
 
     def problem(self, whole: Problem) -> Problem:
@@ -284,13 +303,7 @@ class _Slicing(NamedTuple):
     def _of(self, k: int, whole: Problem) -> Problem:
         """Return the problem of the k-th slices; a menu has what is best for one in the middle."""
         ranks = self._ranks(k)
-        model = Model(
-            name=whole.name,
-            num_microbatches=whole.num_microbatches,
-            devices=_devices(self.shape, ranks, self.memory_bytes),
-            layers=_layers(self.shape, ranks),
-            **_links(ranks),
-        )
+        model = _model(self.shape, ranks, whole.num_microbatches, self.memory_bytes)
         cut = model.problem(whole.placement, self.sizes)
         if not self.modes:
             return cut
@@ -326,6 +339,136 @@ def _check_microbatches(num_microbatches: int) -> None:
         raise AskedError(
             Field("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
         )
+
+
+# --- Micro-batches of unequal lengths.
+
+
+def _check_lengths(num_microbatches: int, given: int, costs: int) -> None:
+    if given != num_microbatches:
+        raise AskedError(
+            Field("num_microbatches", num_microbatches),
+            f", but lengths has {given} micro-batches; say the same number, or leave it out",
+        )
+    if not 1 <= costs <= MOST_COSTS:
+        raise AskedError(
+            Field("costs", costs), f": must be 1 to {MOST_COSTS}; choose such a number"
+        )
+
+
+def _beside_lengths(**asked: object) -> AskedError:
+    name = next(name for name, value in asked.items() if value)
+    why = {
+        "modes": "menus are estimated for equal micro-batches alone",
+        "pairs": "no problem has pairs and unequal micro-batches",
+        "slices": "a sequence that is packed with others is not cut",
+        "measured_step_s": "it says how long a step of equal micro-batches takes; give time_factor",
+    }[name]
+    return AskedError(Field(name), " beside ", Field("lengths"), f": {why}; leave one of them out")
+
+
+def _packed(training: Training, lengths: Sequence[Sequence[int]]) -> tuple[Training, ...]:
+    """Return a micro-batch's training for each of some lists of lengths.
+
+    What is missing to a multiple of what a sequence is cut into is filled by a sequence of its own.
+    """
+    found = []
+    for number, given in enumerate(lengths):
+        known = tuple(sorted(given))
+        if not known or known[0] < 1:
+            raise InputError(
+                f"lengths[{number}] = {list(given)[:3]}: must be one length or more, each at least "
+                "1 token; correct it, or leave the micro-batch out"
+            )
+        missing = -sum(known) % training.split
+        whole = (*known, missing) if missing else known
+        found.append(replace(training, micro_batch=1, sequence=sum(whole), lengths=whole))
+    return tuple(found)
+
+
+def _training(machines: Sequence[Machine], training: Training) -> tuple[Machine, ...]:
+    return tuple(machine._replace(training=training) for machine in machines)
+
+
+def _unequal(
+    shape: ModelShape,
+    base: Problem,
+    packed: Sequence[Training],
+    cuts: Mapping[Training, Problem],
+    most: int,
+) -> Problem:
+    """Return ``base`` with micro-batches of at most so many kinds, from the cut of each alone."""
+    work = {one: sum(stage.busy_ms for stage in cut.stages) for one, cut in cuts.items()}
+    groups = _grouped(sorted(work, key=work.__getitem__), Counter(packed), work, most)
+    kind_of = {one: number for number, group in enumerate(groups) for one in group}
+    stages = []
+    for s, stage in enumerate(base.stages):
+        own = {name: getattr(stage, name) for name in OF_STAGE}
+        first, *others = (_most([cuts[one].stages[s] for one in group], own) for group in groups)
+        stages.append(first.model_copy(update={"others": tuple(others)}))
+    devices = [
+        device.model_copy(
+            update={"reserved_bytes": max(cut.devices[d].reserved_bytes for cut in cuts.values())}
+        )
+        for d, device in enumerate(base.devices)
+    ]
+    tokens = sum(one.sequence for one in packed)
+    assert base.context is not None  # noqa: S101 - every estimate has one
+    context = base.context.model_copy(
+        update={
+            "tokens_per_microbatch": round(tokens / len(packed)),
+            "flops_per_token": sum(model_flops(shape, one) for one in packed) / tokens,
+        }
+    )
+    microbatches = tuple(Microbatch(cost=kind_of[one]) for one in packed)
+    fields = {"stages": stages, "devices": devices, "context": context}
+    return base.model_copy(
+        update={**fields, "format": "optpipe/problem/v2", "microbatches": microbatches}
+    )
+
+
+def _most(alike: Sequence[Stage], own: Mapping[str, Any]) -> Stage:
+    """Return a stage with the largest of every number."""
+    fields = {}
+    for name in Stage.model_fields.keys() - own.keys() - {"modes", "others"}:
+        values = [getattr(one, name) for one in alike]
+        fields[name] = None if None in values else max(values)
+    return Stage.model_validate({**own, **fields})
+
+
+def _grouped(
+    ordered: Sequence[Training],
+    many: Mapping[Training, int],
+    work: Mapping[Training, float],
+    most: int,
+) -> list[list[Training]]:
+    """Cut what is ordered by work into groups so that the least work is added by rounding up.
+
+    Exact, by dynamic programming over where groups end.
+    """
+    n = len(ordered)
+    count = [0, *accumulate(many[one] for one in ordered)]
+    held = [0.0, *accumulate(many[one] * work[one] for one in ordered)]
+
+    def added(start: int, end: int) -> float:
+        return (count[end] - count[start]) * work[ordered[end - 1]] - (held[end] - held[start])
+
+    best = [0.0, *(added(0, end) for end in range(1, n + 1))]
+    cuts = [[0] * (n + 1)]
+    for _ in range(1, min(most, n)):
+        found, cut = [0.0], [0]
+        for end in range(1, n + 1):
+            least, start = min((best[start] + added(start, end), start) for start in range(end))
+            found.append(least)
+            cut.append(start)
+        best = found
+        cuts.append(cut)
+    groups, end = [], n
+    for cut in reversed(cuts):
+        if end:
+            groups.append(list(ordered[cut[end] : end]))
+            end = cut[end]
+    return groups[::-1]
 
 
 def _utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
@@ -367,6 +510,24 @@ def _factor(utilisation: float, step_ms: float, **given: float | None) -> float:
 
 
 # --- The problem's devices, layers and links.
+
+
+def _model(
+    shape: ModelShape,
+    machines: Sequence[Machine],
+    num_microbatches: int,
+    memory_bytes: int | Sequence[int] | None,
+) -> Model:
+    try:
+        return Model(
+            name=_name(shape, machines, len(machines)),
+            num_microbatches=num_microbatches,
+            devices=_devices(shape, machines, memory_bytes),
+            layers=_layers(shape, machines),
+            **_links(machines),
+        )
+    except ValidationError as error:
+        raise InputError(explain(error, Model)) from None
 
 
 def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]:

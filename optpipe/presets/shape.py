@@ -295,6 +295,9 @@ class Training:
         Every sequence is cut into so many slices of equal length, each a micro-batch of its own;
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
         before it, whose keys and values stay on the device.
+    lengths
+        Tokens of each sequence that is packed into the ``sequence`` of a micro-batch, none of
+        which attends to another; empty: it is one sequence.
     """
 
     micro_batch: int = 1
@@ -318,6 +321,7 @@ class Training:
     offloaded_layers: int = 0
     slices: int = 1
     slice_index: int = 0
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "sequence", "tp", "cp", "ep", "etp", "dp", "slices"):
@@ -346,9 +350,18 @@ class Training:
                 "of a stage; make ",
                 *(Field("dp"), " larger or ", Field("ep"), " smaller"),
             )
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
         if not 0 <= self.slice_index < self.slices:
             raise ValueError(f"slice_index = {self.slice_index}: must be below {self.slices}")
-        split = self.slices * self.cp * (self.tp if self.sequence_parallel else 1)
+        if self.lengths and (min(self.lengths) < 1 or sum(self.lengths) != self.sequence):
+            raise AskedError(
+                Field("lengths", self.lengths[:3]),
+                f"...: must be at least 1 each and add up to sequence = {self.sequence}; correct "
+                "one of the two",
+            )
+        split = self.slices * self.split
         if self.sequence % split:
             raise AskedError(
                 Field("sequence", self.sequence),
@@ -357,6 +370,11 @@ class Training:
                 *(Field("cp"), ", and ", Field("tp"), " with sequence parallelism)"),
                 "; choose one that is",
             )
+
+    @property
+    def split(self) -> int:
+        """Into how many equal parts the tokens of a sequence are cut."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
 
     @property
     def ranks(self) -> int:

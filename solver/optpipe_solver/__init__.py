@@ -5,6 +5,7 @@ from optpipe_solver.compare import ComparisonRow, compare
 from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.ranking import Noise
+from optpipe_solver.replan import replan
 from optpipe_solver.result import Progress, Result, RobustChoice, SolveStatus
 from optpipe_solver.robust import Robust
 from optpipe_solver.solve import METHODS, solve
@@ -25,6 +26,7 @@ __all__ = [
     "feasibility",
     "lower_bound",
     "plan",
+    "replan",
     "smallest_memory",
     "solve",
     "warm_up",

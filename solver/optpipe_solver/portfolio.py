@@ -26,6 +26,7 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.menus import (
@@ -65,6 +66,7 @@ __all__ = [
     "milp_may_prove",
     "plans",
     "restrictions",
+    "rule_starts",
     "run_threads",
 ]
 
@@ -337,6 +339,7 @@ def run_threads(
 _LARGE = 20_000
 """Compute actions beyond which no time is spent on copies that are unlikely to win."""
 _LOST = 3
+_RULES_WORK = 2_000_000  # about 0.2 s
 _TURNS = {"1f1b": 0, "interleaved": 0, "zb-v": 0, "gis": 0, "gpipe": 2}
 """On a large problem what is made in linear time and short comes first, what is long last."""
 
@@ -485,6 +488,20 @@ def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterato
     for made in all_starts(whole_samples(problem), methods):
         if made.method not in known:
             yield from [made] if made.programs is None else builder.cut(made)
+
+
+def rule_starts(problem: Problem, seed: int) -> Iterator[FamilyStart]:
+    """Yield what dispatching rules make of unequal micro-batches; it is ours, of no family."""
+    if problem.is_even or problem.has_samples:
+        return
+    began, compiled = time.perf_counter(), CompiledProblem.of(problem)
+    found = dispatched(compiled, orders(problem), _RULES_WORK, seed)
+    if found is not None:
+        length_ms, rows = found
+        seconds = time.perf_counter() - began
+        yield FamilyStart(
+            "dispatching rules", compiled.decode(rows), length_ms, legal=True, seconds=seconds
+        )
 
 
 class _StartBuilder:

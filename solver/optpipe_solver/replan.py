@@ -1,17 +1,20 @@
 """A schedule for the batch of this step, within a tenth of a second: `replan`.
 
-Packed sequences make every batch another problem of the same shape. The first call for a shape
-takes seconds: it solves problems of equal micro-batches that stand in for any batch of it
-(`optpipe_solver.dealing`). Later ones deal their micro-batches into the places of those schedules;
-the best deal is annealed for a fixed number of simulated actions. Nothing depends on clocks or on
-earlier batches: all ranks that ask get the same answer.
+Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
+hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt, in several orders,
+into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
+fixed number of simulated actions. Where none of them fits, because activations must be moved to the
+host, the first call for a shape solves problems of equal micro-batches that stand in for any batch
+of it (`optpipe_solver.dealing`), and later ones deal into the places of those. Nothing depends on
+clocks or on earlier batches: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import inf
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 from optpipe.errors import InputError
 from optpipe.problem import Microbatch
@@ -25,11 +28,12 @@ from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
+from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import record, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from optpipe.problem import Problem
     from optpipe_solver.arrays.encoding import Rows
@@ -37,11 +41,20 @@ if TYPE_CHECKING:
 __all__ = ["replan"]
 
 
+_Start: TypeAlias = "tuple[str, float, Rows]"
+"""Method, objective in ms, programs."""
+
 _PLAIN = ("1f1b", "interleaved")
 """What is never better than the answer."""
 
-_WORK = 600_000
-"""Actions simulated: about 60 ms of one core."""
+_QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
+"""What is made for the mean micro-batch, or the largest, in some milliseconds."""
+
+_WORK = 700_000
+"""Actions simulated: about 50 ms of one core."""
+
+_RULES_SHARE = 2 / 3
+"""Share of the work that goes into dispatching rules, about half of the time; then annealing."""
 
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
@@ -56,9 +69,11 @@ _HOT, _COLD = 0.05, 0.005
 def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     """Return a good schedule at once; the same for the same problem, seed and work.
 
-    It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal. Call
-    it once beforehand for a batch of the same shape, one that differs in ``microbatches`` alone:
-    the first call takes some seconds. ``solve_seconds`` of the answer is 0: all ranks get the same.
+    It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
+    ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
+    first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
+    installation). Where nothing fits without copies to the host, the first call for a shape,
+    batches that differ in ``microbatches`` alone, takes some seconds, up to half a minute.
 
     Parameters
     ----------
@@ -78,10 +93,17 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
     compiled = CompiledProblem.of(problem)
-    start = min(_starts(compiled), key=lambda made: made[1], default=None) or _serial(compiled)
-    start_method, start_ms, rows = start
+    starts = list(_starts(compiled, work, seed))
+    if not starts:
+        starts += _deals(compiled, _known(_shape_of(problem)))
+    start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
-    best.offer(compiled.decode(_annealed(compiled, rows, start_ms, work, seed)), "local-search")
+    best.offer(
+        compiled.decode(
+            _annealed(compiled, rows, start_ms, round((1 - _RULES_SHARE) * work), seed)
+        ),
+        "local-search",
+    )
     best.offer_bound(bound.ms, bound.method)
     provenance = Provenance(
         method=best.method if best.objective_ms < start_ms else start_method,
@@ -98,14 +120,13 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
 
 
 def _shape_of(problem: Problem) -> Problem:
-    """Return the batch of a shape: every cost as often as any other."""
+    """Return the batch of a shape, without name and context: every cost as often as any other."""
     m = problem.num_microbatches
-    costs = [j % problem.num_costs for j in range(m)]
+    plain = problem.model_copy(update={"name": "", "context": None})
     if problem.num_costs == 1 or m < problem.num_costs:
-        return problem
-    return problem.model_copy(
-        update={"name": "", "microbatches": tuple(Microbatch(cost=cost) for cost in costs)}
-    )
+        return plain
+    costs = [j % problem.num_costs for j in range(m)]
+    return plain.model_copy(update={"microbatches": tuple(Microbatch(cost=cost) for cost in costs)})
 
 
 @lru_cache(maxsize=_MOST_SHAPES)
@@ -127,7 +148,7 @@ def _known(shape: Problem) -> tuple[tuple[str, Rows], ...]:
     return tuple(found)
 
 
-def _serial(compiled: CompiledProblem) -> tuple[str, float, Rows]:
+def _serial(compiled: CompiledProblem) -> _Start:
     try:
         rows = compiled.encode(build_serial(compiled.problem))
     except NotApplicable as why:
@@ -135,17 +156,27 @@ def _serial(compiled: CompiledProblem) -> tuple[str, float, Rows]:
     return "serial", compiled.objective_ms(rows), rows
 
 
-def _starts(compiled: CompiledProblem) -> Iterator[tuple[str, float, Rows]]:
-    """Yield the best legal deal of what is known, and of 1F1B the one in the given order too."""
+def _starts(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
+    """Yield the best that dispatching rules make, and 1F1B in the best of some orders."""
     problem = compiled.problem
-    ways = orders(problem)
-    made = list(_known(_shape_of(problem)))
-    for family in FAMILIES:
-        if family.name in _PLAIN:
-            try:
-                made.append((family.name, compiled.encode(family.build(problem.least))))
-            except NotApplicable:
-                continue
+    found = dispatched(compiled, orders(problem), round(_RULES_SHARE * work), seed)
+    if found is not None:
+        yield "dispatching rules", *found
+    asked = [(name, problem.least) for name in _PLAIN]
+    asked += [(name, stand_in) for name in _QUICK for stand_in in stand_ins(problem)]
+    family_of = {family.name: family for family in FAMILIES}
+    made = []
+    for name, equal in asked:
+        try:
+            made.append((name, compiled.encode(family_of[name].build(equal))))
+        except NotApplicable:
+            continue
+    yield from _deals(compiled, made)
+
+
+def _deals(compiled: CompiledProblem, made: Iterable[tuple[str, Rows]]) -> Iterator[_Start]:
+    """Yield the best legal deal of each of some programs for equal micro-batches."""
+    ways = orders(compiled.problem)
     for method, rows in made:
         deals = [dealt(compiled, rows, order) for order in ways]
         lengths = [compiled.objective_ms(one) for one in deals]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
@@ -26,6 +27,7 @@ from optpipe_solver.portfolio import (
     is_large,
     milp_may_prove,
     plans,
+    rule_starts,
     run_threads,
 )
 from optpipe_solver.ranking import ranks_equals
@@ -250,6 +252,8 @@ class _SolveRun:
         """
         best, stop = self.best, self.stop
         starts = all_starts(best.problem, None if self.method in _OPTIMISE else (self.method,))
+        if self.method in _OPTIMISE:
+            starts = chain(starts, rule_starts(best.problem, self.limits.seed))
         seconds: list[float] = []
         with best.clocked("starts"):
             while self._has_no_answer() and (made := next(starts, None)) is not None:

@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numba
 
 from optpipe.problem import LicensedPair, Mode, Problem, Stage
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
+from optpipe_solver.dealing import orders
 from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.annealing import anneal
+from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.horizon.model import improve_by_milp
@@ -212,6 +215,8 @@ def _compile_search() -> None:
     improve_by_local_search(several, _least())
     small = _serial([0, 1])
     improve_by_local_search(small, _least())
+    compiled = CompiledProblem.of(small.problem)
+    dispatched(compiled, orders(compiled.problem), 1, 0)
     paired = Incumbent(_with_pairs(small.problem))
     paired.offer(build_serial(paired.problem), "serial")
     improve_by_pairing(paired, _least())

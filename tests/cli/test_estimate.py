@@ -168,6 +168,62 @@ def test_two_kinds_of_accelerators(optpipe, tmp_path) -> None:
     assert "error: not known" in out
 
 
+def test_lengths_make_unequal_micro_batches(optpipe, tmp_path) -> None:
+    """A step of each, alone, is what its costs say; a group has the largest of its numbers."""
+    lengths, path = tmp_path / "batch.json", tmp_path / "problem.json"
+    batch = [8192, [8000, 192], [2048] * 4, 16_384, [192, 8000]]
+    lengths.write_text(json.dumps(batch))
+    asked = ("estimate", "--model", "llama3-8b", "--gpu", "h100", "--pp", 2)
+    code, out, err = optpipe(*asked, "--lengths", lengths, "--costs", 4, "-o", path)
+    assert code == 0, err
+    assert "unequal micro-batches: 1 of " in out
+    made = load_problem(path.read_text())
+    ids = made.cost_of
+    assert (made.num_costs, len(set(ids)), ids[1] == ids[4]) == (4, 4, True)
+    for at in (0, 3):
+        assert optpipe(*asked, "--sequence", batch[at], "-o", tmp_path / "one.json").code == 0
+        alone = load_problem((tmp_path / "one.json").read_text())
+        if made.stages[0].layers == alone.stages[0].layers:
+            of_cost = [stage.under(ids[at]) for stage in made.stages]
+            assert [s.activation_bytes for s in of_cost] == [
+                s.activation_bytes for s in alone.stages
+            ]
+            assert [s.forward_ms for s in of_cost] == [s.forward_ms for s in alone.stages]
+    work = [sum(s.under(ids[at]).busy_ms for s in made.stages) for at in (2, 1, 0, 3)]
+    assert work == sorted(set(work))
+    assert optpipe(*asked, "--lengths", lengths, "--costs", 2, "-o", path).code == 0
+    fewer = load_problem(path.read_text())
+    assert fewer.num_costs == 2
+    for j, s in ((j, s) for j in range(5) for s in range(2)):
+        rounded, own = fewer.stage_of(s, j), made.stage_of(s, j)
+        assert rounded.busy_ms >= own.busy_ms
+        assert rounded.activation_bytes >= own.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("batch", "arguments", "named"),
+    [
+        ("[8192]", ("--sequence", 8192), "--sequence and --lengths"),
+        ("[8192]", ("--microbatches", 1), "--microbatches and --lengths"),
+        ("[8192]", ("--model-json",), "--lengths and --model-json"),
+        ("[8192]", ("--modes", 4), "--modes beside --lengths: menus"),
+        ("[8192]", ("--pairs",), "--pairs beside --lengths: no problem"),
+        ("[8192]", ("--measured-step-s", 3), "--measured-step-s beside --lengths"),
+        ("[8192, []]", (), "lengths[1] = []: must be one length or more"),
+        ("[[10, 0]]", (), "lengths[0] = [10, 0]"),
+        ("[8.5]", (), "batch.json: must be a list with an entry for each micro-batch"),
+        (None, ("--costs", 3), "add --lengths FILE"),
+    ],
+)
+def test_lengths_that_say_nothing_are_refused(optpipe, tmp_path, batch, arguments, named) -> None:
+    lengths = tmp_path / "batch.json"
+    lengths.write_text(batch or "")
+    given = () if batch is None else ("--lengths", lengths)
+    code, _, err = optpipe("estimate", "--model", "llama3-8b", "--gpu", "h100", *given, *arguments)
+    assert code == 2
+    assert named in err
+
+
 def test_a_config_is_read(optpipe, tmp_path) -> None:
     folder = tmp_path / "my-llama"
     folder.mkdir()
