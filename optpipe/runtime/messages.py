@@ -23,7 +23,9 @@ What is in flight then depends on the programs alone, never on how fast anything
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from optpipe.runtime.errors import PreflightError
 from optpipe.schedule import Action, Pass, input_of, pass_of
@@ -31,9 +33,13 @@ from optpipe.schedule import Action, Pass, input_of, pass_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
 __all__ = [
+    "Blank",
     "BoundaryLevel",
     "MessageSend",
+    "MessageSlots",
     "Order",
     "Receive",
     "Step",
@@ -343,3 +349,84 @@ def boundary_room(sizes: Sequence[int], num_stages: int, num_microbatches: int) 
     """
     num_passing = window_of(num_stages, trains=True) + 2
     return (num_microbatches * len(sizes) + num_passing) * max(sizes, default=0)
+
+
+# --- Where messages are while they are on their way.
+# NCCL keeps what it sends and receives from the allocator until its stream has got there
+# (``record_stream``), so how much memory is taken would depend on timing. Slots are never freed:
+# sent tensors are copied into one and received ones out of it, both by the compute stream.
+
+Blank = tuple[torch.Size, torch.dtype]
+"""Size and type of a tensor without its values."""
+
+
+class MessageSlots:
+    """As many slots of ``slot_bytes`` as a program has messages in flight, allocated once.
+
+    A slot that is given back may be reused at once: whoever gives it back has ordered the message,
+    or the copy out of it, before the compute issued from then on, behind which messages start.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._device = device
+        self._slots: list[Tensor] = []
+        self._free: list[Tensor] = []
+        self._taken: dict[Pass, Tensor] = {}
+        self._views: dict[tuple[int, int], tuple[object, list[Tensor]]] = {}
+
+    def begin(self) -> None:
+        """Start a step with all slots free; the first one allocates them."""
+        if not self._slots:
+            self._slots = [
+                torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+                for _ in range(self._num_slots)
+            ]
+        self._taken.clear()
+        self._free = list(self._slots)
+
+    def drop(self) -> None:
+        """Give all memory back; the next step allocates it again."""
+        self._slots, self._free = [], []
+        self._views.clear()
+
+    def take(self, message: Pass, blanks: Sequence[Blank | None]) -> list[Tensor]:
+        """Return tensors of these sizes and types that lie in a slot; None takes no place."""
+        slot = self._taken[message] = self._free.pop()
+        # Of every slot and every list of sizes, which are a pipeline's own, views are made once.
+        known = self._views.get((id(slot), id(blanks)))
+        if known is None:
+            known = self._views[id(slot), id(blanks)] = (blanks, _laid_out(slot, blanks))
+        return known[1]
+
+    def give_back(self, message: Pass) -> None:
+        """Make the slot of a message free again."""
+        self._free.append(self._taken.pop(message))
+
+    def fill(self, message: Pass, infos: tuple[Any, ...], blanks: Sequence[Blank | None]) -> None:
+        """Let torch's receives of a message go into a slot."""
+        slot = iter(self.take(message, blanks))
+        for info, blank in zip(infos, blanks, strict=True):
+            if blank is not None:
+                info.buffer = next(slot)
+
+    def take_out(self, message: Pass, infos: tuple[Any, ...]) -> None:
+        """Copy what was received, and free its slot; what came from this rank stays."""
+        if message in self._taken:
+            for info in infos:
+                info.buffer = None if info.buffer is None else info.buffer.clone()
+            self.give_back(message)
+
+
+def _laid_out(slot: Tensor, blanks: Sequence[Blank | None]) -> list[Tensor]:
+    """Return places in a slot, the widest types first: so each is aligned without gaps."""
+    given = [one for one in blanks if one is not None]
+    found: dict[int, Tensor] = {}
+    start = 0
+    for index in sorted(range(len(given)), key=lambda index: -given[index][1].itemsize):
+        size, dtype = given[index]
+        end = start + size.numel() * dtype.itemsize
+        found[index] = slot[start:end].view(dtype).view(size)
+        start = end
+    return [found[index] for index in range(len(given))]

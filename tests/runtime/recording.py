@@ -28,8 +28,8 @@ from torch.distributed.pipelining import schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from optpipe.runtime.messages import MessageSlots
 from optpipe.runtime.offload import CudaCopies, HostPool, count_slots
-from optpipe.runtime.torch_schedule import MessageSlots
 from tests.runtime import small_cases
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ _CELL_WORK = 7
 """What a cell costs in a schedule, in actions simulated."""
 
 
-class _Line(NamedTuple):
+class _Instance(NamedTuple):
     """What is scheduled. By device: the stages it ``holds``, last first, -1 behind them.
 
     ``base`` is how many cells of a device are between F and backward where nothing waits. ``later``
@@ -62,7 +62,7 @@ class _Line(NamedTuple):
     mode: Ints
 
 
-class _Yard(NamedTuple):
+class _PartialSchedule(NamedTuple):
     """A schedule while it is made.
 
     ``waiting[kind, s, :sizes[kind, s]]`` are the micro-batches whose F, I or W could be next on a
@@ -97,34 +97,34 @@ class _Best(NamedTuple):
 
 
 @lean
-def _dispatch(line: _Line, yard: _Yard, rank: Ints, rule: Floats) -> bool:
+def _dispatch(instance: _Instance, state: _PartialSchedule, rank: Ints, rule: Floats) -> bool:
     """Make the schedule of a rule; False where it gets stuck for want of memory."""
-    times = line.times
+    times = instance.times
     cells, m = times.num_cells, times.num_microbatches
-    yard.sizes[:] = 0
-    yard.num_flying[:] = 0
-    yard.held[:] = 0
-    yard.wake[:] = np.inf
-    yard.free[:] = 0.0
-    yard.link_free[:] = 0.0
-    yard.counts[:] = 0
+    state.sizes[:] = 0
+    state.num_flying[:] = 0
+    state.held[:] = 0
+    state.wake[:] = np.inf
+    state.free[:] = 0.0
+    state.link_free[:] = 0.0
+    state.counts[:] = 0
     for j in range(m):
-        yard.waiting[_F, 0, j] = j
-        yard.ready[_F, j] = 0.0
-    yard.sizes[_F, 0] = m
-    yard.wake[times.device_of[0]] = 0.0
+        state.waiting[_F, 0, j] = j
+        state.ready[_F, j] = 0.0
+    state.sizes[_F, 0] = m
+    state.wake[times.device_of[0]] = 0.0
     left = cells
     while left > 0:
         device, now = -1, np.inf
-        for other in range(yard.wake.size):
-            if yard.wake[other] < now:
-                device, now = other, yard.wake[other]
+        for other in range(state.wake.size):
+            if state.wake[other] < now:
+                device, now = other, state.wake[other]
         if device < 0:
             return False
-        code = _choose(line, yard, rank, rule, device, now)
+        code = _choose(instance, state, rank, rule, device, now)
         if code < 0:
             continue
-        _execute(line, yard, device, code, now)
+        _execute(instance, state, device, code, now)
         if code >= _W * cells or (code >= _I * cells and rule[_FUSED] > 0.0):
             left -= 1
     return True
@@ -132,40 +132,40 @@ def _dispatch(line: _Line, yard: _Yard, rank: Ints, rule: Floats) -> bool:
 
 @lean
 def _choose(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: _Line, yard: _Yard, rank: Ints, rule: Floats, device: int, now: float
+    instance: _Instance, state: _PartialSchedule, rank: Ints, rule: Floats, device: int, now: float
 ) -> int:
     """Return what a free device does now, -1 for nothing; then it wakes when something arrives."""
     back = _B if rule[_FUSED] > 0.0 else _I
-    found, later = _backward(line, yard, rank, device, back, now)
+    found, later = _backward(instance, state, rank, device, back, now)
     if found >= 0:
         return found
-    if yard.num_flying[device] < max(1.0, rule[_DEPTH] * line.base[device]):
-        found, arrival = _forward(line, yard, rank, device, back, now)
+    if state.num_flying[device] < max(1.0, rule[_DEPTH] * instance.base[device]):
+        found, arrival = _forward(instance, state, rank, device, back, now)
         if found >= 0:
             return found
         later = min(later, arrival)
-    return _weight(line, yard, rule, device, now, later)
+    return _weight(instance, state, rule, device, now, later)
 
 
 @lean
 def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: _Line, yard: _Yard, rank: Ints, device: int, back: int, now: float
+    instance: _Instance, state: _PartialSchedule, rank: Ints, device: int, back: int, now: float
 ) -> tuple[int, float]:
     """Return the backward to run now, -1 for none, and when the next one that fits arrives (ms)."""
-    cells, m = line.times.num_cells, line.times.num_microbatches
-    room = line.memory.limit[device] - yard.held[device]
+    cells, m = instance.times.num_cells, instance.times.num_microbatches
+    room = instance.memory.limit[device] - state.held[device]
     best, found, later = m, -1, np.inf
-    for at in range(line.holds.shape[1]):
-        s = line.holds[device, at]
+    for at in range(instance.holds.shape[1]):
+        s = instance.holds[device, at]
         if s < 0 or found >= 0:
             break
-        for i in range(yard.sizes[_I, s]):
-            j = yard.waiting[_I, s, i]
+        for i in range(state.sizes[_I, s]):
+            j = state.waiting[_I, s, i]
             cell = s * m + j
-            if _back_rise(line, cell, back) > room:
+            if _back_rise(instance, cell, back) > room:
                 continue
-            if yard.ready[_I, cell] > now:
-                later = min(later, yard.ready[_I, cell])
+            if state.ready[_I, cell] > now:
+                later = min(later, state.ready[_I, cell])
             elif rank[j] < best:
                 best, found = rank[j], back * cells + cell
     return found, later
@@ -173,80 +173,87 @@ def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
 
 @lean
 def _forward(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: _Line, yard: _Yard, rank: Ints, device: int, back: int, now: float
+    instance: _Instance, state: _PartialSchedule, rank: Ints, device: int, back: int, now: float
 ) -> tuple[int, float]:
     """Return the forward to run now, -1 for none, and when the next one that fits arrives (ms)."""
-    m = line.times.num_microbatches
+    m = instance.times.num_microbatches
     best, found, later = m, -1, np.inf
-    for at in range(line.holds.shape[1]):
-        s = line.holds[device, at]
+    for at in range(instance.holds.shape[1]):
+        s = instance.holds[device, at]
         if s < 0 or found >= 0:
             break
-        for i in range(yard.sizes[_F, s]):
-            j = yard.waiting[_F, s, i]
+        for i in range(state.sizes[_F, s]):
+            j = state.waiting[_F, s, i]
             cell = s * m + j
-            is_behind = rank[j] >= best or (line.given and not _is_next(yard, s, j))
-            if is_behind or not _admits(line, yard, device, cell, back):
+            is_behind = rank[j] >= best or (instance.given and not _is_next(state, s, j))
+            if is_behind or not _admits(instance, state, device, cell, back):
                 continue
-            if yard.ready[_F, cell] > now:
-                later = min(later, yard.ready[_F, cell])
+            if state.ready[_F, cell] > now:
+                later = min(later, state.ready[_F, cell])
             else:
                 best, found = rank[j], cell
     return found, later
 
 
 @lean
-def _is_next(yard: _Yard, s: int, j: int) -> bool:
+def _is_next(state: _PartialSchedule, s: int, j: int) -> bool:
     """Whether no earlier micro-batch waits: all of a stage arrive in their order."""
-    for i in range(yard.sizes[_F, s]):  # noqa: SIM110 - numba knows no generators
-        if yard.waiting[_F, s, i] < j:
+    for i in range(state.sizes[_F, s]):  # noqa: SIM110 - numba knows no generators
+        if state.waiting[_F, s, i] < j:
             return False
     return True
 
 
 @lean
 def _weight(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: _Line, yard: _Yard, rule: Floats, device: int, now: float, later: float
+    instance: _Instance,
+    state: _PartialSchedule,
+    rule: Floats,
+    device: int,
+    now: float,
+    later: float,
 ) -> int:
     """Return the longest W that is worth the wait, -1 where there is none."""
-    times = line.times
+    times = instance.times
     cells, m = times.num_cells, times.num_microbatches
     longest, found = -1.0, -1
-    for at in range(line.holds.shape[1]):
-        s = line.holds[device, at]
+    for at in range(instance.holds.shape[1]):
+        s = instance.holds[device, at]
         if s < 0:
             break
-        for i in range(yard.sizes[_W, s]):
-            code = _W * cells + s * m + yard.waiting[_W, s, i]
+        for i in range(state.sizes[_W, s]):
+            code = _W * cells + s * m + state.waiting[_W, s, i]
             ms = times.duration[code]
             if ms > longest and rule[_PATIENCE] * ms <= later - now:
                 longest, found = ms, code
     if found < 0:
-        yard.wake[device] = later
+        state.wake[device] = later
     return found
 
 
 @lean
-def _admits(line: _Line, yard: _Yard, device: int, cell: int, back: int) -> bool:
+def _admits(
+    instance: _Instance, state: _PartialSchedule, device: int, cell: int, back: int
+) -> bool:
     """Whether an F fits, and each backward of what is then in flight; one of them to its end."""
-    times, memory, m = line.times, line.memory, line.times.num_microbatches
-    row, mode = times.row[cell], line.mode[cell // m]
-    room = memory.limit[device] - yard.held[device]
+    times, memory, m = instance.times, instance.memory, instance.times.num_microbatches
+    row, mode = times.row[cell], instance.mode[cell // m]
+    room = memory.limit[device] - state.held[device]
     if memory.rises[_F, row, mode] > room:
         return False
-    rise, least = _back_rise(line, cell, back), line.later[row]
-    for i in range(yard.num_flying[device]):
-        other = yard.flying[device, i]
-        rise = max(rise, _back_rise(line, other, back))
-        least = min(least, line.later[times.row[other]])
+    rise, least = _back_rise(instance, cell, back), instance.later[row]
+    for i in range(state.num_flying[device]):
+        other = state.flying[device, i]
+        rise = max(rise, _back_rise(instance, other, back))
+        least = min(least, instance.later[times.row[other]])
     return least + rise <= room - memory.adds[_F, row, mode]
 
 
 @lean
-def _back_rise(line: _Line, cell: int, back: int) -> int:
+def _back_rise(instance: _Instance, cell: int, back: int) -> int:
     """Return the most bytes above what is held while a backward, or what it needs again, runs."""
-    times, memory = line.times, line.memory
-    row, mode = times.row[cell], line.mode[cell // times.num_microbatches]
+    times, memory = instance.times, instance.memory
+    row, mode = times.row[cell], instance.mode[cell // times.num_microbatches]
     rise = memory.rises[back, row, mode]
     if memory.again[row, mode]:
         again = simulate.RECOMPUTE
@@ -255,81 +262,83 @@ def _back_rise(line: _Line, cell: int, back: int) -> int:
 
 
 @lean
-def _execute(line: _Line, yard: _Yard, device: int, code: int, now: float) -> None:
-    times, memory = line.times, line.memory
+def _execute(
+    instance: _Instance, state: _PartialSchedule, device: int, code: int, now: float
+) -> None:
+    times, memory = instance.times, instance.memory
     cells, m = times.num_cells, times.num_microbatches
     kind = code // cells
     cell = code - kind * cells
     s, j = cell // m, cell % m
-    row, mode = times.row[cell], line.mode[s]
+    row, mode = times.row[cell], instance.mode[s]
     end = now + times.duration[code]
     if kind in (_I, _B) and memory.again[row, mode]:
         again = simulate.RECOMPUTE
         end += times.duration[again * cells + cell]
-        yard.actions[device, yard.counts[device]] = again * cells + cell
-        yard.counts[device] += 1
-        yard.held[device] += memory.adds[again, row, mode]
-    yard.actions[device, yard.counts[device]] = code
-    yard.counts[device] += 1
-    yard.free[device] = end
-    yard.wake[device] = end
-    yard.held[device] += memory.adds[kind, row, mode]
+        state.actions[device, state.counts[device]] = again * cells + cell
+        state.counts[device] += 1
+        state.held[device] += memory.adds[again, row, mode]
+    state.actions[device, state.counts[device]] = code
+    state.counts[device] += 1
+    state.free[device] = end
+    state.wake[device] = end
+    state.held[device] += memory.adds[kind, row, mode]
     if kind == _W:
-        _take(yard, _W, s, j)
+        _take(state, _W, s, j)
         return
     lane, fill = simulate.lane_of(kind, cell, times)
     if lane >= 0:
-        end = max(end, yard.link_free[lane])
-        yard.link_free[lane] = end + fill
+        end = max(end, state.link_free[lane])
+        state.link_free[lane] = end + fill
     if kind == _F:
-        _take(yard, _F, s, j)
-        yard.flying[device, yard.num_flying[device]] = cell
-        yard.num_flying[device] += 1
+        _take(state, _F, s, j)
+        state.flying[device, state.num_flying[device]] = cell
+        state.num_flying[device] += 1
         if s == times.num_stages - 1:
-            _put(line, yard, _I, s, j, end)
+            _put(instance, state, _I, s, j, end)
         else:
-            _put(line, yard, _F, s + 1, j, end + times.there[row])
+            _put(instance, state, _F, s + 1, j, end + times.there[row])
         return
-    _take(yard, _I, s, j)
-    _land(yard, device, cell)
+    _take(state, _I, s, j)
+    _land(state, device, cell)
     if kind == _I:
-        yard.waiting[_W, s, yard.sizes[_W, s]] = j
-        yard.sizes[_W, s] += 1
+        state.waiting[_W, s, state.sizes[_W, s]] = j
+        state.sizes[_W, s] += 1
     if s > 0:
-        _put(line, yard, _I, s - 1, j, end + times.back[times.row[cell - m]])
+        _put(instance, state, _I, s - 1, j, end + times.back[times.row[cell - m]])
 
 
 @lean
-def _take(yard: _Yard, kind: int, s: int, j: int) -> None:
-    size = yard.sizes[kind, s] - 1
+def _take(state: _PartialSchedule, kind: int, s: int, j: int) -> None:
+    size = state.sizes[kind, s] - 1
     for i in range(size + 1):
-        if yard.waiting[kind, s, i] == j:
-            yard.waiting[kind, s, i] = yard.waiting[kind, s, size]
+        if state.waiting[kind, s, i] == j:
+            state.waiting[kind, s, i] = state.waiting[kind, s, size]
             break
-    yard.sizes[kind, s] = size
+    state.sizes[kind, s] = size
 
 
 @lean
-def _land(yard: _Yard, device: int, cell: int) -> None:
-    size = yard.num_flying[device] - 1
+def _land(state: _PartialSchedule, device: int, cell: int) -> None:
+    size = state.num_flying[device] - 1
     for i in range(size + 1):
-        if yard.flying[device, i] == cell:
-            yard.flying[device, i] = yard.flying[device, size]
+        if state.flying[device, i] == cell:
+            state.flying[device, i] = state.flying[device, size]
             break
-    yard.num_flying[device] = size
+    state.num_flying[device] = size
 
 
 @lean
 def _put(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: _Line, yard: _Yard, kind: int, s: int, j: int, arrival: float
+    instance: _Instance, state: _PartialSchedule, kind: int, s: int, j: int, arrival: float
 ) -> None:
     """Note that an F or I may start; wake its device then, or when it is free."""
-    times = line.times
-    yard.waiting[kind, s, yard.sizes[kind, s]] = j
-    yard.sizes[kind, s] += 1
-    yard.ready[kind, s * times.num_microbatches + j] = arrival
+    times = instance.times
+    state.waiting[kind, s, state.sizes[kind, s]] = j
+    state.sizes[kind, s] += 1
+    state.ready[kind, s * times.num_microbatches + j] = arrival
     device = times.device_of[s]
-    yard.wake[device] = min(yard.wake[device], max(arrival, yard.free[device]))
+    state.wake[device] = min(state.wake[device], max(arrival, state.free[device]))
 
 
 # --- The search: rules drawn, then the best one changed.
@@ -337,8 +346,8 @@ def _put(  # noqa: PLR0917 - compiled code takes its arguments by position
 
 @lean
 def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: _Line,
-    yard: _Yard,
+    instance: _Instance,
+    state: _PartialSchedule,
     best: _Best,
     ranks: Ints,
     work: SimulationScratch,
@@ -348,37 +357,37 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
     draw: Draw,
 ) -> None:
     """Try ``drawn`` rules at random, then ``tries`` changes of the best."""
-    m = line.times.num_microbatches
+    m = instance.times.num_microbatches
     for number in range(drawn + tries):
         if number < drawn:
             copy(best.tried_rank, ranks[number % ranks.shape[0]], m)
             if number > 0:
                 _draw_rule(best.tried_rule, draw)
-                _draw_modes(line, draw)
+                _draw_modes(instance, draw)
         else:
             copy(best.tried_rank, best.rank, m)
             copy(best.tried_rule, best.rule, best.rule.size)
-            copy(line.mode, best.mode, best.mode.size)
-            if line.given or moves.below(draw, _RANDOM) == 0:
+            copy(instance.mode, best.mode, best.mode.size)
+            if instance.given or moves.below(draw, _RANDOM) == 0:
                 _draw_rule(best.tried_rule, draw)
             else:
                 _reorder(best.tried_rank, moves.below(draw, m), moves.below(draw, m), draw)
             if moves.below(draw, 2) == 0:
-                s = moves.below(draw, line.mode.size)
-                line.mode[s] = line.modes[s, moves.below(draw, line.num_modes[s])]
-        _settle_durations(line)
-        if not _dispatch(line, yard, best.tried_rank, best.tried_rule):
+                s = moves.below(draw, instance.mode.size)
+                instance.mode[s] = instance.modes[s, moves.below(draw, instance.num_modes[s])]
+        _settle_durations(instance)
+        if not _dispatch(instance, state, best.tried_rank, best.tried_rule):
             continue
-        makespan, span, _ = simulate.length(yard.actions, yard.counts, line.times, work)
+        makespan, span, _ = simulate.length(state.actions, state.counts, instance.times, work)
         length = span if by_span else makespan
         if length <= best.length[0]:
             best.length[0] = length
             copy(best.rank, best.tried_rank, m)
             copy(best.rule, best.tried_rule, best.rule.size)
-            copy(best.mode, line.mode, line.mode.size)
-            for device in range(yard.counts.size):
-                best.counts[device] = yard.counts[device]
-                copy(best.actions[device], yard.actions[device], yard.counts[device])
+            copy(best.mode, instance.mode, instance.mode.size)
+            for device in range(state.counts.size):
+                best.counts[device] = state.counts[device]
+                copy(best.actions[device], state.actions[device], state.counts[device])
 
 
 @lean
@@ -389,23 +398,25 @@ def _draw_rule(rule: Floats, draw: Draw) -> None:
 
 
 @lean
-def _draw_modes(line: _Line, draw: Draw) -> None:
+def _draw_modes(instance: _Instance, draw: Draw) -> None:
     """Draw a mode for every stage: keep in all, one position of all menus, or one each."""
     way = moves.below(draw, 3)
-    position = moves.below(draw, line.modes.shape[1])
-    for s in range(line.mode.size):
+    position = moves.below(draw, instance.modes.shape[1])
+    for s in range(instance.mode.size):
         if way == 2:
-            position = moves.below(draw, line.num_modes[s])
-        line.mode[s] = line.modes[s, 0 if way == 0 else min(position, line.num_modes[s] - 1)]
+            position = moves.below(draw, instance.num_modes[s])
+        instance.mode[s] = instance.modes[
+            s, 0 if way == 0 else min(position, instance.num_modes[s] - 1)
+        ]
 
 
 @lean
-def _settle_durations(line: _Line) -> None:
-    times = line.times
+def _settle_durations(instance: _Instance) -> None:
+    times = instance.times
     cells, m = times.num_cells, times.num_microbatches
     for kind in range(times.mode_ms.shape[0]):
         for cell in range(cells):
-            ms = times.mode_ms[kind, times.row[cell], line.mode[cell // m]]
+            ms = times.mode_ms[kind, times.row[cell], instance.mode[cell // m]]
             times.duration[kind * cells + cell] = ms
 
 
@@ -443,8 +454,8 @@ def dispatched(
     """
     problem, times = compiled.problem, compiled.times
     cells, m, num_devices = times.num_cells, times.num_microbatches, len(problem.devices)
-    line = _line(compiled)
-    yard = _Yard(
+    instance = _line(compiled)
+    state = _PartialSchedule(
         waiting=np.zeros((3, times.num_stages, m), dtype=np.int64),
         sizes=np.zeros((3, times.num_stages), dtype=np.int64),
         ready=np.zeros((2, cells)),
@@ -454,7 +465,7 @@ def dispatched(
         wake=np.zeros(num_devices),
         free=np.zeros(num_devices),
         link_free=np.zeros(max(1, times.num_links)),
-        actions=np.zeros((num_devices, line.holds.shape[1] * m * len(KINDS)), dtype=np.int64),
+        actions=np.zeros((num_devices, instance.holds.shape[1] * m * len(KINDS)), dtype=np.int64),
         counts=np.zeros(num_devices, dtype=np.int64),
     )
     best = _Best(
@@ -462,22 +473,24 @@ def dispatched(
         rule=np.zeros(3),
         tried_rank=np.arange(m),
         tried_rule=np.array(_USUAL),
-        mode=np.zeros_like(line.mode),
-        actions=np.zeros_like(yard.actions),
-        counts=np.zeros_like(yard.counts),
+        mode=np.zeros_like(instance.mode),
+        actions=np.zeros_like(state.actions),
+        counts=np.zeros_like(state.counts),
         length=np.full(1, np.inf),
     )
     ranks = np.array([np.argsort(order) for order in orders])
     count = max(1, work // (_CELL_WORK * cells))
     drawn = max(min(len(orders), count), count // 3)
     scratch, by_span = simulate.workspace_for(times, num_devices), problem.objective == "span"
-    _search(line, yard, best, ranks, scratch, by_span, drawn, count - drawn, moves.seeded(seed))
+    _search(
+        instance, state, best, ranks, scratch, by_span, drawn, count - drawn, moves.seeded(seed)
+    )
     if best.length[0] == np.inf:
         return None
     return float(best.length[0]), Rows(best.actions, best.counts, np.repeat(best.mode, m))
 
 
-def _line(compiled: CompiledProblem) -> _Line:
+def _line(compiled: CompiledProblem) -> _Instance:
     problem, memory = compiled.problem, compiled.memory
     times = compiled.times._replace(duration=compiled.times.duration.copy())
     num_stages, num_rows = times.num_stages, memory.adds.shape[1]
@@ -503,6 +516,6 @@ def _line(compiled: CompiledProblem) -> _Line:
         may = np.flatnonzero(every[s])
         modes[s, : may.size] = may
     given, mode = problem.order == "given", np.zeros(num_stages, dtype=np.int64)
-    return _Line(
+    return _Instance(
         times, memory, holds, base, later, given, modes, every.sum(axis=1).astype(np.int64), mode
     )
