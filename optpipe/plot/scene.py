@@ -542,6 +542,8 @@ TITLES: Mapping[str, str] = {
     "greedy": "List scheduling",
     "dualpipe-v": "DualPipeV",
     "1f1b-overlap": "1F1B, overlapped",
+    "seq1f1b": "Seq1F1B",
+    "slimpipe": "SlimPipe",
     "building-blocks": "Building blocks",
     "paired-blocks": "Building blocks, paired",
     "auto": "Optimiser",

@@ -150,8 +150,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         return (SearchPlan(before=before, once=once, again=(Step(_SEARCH, 0.4, 6.0),)),)
     less: tuple[Step, ...] = (Step(_RESTRICTED, 0.5, 4.0),)
     if cells <= _MOST_CELLS_SOON and proof[0].part is _EXACT:
-        soon = Step(_EXACT, 0.45), Step(_RESTRICTED, 0.25, 4.0), Step(_BEAM, 0.2, 3.0)
-        proof, less = (*soon, Step(_EXACT, 0.8), *proof[1:]), ()
+        soon = Step(_EXACT, 0.55), Step(_BEAM, 0.2, 3.0), Step(_EXACT, 0.8)
+        proof, less = (*soon, *proof[1:]), (Step(_RESTRICTED, 0.15, 4.0),)
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
         SearchPlan(before=less, once=proof, again=(Step(_SEARCH, 1.0),)),

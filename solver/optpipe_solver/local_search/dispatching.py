@@ -214,15 +214,19 @@ def _weight(  # noqa: PLR0917 - compiled code takes its arguments by position
     later: float,
 ) -> int:
     """Return the longest W that is worth the wait, -1 where there is none."""
-    times = instance.times
+    times, memory = instance.times, instance.memory
     cells, m = times.num_cells, times.num_microbatches
+    room = memory.limit[device] - state.held[device]
     longest, found = -1.0, -1
     for at in range(instance.holds.shape[1]):
         s = instance.holds[device, at]
         if s < 0:
             break
         for i in range(state.sizes[_W, s]):
-            code = _W * cells + s * m + state.waiting[_W, s, i]
+            cell = s * m + state.waiting[_W, s, i]
+            code = _W * cells + cell
+            if memory.rises[_W, times.row[cell], instance.mode[s]] > room:
+                continue
             ms = times.duration[code]
             if ms > longest and rule[_PATIENCE] * ms <= later - now:
                 longest, found = ms, code
@@ -454,7 +458,7 @@ def dispatched(
     """
     problem, times = compiled.problem, compiled.times
     cells, m, num_devices = times.num_cells, times.num_microbatches, len(problem.devices)
-    instance = _line(compiled)
+    instance = _instance_of(compiled)
     state = _PartialSchedule(
         waiting=np.zeros((3, times.num_stages, m), dtype=np.int64),
         sizes=np.zeros((3, times.num_stages), dtype=np.int64),
@@ -490,7 +494,7 @@ def dispatched(
     return float(best.length[0]), Rows(best.actions, best.counts, np.repeat(best.mode, m))
 
 
-def _line(compiled: CompiledProblem) -> _Instance:
+def _instance_of(compiled: CompiledProblem) -> _Instance:
     problem, memory = compiled.problem, compiled.memory
     times = compiled.times._replace(duration=compiled.times.duration.copy())
     num_stages, num_rows = times.num_stages, memory.adds.shape[1]
