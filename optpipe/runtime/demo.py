@@ -145,6 +145,7 @@ def _train(problem: Problem, schedule: Schedule, steps: int) -> bool:
         for optimizer in optimizers:
             optimizer.step()
     moved = gather((agreed, runner.offloaded_bytes, runner.reloaded_bytes), None)
+    runner.close()
     if rank == 0:
         for number, (_, offloaded, reloaded) in enumerate(moved):
             print(f"rank {number}: {offloaded} bytes offloaded, {reloaded} bytes reloaded")

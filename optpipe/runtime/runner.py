@@ -167,7 +167,7 @@ class PipelineRunner:
         self._watch = watch_over(
             group, self._spec.messages, schedule.placement, self._activity, hang_timeout_s
         )
-        weakref.finalize(self, self._watch.stop)
+        weakref.finalize(self, self._watch.close)
         self._num_steps = 0
         self._moved_before = (0, 0)
 

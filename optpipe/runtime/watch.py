@@ -334,9 +334,13 @@ class Watchdog:
                     self._beat(self._activity.now)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; an interpreter that ended beside it while it asks the store would abort.
+
+        Unless it is this thread that calls, in which Python may collect a runner, too.
+        """
         self.stop()
-        self._thread.join(self._grace_s)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._grace_s)
 
     @contextmanager
     def over(self, what: str, *, shared: tuple[type[Exception], ...] = ()) -> Iterator[None]:
