@@ -28,8 +28,9 @@ PARTS = {
     "d": ("shared", "shared_card", "Four ranks on one card: losses beside one process"),
     "e": ("alone", "beside_estimate", "Four layers of Llama-3 8B: measured, and estimated"),
     "f": ("megatron", "megatron", "Megatron-Core's GPT: its own schedule, and ours with offload"),
+    "g": ("shared", "torchtitan", "torchtitan's model on four ranks: its own 1F1B, and ours"),
 }
-LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80, "e": 150, "f": 120}
+LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80, "e": 150, "f": 120, "g": 120}
 
 
 def main() -> int:

@@ -1,4 +1,6 @@
-"""Part (d): four ranks on one card run a real schedule; their losses are those of one process.
+"""Parts (d) and (g): four ranks on one card run a real schedule; their losses are known.
+
+Those of (d) are of one process, those of (g), torchtitan's model and pipeline, of its own 1F1B.
 
 NCCL refuses two ranks on one card and gloo takes no device memory, so what is sent is copied to
 the host first, and what is received is copied to the card when somebody waits for it. Not a
@@ -49,10 +51,20 @@ TOLERANCE = 1e-4
 
 
 def shared_card(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Train a small GPT."""
+    return _started("gpt", name, tiny=tiny)
+
+
+def torchtitan(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Train torchtitan's debug model ten steps by `pipeline_llm`, its own and ours."""
+    return _started("torchtitan", name, tiny=tiny)
+
+
+def _started(what: str, name: str, *, tiny: bool) -> list[dict[str, Any]]:
     """Start the ranks, each a process of its own, and return one row."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
-        arguments = [name, "tiny" if tiny else "real", str(result)]
+        arguments = [what, name, "tiny" if tiny else "real", str(result)]
         code = launch_ranks("benchmarks.gpu.shared", arguments, RANKS)
         if code:
             raise RuntimeError(f"a rank ended with exit code {code}; see above")
@@ -61,14 +73,17 @@ def shared_card(name: str, *, tiny: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Be one of the ranks; the last one writes what it found."""
-    name, size, result = sys.argv[1:]
+    what, name, size, result = sys.argv[1:]
     rank = int(os.environ["RANK"])
     where = f"file://{os.environ[RENDEZVOUS_VARIABLE]}"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS)
     try:
         with through_the_host():
-            row = _train(torch.device(name), TINY if size == "tiny" else REAL)
+            if what == "torchtitan":
+                row = _train_titan(torch.device(name))
+            else:
+                row = _train(torch.device(name), TINY if size == "tiny" else REAL)
     finally:
         dist.destroy_process_group()
     if row is not None:
@@ -99,6 +114,16 @@ def _train(device: torch.device, config: ModelConfig) -> dict[str, Any] | None:
     return _row(pairs, moved) if pairs else None
 
 
+def _train_titan(device: torch.device) -> dict[str, Any] | None:
+    from tests.runtime.trainers.torchtitan_cases import train_titan
+
+    found = train_titan(_schedule(), 1, device)
+    moved: list[int] = [0] * RANKS
+    dist.all_gather_object(moved, found.offloaded_bytes)
+    pairs = list(zip(found.found, found.wanted, strict=True))
+    return _row(pairs, moved) if pairs else None
+
+
 def _step_alone(whole: nn.Module, batch: Tensor, target: Tensor) -> float:
     """Make the gradients of a batch in one process; return its loss."""
     total = 0.0
@@ -113,7 +138,7 @@ def _row(pairs: list[tuple[float, float]], moved: list[int]) -> dict[str, Any]:
     worst = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
     return {
         "ranks": RANKS,
-        "steps": STEPS,
+        "steps": len(pairs),
         "first loss": pairs[0][0],
         "last loss": pairs[-1][0],
         "largest difference": worst,
@@ -149,7 +174,7 @@ class _Staged:
         """Wait for the message; copy what was received to where it is expected."""
         self._work.wait()
         if self._target is not None:
-            self._target.copy_(self._staged)
+            self._target.detach().copy_(self._staged)
 
 
 def staged_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:  # noqa: ARG001 - torch's signature

