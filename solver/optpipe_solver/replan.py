@@ -3,10 +3,10 @@
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
 hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt, in several orders,
 into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
-fixed number of simulated actions. Where none of them fits, because activations must be moved to the
-host, the first call for a shape solves problems of equal micro-batches that stand in for any batch
-of it (`optpipe_solver.dealing`), and later ones deal into the places of those. Nothing depends on
-clocks or on earlier batches: all ranks that ask get the same answer.
+fixed number of simulated actions. Where 1F1B does not fit, so that copies to the host may pay, of
+which the rules make none, the first call for a shape solves problems of equal micro-batches that
+stand in for any batch of it (`optpipe_solver.dealing`), and later ones deal into the places of
+those, too. Nothing depends on clocks or on earlier batches: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation). Where nothing fits without copies to the host, the first call for a shape,
-    batches that differ in ``microbatches`` alone, takes some seconds, up to half a minute.
+    installation). Where 1F1B does not fit, the first call for a shape, batches that differ in
+    ``microbatches`` alone, takes some seconds, up to half a minute.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
     compiled = CompiledProblem.of(problem)
     starts = list(_starts(compiled, work, seed))
-    if not starts:
+    if not any(method in _PLAIN for method, *_ in starts):
         starts += _deals(compiled, _known(_shape_of(problem)))
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
