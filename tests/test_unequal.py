@@ -157,6 +157,9 @@ def test_replan_is_legal_repeatable_and_never_longer_than_1f1b(order: str, chunk
     found = replan(made)
     check_schedule(made, found)
     assert found == replan(made)
+    assert replan(made, like=made).makespan_ms <= found.makespan_ms * 1.05
+    with pytest.raises(InputError, match="like: has other stages"):
+        replan(made, like=batch(COSTS[:-1]))
     assert simulate(made, found.programs).makespan_ms == pytest.approx(found.makespan_ms)
     assert found.bound_ms is not None
     assert found.bound_ms <= found.makespan_ms

@@ -3,10 +3,10 @@
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
 hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt, in several orders,
 into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
-fixed number of simulated actions. Where 1F1B does not fit, so that copies to the host may pay, of
-which the rules make none, the first call for a shape solves problems of equal micro-batches that
-stand in for any batch of it (`optpipe_solver.dealing`), and later ones deal into the places of
-those, too. Nothing depends on clocks or on earlier batches: all ranks that ask get the same answer.
+fixed number of simulated actions. The rules make no copies to the host. Where these pay, a batch
+that stands for all is named: the first call with it solves problems of equal micro-batches
+(`optpipe_solver.dealing`), and later ones deal into the places of those, too. Nothing depends on
+clocks or on earlier batches: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -66,19 +66,24 @@ _HOT, _COLD = 0.05, 0.005
 """Temperatures at the beginning and the end, as fractions of a mean pass."""
 
 
-def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
+def replan(
+    problem: Problem, *, like: Problem | None = None, work: int = _WORK, seed: int = 0
+) -> Schedule:
     """Return a good schedule at once; the same for the same problem, seed and work.
 
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation). Where 1F1B does not fit, the first call for a shape, batches that differ in
-    ``microbatches`` alone, takes some seconds, up to half a minute.
+    installation), and that for a ``like`` solves for some seconds, up to half a minute.
 
     Parameters
     ----------
     problem
-        The batch: from step to step as a rule equal but for ``microbatches``.
+        The batch.
+    like
+        A batch that stands for all of a run, of as many micro-batches and the same stages: worth
+        naming where memory is short and activations can be moved to the host. Without it, and
+        where nothing fits that moves none, this batch itself.
     work
         How many actions may be simulated; about 0.1 us of one core each.
     seed
@@ -87,15 +92,16 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     Raises
     ------
     InputError
-        If micro-batches name samples, passes may pair, or nothing fits the memory.
+        If micro-batches name samples, passes may pair, nothing fits the memory, or ``like`` has
+        other stages, menus or another number of micro-batches.
     """
     if problem.has_samples or problem.pairs:
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
     compiled = CompiledProblem.of(problem)
     starts = list(_starts(compiled, work, seed))
-    if not any(method in _PLAIN for method, *_ in starts):
-        starts += _deals(compiled, _known(_shape_of(problem)))
+    if like is not None or not starts:
+        starts += _deals(compiled, _known(_shape_of(_alike(problem, like))))
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
     best.offer(
@@ -114,6 +120,22 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
         solve_seconds=0.0,
     )
     return record(best, provenance, "work_limit")
+
+
+def _alike(problem: Problem, like: Problem | None) -> Problem:
+    """Return the batch whose shape is looked at; refuse one of another form."""
+    if like is None:
+        return problem
+    forms = [
+        (one.placement, one.num_microbatches, [len(menu) for menu in one.menus])
+        for one in (problem, like)
+    ]
+    if forms[0] != forms[1]:
+        raise InputError(
+            "like: has other stages, menus, or another number of micro-batches than the problem; "
+            "name a batch of this run"
+        )
+    return like
 
 
 # --- What is known of a shape: schedules for the mean of its costs, made once.
