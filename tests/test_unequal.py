@@ -157,9 +157,6 @@ def test_replan_is_legal_repeatable_and_never_longer_than_1f1b(order: str, chunk
     found = replan(made)
     check_schedule(made, found)
     assert found == replan(made)
-    assert replan(made, like=made).makespan_ms <= found.makespan_ms * 1.05
-    with pytest.raises(InputError, match="like: has other stages"):
-        replan(made, like=batch(COSTS[:-1]))
     assert simulate(made, found.programs).makespan_ms == pytest.approx(found.makespan_ms)
     assert found.bound_ms is not None
     assert found.bound_ms <= found.makespan_ms
@@ -192,6 +189,32 @@ def test_replan_is_near_a_longer_solve(room: int) -> None:
     found, result = replan(made), solve(made, work_limit=0.3, time_limit_s=600)
     assert result.schedule is not None
     assert found.makespan_ms <= result.schedule.makespan_ms * 1.04
+
+
+def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into() -> None:
+    """The rules copy nothing: 306.5 ms without it, 210 ms with it, which may have other costs."""
+
+    def packed(costs: list[int], *, again: bool = False) -> Problem:
+        data = json.loads(dump_problem(batch(costs, room=130)))
+        for device in data["devices"]:
+            device |= {"d2h_gb_per_s": 2e-5, "h2d_gb_per_s": 2e-5}
+        for stage in data["stages"]:
+            for number, kind in enumerate(stage["costs"], 1):
+                mode: dict[str, Any] = {"name": "offload", "offload_bytes": 20 * number}
+                if again:
+                    mode = {"name": "again", "recompute": "apart", "recompute_ms": 1.0}
+                kind["modes"] = [{"name": "keep"}, mode]
+        return Problem.parse(data)
+
+    made = packed(COSTS)
+    found = replan(made, like=packed([*COSTS[:2], *COSTS[1:-1]]))
+    check_schedule(made, found)
+    assert found.makespan_ms < 0.85 * replan(made).makespan_ms
+    check_schedule(made, replan(made, like=packed([0, 1] * 6)))
+    with pytest.raises(InputError, match="like: has 11 micro-batches, the problem 12"):
+        replan(made, like=packed(COSTS[:-1]))
+    with pytest.raises(InputError, match="modes offload and recompute otherwise"):
+        replan(made, like=packed(COSTS, again=True))
 
 
 def test_what_only_recomputation_fits_is_replanned_at_once() -> None:

@@ -99,7 +99,7 @@ def _schedule(program: Program) -> Schedule:
 
 
 def _row(
-    run: Callable[..., Any], model: nn.Module, size: _Size, device: torch.device, *, steps: int
+    run: Any, model: Any, size: _Size, device: torch.device, *, steps: int
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Return a schedule's row and the gradients that it made."""
     given = {
@@ -111,7 +111,7 @@ def _row(
     }
 
     def step() -> float:
-        model.zero_grad_buffer()  # type: ignore[operator]
+        model.zero_grad_buffer()
         found = run(data_iterator=_data(size), **given)
         return statistics.mean(float(one["lm loss"]) for one in found)
 
@@ -122,7 +122,7 @@ def _row(
         loss = step()
         times.append(clock.ms_between(start, clock.mark()))
     runner = getattr(run, "runner", None)
-    summed: list[Any] = [getattr(one, "main_grad") for one in model.parameters()]  # noqa: B009 - Megatron's
+    summed = [one.main_grad for one in model.parameters()]
     resident = [*model.parameters(), *summed, *host_memory(runner)]
     forget(device)
     gc.collect()
@@ -136,7 +136,7 @@ def _row(
         "loss": loss,
     }
     if runner is not None:
-        run.close()  # type: ignore[attr-defined]
+        run.close()
     return row, gradients
 
 

@@ -32,13 +32,14 @@ from optpipe.runtime.demo_model import (
     launch_ranks,
     make_stages,
     random_tokens,
+    step_alone,
     token_loss,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from optpipe import Schedule
 
@@ -105,7 +106,7 @@ def _train(device: torch.device, config: ModelConfig) -> dict[str, Any] | None:
             optimizer.zero_grad()
         losses = runner.step(batch, target)
         if losses is not None and whole is not None:
-            pairs.append((losses.mean().item(), _step_alone(whole, batch, target)))
+            pairs.append((losses.mean().item(), step_alone(whole, batch, target, MICROBATCHES)))
         for optimizer in optimizers:
             optimizer.step()
     runner.close()
@@ -122,16 +123,6 @@ def _train_titan(device: torch.device) -> dict[str, Any] | None:
     dist.all_gather_object(moved, found.offloaded_bytes)
     pairs = list(zip(found.found, found.wanted, strict=True))
     return _row(pairs, moved) if pairs else None
-
-
-def _step_alone(whole: nn.Module, batch: Tensor, target: Tensor) -> float:
-    """Make the gradients of a batch in one process; return its loss."""
-    total = 0.0
-    for inputs, wanted in zip(batch.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-        loss = token_loss(whole(inputs), wanted) / MICROBATCHES
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    return total
 
 
 def _row(pairs: list[tuple[float, float]], moved: list[int]) -> dict[str, Any]:

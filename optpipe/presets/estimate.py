@@ -212,16 +212,7 @@ def estimate(
     _check_microbatches(num_microbatches)
     if pairs:
         check_can_hide(shape, machines)
-    if slices < 1 or training.slices > 1:
-        raise AskedError(
-            Field("slices", slices if slices < 1 else training.slices),
-            ": must be at least 1, and is said to the estimate, not in its training; give it there",
-        )
-    if pairs and slices > 1:
-        raise AskedError(
-            *(Field("pairs"), " and ", Field("slices")),
-            ": passes of slices are not paired yet; give one of them",
-        )
+    _check_slices(slices, training, pairs=pairs)
     base = step_estimate(shape, machines, pipeline)
     factor = _factor(
         _utilisation(shape, machines),
@@ -331,6 +322,21 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
             f"{num_stages} stages, but only {num_layers} layers, embedding and head counted: a "
             "stage needs at least one; lower ",
             *(Field("pp"), " or ", Field("chunks")),
+        )
+
+
+def _check_slices(slices: int, training: Training, *, pairs: bool) -> None:
+    if slices < 1:
+        raise AskedError(Field("slices", slices), ": must be at least 1; raise it")
+    if training.slices > 1:
+        raise AskedError(
+            Field("slices", training.slices),
+            " in training: estimate makes the training of each slice; give slices to it instead",
+        )
+    if pairs and slices > 1:
+        raise AskedError(
+            *(Field("pairs"), " and ", Field("slices")),
+            ": passes of slices are not paired yet; give one of them",
         )
 
 

@@ -25,6 +25,7 @@ from optpipe.runtime.demo_model import (
     join_ranks,
     make_stages,
     random_tokens,
+    step_alone,
     token_loss,
 )
 from optpipe.runtime.preflight import gather
@@ -140,7 +141,7 @@ def _train(problem: Problem, schedule: Schedule, steps: int) -> bool:
         loss = None if losses is None else float(losses.mean())
         found = gather((loss, _gradients_of(own)), None)
         if rank == 0:
-            expected = _step_alone(chain(reference), batch, target, count)
+            expected = step_alone(chain(reference), batch, target, count)
             agreed &= _agrees(step, found, expected, _gradients_of(dict(enumerate(reference))))
         for optimizer in optimizers:
             optimizer.step()
@@ -154,16 +155,6 @@ def _train(problem: Problem, schedule: Schedule, steps: int) -> bool:
         else:
             print("the pipeline does NOT train like one process; see above", file=sys.stderr)
     return bool(moved[0][0])
-
-
-def _step_alone(model: nn.Module, batch: Tensor, target: Tensor, count: int) -> float:
-    """Make the gradients of a batch in one process; return its loss."""
-    total = 0.0
-    for inputs, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
-        loss = token_loss(model(inputs), wanted) / count
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    return total
 
 
 def _gradients_of(stages: dict[int, nn.Module]) -> Gradients:

@@ -248,7 +248,7 @@ class Offloader:
         ]
         if not all(type(one) in _OF_ONE_STORAGE for one in held):
             return _storages(held)
-        found = [storage_identity(one) for one in held]
+        found = [storage_identity(one.untyped_storage()) for one in held]
         if self._resident_of.get(stage, (None,))[0] != found:
             # What is known keeps its identities from being another storage's.
             self._resident_of[stage] = found, _storages(held)
@@ -394,7 +394,7 @@ class SavedActivations:
         if not _is_plain(tensor):
             return tensor.detach()
         memory = tensor.untyped_storage()
-        identity = int(memory._cdata)  # noqa: SLF001 - `storage_identity`, without a second storage
+        identity = storage_identity(memory)
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
@@ -425,7 +425,7 @@ class SavedActivations:
         memory = tensor.untyped_storage() if _is_plain(tensor) else None
         if memory is None:
             return False
-        return self._may_leave(tensor, storage_identity(tensor), memory.nbytes())
+        return self._may_leave(tensor, storage_identity(memory), memory.nbytes())
 
     def _may_leave(self, tensor: Tensor, identity: int, num_bytes: int) -> bool:
         return (
@@ -448,7 +448,7 @@ _OF_ONE_STORAGE: Final = (Tensor, nn.Parameter)
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
     parts = (part for tensor in tensors for part in parts_with_memory(tensor))
-    return {storage_identity(part): weak_storage(part) for part in parts}
+    return {storage_identity(part.untyped_storage()): weak_storage(part) for part in parts}
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
@@ -659,7 +659,7 @@ class HostPool:
         return best
 
     def parts_of(self, slot: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-        """Return parts of a slot of these sizes, made once: sizes repeat with every cell."""
+        """Return parts of a slot of so many bytes each, made once: they repeat with every cell."""
         known = self._parts.get((slot.data_ptr(), sizes))
         if known is None:
             aligned = list(map(_aligned, sizes))

@@ -223,9 +223,9 @@ def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
             yield from parts_with_memory(part)
 
 
-def storage_identity(tensor: Tensor) -> int:
+def storage_identity(storage: torch.UntypedStorage) -> int:
     """Return what no other storage has while a reference to this one, weak or not, is held."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+    return int(storage._cdata)  # noqa: SLF001
 
 
 def viewed(tensor: Tensor) -> Tensor:

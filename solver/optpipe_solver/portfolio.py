@@ -184,7 +184,7 @@ def exact_parts_know(problem: Problem) -> bool:
 
 
 _MOST_CELLS_SOON = 40
-"""Cells up to which, beside a local search, exact searches come first: of the 36 instances of
+"""Cells up to which, beside a local search, exact searches come early: of the 36 instances of
 ``benchmarks`` so small they gave the bound of 16, and the beam the schedule of one."""
 
 

@@ -81,8 +81,9 @@ def replan(
     problem
         The batch.
     like
-        A batch that stands for all of a run, of as many micro-batches and the same stages: worth
-        naming where memory is short and activations can be moved to the host. Without it, and
+        A batch that stands for all of a run, of as many micro-batches and the same stages, whose
+        modes do the same by position: worth naming where memory is short and activations can be
+        moved to the host. Without it, and
         where nothing fits that moves none, this batch itself.
     work
         How many actions may be simulated; about 0.1 us of one core each.
@@ -92,8 +93,8 @@ def replan(
     Raises
     ------
     InputError
-        If micro-batches name samples, passes may pair, nothing fits the memory, or ``like`` has
-        other stages, menus or another number of micro-batches.
+        If micro-batches name samples, passes may pair, nothing fits the memory, or ``like`` is
+        of another form.
     """
     if problem.has_samples or problem.pairs:
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
@@ -126,16 +127,27 @@ def _alike(problem: Problem, like: Problem | None) -> Problem:
     """Return the batch whose shape is looked at; refuse one of another form."""
     if like is None:
         return problem
-    forms = [
-        (one.placement, one.num_microbatches, [len(menu) for menu in one.menus])
-        for one in (problem, like)
-    ]
-    if forms[0] != forms[1]:
+    if like.has_samples or like.pairs:
+        raise InputError("like: has samples or pairs, which replan does not know; leave them out")
+    if like.num_microbatches != problem.num_microbatches:
         raise InputError(
-            "like: has other stages, menus, or another number of micro-batches than the problem; "
-            "name a batch of this run"
+            f"like: has {like.num_microbatches} micro-batches, the problem "
+            f"{problem.num_microbatches}; name a batch of as many"
+        )
+    if like.placement != problem.placement or _forms(like) != _forms(problem):
+        raise InputError(
+            "like: its stages stand elsewhere, or their modes offload and recompute otherwise than "
+            "the problem's; name a batch of this run"
         )
     return like
+
+
+def _forms(problem: Problem) -> list[set[tuple[tuple[bool, str | None], ...]]]:
+    """Return of each stage what the modes of its menus do, whatever their times and bytes."""
+    return [
+        {tuple((mode.offload_bytes > 0, mode.recompute) for mode in menu) for menu in menus}
+        for menus in zip(*problem.menus_by_cost, strict=True)
+    ]
 
 
 # --- What is known of a shape: schedules for the mean of its costs, made once.

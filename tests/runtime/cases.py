@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from optpipe.runtime.demo_model import (
 )
 from optpipe.runtime.messages import Receive
 from optpipe.runtime.preflight import num_microbatches_of
-from optpipe.runtime.watch import Cause, DeviceMarks
+from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
 from tests.runtime.small_model import step_alone
 
@@ -294,6 +296,26 @@ class _LateCuda:
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self.comes_at - time.monotonic()))
+
+
+def forget_a_runner(schedule: Schedule) -> list[str]:
+    """Let a runner go that nobody closed while its thread asks the store; who lives on."""
+    rank = dist.get_rank()
+    modules = make_stages(CONFIG, dist.get_world_size())
+    asking, read = threading.Event(), CauseStore.read
+
+    def slowly(store: CauseStore) -> Any:
+        asking.set()
+        time.sleep(0.5)
+        return read(store)
+
+    with mock.patch.object(CauseStore, "read", slowly):
+        runner: PipelineRunner | None
+        runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
+        assert asking.wait(30)
+        runner = None  # noqa: F841 - the last reference
+        gc.collect()
+        return [one.name for one in threading.enumerate() if one.name == "optpipe-watch"]
 
 
 def end_with_the_device(schedule: Schedule) -> tuple[float, str, int]:

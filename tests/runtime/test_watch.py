@@ -358,3 +358,10 @@ def test_a_runner_waits_for_its_device_and_looks_before_it_returns(ranks):
         assert late_s >= 0.3
         assert told == "RankError: another rank failed and this one cannot go on; rank 9: boom"
         assert num_threads == 0
+
+
+def test_a_runner_that_nobody_closed_takes_its_thread_with_it(ranks):
+    """A thread that is inside the store when the interpreter ends aborts the process."""
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
+    assert ranks.run(cases.forget_a_runner, schedule) == [[]] * 4

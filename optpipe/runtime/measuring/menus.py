@@ -200,7 +200,7 @@ class _Recorder(SavedActivations):
         return super()._pack(tensor)
 
     def _known(self, tensor: Tensor) -> int:
-        identity = storage_identity(tensor)
+        identity = storage_identity(tensor.untyped_storage())
         # As long as this reference is held, no other storage has that identity.
         self._refs.setdefault(identity, weak_storage(tensor))
         self._sizes[identity] = tensor.untyped_storage().nbytes()
@@ -209,7 +209,7 @@ class _Recorder(SavedActivations):
     def found(self, outputs: Sequence[Tensor], min_bytes: int) -> list[_SavedStorage]:
         """Return all storages, those of the outputs as such that stay."""
         alive = {identity for identity, ref in self._storages.items() if ref() is not None}
-        staying = {storage_identity(output) for output in outputs}
+        staying = {storage_identity(output.untyped_storage()) for output in outputs}
         return [
             _SavedStorage(
                 size,

@@ -386,12 +386,14 @@ class _PatternSearch:
         if self.best is not None and self.has_chunks:
             inside = durations_of(self.tables, self.best[1])
             places.append((1 - _INWARD) * durations + _INWARD * inside)
-        for place in places:
-            rows += [
-                makespan_is_no_shorter(self.v, path)
-                for path in self.pattern.longest_paths(place)
-                if path.length_of(durations) > said_ms * (1 + _TOLERANCE) + 1e-9
-            ]
+        paths = [path for place in places for path in self.pattern.longest_paths(place)]
+        # Several devices may be on one path, and both places lead to it.
+        different = {(path.counts.tobytes(), path.constant_ms): path for path in paths}
+        rows += [
+            makespan_is_no_shorter(self.v, path)
+            for path in different.values()
+            if path.length_of(durations) > said_ms * (1 + _TOLERANCE) + 1e-9
+        ]
         for row in rows:
             self.rows.add(row)
         return bool(rows)
