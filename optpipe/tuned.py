@@ -164,7 +164,8 @@ class TunedRow(WireModel):
     ``id`` tells it from the others of its tune; ``step_ms`` is of the whole step, ``makespan_ms``
     of its pipeline; ``peak_bytes`` of each pipeline rank, everything reserved counted, and
     ``memory`` the same by what it is for; ``method`` made the schedule. ``gpus`` is the accelerator
-    of each pipeline rank where there are several kinds, else empty.
+    of each pipeline rank where there are several kinds, else empty. ``pairs``: forwards and
+    backwards run together; ``slices`` of each sequence.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_ROW_EXAMPLE]})
@@ -191,6 +192,8 @@ class TunedRow(WireModel):
     peak_bytes: tuple[int, ...]
     memory: tuple[TunedMemory, ...]
     gpus: tuple[str, ...] = ()
+    pairs: bool = False
+    slices: int = 1
 
 
 class TunedCounts(WireModel):
@@ -222,7 +225,8 @@ class Tuned(WireModel):
     compared with published runs. A device has ``memory_bytes``, of which answers fill
     ``usable_bytes`` at most (of several kinds the smallest's). ``stopped_by``, null while it goes
     on: ``optimal``; ``gap``, as small as was asked; ``time_limit``, ``work_limit`` or
-    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster.
+    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster. ``left_out``
+    says what is not searched, and why.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
@@ -240,3 +244,4 @@ class Tuned(WireModel):
     pareto: tuple[TunedRow, ...]
     stopped_by: str | None = None
     seconds: float
+    left_out: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
 from optpipe.presets.menus import one_f_one_b_modes, stages_with_menus, with_menus
-from optpipe.presets.overlap import check_can_hide, licensed_pairs
+from optpipe.presets.overlap import check_can_hide, with_pairs
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
@@ -46,7 +46,15 @@ if TYPE_CHECKING:
     from optpipe.presets.shape import ModelShape, Training
     from optpipe.problem import Problem
 
-__all__ = ["ERROR_BANDS", "ErrorBand", "Estimate", "error_band", "error_class", "estimate"]
+__all__ = [
+    "ERROR_BANDS",
+    "ErrorBand",
+    "Estimate",
+    "SlicedCut",
+    "error_band",
+    "error_class",
+    "estimate",
+]
 
 _DIGITS = 5
 
@@ -231,7 +239,7 @@ def estimate(
             model, problem, sizes=step.sizes, shape=shape, machines=machines, most=modes
         )
     if slices > 1:
-        cut = _Slicing(shape, machines, step.sizes, slices, memory_bytes, modes)
+        cut = SlicedCut(shape, machines, step.sizes, slices, memory_bytes, modes)
         problem = cut.problem(problem)
     problem = problem.model_copy(update={"context": _context(shape, machines, pp, slices)})
     if packed:
@@ -243,8 +251,7 @@ def estimate(
         }
         problem = _unequal(shape, problem, packed, cuts, costs)
     if pairs:
-        listed = licensed_pairs(shape, machines, problem, step.sizes)
-        problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
+        problem = with_pairs(shape, machines, problem, step.sizes)
     return Estimate(
         model=model,
         placement=pipeline.stages,
@@ -258,7 +265,7 @@ def estimate(
     )
 
 
-class _Slicing(NamedTuple):
+class SlicedCut(NamedTuple):
     """How sequences are cut into slices, and what each slice's problem is made of."""
 
     shape: ModelShape
@@ -266,7 +273,7 @@ class _Slicing(NamedTuple):
     sizes: tuple[int, ...]
     slices: int
     memory_bytes: int | Sequence[int] | None
-    modes: int
+    modes: int = 0
 
     def problem(self, whole: Problem) -> Problem:
         """Return a problem whose micro-batches are slices, each of a cost of its own."""

@@ -227,9 +227,20 @@ def _refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
         f"model {shape.name!r}: Megatron-Core has a bias in all matrices, in none, or for query, "
         "key and value; choose a model that has",
     )
+    cut = configuration.pipeline
+    yield (
+        cut.slices > 1 or (cut.pairs and shape.experts is None),
+        f"slices = {cut.slices}, pairs = {cut.pairs}: Megatron-Core 0.16.1 runs sequences whole, "
+        "and pairs only with experts; choose 1, and no pairs",
+    )
     yield from _expert_refusals(configuration)
     yield from _recompute_refusals(configuration)
     yield from _offload_refusals(configuration)
+
+
+def _overlaps(configuration: Configuration) -> bool:
+    """Whether forwards and backwards run together: Megatron-Core's combined 1F1B."""
+    return configuration.training.ep_overlap or configuration.pipeline.pairs
 
 
 def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
@@ -256,7 +267,7 @@ def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]
         "not split; choose etp = 1",
     )
     yield (
-        training.ep_overlap
+        _overlaps(configuration)
         and (
             training.ep == 1
             or (cut.pp > 1 and cut.chunks == 1)
@@ -265,9 +276,9 @@ def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]
             or shape.mtp > 1
             or (shape.mtp == 1 and cut.pp == 1)
         ),
-        f"ep_overlap with ep = {training.ep}, pp = {cut.pp}, {cut.chunks} chunks, {shape.mtp} MTP "
-        f"layers and recompute {sorted(training.recompute)}: Megatron-Core needs ep > 1, several "
-        "chunks where pp > 1, at most one MTP layer (with pp > 1), bf16 or fp16 and no full "
+        f"ep_overlap or pairs with ep = {training.ep}, pp = {cut.pp}, {cut.chunks} chunks, "
+        f"{shape.mtp} MTP layers and recompute {sorted(training.recompute)}: Megatron-Core needs "
+        "ep > 1, several chunks where pp > 1, at most one MTP layer (with pp > 1), bf16 or fp16 and no full "
         "recomputation; change these or switch it off",
     )
 
@@ -399,7 +410,7 @@ def _experts(configuration: Configuration) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared_ffn,
         "moe_grouped_gemm": training.precision not in ("fp16", "fp32"),
         "moe_router_pre_softmax": experts.active == 1,
-        "overlap_moe_expert_parallel_comm": training.ep_overlap,
+        "overlap_moe_expert_parallel_comm": _overlaps(configuration),
     }
     return values | {name: value for name, value in optional.items() if value}
 
@@ -461,7 +472,7 @@ def _graphs(configuration: Configuration) -> dict[str, Any]:
     if not training.cuda_graphs:
         return {}
     has_experts = any(kind.is_moe for kind in shape.layer_kinds)
-    has_dense = not all(kind.is_moe for kind in shape.layer_kinds) and not training.ep_overlap
+    has_dense = not (all(kind.is_moe for kind in shape.layer_kinds) or _overlaps(configuration))
     scope = ["attn", *["mlp"] * has_dense, *["moe_router", "moe_preprocess"] * has_experts]
     return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope,
             "use_te_rng_tracker": True}  # fmt: skip

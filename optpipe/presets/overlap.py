@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from optpipe.presets.shape import LayerForm, ModelShape
     from optpipe.problem import Problem
 
-__all__ = ["LanePhase", "check_can_hide", "layer_phases", "licensed_pairs", "together_ms"]
+__all__ = [
+    "LanePhase",
+    "check_can_hide",
+    "layer_phases",
+    "licensed_pairs",
+    "together_ms",
+    "with_pairs",
+]
 
 _DIGITS, _SAME_MS = 5, 1e-9
 
@@ -169,6 +176,14 @@ def licensed_pairs(
                             LicensedPair(forward=a, backward=b, with_=letter, hidden_ms=hidden)
                         )
     return tuple(pairs)
+
+
+def with_pairs(
+    shape: ModelShape, machines: Sequence[Machine], problem: Problem, sizes: Sequence[int]
+) -> Problem:
+    """Return the problem with its `licensed_pairs`."""
+    listed = licensed_pairs(shape, machines, problem, sizes)
+    return problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
 
 
 def _hidden_ms(

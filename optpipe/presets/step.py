@@ -83,6 +83,11 @@ class PipelineCut:
         ``1f1b``, interleaved with several chunks; or the Zero Bubble paper's (arXiv 2401.10241,
         table 1) with one stage per rank: ``zb-h1`` fills its idle time with 2 (p - 1) W and holds p
         micro-batches on every rank, ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
+    pairs
+        Whether forwards and backwards may run together, experts' exchange hidden: memory is that of
+        1F1B with one forward more before it alternates; `step_estimate` hides nothing.
+    slices
+        Each micro-batch's sequences are cut into so many; `step_estimate` is of whole ones.
     """
 
     pp: int = 1
@@ -91,6 +96,8 @@ class PipelineCut:
     placement: str = "linear"
     layout: Layout = "balanced"
     schedule: Schedule = "1f1b"
+    pairs: bool = False
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -602,14 +609,14 @@ def in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:
     """Return how many micro-batches each stage of a rank holds at most, together at one time.
 
     1F1B: p - r. Interleaved: (v - 1) p + 2 (p - r - 1) + 1 chunks, the first ones p each
-    (Megatron-LM's warm-up; Narayanan et al. 2021, section 2.2.2).
+    (Megatron-LM's warm-up; Narayanan et al. 2021, section 2.2.2). With pairs one more.
     """
     p, v, m = pipeline.pp, pipeline.chunks, pipeline.num_microbatches
     if pipeline.schedule != "1f1b":
         return (min(m, p if pipeline.schedule == "zb-h1" else 2 * p - 1),)
     if v == 1:
-        return (min(m, p - rank),)
-    last = 2 * (p - rank - 1) + 1
+        return (min(m, p - rank + pipeline.pairs),)
+    last = 2 * (p - rank - 1) + 1 + pipeline.pairs
     counts = [p] * (v - 1) + [min(p, last)]
     counts[0] += last - counts[-1]
     return tuple(min(m, count) for count in counts)

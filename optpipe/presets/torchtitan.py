@@ -236,6 +236,11 @@ def _refusals(
         "or more, interleaved whole groups of pp; change the number",
     )
     yield (
+        cut.slices > 1 or cut.pairs,
+        f"slices = {cut.slices}, pairs = {cut.pairs}: torchtitan 0.3.0 runs sequences whole, and "
+        "the two of a pair one after the other; choose 1, and no pairs",
+    )
+    yield (
         cut.pp == 1 and cut.chunks > 1,
         f"{cut.chunks} chunks with pp = 1: there is no pipeline; choose 1",
     )

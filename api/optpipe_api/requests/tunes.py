@@ -77,6 +77,8 @@ class FixedBody(StrictBody):
     chunks: Chunks | None = None
     micro_batch: Many | None = None
     zero: Zero | None = None
+    pairs: Literal[0, 1] | None = None
+    slices: Literal[1, 2, 4, 8, 16] | None = None
 
 
 class CurrentBody(StrictBody):

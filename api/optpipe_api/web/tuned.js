@@ -25,6 +25,8 @@ export function labelOf(row) {
   parts.push(`dp ${row.dp}`, `mb ${row.micro_batch}`);
   if (row.zero > 1) parts.push(`zero ${row.zero}`);
   if (row.recompute.length) parts.push(`recompute ${row.recompute.join(", ")}`);
+  if (row.pairs) parts.push("pairs");
+  if (row.slices > 1) parts.push(`slices ${row.slices}`);
   return parts.join(" ");
 }
 

@@ -136,16 +136,19 @@ def build_overlapped_1f1b(problem: Problem) -> Programs:
     Rule: as interleaved 1F1B (`build_interleaved`), but each device runs one forward more before it
     alternates: then the backward beside a forward is never of the same micro-batch, and the two run
     together. Memory: device r of p with v chunks holds at most min(m v, 2(p - 1 - r) + (v - 1)p +
-    2) micro-batches of one chunk. Bubble: no formula. It ignores memory limits, unequal chunks,
-    offload and recompute.
+    2) micro-batches of one chunk. Bubble: no formula. On one device with one stage, where
+    Megatron-Core has it too, every F but the first runs with the B before. It ignores memory
+    limits, unequal chunks, offload and recompute.
 
     Raises
     ------
     NotApplicable
-        If the problem has no pairs, or the placement is no loop of at least two rounds.
+        If the problem has no pairs, or the placement is neither one stage nor a loop of at least
+        two rounds.
     """
     _needs_pairs(problem)
-    chunks, m = chunks_of_loop(problem), problem.num_microbatches
+    chunks = 1 if len(problem.stages) == 1 else chunks_of_loop(problem)
+    m = problem.num_microbatches
     p = len(problem.stages) // chunks
     programs: list[Program] = [()] * len(problem.devices)
     for rank in range(p):

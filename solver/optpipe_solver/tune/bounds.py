@@ -26,6 +26,15 @@ their speeds 1/s_r. Filling asks for the most work u_r / s_r in all under C >= m
 sum, and those made from the last rank on are small. Packing has every rank's own times and room,
 the cut F and backward of each rank's kind, at least. Links are the slowest kind's, as in estimates.
 
+Pairs. A forward and a backward together take at least what both compute, and at least what both
+exchange. So with every pass as long as it computes, or all as long as they exchange where that is
+more, any schedule with pairs becomes one without, no longer and with no more memory
+(`optpipe_solver.bounds.pairs`): load and filling hold of those. The cut program has Megatron-Core's
+order with pairs, whose passes outside of pairs last in full.
+
+Slices. A rank has all slices' work of a micro-batch to do, but before its first F only the F's of
+a first slice, the shortest, are ahead: a is their least share of all of it.
+
 Memory. When the last F of a micro-batch ends, nothing of it has come back: a rank then holds that
 micro-batch of all its layers, or could have moved it away. 1F1B holds min(m, p - r) micro-batches
 on rank r of a line at once; interleaved 1F1B p of every stage of rank r but the first, which has
@@ -34,6 +43,7 @@ more, and the last, which may have fewer (Narayanan et al. 2021, arXiv 2104.0447
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import floor, inf
@@ -48,12 +58,20 @@ from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, RowByRow, at_least, total
-from optpipe_solver.milp.plan.pattern import HELD, NUM_DURATIONS, kind_number, patterns_of
+from optpipe_solver.milp.plan.pattern import (
+    HELD,
+    PAIRED_BACK,
+    PAIRED_FORWARD,
+    PAIRED_PATTERN,
+    kind_number,
+    paired_pattern,
+    patterns_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from optpipe.presets import Hardware, Machine, PipelineCut, Training
+    from optpipe.presets import Hardware, Machine, ModelShape, PipelineCut, Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
@@ -73,15 +91,18 @@ _CELLS, _BUILD = 1e6, 10.0
 _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 
 
-def fused_family(chunks: int) -> str:
+def fused_family(chunks: int, *, pairs: bool = False) -> str:
     """Return the fused order that frameworks have for so many stages of each rank."""
+    if pairs:
+        return PAIRED_PATTERN
     return "1f1b" if chunks == 1 else "interleaved"
 
 
 class _LayerNumbers(NamedTuple):
-    """One kind of layer: how many, ms of F and of everything, bytes.
+    """One kind of layer: how many, ms of F and of everything, bytes, and what may hide in pairs.
 
-    By micro-batch, at rest, and beside while F and B run.
+    Bytes by micro-batch, at rest, and beside while F and B run; ms of exchange with experts in F
+    and in all.
     """
 
     number: int
@@ -91,6 +112,26 @@ class _LayerNumbers(NamedTuple):
     static: float
     forward_workspace: float
     back_workspace: float
+    exchanged_forward_ms: float = 0.0
+    exchanged_ms: float = 0.0
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """F and the whole backward, in ms."""
+        return self.forward_ms, self.whole_ms - self.forward_ms
+
+    @property
+    def computed(self) -> _LayerNumbers:
+        """With passes that last as long as they compute."""
+        return self._replace(
+            forward_ms=self.forward_ms - self.exchanged_forward_ms,
+            whole_ms=self.whole_ms - self.exchanged_ms,
+        )
+
+    @property
+    def exchanged(self) -> _LayerNumbers:
+        """With passes that last as long as they exchange."""
+        return self._replace(forward_ms=self.exchanged_forward_ms, whole_ms=self.exchanged_ms)
 
 
 class LayerTable:
@@ -101,6 +142,8 @@ class LayerTable:
     question, training, pp, kinds
         What is bounded, over all cuts and all schedules that the framework has. ``kinds`` as in
         `TuneCandidate`.
+    pairs, slices
+        As in `TuneCandidate`.
     """
 
     def __init__(
@@ -109,34 +152,37 @@ class LayerTable:
         training: Training,
         pp: int,
         kinds: tuple[Hardware, ...] = (),
+        *,
+        pairs: bool = False,
+        slices: int = 1,
     ) -> None:
-        self.pp, self.ranks = pp, question.ranks(kinds, pp)
+        self.pp, self.ranks, self.pairs = pp, question.ranks(kinds, pp), pairs
         self.fused = question.framework == "megatron"
-        machines = {one: question.machine(training, one) for one in dict.fromkeys(self.ranks)}
-        layers: dict[tuple[StagePart, ...], int] = {}
+        cuts = [replace(training, slices=slices, slice_index=index) for index in range(slices)]
+        machines = {one: question.machine(cuts[0], one) for one in dict.fromkeys(self.ranks)}
+        layers: dict[tuple[tuple[StagePart, ...], ...], int] = {}
         for same in zip(
-            *(model_parts(question.shape, one, pp=pp) for one in machines.values()), strict=True
+            *(_sliced_parts(question.shape, one, cuts, pp) for one in machines.values()),
+            strict=True,
         ):
-            layers[same] = layers.get(same, 0) + same[0].repeat
+            layers[same] = layers.get(same, 0) + same[0][0].repeat
         keeps = question.framework != "any"
-        columns = zip(*layers, strict=True)
-        self.parts_on = {
+        self.whole_parts_on = {
             hardware: [
-                _LayerNumbers(
-                    number,
-                    layer.times.sums.forward_ms,
-                    sum(layer.times.sums),
-                    float(layer.kept.activation_bytes if keeps else 0),
-                    static_bytes(layer.held, training).total,
-                    float(layer.forward_workspace_bytes),
-                    float(layer.backward_workspace_bytes),
-                )
-                for layer, number in zip(column, layers.values(), strict=True)
+                _numbers_of(number, sliced, training, keeps=keeps)
+                for sliced, number in zip(column, layers.values(), strict=True)
             ]
-            for hardware, column in zip(machines, columns, strict=True)
+            for hardware, column in zip(machines, zip(*layers, strict=True), strict=True)
         }
+        self.parts_on = self.whole_parts_on
+        if pairs:
+            self.parts_on = max(
+                ({k: [one.computed for one in v] for k, v in self.parts_on.items()},
+                 {k: [one.exchanged for one in v] for k, v in self.parts_on.items()}),
+                key=lambda on: _whole_ms(on[self.ranks[0]]),
+            )  # fmt: skip
         self.parts = self.parts_on[self.ranks[0]]
-        self.whole_ms = sum(part.number * part.whole_ms for part in self.parts)
+        self.whole_ms = _whole_ms(self.parts)
         self.slow = [_slower(self.parts, self.parts_on[one]) for one in self.ranks]
         self.share = 1.0
         if not self.fused:
@@ -187,13 +233,23 @@ class LayerTable:
         cells = cut.pp * cut.chunks * cut.num_microbatches
         if not self.fused or len(links) == 0 or cells > _MOST_CELLS:
             return None
-        layers = self.parts[1:-1]
+        whole_parts = self.whole_parts_on[self.ranks[0]]
+        layers = whole_parts[1:-1]
         if not any(part.whole_ms > 0 for part in layers):
             return None
-        rates = {}
-        for hardware, parts in self.parts_on.items():
+        rates: dict[Hardware, tuple[float, ...]] = {}
+        for hardware, parts in self.whole_parts_on.items():
             slow, shares = _slower(layers, parts[1:-1]), _shares(parts[1:-1])
             rates[hardware] = (slow * min(shares), slow * (1 - max(shares)))
+            if self.pairs:
+                rates[hardware] += tuple(
+                    min(
+                        one.computed.passes[which] / first.whole_ms
+                        for first, one in zip(layers, parts[1:-1], strict=True)
+                        if first.whole_ms > 0
+                    )
+                    for which in (0, 1)
+                )
         return CutNumbers(
             pp=cut.pp,
             chunks=cut.chunks,
@@ -204,8 +260,9 @@ class LayerTable:
             longest_ms=max(part.whole_ms for part in layers),
             rates=tuple(rates[one] for one in self.ranks),
             layer=_least_of(layers),
-            ends=(self.parts[0], self.parts_on[self.ranks[-1]][-1]),
+            ends=(whole_parts[0], self.whole_parts_on[self.ranks[-1]][-1]),
             rooms=tuple(room + self.workspace for room in self.rooms),
+            pairs=self.pairs,
         )
 
 
@@ -221,11 +278,14 @@ class CutNumbers(NamedTuple):
     layer, longest_ms
         A layer at least, and the most ms of one.
     rates
-        What F and the backward take at least of a ms of it, on each rank.
+        What F and the backward take at least of a ms of it, on each rank; of pairs, too, what they
+        compute of it.
     ends
         Embedding and head.
     rooms
         Bytes of each rank.
+    pairs
+        Whether F's and B's run in pairs.
     """
 
     pp: int
@@ -236,9 +296,10 @@ class CutNumbers(NamedTuple):
     whole_ms: float
     layer: _LayerNumbers
     longest_ms: float
-    rates: tuple[tuple[float, float], ...]
+    rates: tuple[tuple[float, ...], ...]
     ends: tuple[_LayerNumbers, _LayerNumbers]
     rooms: tuple[float, ...]
+    pairs: bool = False
 
 
 class BestCut(NamedTuple):
@@ -288,30 +349,35 @@ class _CutProgram:
         self.given = given
         pp, chunks, m = given.pp, given.chunks, given.num_microbatches
         self.placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
-        self.pattern = next(
-            patterns_of(
-                self.placement,
-                m,
-                given.links,
-                transfers=False,
-                recompute=False,
-                names=(fused_family(chunks),),
+        self.pattern = (
+            paired_pattern(self.placement, m, given.links)
+            if given.pairs
+            else next(
+                patterns_of(
+                    self.placement,
+                    m,
+                    given.links,
+                    transfers=False,
+                    recompute=False,
+                    names=(fused_family(chunks),),
+                )
             )
         )
         self.stages, last = range(pp * chunks), pp * chunks - 1
-        self.of_ends = np.zeros((NUM_DURATIONS, len(self.stages)))
+        self.of_ends = np.zeros((self.pattern.num_durations, len(self.stages)))
+        kinds = (_FORWARD, _BACK, PAIRED_FORWARD, PAIRED_BACK)[: 4 if given.pairs else 2]
         for stage, end in zip((0, last), given.ends, strict=True):
-            self.of_ends[_FORWARD, stage] = end.forward_ms
-            self.of_ends[_BACK, stage] = end.whole_ms - end.forward_ms
+            for kind, ms in zip(kinds, (*end.passes, *end.computed.passes), strict=False):
+                self.of_ends[kind, stage] = ms
         rates = [given.rates[device] for device in self.placement]
-        self.rates = dict(zip((_FORWARD, _BACK), np.array(rates).T, strict=True))
+        self.rates = dict(zip(kinds, np.array(rates).T, strict=True))
         model = MilpModel("cut")
         self.layers = [
             model.whole(f"layers_{s}", int(s not in {0, last}), given.number) for s in self.stages
         ]
         self.work = [model.continuous(f"work_{s}", 0.0, given.whole_ms) for s in self.stages]
         sent = sum(sum(way) for link in given.links for way in link)
-        slowest = max(1.0, *map(sum, given.rates))
+        slowest = max(1.0, *(sum(rates[:2]) for rates in given.rates))
         most_ms = m * (slowest * given.whole_ms + float(self.of_ends.sum()) + sent)
         self.length = model.continuous("length", 0.0, most_ms)
         model.minimise(self.length)
@@ -521,6 +587,40 @@ def _dealt(tables: Sequence[Sequence[_LayerNumbers]]) -> list[_LayerNumbers]:
     return max(found, key=lambda parts: parts[0].number * parts[0].whole_ms)
 
 
+def _sliced_parts(
+    shape: ModelShape, machine: Machine, cuts: Sequence[Training], pp: int
+) -> Iterator[tuple[StagePart, ...]]:
+    """Yield each kind of layer as all slices have it."""
+    ranks = (machine._replace(training=cut) for cut in cuts)
+    return zip(*(model_parts(shape, one, pp=pp) for one in ranks), strict=True)
+
+
+def _numbers_of(
+    number: int, sliced: Sequence[StagePart], training: Training, *, keeps: bool
+) -> _LayerNumbers:
+    """Return a layer, all its slices together but F: the shortest of a slice."""
+    forwards = [part.times.sums.forward_ms for part in sliced]
+    first = sliced[0]
+    exchanged = (0.0, 0.0)
+    if first.layers.transformer:
+        both = [(part.times.forward.experts, part.times.backward_input.experts) for part in sliced]
+        exchanged = (min(both)[0], sum(map(sum, both)))
+    return _LayerNumbers(
+        number,
+        min(forwards),
+        sum(sum(part.times.sums) for part in sliced),
+        float(first.kept.activation_bytes if keeps else 0),
+        static_bytes(first.held, training).total,
+        float(min(part.forward_workspace_bytes for part in sliced)),
+        float(min(part.backward_workspace_bytes for part in sliced)),
+        *exchanged,
+    )
+
+
+def _whole_ms(parts: Sequence[_LayerNumbers]) -> float:
+    return sum(part.number * part.whole_ms for part in parts)
+
+
 def _slower(first: Sequence[_LayerNumbers], other: Sequence[_LayerNumbers]) -> float:
     """Return how many times as long other layers take as the first ones, at least."""
     ratios = [b.whole_ms / a.whole_ms for a, b in zip(first, other, strict=True) if a.whole_ms > 0]
@@ -554,9 +654,9 @@ def _after_ms(held: Held, machines: Sequence[Machine], *, is_pipelined: bool) ->
     return found
 
 
-def _sum(layers: Mapping[tuple[StagePart, ...], int]) -> Held:
+def _sum(layers: Mapping[tuple[tuple[StagePart, ...], ...], int]) -> Held:
     held = Held(0)
-    for (layer, *_), number in layers.items():
+    for ((layer, *_), *_), number in layers.items():
         held = held.plus(Held(number * layer.held.common, number * layer.held.experts))
     return held
 

@@ -63,7 +63,7 @@ _ASKED = ("num_gpus", "global_batch", "framework", "memory_bytes", "headroom")
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MOST_KEPT = 11
-_VERSION = 4
+_VERSION = 5
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
 
 PASTE_FORMS = ("arguments", "yaml", "python", "csv")
@@ -293,6 +293,8 @@ def read_row(
         chunks=chunks,
         num_microbatches=row["num_microbatches"],
         placement=found[0] if found else places[0],
+        pairs=row["pairs"],
+        slices=row["slices"],
     )
     return TuneRow(
         configuration=Configuration(

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from optpipe.errors import InputError
 from optpipe.presets import estimate, step_estimate
 from optpipe.presets.configuration import Configuration
+from optpipe.presets.estimate import SlicedCut
+from optpipe.presets.overlap import with_pairs
 from optpipe.presets.step import RankMemory
 from optpipe.problem import placement_of
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.plan.model import plan_pattern
-from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
+from optpipe_solver.milp.plan.pattern import PAIRED_PATTERN, boundaries, patterns_of
 from optpipe_solver.plan import plan
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.tune.bounds import LayerTable, best_cut, fused_family
@@ -47,7 +49,8 @@ __all__ = [
 LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
 """How frameworks cut, without asking a search."""
 
-_SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
+_SLOW, _SLOW_FROM_CELLS = frozenset({"greedy", "paired-blocks"}), 300
+_PAIRED = frozenset({PAIRED_PATTERN, "dualpipe-v", "paired-blocks"})
 _UNLIMITED = 2**50
 _ID_CHARS = 12
 _MOST_OF_V = 2
@@ -110,6 +113,10 @@ class TuneRow:
             parts.append(f"zero {training.zero}")
         if training.recompute:
             parts.append(f"recompute {','.join(sorted(training.recompute))}")
+        if cut.pairs:
+            parts.append("pairs")
+        if cut.slices > 1:
+            parts.append(f"slices {cut.slices}")
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -131,6 +138,8 @@ class TuneRow:
             "micro_batch": training.micro_batch,
             "num_microbatches": cut.num_microbatches,
             "recompute": sorted(training.recompute),
+            "pairs": cut.pairs,
+            "slices": cut.slices,
             "method": self.method,
             "step_ms": self.step_ms,
             "makespan_ms": self.makespan_ms,
@@ -198,7 +207,7 @@ def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | Non
         question, configuration.training, cut, kinds=configuration.kinds, is_limited=False
     )
     sizes = configuration.sizes or made.sizes("even")
-    return made.by_names(sizes, (fused_family(cut.chunks),))
+    return made.by_names(sizes, (fused_family(cut.chunks, pairs=cut.pairs),))
 
 
 def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneRow:
@@ -258,7 +267,7 @@ class ConfigurationJudge:
         self.question, self.training, self.cut = question, training, cut
         self.kinds, self.ranks = kinds, question.ranks(kinds, cut.pp)
         self.is_limited = is_limited
-        self.num_cells = cut.pp * cut.chunks * cut.num_microbatches
+        self.num_cells = cut.pp * cut.chunks * cut.num_microbatches * cut.slices
         self._made: Estimate | None = None
 
     @property
@@ -291,7 +300,8 @@ class ConfigurationJudge:
         The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
         step is below ``best_ms``.
         """
-        table = LayerTable(self.question, self.training, self.cut.pp, self.kinds)
+        cut, kinds = self.cut, self.kinds
+        table = LayerTable(self.question, self.training, cut.pp, kinds, pairs=cut.pairs)
         model, placement = self.model, self.made.placement
         if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
             return None, 0.0
@@ -306,6 +316,11 @@ class ConfigurationJudge:
     def simulated(self) -> TuneRow | None:
         """Return the fastest schedule of the framework's families, for the two plain cuts."""
         found = [self.by_families(self.sizes(layout)) for layout in LAYOUTS]
+        if self.cut.pairs and self.cut.chunks == _MOST_OF_V and self.question.framework == "any":
+            other = ConfigurationJudge(
+                self.question, self.training, replace(self.cut, placement="v"), kinds=self.kinds
+            )
+            found += [other.by_families(other.sizes(layout)) for layout in LAYOUTS]
         rows = [row for row in found if row is not None]
         return min(rows, key=lambda row: row.step_ms, default=None)
 
@@ -329,17 +344,31 @@ class ConfigurationJudge:
     @property
     def families(self) -> tuple[str, ...]:
         """The families that the framework has; none that takes long for many cells."""
+        cut = self.cut
         if self.question.framework == "megatron":
-            return (fused_family(self.cut.chunks),)
+            return (fused_family(cut.chunks, pairs=cut.pairs),)
         return tuple(
             family.name
             for family in FAMILIES
-            if family.name not in _SLOW or self.num_cells < _SLOW_FROM_CELLS
+            if (family.name not in _SLOW or self.num_cells < _SLOW_FROM_CELLS)
+            and (family.name in _PAIRED or not cut.pairs)
+            and (family.knows_slices or cut.slices == 1)
         )
+
+    def _problem(self, sizes: tuple[int, ...]) -> Problem:
+        """Return the problem of a cut, as `optpipe.presets.estimate` writes it."""
+        problem = self.model.problem(self.made.placement, sizes)
+        question, cut = self.question, self.cut
+        machines = tuple(question.machine(self.training, one) for one in self.ranks)
+        if cut.slices > 1:
+            memory = tuple(map(question.usable_bytes_of, self.ranks))
+            sliced = SlicedCut(question.shape, machines, sizes, cut.slices, memory)
+            problem = sliced.problem(problem)
+        return with_pairs(question.shape, machines, problem, sizes) if cut.pairs else problem
 
     def by_names(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> TuneRow | None:
         """Return the fastest schedule of some families that fits, of a cut."""
-        problem = self.model.problem(self.made.placement, sizes)
+        problem = self._problem(sizes)
         if not self.is_limited:
             devices = [d.model_copy(update={"memory_bytes": _UNLIMITED}) for d in problem.devices]
             problem = problem.model_copy(update={"devices": tuple(devices)})
@@ -370,10 +399,12 @@ class ConfigurationJudge:
         """Return the best cut and schedule that the framework has, and a bound of all in ms.
 
         The bound is of the pipeline alone, and infinite where nothing fits; 0 where there are too
-        many cells to look at, or one stage and so nothing to cut.
+        many cells to look at, one stage and so nothing to cut, or pairs or slices.
         """
         if self.num_cells > _MOST_PLANNED or self.cut.pp * self.cut.chunks == 1:
             return None, 0.0
+        if self.cut.pairs or self.cut.slices > 1:
+            return None, 0.0  # plans know neither
         if self.question.framework == "megatron":
             return self._by_pattern(stop)
         return self._by_plan(stop)

@@ -14,19 +14,34 @@ if TYPE_CHECKING:
 
     from optpipe.presets import Hardware, ModelShape, Training
 
-__all__ = ["FIXABLE", "FRAMEWORKS", "Framework", "TuneCandidate", "TuneQuestion", "candidates"]
+__all__ = [
+    "FIXABLE",
+    "FRAMEWORKS",
+    "Framework",
+    "TuneCandidate",
+    "TuneQuestion",
+    "candidates",
+    "left_out",
+]
 
 Framework = Literal["any", "megatron", "torchtitan"]
 FRAMEWORKS: tuple[str, ...] = get_args(Framework)
 
-FIXABLE = ("tp", "cp", "ep", "etp", "dp", "pp", "chunks", "micro_batch", "zero")
-"""What `TuneQuestion.fixed` may name."""
+FIXABLE = (
+    *("tp", "cp", "ep", "etp", "dp", "pp", "chunks", "micro_batch", "zero"),
+    *("pairs", "slices"),
+)
+"""What `TuneQuestion.fixed` may name; pairs: 0 or 1."""
+
+_FROM_ZERO = frozenset({"zero", "pairs"})
 
 _MOST_TP, _MOST_CP, _MOST_MICRO_BATCH = 8, 16, 8
 _LEAST_TOKENS = 1024
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 _MOST_STAGES = 512
 _MOST_KINDS = 3
+_SLICES, _LONG = (2, 4, 8, 16), 32_768
+"""Slices of a sequence, and from how many tokens on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +61,10 @@ class TuneQuestion:
         parallelism. Its degrees, micro-batch, ``zero`` and ``recompute`` are not looked at.
     framework
         Whose schedules, recomputation and sharding may be answered. ``megatron``: 1F1B and
-        interleaved 1F1B, modules by its names, distributed optimizer, or FSDP without a pipeline.
+        interleaved 1F1B, with experts also in pairs (its combined 1F1B), modules by its names,
+        distributed optimizer, or FSDP without a pipeline.
         ``torchtitan``: fused and split backwards in any order, blocks recomputed or not, FSDP2.
-        ``any``: what `optpipe.runtime` runs.
+        ``any``: what `optpipe.runtime` runs, pairs and slices of long sequences included.
     fixed
         Values of `FIXABLE` that are not searched.
     memory_bytes
@@ -104,7 +120,7 @@ class TuneQuestion:
         for name, value in self.fixed.items():
             if name not in FIXABLE:
                 raise InputError(f"{name} cannot be fixed; choose among {', '.join(FIXABLE)}")
-            if value < (0 if name == "zero" else 1):
+            if value < (0 if name in _FROM_ZERO else 1):
                 raise InputError(f"{name} = {value}: is too small; raise it")
 
     @property
@@ -158,7 +174,8 @@ class TuneQuestion:
 class TuneCandidate(NamedTuple):
     """A configuration without its cut, placement and schedule.
 
-    ``kinds``: the accelerator of each pipeline rank, empty where all are alike.
+    ``kinds``: the accelerator of each pipeline rank, empty where all are alike. ``pairs``: whether
+    forwards and backwards may run together; ``slices`` of each sequence.
     """
 
     training: Training
@@ -166,6 +183,8 @@ class TuneCandidate(NamedTuple):
     chunks: int
     num_microbatches: int
     kinds: tuple[Hardware, ...] = ()
+    pairs: bool = False
+    slices: int = 1
 
     @property
     def placement(self) -> str:
@@ -174,9 +193,14 @@ class TuneCandidate(NamedTuple):
 
     def cut(self, **more: Any) -> PipelineCut:
         """Return how it is cut and run: 1F1B, interleaved with several chunks."""
-        given = {"placement": self.placement} | more
+        given: dict[str, Any] = {"placement": self.placement} | more
         return PipelineCut(
-            pp=self.pp, chunks=self.chunks, num_microbatches=self.num_microbatches, **given
+            pp=self.pp,
+            chunks=self.chunks,
+            num_microbatches=self.num_microbatches,
+            pairs=self.pairs,
+            slices=self.slices,
+            **given,
         )
 
 
@@ -186,7 +210,8 @@ def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
     Degrees: tp and cp powers of two up to 8 (and not out of the NVLink domain) and 16, with at
     least 1,024 tokens per rank of a sequence; ep and etp divisors of what they split; pp and dp
     divisors of the accelerators; micro-batches of 1, 2, 4 or 8 sequences; 1 to 24 chunks. Several
-    kinds of accelerators in any order.
+    kinds of accelerators in any order. With experts on several ranks also in pairs, and sequences
+    from 32,768 tokens on also in slices, where the framework runs them (`left_out`).
     """
     shape, asked = question.shape, question.fixed
     most_tp = min(_MOST_TP, *(one.gpus_per_node for one in question.all_kinds))
@@ -220,8 +245,68 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
             chunks = [v for v in _chunks(question, pp, m) if v == asked.get("chunks", v)]
             degrees = {"tp": tp, "cp": cp, "dp": dp, "micro_batch": micro_batch}
             for training, kinds in product(_trainings(question, pp, degrees), orders):
-                for v in chunks:
-                    yield TuneCandidate(training, pp, v, m, kinds)
+                for (pairs, n), v in product(_passes(question, training, pp), chunks):
+                    if _has_order(pp, v, pairs=pairs, slices=n):
+                        yield TuneCandidate(training, pp, v, m, kinds, pairs, n)
+
+
+def _passes(question: TuneQuestion, training: Training, pp: int) -> Iterator[tuple[bool, int]]:
+    """Yield how passes may run: whether in pairs, and in how many slices of a sequence."""
+    asked = question.fixed
+    ways = [(False, 1)]
+    if _has_pairs(question) and training.ep * training.etp > 1:
+        is_megatron = question.framework == "megatron"
+        refused = training.ep == 1 or training.precision == "fp32" or question.shape.mtp > (pp > 1)
+        if not (is_megatron and refused) and "full" not in training.recompute:
+            ways.append((True, 1))
+    if question.framework == "any" and question.training.sequence >= _LONG and pp > 1:
+        ways += [
+            (False, n)
+            for n in _SLICES
+            if training.micro_batch == 1
+            and training.sequence % (n * training.split) == 0
+            and training.tokens // n >= _LEAST_TOKENS
+        ]
+    for pairs, n in ways:
+        if pairs == asked.get("pairs", pairs) and n == asked.get("slices", n):
+            yield pairs, n
+
+
+def _has_pairs(question: TuneQuestion) -> bool:
+    return (
+        question.shape.experts is not None
+        and question.framework != "torchtitan"
+        and not question.training.ep_overlap
+    )
+
+
+def _has_order(pp: int, chunks: int, *, pairs: bool, slices: int) -> bool:
+    """Whether a family has an order so: pairs round and round or on one rank, slices by groups."""
+    if pairs:
+        return chunks > 1 or pp == 1
+    return chunks == 1 or slices == 1 or slices % pp == 0
+
+
+def left_out(question: TuneQuestion) -> tuple[str, ...]:
+    """Return what is not searched though it might be faster, each with its reason."""
+    found = []
+    if question.shape.experts is not None:
+        if question.training.ep_overlap:
+            found.append(
+                "pairs of a forward and a backward are not searched: with ep_overlap the exchange "
+                "with experts is taken to hide already"
+            )
+        elif question.framework == "torchtitan":
+            found.append(
+                "pairs of a forward and a backward are not searched: torchtitan 0.3.0 runs the two "
+                "one after the other"
+            )
+    if question.training.sequence >= _LONG and question.framework != "any":
+        found.append(
+            f"slices of sequences are not searched: {question.framework} runs sequences whole, "
+            "framework any does not"
+        )
+    return tuple(found)
 
 
 def _may_cut(question: TuneQuestion, cp: int, pp: int) -> bool:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from optpipe.errors import InputError
 from optpipe.presets import step_estimate
 from optpipe.presets.estimate import error_band
+from optpipe.presets.step import in_flight
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.tune.bounds import LayerTable
 from optpipe_solver.tune.judge import (
@@ -40,14 +41,14 @@ from optpipe_solver.tune.judge import (
     TuneRow,
     judge,
 )
-from optpipe_solver.tune.space import TuneCandidate, candidates
+from optpipe_solver.tune.space import TuneCandidate, candidates, left_out
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.pool import AsyncResult, Pool
 
-    from optpipe.presets import PipelineCut
+    from optpipe.presets import PipelineCut, StepEstimate
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.estimate import ErrorBand
     from optpipe.schedule import StoppedBy
@@ -192,6 +193,7 @@ class TuneResult:
             "gain": self.gain,
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
+            "left_out": list(left_out(self.question)),
             "memory_bytes": self.question.whole_bytes,
             "usable_bytes": self.question.usable_bytes,
             "current": None if self.current is None else self.current.as_json(),
@@ -334,10 +336,11 @@ class _TuneSearch:
         self.pool: Pool | None = None
         self.is_first = self.is_between = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
-        for (training, pp, kinds), group in groupby(
-            candidates(question), key=lambda one: (one.training, one.pp, one.kinds)
+        for (training, pp, kinds, pairs, slices), group in groupby(
+            candidates(question),
+            key=lambda one: (one.training, one.pp, one.kinds, one.pairs, one.slices),
         ):
-            table = LayerTable(question, training, pp, kinds)
+            table = LayerTable(question, training, pp, kinds, pairs=pairs, slices=slices)
             for candidate in group:
                 self._enter(candidate, table)
         if not self.entries and not self.num_unfit:
@@ -437,7 +440,7 @@ class _TuneSearch:
                 step = step_estimate(self.question.shape, machines, cut)
                 usable = map(self.question.usable_bytes_of, ranks)
                 if all(map(ge, usable, (memory.total for memory in step.memory))):
-                    entry.formula_ms = min(entry.formula_ms, step.step_ms)
+                    entry.formula_ms = min(entry.formula_ms, step.step_ms - _hidden_ms(step, cut))
             least = min(least, entry.formula_ms)
             passed.append(index)
         for index in passed:
@@ -624,7 +627,18 @@ def _key_of(row: TuneRow) -> TuneCandidate:
     """Return the candidate that a row is of."""
     cut, kinds = row.configuration.pipeline, row.configuration.kinds
     training = row.configuration.training
-    return TuneCandidate(training, cut.pp, cut.chunks, cut.num_microbatches, kinds)
+    return TuneCandidate(
+        training, cut.pp, cut.chunks, cut.num_microbatches, kinds, cut.pairs, cut.slices
+    )
+
+
+def _hidden_ms(step: StepEstimate, cut: PipelineCut) -> float:
+    """Return about what pairs hide of a step: exchange of all passes but the first and last."""
+    if not cut.pairs:
+        return 0.0
+    unpaired = sum(in_flight(0, cut)) / (cut.chunks * cut.num_microbatches)
+    exchanged = min(step.spent.experts, sum(step.spent) - step.spent.experts)
+    return max(0.0, 1.0 - unpaired) * exchanged
 
 
 def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:
@@ -641,9 +655,10 @@ def _distinct(rows: list[TuneRow]) -> tuple[TuneRow, ...]:
     found: dict[tuple[Any, ...], TuneRow] = {}
     alike: set[tuple[Any, ...]] = set()
     for row in sorted(rows, key=lambda row: (row.step_ms, row.configuration.training.cp)):
-        training, pp = row.configuration.training, row.configuration.pipeline.pp
+        training, cut = row.configuration.training, row.configuration.pipeline
+        pp, passes = cut.pp, (cut.pairs, cut.slices)
         numbers = (round(row.step_ms, 3), pp, training.tp, max(row.peak_bytes) >> 20)
         if numbers not in alike:
-            found.setdefault((training, pp, row.configuration.kinds), row)
+            found.setdefault((training, pp, row.configuration.kinds, passes), row)
         alike.add(numbers)
     return tuple(found.values())

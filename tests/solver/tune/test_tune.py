@@ -125,9 +125,9 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     """And what is answered is the best of all of them, within what the certificate leaves."""
     best_of = exhaustively(question)
     num_cut = 0
-    groups = groupby(best_of, key=lambda one: (one.training, one.pp, one.kinds))
-    for (training, pp, kinds), group in groups:
-        table = LayerTable(question, training, pp, kinds)
+    groups = groupby(best_of, key=lambda one: (one.training, one.pp, one.kinds, one.pairs))
+    for (training, pp, kinds, pairs), group in groups:
+        table = LayerTable(question, training, pp, kinds, pairs=pairs)
         for candidate in group:
             fastest_ms = best_of[candidate]
             made = judge_of(question, candidate)

@@ -9,6 +9,9 @@ which state at an action.
 Exact, to the rounding of sums: with one stage per device the path is what `optpipe.simulate` says.
 Where it is more: on a device with several stages a transfer that moves nothing still waits for its
 turn on the lane. What is not modelled is refused: half duplex, shared PCIe groups, spans.
+
+Of pairs the path is at least as short: the two passes are nodes of their own, which last what of a
+pass nothing hides, and F's message does not wait for the backward.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ __all__ = [
     "CONTEXT",
     "HELD",
     "NUM_DURATIONS",
+    "PAIRED_BACK",
+    "PAIRED_FORWARD",
+    "PAIRED_PATTERN",
     "PATTERNS",
     "RESTORED",
     "STATES",
@@ -47,12 +53,16 @@ __all__ = [
     "Pattern",
     "boundaries",
     "kind_number",
+    "paired_pattern",
     "patterns_of",
 ]
 
 
 PATTERNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "gis", "gis-h", "zb-v", "v-half", "v-min")
 """Families whose order looks at no duration and no limit."""
+
+PAIRED_PATTERN = "1f1b-overlap"
+"""The one with pairs; the plan MILP does not know what they take."""
 
 _F, _I, _W, _B = (
     ActionType.FORWARD,
@@ -73,6 +83,8 @@ _KINDS = (
 SYNC = len(_KINDS)
 NUM_DURATIONS = len(_KINDS) + 1
 """Kinds of what lasts: those of actions, in this order, and the gradient reduction (`SYNC`)."""
+PAIRED_FORWARD, PAIRED_BACK = NUM_DURATIONS, NUM_DURATIONS + 1
+"""Two kinds more where there are pairs: their F and their B."""
 
 STATES = HELD, AWAY, BACK, RESTORED, CONTEXT = range(5)
 """What a cell may be between its F and its last backward action.
@@ -138,10 +150,35 @@ def patterns_of(
             yield Pattern(family.name, problem, programs, tuple(links), transfers, recompute)
 
 
-def _equal_stages(placement: Sequence[int], num_microbatches: int) -> Problem:
+def paired_pattern(
+    placement: Sequence[int], num_microbatches: int, links: Sequence[Boundary]
+) -> Pattern:
+    """Return the pattern of 1F1B whose forwards and backwards run in pairs (`PAIRED_PATTERN`).
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is neither one stage nor a loop of at least two rounds.
+    """
+    problem = _equal_stages(placement, num_microbatches, pairs=True)
+    family = next(one for one in FAMILIES if one.name == PAIRED_PATTERN)
+    return Pattern(family.name, problem, family.build(problem), tuple(links), False, False)
+
+
+def _equal_stages(
+    placement: Sequence[int], num_microbatches: int, *, pairs: bool = False
+) -> Problem:
     stage = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+    numbered = list(enumerate(placement))
+    licensed = [
+        {"forward": a, "backward": b, "hidden_ms": 0.5}
+        for a, device in numbered
+        for b, other in numbered
+        if pairs and device == other
+    ]
     return Problem.model_validate(
         {
+            **({"format": "optpipe/problem/v2", "pairs": licensed} if pairs else {}),
             "num_microbatches": num_microbatches,
             "devices": [{"memory_bytes": 2**53}] * (max(placement) + 1),
             "stages": [{"device": device, "activation_bytes": 0, **stage} for device in placement],
@@ -205,7 +242,7 @@ class Pattern:
         return tuple(self._with_places(program) for program in self.compute)
 
     def _with_places(self, program: Program) -> Program:
-        at = {action: index for index, action in enumerate(program)}
+        at = {action._replace(paired=False): index for index, action in enumerate(program)}
         before: dict[int, list[Action]] = {}
         for action, index in at.items():
             if action.type is not _F:
@@ -232,6 +269,11 @@ class Pattern:
             placed += sorted(before.get(index, ()), key=lambda one: _KINDS.index(one.type))
             placed.append(action)
         return tuple(placed)
+
+    @property
+    def num_durations(self) -> int:
+        """How many kinds last."""
+        return NUM_DURATIONS + 2 * (self.name == PAIRED_PATTERN)
 
     @property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -292,7 +334,7 @@ class Pattern:
     def longest_paths(self, durations: Floats) -> list[LongestPath]:
         """Return the longest path, and the longest through each device, longest first.
 
-        ``durations`` is in ms, by kind (`NUM_DURATIONS`) and stage.
+        ``durations`` is in ms, by kind (`num_durations`) and stage.
         """
         graph = self.graph
         length = durations[graph.kind, graph.stage] * graph.lasts + graph.fixed_ms
@@ -309,7 +351,7 @@ class Pattern:
 
     def _path(self, node: int, best: Ints, onward: Ints, length_ms: float) -> LongestPath:
         graph = self.graph
-        counts = np.zeros((NUM_DURATIONS, len(self.problem.stages)), dtype=np.int64)
+        counts = np.zeros((self.num_durations, len(self.problem.stages)), dtype=np.int64)
         constant_ms = _trace(node, best, onward, graph, counts)
         return LongestPath(counts, constant_ms, length_ms)
 
@@ -354,6 +396,13 @@ class _GraphBuilder:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.placement = pattern.problem.placement
+        self.paired = {
+            one
+            for program in pattern.programs
+            for both in pairwise(program)
+            for one in both
+            if both[1].paired
+        }
         self.rows: list[tuple[int, int, int, int, float]] = []
         self.causes: list[list[tuple[int, float]]] = []
         num_devices = len(pattern.programs)
@@ -386,6 +435,8 @@ class _GraphBuilder:
     def add(self, device: int, action: Action) -> None:
         stage, kind, microbatch, *_ = action
         number = _KINDS.index(kind)
+        if action in self.paired:
+            number = PAIRED_FORWARD if kind is _F else PAIRED_BACK
         if kind.is_transfer:
             lane = (device, kind)
             causes = [(self.compute[device], 0.0), (self.lanes.get(lane, -1), 0.0)]
