@@ -32,7 +32,7 @@ from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
-from tests.runtime.small_cases import Deferred, Trained, reference
+from tests.runtime.small_cases import Deferred, Trained, reference, watch_releases
 from tests.runtime.small_model import (
     SAMPLES,
     WIDTH,
@@ -228,7 +228,6 @@ class Spread(NamedTuple):
     """A rank's steps with DTensors between stages, and the elements of each tensor it sent."""
 
     compared: Trained
-    promised_bytes: dict[int, int]
     deferred_bytes: int
     offloaded_bytes: int
     sent: list[int]
@@ -253,12 +252,13 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
         own, schedule, small_loss, group=mesh["pipeline"].get_group(), min_offload_bytes=1
     )
     seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
+    found, model = Trained(), _Chain(*wholes)
+    watch_releases(runner.offloader, found)
 
     def noted(operations: Any, desc: str | None = None) -> Any:
         sent.extend(one.tensor.numel() for one in operations if one.op is dist.isend)
         return batch_p2p(operations, desc)
 
-    found, model = Trained(), _Chain(*wholes)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         size = (2, SAMPLES * num_microbatches, 3, WIDTH)
@@ -271,9 +271,8 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
             equal = ours is None or torch.allclose(ours, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
     found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
-    moved, promised = runner.offloaded_bytes, runner.deferred_bytes
     runner.close()
-    return Spread(found, promised, seen.bytes, moved, sent)
+    return Spread(found, seen.bytes, runner.offloaded_bytes, sent)
 
 
 class _Chain(torch.nn.Sequential):
