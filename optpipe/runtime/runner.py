@@ -114,6 +114,8 @@ class PipelineRunner:
     mesh
         Where DTensors that cross stages lie on this rank, or what that is a part of; by default
         the mesh of its stages' parameters.
+    overlap
+        Who runs the pairs of a program, as `on_overlap` takes it.
     hang_timeout_s
         For so long an action may last; a rank that is in one for longer has failed, as has one that
         others wait for and that does not begin its step. Compilation in a first step counts.
@@ -139,6 +141,7 @@ class PipelineRunner:
         gradients_done: Callable[[int], None] | None = None,
         shapes: Callable[[Hashable], Sequence[Shapes]] | None = None,
         mesh: DeviceMesh | None = None,
+        overlap: Overlap | None = None,
         hang_timeout_s: float = 300.0,
     ) -> None:
         self._spec = PipelineSpec(
@@ -154,6 +157,7 @@ class PipelineRunner:
             gradients_done=gradients_done,
             shapes=shapes,
             mesh=mesh,
+            overlap=overlap,
         )
         self._min_offload_bytes = min_offload_bytes
         check_spec(self._spec)

@@ -67,7 +67,7 @@ def pipeline_llm(
     problem
         The problem that it solves: then memory is checked, too.
     **options
-        Of `PipelineRunner`.
+        Of `PipelineRunner`, such as ``overlap``, which runs pairs.
 
     Raises
     ------
