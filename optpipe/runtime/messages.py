@@ -26,18 +26,23 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.torch_names import alias_no_view, slices_of_mesh
 from optpipe.schedule import Action, Pass, input_of, pass_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "Blank",
     "BoundaryLevel",
+    "Layout",
     "MessageSend",
     "MessageSlots",
     "Order",
@@ -46,7 +51,9 @@ __all__ = [
     "boundary_levels",
     "boundary_room",
     "check_orders",
+    "layout_of",
     "sends_over_before",
+    "shard_of",
     "slots_of",
     "window_of",
 ]
@@ -430,3 +437,101 @@ def _laid_out(slot: Tensor, blanks: Sequence[Blank | None]) -> list[Tensor]:
         found[index] = slot[start:end].view(dtype).view(size)
         start = end
     return [found[index] for index in range(len(given))]
+
+
+# --- DTensors: a rank sends the shard that it holds, and whoever gets it makes a DTensor of it
+# again, on a mesh of its own ranks. There it stands where the sender stands in the sender's, so
+# this is the shard that it must have, also where they are uneven. Gradients go back in the same
+# way: autograd brings them to the placements of what was received (Partial: to Replicate) before
+# they are sent.
+
+
+class Layout(NamedTuple):
+    """How a DTensor lies on its mesh, seen by one rank; picklable.
+
+    ``size`` and ``stride`` are the whole tensor's; ``dims`` the mesh's names, empty if it has none,
+    ``degrees`` its size, and ``place`` where this rank stands in it.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    dims: tuple[str, ...]
+    degrees: tuple[int, ...]
+    place: tuple[int, ...]
+
+    def __str__(self) -> str:
+        axes = zip(self.dims or ("?",) * len(self.degrees), self.degrees, strict=True)
+        mesh = ", ".join(f"{name}: {degree}" for name, degree in axes)
+        return f"a DTensor placed {self.placements} on a mesh ({mesh})"
+
+    def mesh_among(self, meshes: Iterable[DeviceMesh]) -> DeviceMesh:
+        """Return the mesh of this rank that is like the sender's: one of these, or a part of one.
+
+        Raises
+        ------
+        PreflightError
+            If there is none, or this rank stands elsewhere in it than the sender in its own.
+        """
+        parts = (part for mesh in meshes for part in slices_of_mesh(mesh, self.dims))
+        alike = {_place_in(one): one for one in parts if tuple(one.shape) == self.degrees}
+        if self.place in alike:
+            return alike[self.place]
+        if alike:
+            raise PreflightError(
+                f"{self} is sent from place {self.place} of its mesh and received in place "
+                f"{next(iter(alike))}, but a rank sends the shard that the receiver must have; let "
+                "the ranks of a pipeline stand in the same place of meshes of their own"
+            )
+        raise PreflightError(
+            f"{self} is received, but this rank knows no such mesh of its own: it looks at those "
+            "of the parameters of its stages, at what they are parts of, and at mesh=; pass mesh="
+        )
+
+    def whole(self, shard: Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return the DTensor of which this rank has received its shard."""
+        return DTensor.from_local(
+            shard, mesh, self.placements, run_check=False, shape=self.size, stride=self.stride
+        )
+
+
+def _place_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.get_coordinate() or ())
+
+
+_CROSSES = (Replicate, Shard, Partial)
+
+
+def layout_of(tensor: Tensor, what: str) -> Layout | None:
+    """Return how a DTensor lies on its mesh; None for any other tensor.
+
+    Raises
+    ------
+    PreflightError
+        If the shards are not all that there is to it.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    if any(type(one) not in _CROSSES for one in placements):
+        raise PreflightError(
+            f"{what} is a DTensor placed {placements}, but only Replicate, Shard and Partial cross "
+            "stages: others know more than their shards; redistribute it before it is returned"
+        )
+    return Layout(
+        tensor.size(),
+        tensor.stride(),
+        placements,
+        tuple(mesh.mesh_dim_names or ()),
+        tuple(mesh.shape),
+        _place_in(mesh),
+    )
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor, its gradient a DTensor again; else the tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard = tensor.to_local()
+    # A collective that is still under way ends where its result is read.
+    return shard if type(shard) is torch.Tensor else alias_no_view(shard)

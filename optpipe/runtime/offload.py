@@ -21,12 +21,14 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime.errors import OffloadError
@@ -304,14 +306,22 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
 
+class _Shard(NamedTuple):
+    """A saved DTensor: how to see this rank's shard, and what makes it whole."""
+
+    view: _View
+    whole: Callable[[Tensor], Tensor]
+
+
 class SavedActivations:
     """The offloadable storages autograd saved for one (stage, micro-batch), named by ``label``.
 
     Left alone are the storages of ``resident`` tensors (parameters, buffers and boundary tensors,
     which live longer anyway), those below ``min_bytes``, those of other devices, and tensors that
-    are more than strided memory. Also every parameter that is made meanwhile, and its views: FSDP2
-    gathers weights when a module begins, and with ``reshard_after_forward`` takes their memory away
-    at its end and gives it back before the module's backward, in the storage that autograd saved.
+    are more than strided memory; of a DTensor this rank's shard moves. Also every parameter that is
+    made meanwhile, and its views: FSDP2 gathers weights when a module begins, and with
+    ``reshard_after_forward`` takes their memory away at its end and gives it back before the
+    module's backward, in the storage that autograd saved.
 
     ``moved`` are the groups of modules that are offloaded; what others save, too, moves with them.
     """
@@ -390,7 +400,9 @@ class SavedActivations:
 
     # Compiled code would trace what it calls, and once more for every storage.
     @untraced
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def _pack(self, tensor: Tensor) -> Tensor | _View | _Shard:
+        if type(tensor) is DTensor:
+            return self._pack_shard(tensor)
         if not _is_plain(tensor):
             return tensor.detach()
         memory = tensor.untyped_storage()
@@ -408,8 +420,27 @@ class SavedActivations:
             storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         )
 
+    def _pack_shard(self, tensor: DTensor) -> Tensor | _View | _Shard:
+        if isinstance(viewed(tensor), nn.Parameter):
+            return tensor.detach()
+        with torch.no_grad():
+            packed = self._pack(tensor.to_local())
+        if type(packed) is not _View:
+            return tensor.detach()
+        whole = partial(
+            DTensor.from_local,
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            run_check=False,
+            shape=tensor.size(),
+            stride=tensor.stride(),
+        )
+        return _Shard(packed, whole)
+
     @untraced
-    def _unpack(self, packed: Tensor | _View) -> Tensor:
+    def _unpack(self, packed: Tensor | _View | _Shard) -> Tensor:
+        if type(packed) is _Shard:
+            return packed.whole(self._unpack(packed.view))
         if type(packed) is not _View:
             return cast("Tensor", packed)
         storage = packed.storage.on_device

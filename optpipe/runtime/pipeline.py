@@ -19,9 +19,11 @@ from optpipe.runtime.preflight import (
     attempt,
     check_needs,
     gather,
+    meshes_of,
     needs_of,
     probe_pipeline,
     shapes_of,
+    spread_of,
 )
 from optpipe.runtime.slices import SliceStates
 from optpipe.runtime.torch_names import check_torch
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.problem import Problem
     from optpipe.runtime.batches import Microbatches
@@ -61,6 +64,7 @@ class PipelineSpec:
     gradients_done: Callable[[int], None] | None = None
     shapes: Callable[[Hashable], Sequence[Shapes]] | None = None
     overlap: Overlap | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -138,7 +142,14 @@ def start_pipeline(
         first = shapes_of(cut.args[0]) if cut.args else ()
         one = {index: given[0] for index, given in kwargs.items()}
         shapes = probe_pipeline(
-            spec.stages, placement, first, spec.device, group, kwargs=one, trains=trains
+            spec.stages,
+            placement,
+            first,
+            spec.device,
+            group,
+            kwargs=one,
+            mesh=spec.mesh,
+            trains=trains,
         )
     faults: list[str] = []
     runtime = attempt(lambda: _build(spec, hooks, shapes, trains=trains), faults)
@@ -173,6 +184,8 @@ def _build(
             inputs=tuple(shape.empty(device) for shape in shapes[index]),
             outputs=tuple(shape.empty(device) for shape in shapes[index + 1]),
             names=(_names(shapes[index]), _names(shapes[index + 1])),
+            spread=spread_of(shapes[index], meshes_of(index, spec.stages, spec.mesh)),
+            layouts=[shape.layout for shape in shapes[index + 1]],
             group=spec.messages,
             hooks=hooks,
             trains=trains,

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
@@ -26,7 +25,7 @@ from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
 from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.errors import PreflightError
-from optpipe.runtime.messages import BoundaryLevel
+from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
 from optpipe.runtime.offload import host_memory_bytes
 from optpipe.runtime.torch_names import backends, buffers_of, replaced, tree_map
 from optpipe.schedule import Action, ActionType, parse_action
@@ -35,12 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.schedule import Program, Schedule
 
 __all__ = [
     "Needs",
     "Shapes",
+    "Spread",
     "TensorShape",
     "agree",
     "as_tensors",
@@ -57,11 +58,14 @@ __all__ = [
     "describe",
     "gather",
     "made_on",
+    "meshes_of",
     "named_tensors",
     "needs_of",
     "num_microbatches_of",
     "probe_pipeline",
+    "received",
     "shapes_of",
+    "spread_of",
     "untouched",
 ]
 
@@ -444,13 +448,15 @@ class TensorShape(NamedTuple):
     """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
 
     ``requires_grad`` says whether a gradient of it is sent back. ``name`` is that by which a stage
-    returned it in a dict, and by which the next one takes it; "" = by position.
+    returned it in a dict, and by which the next one takes it; "" = by position. With a ``layout``
+    it is this rank's shard of a DTensor.
     """
 
     size: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
     name: str = ""
+    layout: Layout | None = None
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this shape for metadata."""
@@ -507,6 +513,16 @@ def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
     return tuple(TensorShape(tuple(tensor.size()), tensor.dtype) for tensor in tensors)
 
 
+def meshes_of(
+    index: int, stages: Mapping[int, nn.Module], given: DeviceMesh | None
+) -> list[DeviceMesh]:
+    """Return where a stage's DTensors may lie: as was said, as its parameters, or as others'."""
+    modules = [stages[index], *(one for other, one in stages.items() if other != index)]
+    parameters: Iterable[Any] = chain.from_iterable(one.parameters() for one in modules)
+    found = (getattr(parameter, "device_mesh", None) for parameter in parameters)
+    return [mesh for mesh in dict.fromkeys((given, *found)) if mesh is not None]
+
+
 def probe_pipeline(
     stages: Mapping[int, nn.Module],
     placement: Sequence[int],
@@ -515,14 +531,15 @@ def probe_pipeline(
     group: ProcessGroup | None,
     *,
     kwargs: Mapping[int, dict[str, Any]],
+    mesh: DeviceMesh | None,
     trains: bool,
 ) -> list[Shapes]:
     """Return the shapes at all boundaries: before stage 0, between stages; none after the last.
 
     All ranks of the group call this together, each with its own ``stages``. ``first``, the input
     shapes of one micro-batch, are looked at on the first stage's rank; ``kwargs`` are the keyword
-    inputs of a micro-batch, by stage. Gradients are sent of what requires grad where it is made,
-    if ``trains``.
+    inputs of a micro-batch, by stage; ``mesh`` is this rank's own, if one was given. Gradients are
+    sent of what requires grad where it is made, if ``trains``.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
@@ -531,10 +548,11 @@ def probe_pipeline(
         probe = partial(
             _probe_stage,
             index,
-            stages.get(index),
+            stages,
             boundaries[index],
             device,
             kwargs=kwargs.get(index, {}),
+            mesh=mesh,
             is_last=is_last,
             trains=trains,
         )
@@ -550,40 +568,63 @@ def probe_pipeline(
 
 def _probe_stage(
     index: int,
-    module: Any,
+    stages: Mapping[int, Any],
     inputs: Shapes,
     device: torch.device,
     *,
     kwargs: dict[str, Any],
+    mesh: DeviceMesh | None,
     is_last: bool,
     trains: bool,
 ) -> Shapes:
     """Return the shapes of what a stage sends; the last one's output is the loss's alone."""
+    module = stages[index]
+    spread = spread_of(inputs, meshes_of(index, stages, mesh))
     alone = module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
     forgets = saved_tensors_hooks(_forget, _forget)
     with torch.set_grad_enabled(trains), forgets, alone, untouched(module, device):
         taken = [shape.name for shape in inputs]
-        zeros = [shape.zeros(device) for shape in inputs]
+        zeros = received((shape.zeros(device) for shape in inputs), spread)
         output = called(module, taken, zeros, tree_map(partial(_zeros, device), kwargs))
     if is_last:
         return ()
     names, outputs = named_tensors(output, f"the output of stage {index}")
+    layouts = [
+        layout_of(output, f"output {position} of stage {index}")
+        for position, output in enumerate(outputs)
+    ]
+    outputs = tuple(map(shard_of, outputs))
     for position, output in enumerate(outputs):
-        if isinstance(output, DTensor):
-            raise PreflightError(
-                f"output {position} of stage {index} is a DTensor placed {output.placements}, but "
-                "only plain tensors are sent; return its to_local(), or its full_tensor()"
-            )
         if not output.is_contiguous():
             raise PreflightError(
                 f"output {position} of stage {index} has strides {output.stride()} for size "
                 f"{tuple(output.size())}, but only contiguous tensors are sent; "
                 "return it through .contiguous()"
             )
-    found = zip(shapes_of(outputs), outputs, names, strict=True)
+    found = zip(shapes_of(outputs), outputs, names, layouts, strict=True)
     return tuple(
-        shape._replace(requires_grad=one.requires_grad, name=name) for shape, one, name in found
+        shape._replace(requires_grad=one.requires_grad, name=name, layout=layout)
+        for shape, one, name, layout in found
     )
+
+
+Spread = tuple[tuple[Layout, "DeviceMesh"] | None, ...]
+"""How each tensor lies on a mesh of this rank; None of a plain one. () = all are plain."""
+
+
+def spread_of(shapes: Shapes, meshes: Sequence[DeviceMesh]) -> Spread:
+    """Return how what a stage receives lies on its rank's meshes."""
+    layouts = [shape.layout for shape in shapes]
+    found = tuple(None if one is None else (one, one.mesh_among(meshes)) for one in layouts)
+    return found if any(found) else ()
+
+
+def received(shards: Iterable[Tensor], spread: Spread) -> tuple[Tensor, ...]:
+    """Return what a stage takes: of what was received shards of become DTensors."""
+    if not spread:
+        return tuple(shards)
+    pairs = zip(shards, spread, strict=True)
+    return tuple(one if how is None else how[0].whole(one, how[1]) for one, how in pairs)
 
 
 def _zeros(device: torch.device, value: Any) -> Any:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.problem import Problem
     from optpipe.runtime.overlap import Overlap
@@ -110,6 +111,11 @@ class PipelineRunner:
         From a step's bucket to the tensors at all boundaries of a micro-batch: before stage 0,
         between stages, and () after the last, on every rank alike. By default they are found by a
         forward of each stage.
+    mesh
+        Where DTensors that cross stages lie on this rank, or what that is a part of; by default
+        the mesh of its stages' parameters.
+    overlap
+        Who runs the pairs of a program, as `on_overlap` takes it.
     hang_timeout_s
         For so long an action may last; a rank that is in one for longer has failed, as has one that
         others wait for and that does not begin its step. Compilation in a first step counts.
@@ -134,6 +140,8 @@ class PipelineRunner:
         ties: Sequence[Tie] = (),
         gradients_done: Callable[[int], None] | None = None,
         shapes: Callable[[Hashable], Sequence[Shapes]] | None = None,
+        mesh: DeviceMesh | None = None,
+        overlap: Overlap | None = None,
         hang_timeout_s: float = 300.0,
     ) -> None:
         self._spec = PipelineSpec(
@@ -148,6 +156,8 @@ class PipelineRunner:
             mean_loss=mean_loss,
             gradients_done=gradients_done,
             shapes=shapes,
+            mesh=mesh,
+            overlap=overlap,
         )
         self._min_offload_bytes = min_offload_bytes
         check_spec(self._spec)

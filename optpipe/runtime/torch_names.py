@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
     from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +54,7 @@ __all__ = [
     "reduce_by_ddp",
     "replaced",
     "sharded_in_forward",
+    "slices_of_mesh",
     "storage_identity",
     "tree_flatten",
     "tree_leaves",
@@ -221,6 +223,16 @@ def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
         # Since 2.13 a DTensor names its mesh, too.
         if isinstance(part, torch.Tensor):
             yield from parts_with_memory(part)
+
+
+def slices_of_mesh(mesh: DeviceMesh, dims: tuple[str, ...]) -> Iterator[DeviceMesh]:
+    """Yield what has exactly these dimensions: the mesh, or part of it or of what it is part of."""
+    for whole in (mesh, mesh._get_root_mesh()):  # noqa: SLF001
+        names = tuple(whole.mesh_dim_names or ())
+        if names == dims:
+            yield whole
+        elif dims and set(dims) <= set(names):
+            yield whole[dims]
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:

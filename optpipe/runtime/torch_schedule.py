@@ -28,12 +28,14 @@ from optpipe.runtime.messages import (
     MessageSlots,
     Order,
     Receive,
+    layout_of,
     sends_over_before,
+    shard_of,
     slots_of,
     window_of,
 )
 from optpipe.runtime.overlap import PairedPass
-from optpipe.runtime.preflight import called, named_tensors
+from optpipe.runtime.preflight import called, named_tensors, received
 from optpipe.runtime.torch_names import (
     add_up_in_reduce_type,
     alias_no_view,
@@ -50,9 +52,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
     from optpipe.runtime.batches import Microbatches
-    from optpipe.runtime.messages import Blank
+    from optpipe.runtime.messages import Blank, Layout
     from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
+    from optpipe.runtime.preflight import Spread
     from optpipe.runtime.slices import SliceStates
 
 __all__ = ["HookedSchedule", "HookedStage", "hollow", "order_of"]
@@ -478,8 +481,10 @@ class HookedStage(PipelineStage):
     """torch's stage with hooks around its passes, holding no boundary tensor longer than needed.
 
     ``inputs`` and ``outputs`` are examples of the boundary tensors of one micro-batch, ``names``
-    theirs where stages return dicts, else "". Where it does not train it runs forwards only, and
-    keeps nothing. ``next_is_here`` says whether outputs are handed over and not sent;
+    theirs where stages return dicts, else "". Of DTensors they are this rank's shards: ``spread``
+    says how those received lie on its meshes, ``layouts`` how those sent do. Where it does not
+    train it runs forwards only, and keeps nothing. ``next_is_here`` says whether outputs are handed
+    over and not sent;
     ``over_before`` names the sends that are over once a pass has its input, ``let_go`` is called
     with them. ``kwargs`` are a step's keyword inputs by micro-batch; ``gradients_done``, if any, is
     called with the stage's index behind its last W or B. ``slices``: what slices hand on, where
@@ -496,6 +501,8 @@ class HookedStage(PipelineStage):
         inputs: tuple[Tensor, ...],
         outputs: tuple[Tensor, ...],
         names: tuple[Sequence[str], Sequence[str]],
+        spread: Spread,
+        layouts: Sequence[Layout | None],
         group: ProcessGroup | None,
         hooks: Passes,
         trains: bool,
@@ -519,6 +526,8 @@ class HookedStage(PipelineStage):
         )
         self._input_names, self._output_names = names
         self._takes_names = any(self._input_names)
+        self._spread = spread
+        self._layouts = layouts if any(layouts) else ()
         self.kwargs: Sequence[dict[str, Any]] = ()
         self.next_is_here = False
         self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
@@ -560,13 +569,18 @@ class HookedStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; what crosses a boundary by name is given and taken by name."""
+        """Call the module; what crosses a boundary by name is given and taken by name.
+
+        Of DTensors torch, messages and everything else outside of this call see shards alone.
+        """
         forward: Callable[..., Any] = super().forward_maybe_with_nosync
+        if self._spread:
+            args = received(args, self._spread)
         if self._takes_names:
             output = called(forward, self._input_names, args, kwargs)
         else:
             output = forward(*args, **kwargs)
-        if self.is_last or not isinstance(output, Mapping):
+        if self.is_last or not (self._layouts or isinstance(output, Mapping)):
             return output
         names, outputs = named_tensors(output, f"the output of stage {self.stage_index}")
         if names != tuple(self._output_names):
@@ -575,7 +589,17 @@ class HookedStage(PipelineStage):
                 f"{', '.join(self._output_names)}: what crosses a boundary is agreed on once; "
                 "return the same, or make another runner"
             )
-        return outputs
+        return self._shards_of(outputs) if self._layouts else outputs
+
+    def _shards_of(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for position, (output, agreed) in enumerate(zip(outputs, self._layouts, strict=True)):
+            what = f"output {position} of stage {self.stage_index}"
+            if (found := layout_of(output, what)) != agreed:
+                raise PreflightError(
+                    f"{what} is {found or 'a plain tensor'}, but {agreed or 'a plain tensor'} was "
+                    "agreed on in the first step; keep to it, or give all ranks another bucket="
+                )
+        return tuple(map(shard_of, outputs))
 
     def _check_gradients(self, outputs: tuple[Any, ...]) -> None:
         """Refuse outputs that require grad though no gradients of them are sent."""
@@ -746,7 +770,7 @@ def _hollow(output: Tensor) -> Tensor:
     if not output.requires_grad:
         return output.new_empty(0)
     if type(output) is not Tensor:
-        # A subclass (DTensor) knows more than shape and memory.
+        # A subclass knows more than shape and memory.
         return output
     # An alias, since the graph may hold the output itself as what another operation has read.
     alias = alias_no_view(output)

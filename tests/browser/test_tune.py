@@ -102,6 +102,28 @@ def test_a_problem_of_a_file_has_its_configuration(visit: Visit) -> None:
     assert page.is_hidden("#tune")
 
 
+def test_several_kinds_of_gpu_are_asked_for_and_stand_there_again(visit: Visit, url: str) -> None:
+    page = visit.open("")
+    page.select_option("#ask [name=model]", "llama3-8b")
+    page.fill("#ask [name=num_gpus]", "8")
+    page.click("#kinds summary")
+    page.select_option("#ask [name=gpu_2]", "a100")
+    page.click("#ask-button")
+    assert page.evaluate("document.activeElement.name") == "num_gpus_2", "a number is missing"
+    page.fill("#ask [name=num_gpus_2]", "16")
+    page.click("#ask-button")
+    # The fake tuner says so of a question without what is run today.
+    page.wait_for_selector("#job[data-state=infeasible]")
+    job_id = page.get_attribute("#job", "data-id")
+    question = httpx.get(f"{url}/v1/jobs/{job_id}/question").json()
+    assert (question["gpu"], question["num_gpus"]) == ("h100:8,a100:16", 24)
+    page.click("text=Ask something else")
+    page.wait_for_selector("#kinds[open]")
+    names = ("gpu", "num_gpus", "gpu_2", "num_gpus_2", "gpu_3", "num_gpus_3")
+    filled = [page.input_value(f"#ask [name={name}]") for name in names]
+    assert filled == ["h100", "8", "a100", "16", "", ""]
+
+
 def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url: str) -> None:
     """From the start to the gain, a row and its chart beside today's, what to paste, and on."""
     page = visit.open("")

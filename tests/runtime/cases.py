@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +38,8 @@ from tests.runtime.small_model import step_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.tensor.placement_types import Placement
 
     from optpipe import Problem, Schedule
     from optpipe.runtime.messages import Order
@@ -144,7 +148,8 @@ def refused_stage(schedule: Schedule, trouble: str) -> str:
     module = make_stages(CONFIG, 4)[rank]
     if rank == 2:
         module.register_forward_hook(_TROUBLES[trouble])
-    runner = PipelineRunner({rank: module}, schedule, token_loss)
+    mesh = _mesh_of_all() if trouble == "distributes over the pipeline" else None
+    runner = PipelineRunner({rank: module}, schedule, token_loss, mesh=mesh)
     return _refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 
@@ -169,15 +174,20 @@ def _transpose(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.transpose(0, 1)
 
 
-def _distribute(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    mesh = DeviceMesh("cpu", list(range(4)), _init_backend=False)
-    return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+def _mesh_of_all() -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(4)), _init_backend=False)
+
+
+def _distribute(placement: Placement, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return DTensor.from_local(output, _mesh_of_all(), [placement], run_check=False)
 
 
 _TROUBLES: dict[str, Callable[..., Any]] = {
     "raises": _raise,
     "transposes": _transpose,
-    "distributes": _distribute,
+    "distributes": partial(_distribute, Replicate()),
+    "distributes over the pipeline": partial(_distribute, Replicate()),
+    "distributes in stripes": partial(_distribute, _StridedShard(0, split_factor=2)),
 }
 
 

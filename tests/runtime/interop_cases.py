@@ -6,17 +6,20 @@ import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +32,10 @@ from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
-from tests.runtime.small_cases import Deferred, Trained, reference
+from tests.runtime.small_cases import Deferred, Trained, reference, watch_releases
 from tests.runtime.small_model import (
+    SAMPLES,
+    WIDTH,
     own_part,
     small_data,
     small_loss,
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
     from optpipe import Schedule
     from optpipe.schedule import Action
@@ -175,6 +181,105 @@ def train_tensor_parallel(schedule: Schedule, num_microbatches: int) -> TensorPa
         module.compile()
         assert deferred_bytes(module) == 0, "a compiler sees no DTensors at run time"
     return TensorParallel(found, promised, seen.bytes, moved)
+
+
+class SpreadStage(torch.nn.Module):
+    """Takes and returns, on a mesh, its activations as a DTensor, beside a plain table.
+
+    Of what it receives the gradient is Partial where that was replicated: a product is its only
+    use.
+    """
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.leave = torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.wide = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.first, self.last = first, last
+        self.mesh: DeviceMesh | None = None
+        self.layout: Placement = Replicate()
+
+    def spread(self, mesh: DeviceMesh, layout: Placement) -> None:
+        self.mesh, self.layout = mesh, layout
+        into = ColwiseParallel(input_layouts=layout, use_local_output=False)
+        out = RowwiseParallel(output_layouts=layout, use_local_output=False)
+        parallelize_module(self, mesh, {"enter": into, "leave": out, "wide": into, "narrow": out})
+        if layout.is_shard():
+            parallelize_module(self.norm, mesh, SequenceParallel())
+        else:
+            distribute_module(self.norm, mesh)
+
+    def forward(self, state: Tensor, *tables: Tensor) -> Any:
+        if self.first and self.mesh is not None:
+            whole = DTensor.from_local(state, self.mesh, [Replicate()])
+            state = whole.redistribute(placements=[self.layout])
+        assert isinstance(state, DTensor) == (self.mesh is not None)
+        (table,) = tables or (torch.arange(1.0, 4.0, dtype=torch.float64),)
+        made = self.leave(torch.tanh(self.enter(state)))
+        made = made + self.narrow(torch.tanh(self.wide(self.norm(made)))) * float(table.sum())
+        if not self.last:
+            return made, table
+        return made.full_tensor() if isinstance(made, DTensor) else made
+
+
+class Spread(NamedTuple):
+    """A rank's steps with DTensors between stages, and the elements of each tensor it sent."""
+
+    compared: Trained
+    deferred_bytes: int
+    offloaded_bytes: int
+    sent: list[int]
+
+
+def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -> Spread:
+    """Run two steps and an evaluation on two pipeline ranks times two tensor-parallel ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    count = len(schedule.placement)
+
+    def stages() -> list[nn.Module]:
+        torch.manual_seed(4)
+        made = [SpreadStage(first=not s, last=s == count - 1).double() for s in range(count)]
+        return list[torch.nn.Module](made)
+
+    with torch.random.fork_rng(devices=[]):
+        modules, wholes = stages(), stages()
+    own = own_part(schedule.placement, modules, mesh["pipeline"].get_local_rank())
+    for module in own.values():
+        module.spread(mesh["tensor"], layout)  # type: ignore[operator]
+    runner = PipelineRunner(
+        own, schedule, small_loss, group=mesh["pipeline"].get_group(), min_offload_bytes=1
+    )
+    seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
+    found, model = Trained(), _Chain(*wholes)
+    watch_releases(runner.offloader, found)
+
+    def noted(operations: Any, desc: str | None = None) -> Any:
+        sent.extend(one.tensor.numel() for one in operations if one.op is dist.isend)
+        return batch_p2p(operations, desc)
+
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        size = (2, SAMPLES * num_microbatches, 3, WIDTH)
+        batch, target = torch.randn(size, dtype=torch.float64, generator=generator)
+        expected = step_alone(model, (batch, target), num_microbatches)
+        with mock.patch.object(torch_schedules, "_batch_p2p", noted):
+            losses = runner.step(batch, target)
+        evaluated = runner.eval(batch, target).losses
+        for ours in (losses, evaluated):
+            equal = ours is None or torch.allclose(ours, expected, rtol=0, atol=1e-13)
+            found.losses_equal = found.losses_equal and equal
+    found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
+    runner.close()
+    return Spread(found, seen.bytes, runner.offloaded_bytes, sent)
+
+
+class _Chain(torch.nn.Sequential):
+    def forward(self, state: Any) -> Any:
+        for stage in self:
+            state = stage(*state) if isinstance(state, tuple) else stage(state)
+        return state
 
 
 def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> float:

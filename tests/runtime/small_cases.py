@@ -245,7 +245,7 @@ def train(
     found = Trained(promised_bytes=sum(runner.deferred_bytes.values()))
     seen = Deferred(runner)
     (_FAULTS[fault] if isinstance(fault, str) else fault)(runner)
-    _watch_releases(runner.offloader, found)
+    watch_releases(runner.offloader, found)
     for step in range(steps):
         losses = runner.step(*data(count, step))
         if losses is not None:
@@ -273,7 +273,7 @@ def reference(
     return losses, gradients
 
 
-def _watch_releases(offloader: Offloader, found: Trained) -> None:
+def watch_releases(offloader: Offloader, found: Trained) -> None:
     """Look, from outside, at the storages a cell had on the device when they should be gone."""
     release = offloader.release
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.pipelining.schedules import _Action
+from torch.distributed.tensor import Replicate, Shard
 
 from optpipe import ScheduleFormatError, dump_csv, load_csv
 from optpipe.schedule import Action, ActionType
@@ -98,6 +99,26 @@ def test_tensor_parallel_layers_split_their_backward(ranks, fused):
         assert list(found.promised_bytes.values()) == [2 * block] * 2
         assert found.deferred_bytes > 0
         assert found.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize(("layout", "fused"), [(Shard(1), 0.0), (Replicate(), 0.3)])
+def test_dtensors_cross_stages_as_shards(ranks, layout, fused):
+    """A V on two pipeline ranks, times two tensor-parallel ones; a sequence of three is uneven."""
+    problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
+    programs = schedules.random_programs(problem, 7, offload=0.4, recompute=0.25, fused=fused)
+    schedule = schedules.make_schedule(problem, programs)
+    outcomes = ranks.run(interop_cases.train_spread, schedule, MICROBATCHES, layout)
+    for rank, found in enumerate(outcomes):
+        assert found.compared.losses_equal
+        assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
+        assert found.deferred_bytes > 0
+        # What autograd saves are DTensors, too.
+        assert found.offloaded_bytes == found.compared.released_bytes > 10_000
+        assert found.compared.live_bytes_after_release == 0
+        held = 3 if layout == Replicate() else 2 - rank % 2
+        # Of each micro-batch and step an activation or gradient, beside it the table forwards.
+        assert set(found.sent) == {2 * held * 6, 3}
+        assert len(found.sent) == 2 * MICROBATCHES * 3
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.6])

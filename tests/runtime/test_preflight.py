@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 
 from optpipe import parse_action
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.batches import GivenBatch, Microbatches
 from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
-from optpipe.runtime.messages import BoundaryLevel
+from optpipe.runtime.messages import BoundaryLevel, Layout
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
@@ -83,17 +84,28 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "expected"),
+    ("trouble", "at", "expected"),
     [
-        ("raises", "ValueError: no such layer"),
-        ("transposes", "only contiguous tensors are sent"),
-        ("distributes", "is a DTensor placed (Replicate(),), but only plain tensors are sent"),
+        ("raises", 2, "ValueError: no such layer"),
+        ("transposes", 2, "only contiguous tensors are sent"),
+        ("distributes", 3, "mesh (?: 4) is received, but this rank knows no such mesh of its own"),
+        ("distributes over the pipeline", 3, "sent from place (2,) of its mesh and received in"),
+        ("distributes in stripes", 2, "but only Replicate, Shard and Partial cross stages"),
     ],
 )
-def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, trouble, expected):
+def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, trouble, at, expected):
     text = _one_text(ranks.run(cases.refused_stage, STRAIGHT, trouble))
-    assert "rank 2: stage 2 cannot run" in text
+    assert f"rank {at}: stage {at} cannot run" in text
     assert expected in text
+
+
+def test_a_dtensor_that_is_placed_otherwise_later_is_refused():
+    stage = HookedStage.__new__(HookedStage)
+    one = Layout(torch.Size([2]), (1,), (Replicate(),), ("tensor",), (2,), (0,))
+    stage.stage_index, stage._layouts = 3, [None, one]
+    plain = torch.ones(2)
+    with pytest.raises(PreflightError, match=r"output 1 of stage 3 is a plain tensor, but a DTen"):
+        stage._shards_of((plain, plain))
 
 
 def test_a_w_without_work_is_refused_unless_the_plan_knows_that_it_takes_no_time(ranks):

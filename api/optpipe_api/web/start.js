@@ -14,6 +14,8 @@ const DEGREES = ["tp", "pp", "chunks", "micro_batch", "cp", "ep", "etp", "zero"]
 const SWITCHES = [["cuda_graphs", "CUDA graphs"], ["ep_overlap", "Overlapped experts"]];
 const NUMBERS = ["num_gpus", "global_batch", "sequence", "oversubscription", "headroom"];
 const GB = 1e9;
+/** The kinds of GPU that may stand beside the first. */
+const OTHERS = [2, 3];
 
 /** The form of the start; `from` is a job whose question fills it. */
 export class StartView {
@@ -40,7 +42,14 @@ export class StartView {
           onchange: guarded((event) => this.take(event.target.files[0]), "form") })), this.told),
     asked(2, "Which GPUs, and how many?", el("div", { class: "fields" },
       choiceField("gpu", "GPU", gpuChoices, "h100"),
-      numberField("num_gpus", "Number", 64, { max: 131072 }))),
+      numberField("num_gpus", "Number", 64, { max: 131072 })),
+    el("details", { id: "kinds" }, el("summary", {}, "Several kinds of GPU in one pipeline"),
+      el("div", { class: "fields" }, OTHERS.flatMap((place) => [
+        choiceField(`gpu_${place}`, "and GPU", [["", "none"], ...gpuChoices], "",
+          { onchange: () => this.count(place) }),
+        numberField(`num_gpus_${place}`, "Number", "", { ...optional, disabled: true, max: 131072 })])),
+      el("p", { class: "hint" }, "Ranks of a kind stand in a row, each stage is on one kind, and the "
+        + "cut gives each what it has time and memory for."))),
     asked(3, "Which batch?", el("div", { class: "fields" },
       numberField("global_batch", "Sequences per step", 128, { max: 1048576 }),
       numberField("sequence", "Tokens of each", 8192))),
@@ -90,6 +99,21 @@ export class StartView {
     return this.form.elements[name];
   }
 
+  /** Ask for the number of another kind of GPU where one is chosen. */
+  count(place) {
+    const number = this.field(`num_gpus_${place}`);
+    const isAsked = this.field(`gpu_${place}`).value !== "";
+    Object.assign(number, { required: isAsked, disabled: !isAsked });
+    if (!isAsked) number.value = "";
+  }
+
+  /** All GPUs, as [kind, number]. */
+  get kinds() {
+    return ["", ...OTHERS.map((place) => `_${place}`)]
+      .map((end) => [this.field(`gpu${end}`).value, Number(this.field(`num_gpus${end}`).value)])
+      .filter(([kind]) => kind);
+  }
+
   /** Take a config.json in place of a model of the catalogue. */
   async take(file) {
     if (!file) return;
@@ -113,6 +137,13 @@ export class StartView {
   fill(asked) {
     if (asked.config) this.use(asked.config, "of the question before");
     const texts = { ...asked, memory_gb: asked.memory_bytes ? asked.memory_bytes / GB : undefined };
+    // Several kinds are one text: h100:32,a100:32.
+    const kinds = asked.gpu.includes(":") ? asked.gpu.split(",").map((kind) => kind.split(":")) : [];
+    kinds.forEach(([gpu, number], index) => {
+      const end = index ? `_${index + 1}` : "";
+      Object.assign(texts, { [`gpu${end}`]: gpu, [`num_gpus${end}`]: number });
+    });
+    this.form.querySelector("#kinds").open = kinds.length > 1;
     for (const name of DEGREES) texts[`current_${name}`] = asked.current?.[name];
     for (const [name, value] of Object.entries(texts)) {
       const field = this.field(name);
@@ -125,6 +156,7 @@ export class StartView {
         field.value = value;
       }
     }
+    OTHERS.forEach((place) => this.count(place));
     this.kept = { fixed: asked.fixed, recompute: asked.current?.recompute };
   }
 
@@ -134,6 +166,10 @@ export class StartView {
     const degrees = DEGREES.filter((name) => said(`current_${name}`) !== "");
     const asked = Object.fromEntries([...SHARED, "dispatcher", "dispatch", "oversubscription", "headroom"]
       .map((name) => [name, NUMBERS.includes(name) ? Number(said(name)) : said(name)]));
+    if (this.kinds.length > 1) {
+      asked.gpu = this.kinds.map((kind) => kind.join(":")).join();
+      asked.num_gpus = this.kinds.reduce((sum, [, number]) => sum + number, 0);
+    }
     for (const [name] of SWITCHES) asked[name] = this.field(name).checked;
     if (said("network")) asked.network = said("network");
     if (said("memory_gb")) asked.memory_bytes = Math.round(said("memory_gb") * GB);

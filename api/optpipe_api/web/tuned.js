@@ -53,7 +53,11 @@ export class Tuned {
   /** Show what is known by now. */
   async show() {
     const { isTune, isFinal, job, path, stop } = this.view;
-    if (!isTune || !job.has_schedule || stop.signal.aborted) return;
+    if (!isTune || stop.signal.aborted) return;
+    if (!job.has_schedule) {
+      if (isFinal) this.found.replaceChildren(this.elsewhere());
+      return;
+    }
     const turn = ++this.turn;
     const [result, question] = await Promise.all([
       askJson(`${path}/configuration`, { signal: stop.signal }),
@@ -179,6 +183,11 @@ export class Tuned {
     this.tell();
   }
 
+  /** The way back to the five questions, as they were asked. */
+  elsewhere() {
+    return el("a", { href: address({ ask: this.view.id }) }, "Ask something else");
+  }
+
   /** What can be done with the chosen row: paste it, solve it further, or ask something else. */
   acts(row) {
     const { view, question } = this;
@@ -200,7 +209,7 @@ export class Tuned {
         again("Twice the batch", { global_batch: 2 * question.global_batch }),
         again("100 Gbit/s Ethernet", { network: "ethernet:100" }),
         ...(question.framework === "any" ? [] : [again("Any schedule", { framework: "any" })]),
-        el("a", { href: address({ ask: view.id }) }, "Ask something else")),
+        this.elsewhere()),
       row.layers.length > 1 ? this.mover(row, path) : null);
   }
 

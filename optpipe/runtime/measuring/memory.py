@@ -20,7 +20,7 @@ from optpipe.errors import InputError
 from optpipe.runtime.measuring.times import ForwardResult, forget_gradients
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Offloader, SavedActivations, weak_storage
 from optpipe.runtime.passes import Passes
-from optpipe.runtime.torch_names import TorchDispatchMode, tree_leaves
+from optpipe.runtime.torch_names import TorchDispatchMode, parts_with_memory, tree_leaves
 from optpipe.runtime.torch_schedule import hollow
 from optpipe.runtime.treatments import Treatment
 from optpipe.runtime.watch import Activity
@@ -344,7 +344,8 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._resident = {weak_storage(tensor) for tensor in resident}
+        parts = (part for tensor in resident for part in parts_with_memory(tensor))
+        self._resident = {weak_storage(part) for part in parts}
         self._sizes: dict[StorageWeakRef, int] = {}
         self._at_most = 0
         self._peak = 0
@@ -365,6 +366,10 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see(self, tensor: Tensor) -> None:
+        for part in parts_with_memory(tensor):
+            self._see_part(part)
+
+    def _see_part(self, tensor: Tensor) -> None:
         known, size = weak_storage(tensor), tensor.untyped_storage().nbytes()
         if known not in self._resident and known not in self._sizes:
             self._sizes[known] = size
@@ -471,4 +476,5 @@ def _split_of(stage: StageUnderTest, result: ForwardResult) -> Split:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    parts = (part for tensor in tensors for part in parts_with_memory(tensor))
+    return sum(part.numel() * part.element_size() for part in parts)

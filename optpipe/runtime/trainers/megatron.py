@@ -69,7 +69,7 @@ def forward_backward_func(
     problem
         The problem that it solves: then memory is checked, too.
     **options
-        Of `PipelineRunner`, such as ``hang_timeout_s``.
+        Of `PipelineRunner`, such as ``hang_timeout_s``, or ``overlap``, which runs pairs.
 
     Raises
     ------

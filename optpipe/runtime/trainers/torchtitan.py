@@ -16,8 +16,6 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed.tensor import DTensor, Replicate, Shard
-
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.passes import treat_as_plain
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
@@ -70,7 +67,7 @@ def pipeline_llm(
     problem
         The problem that it solves: then memory is checked, too.
     **options
-        Of `PipelineRunner`.
+        Of `PipelineRunner`, such as ``overlap``, which runs pairs.
 
     Raises
     ------
@@ -122,16 +119,6 @@ def pipeline_llm(
         for stage in own
     }
 
-    if parallel_dims.tp_enabled and parallelism.spmd_backend == "partial_dtensor":
-        for stage, part in parts.items():
-            _cross_as_shards(
-                part,
-                parallel_dims.get_mesh("tp"),
-                Shard(1) if parallelism.enable_sequence_parallel else Replicate(),
-                receives=stage > 0,
-                sends=stage < len(placement) - 1,
-            )
-
     def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = loss_fn(*args, **kwargs)[0]
         return loss
@@ -139,35 +126,6 @@ def pipeline_llm(
     settings = {"device": device, "group": mesh.get_group(), "mean_loss": False, **options}
     made = TitanSchedule(parts, schedule, scalar_loss, problem, settings)
     return made, list(parts.values()), 0 in own, len(placement) - 1 in own
-
-
-def _cross_as_shards(
-    part: nn.Module, mesh: DeviceMesh, layout: Shard | Replicate, *, receives: bool, sends: bool
-) -> None:
-    """Let a tensor-parallel part take and give this rank's shard of what crosses the stages.
-
-    Activations have the shape (batch, sequence, width), and the layout that torchtitan's own plan
-    gives to what stands between two blocks.
-    """
-
-    def received(_part: nn.Module, given: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        shard, *others = given
-        return DTensor.from_local(shard, mesh, (layout,), run_check=False), *others
-
-    def sent(_part: nn.Module, _given: Any, output: Any) -> Tensor:
-        if not isinstance(output, DTensor) or output.placements != (layout,):
-            found = output.placements if isinstance(output, DTensor) else type(output).__name__
-            raise PreflightError(
-                f"a tensor-parallel part of the model returned {found}, but what crosses the "
-                f"stages must be a DTensor placed {layout} on the mesh tp, as blocks of "
-                "torchtitan's own models return; give the model's last block such an output"
-            )
-        return output.to_local()
-
-    if receives:
-        part.register_forward_pre_hook(received)
-    if sends:
-        part.register_forward_hook(sent)
 
 
 class TitanSchedule:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe import Schedule
+    from optpipe.runtime.overlap import PairedPass
     from optpipe.schedule import Action
 
 LAYERS = 8
@@ -38,6 +39,7 @@ class Job:
     tensor: int = 1
     experts: bool = False
     distributed: bool = False
+    pairs: bool = False
     width: int = 16
     length: int = LENGTH
 
@@ -54,6 +56,7 @@ class Compared:
     offloaded_bytes: int
     deferred_bytes: int
     restored: bool
+    num_pairs: int
 
 
 @dataclass
@@ -70,7 +73,15 @@ def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         wanted, _ = _train(get_forward_backward_func(), job)
-        ours = forward_backward_func(schedule, min_offload_bytes=1)
+        pairs: list[PairedPass] = []
+
+        def backward_first(forward: PairedPass, backward: PairedPass) -> None:
+            backward.run()
+            forward.run()
+            pairs.append(forward)
+
+        overlap = backward_first if job.pairs else None
+        ours = forward_backward_func(schedule, min_offload_bytes=1, overlap=overlap)
         found, models = _train(ours, job)
         assert ours.runner is not None
         offloaded, deferred = ours.runner.offloaded_bytes, sum(ours.runner.deferred_bytes.values())
@@ -87,6 +98,7 @@ def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
         offloaded,
         deferred,
         restored,
+        len(pairs),
     )
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import pytest
 
 from optpipe.errors import MissingExtraError
 from optpipe.measurements import MegatronRun, read_megatron
+from optpipe.problem import LicensedPair
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.trainers.megatron import _Items, forward_backward_func
-from optpipe.schedule import ActionType
+from optpipe.schedule import ActionType, parse_cell
 from tests.runtime import schedules
 from tests.runtime.trainers import megatron_cases
-from tests.runtime.trainers.megatron_cases import LAYERS, MICROBATCHES, Job
+from tests.runtime.trainers.megatron_cases import LAYERS, MICROBATCHES, STEPS, Job
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Programs
 
 LOOP = (0, 1, 0, 1)
 PAIR = (0, 1)
@@ -56,7 +61,24 @@ CASES = {
         PAIR,
         lambda problem: schedules.random_programs(problem, 3, offload=0.4, in_order=True),
     ),
+    "pp 2 x dp 2, experts, in pairs that a function of the user's runs": (
+        Job(2, experts=True, pairs=True),
+        PAIR,
+        lambda problem: _in_pairs(MICROBATCHES),
+    ),
 }
+
+
+def _in_pairs(num_microbatches: int) -> Programs:
+    """Two ranks: 1F1B with one forward more before it alternates, then in pairs."""
+    programs = []
+    for rank, ahead in enumerate((2, 1)):
+        rest = range(ahead, num_microbatches)
+        text = [f"{rank}F{j}" for j in range(ahead)]
+        text += [f"({rank}F{j};{rank}B{j - ahead})OVERLAP_F_B" for j in rest]
+        text += [f"{rank}B{j}" for j in range(num_microbatches - ahead, num_microbatches)]
+        programs.append(tuple(one for cell in text for one in parse_cell(cell)))
+    return tuple(programs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,6 +86,9 @@ def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
     """Three optimizer steps and an evaluation; tied embeddings are reduced by Megatron."""
     job, placement, make = CASES[name]
     problem = schedules.make_problem(placement, MICROBATCHES)
+    if job.pairs:
+        pairs = tuple(LicensedPair(forward=s, backward=s, hidden_ms=0.5) for s in (0, 1))
+        problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
     programs = make(problem)
     schedule = schedules.make_schedule(problem, programs)
     kinds = {action.type for program in programs for action in program}
@@ -78,6 +103,8 @@ def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
         assert (found.offloaded_bytes > 0) == (ActionType.OFFLOAD in kinds)
         assert (found.deferred_bytes > 0) == (ActionType.BACKWARD_WEIGHT in kinds)
         assert found.restored
+        num_pairs = STEPS * sum(action.paired for action in programs[rank // (4 // job.pipeline)])
+        assert found.num_pairs == num_pairs
     # With four experts: norms, two products of the attention, the router, two of each expert.
     per_layer = 4 + 2 + 1 + 4 * 2 if job.experts else 12
     expected = 4 // job.pipeline * (LAYERS * per_layer + 2 + 2 + 1) * megatron_cases.STEPS

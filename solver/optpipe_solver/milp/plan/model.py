@@ -9,7 +9,8 @@ Its bound is one of every cut and every choice of modes for this pattern (see `p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, log
+from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,6 +70,12 @@ _SLOWEST = 4
 
 _START = 0.3
 """Share of the time for starts, when there is one."""
+
+_FIRST = 0.2
+"""Share of the time in which integers may prove all, before the best choice is walked from."""
+
+_WALK, _HEAT = 0.7, 1.5e-3
+"""Share of the time for a random walk, and how much longer, as a share, a choice may be there."""
 
 _SLOWER = 1e4
 """What makes a device so slow that the longest path leaves it for nothing else."""
@@ -244,6 +251,24 @@ class _PatternSearch:
         if self.best is None or length_ms < self.best[0]:
             self.best = length_ms, choice
 
+    def _walk(self, length_ms: float, choice: PlanChoice) -> None:
+        """Anneal the best choice: a layer elsewhere, other modes of the stages that it concerns.
+
+        With several stages per device dozens of paths are longest together, and no single step
+        from a climb's end is shorter.
+        """
+        self.turn = turn = self.stop.turn(_WALK)
+        random, heat_ms = Random(turn.seed), _HEAT * length_ms  # noqa: S311
+        best = length_ms, choice
+        while not turn.is_over():
+            heat = heat_ms * (turn.left / turn.limit) ** 2
+            near = _random_neighbour(choice, self.tables, random)
+            near_ms = self._length_ms(near)
+            if near_ms <= length_ms - heat * log(1.0 - random.random()) and self._fits(near):
+                length_ms, choice = near_ms, near
+                best = min(best, (near_ms, near))
+        self.best = best
+
     def _slowest(self, choice: PlanChoice) -> set[int]:
         """Return the stages that the longest path owes most to."""
         durations = durations_of(self.tables, choice)
@@ -318,21 +343,32 @@ class _PatternSearch:
     def run(self) -> None:
         """Add rows at the root, then solve and add until nothing is broken or time is over."""
         self._cut_root()
-        self.turn = self.stop
+        if self._is_ended(self.stop.turn(_FIRST)):
+            return
+        if self.has_chunks and self.best is not None:
+            self._walk(*self.best)
+        self._is_ended(self.stop)
+
+    def _is_ended(self, stop: Stop) -> bool:
+        """Solve and add rows; return whether nothing is left to do, not whether time is over."""
+        self.turn = stop
         for _ in range(_MOST_ROUNDS):
-            if self.stop.is_over() or self._is_proven:
-                return
-            outcome = self.rows.solve(self.stop, integer=True, gap=_LEAST_GAP)
+            if self._is_proven:
+                return True
+            if stop.is_over():
+                return False
+            outcome = self.rows.solve(stop, integer=True, gap=_LEAST_GAP)
             if outcome.status is MilpStatus.INFEASIBLE:
                 self.bound_ms = inf if self.best is None else self.best[0]
-                return
+                return True
             self.bound_ms = max(self.bound_ms, outcome.bound or 0.0)
             if outcome.values is None:
-                return
+                return False
             broken = self._add_broken(outcome.values)
             self._consider(outcome.values)
             if not broken:
-                return
+                return outcome.status is MilpStatus.OPTIMAL
+        return False
 
     def _cut_root(self) -> None:
         recent = [-inf] * _PATIENCE
@@ -455,6 +491,20 @@ def _neighbours(choice: PlanChoice, tables: PlanTables, stages: set[int]) -> Ite
                 sizes[s] -= 1
                 sizes[taker] += 1
                 yield choice._replace(sizes=tuple(sizes))
+
+
+def _random_neighbour(choice: PlanChoice, tables: PlanTables, random: Random) -> PlanChoice:
+    """Move a layer between two stages, or change the mode of one or both, or all of that."""
+    sizes, modes = list(choice.sizes), list(choice.modes)
+    giver, taker = random.sample(range(len(sizes)), 2)
+    if sizes[giver] > 1 and random.random() < 0.6:
+        sizes[giver] -= 1
+        sizes[taker] += 1
+    for s in (giver, taker):
+        k = random.randrange(len(tables.names))
+        if random.random() < 0.3 and tables.may_use(s, k):
+            modes[s] = k
+    return PlanChoice(tuple(sizes), tuple(modes))
 
 
 def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Programs:
