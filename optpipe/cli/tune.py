@@ -66,6 +66,7 @@ _GIB = 2.0**30
 _SHOWN_ROWS = 11
 _LEAST_WIDTH = 120
 _DEGREES = ("tp", "cp", "pp", "chunks", "ep", "etp", "dp", "micro_batch", "zero")
+_FIXABLE = (*_DEGREES, "pairs", "slices")
 
 
 def tune(
@@ -106,7 +107,7 @@ def tune(
     fix: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=N", help=f"What is not searched; several: {', '.join(_DEGREES)}."
+            metavar="NAME=N", help=f"What is not searched; several: {', '.join(_FIXABLE)}."
         ),
     ] = None,
     precision: PrecisionOption = "bf16",
@@ -196,7 +197,7 @@ def tune(
                 global_batch=global_batch,
                 training=common,
                 framework=cast("Framework", framework),
-                fixed=_numbers("--fix", ",".join(fix or [])),
+                fixed=_numbers("--fix", ",".join(fix or []), _FIXABLE),
                 memory_bytes=memory_of(memory_gb),
                 headroom=headroom,
             )
@@ -237,15 +238,15 @@ def tune(
 # --- What is run today.
 
 
-def _numbers(option: str, text: str) -> dict[str, Any]:
+def _numbers(option: str, text: str, names: tuple[str, ...] = _DEGREES) -> dict[str, Any]:
     """Return ``tp=4,pp=8`` as numbers by name."""
     found: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, number = part.partition("=")
         name = name.strip().replace("-", "_")
-        if name not in _DEGREES or not (number.isascii() and number.strip().isdigit()):
+        if name not in names or not (number.isascii() and number.strip().isdigit()):
             raise InputError(
-                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(_DEGREES)}; "
+                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(names)}; "
                 "correct it"
             )
         found[name] = int(number)

@@ -31,6 +31,7 @@ from optpipe.presets import (
 from optpipe.presets.step import in_flight
 from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
+from optpipe_solver import solve
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import RowByRow
 from optpipe_solver.milp.plan.pattern import (
@@ -151,6 +152,37 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert counts.total == len(best_of)
     assert counts.do_not_fit <= sum(ms == inf for ms in best_of.values())
     assert counts.total == counts.do_not_fit + counts.excluded + counts.solved + counts.open
+
+
+def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
+    """On two ranks, four sequences: no cut of any number of slices, and no search, beats bounds."""
+    fixed = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, "micro_batch": 1, "chunks": 1}
+    training = Training(sequence=32_768, cuda_graphs=True)
+    question = asked(framework="any", num_gpus=2, global_batch=4, training=training, fixed=fixed)
+    best_of = exhaustively(question)
+    searched = 0
+    for one, fastest_ms in best_of.items():
+        table = LayerTable(question, one.training, one.pp, slices=one.slices)
+        bound_ms = table.packed_ms(one)
+        assert table.quick_ms(one) <= bound_ms <= fastest_ms * (1 + 1e-6), one
+        if one.slices > 1 and not one.training.recompute:
+            made = judge_of(question, one)
+            row = made.by_families(made.sizes("balanced"))
+            assert row is not None
+            found = solve(row.problem, work_limit=0.5, time_limit_s=30).schedule
+            assert found is not None
+            assert found.objective_ms + table.after_ms >= bound_ms * (1 - 1e-6), one
+            searched += 1
+    assert searched == 4
+    result = tune(question, time_limit_s=30, gap=0.0)
+    assert result.best is not None
+    assert result.gap is not None
+    whole_ms = min(ms for one, ms in best_of.items() if one.slices == 1)
+    assert result.best.step_ms == pytest.approx(min(best_of.values()))
+    assert result.best.step_ms < whole_ms
+    assert result.best.label.endswith("slices 4")
+    assert result.best.method == "seq1f1b"
+    assert result.bound_ms <= result.best.step_ms
 
 
 @given(
