@@ -293,8 +293,8 @@ def read_row(
         chunks=chunks,
         num_microbatches=row["num_microbatches"],
         placement=found[0] if found else places[0],
-        pairs=row["pairs"],
-        slices=row["slices"],
+        pairs=row.get("pairs", False),
+        slices=row.get("slices", 1),
     )
     return TuneRow(
         configuration=Configuration(
