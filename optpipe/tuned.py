@@ -225,8 +225,8 @@ class Tuned(WireModel):
     compared with published runs. A device has ``memory_bytes``, of which answers fill
     ``usable_bytes`` at most (of several kinds the smallest's). ``stopped_by``, null while it goes
     on: ``optimal``; ``gap``, as small as was asked; ``time_limit``, ``work_limit`` or
-    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster. ``left_out``
-    says what is not searched, and why.
+    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster. ``notes``
+    say what is not searched though it might be faster, and what the best rests on.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
@@ -244,4 +244,4 @@ class Tuned(WireModel):
     pareto: tuple[TunedRow, ...]
     stopped_by: str | None = None
     seconds: float
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

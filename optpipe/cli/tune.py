@@ -306,7 +306,7 @@ def _show(console: Console, result: TuneResult, today: Configuration | None) -> 
     console.print(_pareto(result))
     console.print()
     console.print(f"{result.certificate} ({_ended(result)}).", markup=False)
-    for sentence in result.as_json()["left_out"]:
+    for sentence in result.notes:
         console.print(f"{sentence}.", markup=False)
 
 

@@ -103,7 +103,7 @@ export class Tuned {
           partsKey())),
       el("p", { class: "hint", id: "certificate" },
         `${result.certificate[0].toUpperCase()}${result.certificate.slice(1)}.`),
-      ...(result.left_out ?? []).map((said) =>
+      ...(result.notes ?? []).map((said) =>
         el("p", { class: "hint" }, `${said[0].toUpperCase()}${said.slice(1)}.`)),
       this.acts(chosen));
     if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();

@@ -184,6 +184,17 @@ class TuneResult:
             f"{self.gap:.1%} faster"
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not searched though it might be faster, and what the best rests on."""
+        found = left_out(self.question)
+        if self.best is not None and self.best.configuration.pipeline.pairs:
+            found += (
+                "its pairs hide what an interleaving at full speed would, which is the most they "
+                "can: compare with a measured step before you count on the gain",
+            )
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """Return everything but problems and programs as JSON values."""
         return {
@@ -193,7 +204,7 @@ class TuneResult:
             "gain": self.gain,
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
-            "left_out": list(left_out(self.question)),
+            "notes": list(self.notes),
             "memory_bytes": self.question.whole_bytes,
             "usable_bytes": self.question.usable_bytes,
             "current": None if self.current is None else self.current.as_json(),

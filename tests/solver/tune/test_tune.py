@@ -148,6 +148,8 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert (
         fastest_ms * (1 - 1e-6) <= result.best.step_ms <= fastest_ms / (1 - result.gap) * 1.000001
     )
+    assert bool(result.notes) == result.best.configuration.pipeline.pairs
+    assert {one.pairs for one in best_of} == {False, question.shape.experts is not None}
     counts = result.counts
     assert counts.total == len(best_of)
     assert counts.do_not_fit <= sum(ms == inf for ms in best_of.values())
@@ -183,6 +185,9 @@ def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
     assert result.best.label.endswith("slices 4")
     assert result.best.method == "seq1f1b"
     assert result.bound_ms <= result.best.step_ms
+    assert result.notes == ()
+    said = tune(replace(question, framework="megatron"), time_limit_s=1).notes
+    assert [one.partition(":")[0] for one in said] == ["slices of sequences are not searched"]
 
 
 @given(
