@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@few(6)
+@few(3)
 @given(
     width=st.integers(1, 9), inner=st.integers(1, 9), samples=st.integers(1, 9), state=st.just(2)
 )
