@@ -276,10 +276,10 @@ def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]
             or shape.mtp > 1
             or (shape.mtp == 1 and cut.pp == 1)
         ),
-        f"ep_overlap or pairs with ep = {training.ep}, pp = {cut.pp}, {cut.chunks} chunks, "
-        f"{shape.mtp} MTP layers and recompute {sorted(training.recompute)}: Megatron-Core needs "
-        "ep > 1, several chunks where pp > 1, at most one MTP layer (with pp > 1), bf16 or fp16 "
-        "and no full recomputation; change these or switch it off",
+        f"{'pairs' if cut.pairs else 'ep_overlap'} with ep = {training.ep}, pp = {cut.pp}, "
+        f"{cut.chunks} chunks, {shape.mtp} MTP layers and recompute {sorted(training.recompute)}: "
+        "Megatron-Core needs ep > 1, several chunks where pp > 1, at most one MTP layer (with "
+        "pp > 1), bf16 or fp16 and no full recomputation; change these or switch it off",
     )
 
 

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.torch_names import (
@@ -249,8 +250,9 @@ class Passes:
 # torch's own I and W walk the autograd graph twice and are wrong or slow in several cases (outputs
 # that are views, parameters used twice, inputs without requires_grad, checkpointing). Here I is one
 # ordinary backward in which every `SplitLinear` keeps its input and output gradient instead of
-# making the weight gradient; W makes them. Whatever is not a plain ``nn.Linear`` does its full
-# work in I, which is slower to split but never wrong.
+# making the weight gradient; W makes them. So do experts whose products are grouped. Whatever is
+# neither, nor a plain ``nn.Linear``, does its full work in I, which is slower to split but never
+# wrong.
 
 
 class Deferral(Protocol):
@@ -341,14 +343,20 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     """Turn every plain ``nn.Linear`` of a module into a `SplitLinear`, in place; return how many.
 
     The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses
-    and parametrised layers are left alone.
+    and parametrised layers are left alone. Experts with grouped products become `SplitExperts`.
     """
     layers = _linears(module)
     for layer in layers:
         layer.__class__ = _split_class_of(type(layer)) or type(layer)
         cast("SplitLinear", layer).gradients = gradients
         _split_layers.add(cast("SplitLinear", layer))
-    return len(layers)
+    experts = [one for one in module.modules() if _grouped_weights(one)]
+    for one in experts:
+        if not isinstance(one, SplitExperts):
+            kind = type(one)
+            one.__class__ = type(f"Split{kind.__name__}", (SplitExperts, kind), {})
+        cast("SplitExperts", one).gradients = gradients
+    return len(layers) + len(experts)
 
 
 def unsplit_linears(module: nn.Module) -> None:
@@ -359,6 +367,10 @@ def unsplit_linears(module: nn.Module) -> None:
             cast("nn.Linear", layer).__class__ = plain[type(layer)]
             _split_layers.discard(layer)
             del layer.__dict__["gradients"]
+    for one in module.modules():
+        if isinstance(one, SplitExperts):
+            one.__class__ = type(one).__bases__[1]
+            del one.__dict__["gradients"]
 
 
 def deferred_bytes(module: nn.Module) -> int:
@@ -376,6 +388,8 @@ def deferred_bytes(module: nn.Module) -> int:
         if parameter.requires_grad
     }
     for part in module.modules():
+        if part not in compiled:
+            waiting |= {weight: weight.nbytes for weight in _grouped_weights(part)}
         # Layers of frameworks, which optpipe.runtime.trainers has split.
         for parameter in getattr(part, "split_parameters", ()):
             waiting[parameter] = parameter.nbytes
@@ -519,11 +533,132 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-# --- The same under torch.compile. What a compiled backward returns is settled when it is traced,
-# with I and B alike. So it returns no weight gradients, and calls an operator with an effect, which
-# the compiler neither drops nor looks into, and which asks at run time: in an I it defers, else it
-# adds to ``.grad``. To autograd the parameters are there, without a gradient: DDP hears of them.
-# Tensors are copied, because the compiler reuses their memory.
+# --- Experts whose products are grouped: one call for all experts, weights of (experts, ., .).
+
+
+class SplitExperts(nn.Module):
+    """A module of experts that can put the gradients of its stacked weights aside."""
+
+    gradients: WeightGradients
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the experts as their own class does."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with _GroupedProducts(_grouped_weights(self), self.gradients):
+            return super().forward(*args, **kwargs)
+
+
+def _grouped_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a module of experts that enter grouped products as they are.
+
+    Of transformers' experts with ``experts_implementation="grouped_mm"``, and of torchtitan's in
+    bf16: it casts others, and their gradients go through the cast.
+    """
+    if getattr(getattr(module, "config", None), "_experts_implementation", "") != "grouped_mm":
+        seam = getattr(type(module), "_grouped_mm", None)
+        if seam is None or not seam.__module__.startswith("torchtitan.models."):
+            return []
+        return [one for one in _stacked_weights(module) if one.dtype == torch.bfloat16]
+    return _stacked_weights(module)
+
+
+def _stacked_weights(module: nn.Module) -> list[nn.Parameter]:
+    own = module.parameters(recurse=False)
+    return [one for one in own if one.dim() == _STACKED and type(one) is nn.Parameter
+            and _can_defer(one)]  # fmt: skip
+
+
+_STACKED = 3
+_GROUPED = (torch._grouped_mm, functional.grouped_mm)  # noqa: SLF001 - torchtitan's, transformers'
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """Makes grouped products with some weights ask `WeightGradients`."""
+
+    def __init__(self, weights: list[nn.Parameter], gradients: WeightGradients) -> None:
+        super().__init__()
+        self._weights = weights
+        self._gradients = gradients
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        given = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        if func in _GROUPED and set(given) == {"offs"}:
+            layer_input, factor = args
+            for weight in self._weights:
+                if factor is weight or factor._base is weight:  # noqa: SLF001 - what it views
+                    return _GroupedFunction.apply(  # type: ignore[no-untyped-call]
+                        layer_input, factor, weight, given["offs"], self._gradients
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """Shapes (rows, in), (experts, in, out) -> (rows, out); ``ends`` of each expert's rows.
+
+    ``factor`` is the weight, or its transpose. Rows behind the last end are nobody's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layer_input: Tensor, factor: Tensor, *others: Any) -> Tensor:
+        ctx.save_for_backward(layer_input, factor)
+        ctx.weight, ctx.ends, ctx.sink = others
+        return torch._grouped_mm(layer_input, factor, offs=ctx.ends)  # noqa: SLF001
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        layer_input, factor = ctx.saved_tensors
+        rows = output_gradient.contiguous()
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            back = factor.transpose(-2, -1)
+            input_gradient = torch._grouped_mm(rows, back, offs=ctx.ends)  # noqa: SLF001
+        is_transposed = factor.stride() != ctx.weight.stride()
+        deferred = _GroupedDeferred(ctx.weight, is_transposed, layer_input.detach(), rows, ctx.ends)
+        if ctx.sink.collecting:
+            ctx.sink.deferred.append(deferred)
+            return input_gradient, None, None, None, None
+        made = deferred.gradient()
+        return (
+            input_gradient,
+            made.transpose(-2, -1) if is_transposed else made,
+            None,
+            None,
+            None,
+        )
+
+
+class _GroupedDeferred(NamedTuple):
+    """What the gradient of a weight of experts is made from."""
+
+    weight: nn.Parameter
+    is_transposed: bool
+    layer_input: Tensor
+    output_gradient: Tensor
+    ends: Tensor
+
+    def gradient(self) -> Tensor:
+        """Return it, as the weight lies."""
+        left, right = self.layer_input, self.output_gradient
+        if self.is_transposed:
+            left, right = right, left
+        return torch._grouped_mm(left.t(), right, offs=self.ends)  # noqa: SLF001
+
+    def make(self) -> None:
+        """Make it and add it to ``.grad``."""
+        with torch.no_grad():
+            _add_gradient(self.weight, self.gradient())
+
+
+# --- Linear layers under torch.compile. What a compiled backward returns is settled when it is
+# traced, with I and B alike. So it returns no weight gradients, and calls an operator with an
+# effect, which the compiler neither drops nor looks into, and which asks at run time: in an I it
+# defers, else it adds to ``.grad``. To autograd the parameters are there, without a gradient: DDP
+# hears of them. Tensors are copied, because the compiler reuses their memory.
 
 _split_layers: WeakSet[SplitLinear] = WeakSet()
 _layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictionary()

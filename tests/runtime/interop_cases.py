@@ -28,6 +28,7 @@ from examples.gpt_model import MixedPrecision, token_loss
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import make_stages, random_tokens
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
@@ -224,13 +225,21 @@ class SpreadStage(torch.nn.Module):
         return made.full_tensor() if isinstance(made, DTensor) else made
 
 
+_MANY = 32
+"""Samples of the micro-batch that is measured."""
+
+
 class Spread(NamedTuple):
-    """A rank's steps with DTensors between stages, and the elements of each tensor it sent."""
+    """A rank's steps with DTensors between stages, and the elements of each tensor it sent.
+
+    ``output_bytes`` are those measured of each stage, where DTensors are replicated.
+    """
 
     compared: Trained
     deferred_bytes: int
     offloaded_bytes: int
     sent: list[int]
+    output_bytes: list[int]
 
 
 def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -> Spread:
@@ -248,9 +257,23 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
     own = own_part(schedule.placement, modules, mesh["pipeline"].get_local_rank())
     for module in own.values():
         module.spread(mesh["tensor"], layout)  # type: ignore[operator]
-    runner = PipelineRunner(
-        own, schedule, small_loss, group=mesh["pipeline"].get_group(), min_offload_bytes=1
-    )
+    group = mesh["pipeline"].get_group()
+    output_bytes = []
+    if layout.is_replicate():
+        given, target = torch.randn(2, _MANY, 3, WIDTH, dtype=torch.float64)
+        profile = measure(
+            modules,
+            given,
+            loss_fn=small_loss,
+            target=target,
+            placement=schedule.placement,
+            effort=Effort(repeats=1, warmups=0),
+            group=group,
+            links=False,
+            memory_bytes=2**40,
+        )
+        output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
+    runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
     seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
     found, model = Trained(), _Chain(*wholes)
     watch_releases(runner.offloader, found)
@@ -272,7 +295,7 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
             found.losses_equal = found.losses_equal and equal
     found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
     runner.close()
-    return Spread(found, seen.bytes, runner.offloaded_bytes, sent)
+    return Spread(found, seen.bytes, runner.offloaded_bytes, sent, output_bytes)
 
 
 class _Chain(torch.nn.Sequential):

@@ -57,3 +57,6 @@ export function ago(iso, now = Date.now()) {
 /** A word for how a job or an item stands. */
 export const stateWord = (job) =>
   job.cancel_requested && job.state === "running" ? "cancelling" : job.state;
+
+/** A sentence of the service's as one by itself. */
+export const sentence = (said) => `${said[0].toUpperCase()}${said.slice(1)}.`;

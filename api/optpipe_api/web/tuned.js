@@ -3,7 +3,7 @@
 import { choiceField } from "./controls.js";
 import { button, el, later, save, table } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
-import { ms, share } from "./format.js";
+import { ms, sentence, share } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { address, go } from "./link.js";
 import { countsBar, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
@@ -101,10 +101,8 @@ export class Tuned {
             (row) => this.choose(row))),
         el("div", {}, el("h2", {}, "Memory of each pipeline rank"), el("div", { class: "pair" }, bars),
           partsKey())),
-      el("p", { class: "hint", id: "certificate" },
-        `${result.certificate[0].toUpperCase()}${result.certificate.slice(1)}.`),
-      ...(result.notes ?? []).map((said) =>
-        el("p", { class: "hint" }, `${said[0].toUpperCase()}${said.slice(1)}.`)),
+      el("p", { class: "hint", id: "certificate" }, sentence(result.certificate)),
+      ...(result.notes ?? []).map((said) => el("p", { class: "hint" }, sentence(said))),
       this.acts(chosen));
     if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -40,7 +40,7 @@ from optpipe.runtime.measuring.times import (
 from optpipe.runtime.messages import boundary_room
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
 from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
-from optpipe.runtime.preflight import as_tensors
+from optpipe.runtime.preflight import as_tensors, meshes_of
 from optpipe.schedule import ActionType
 from optpipe.stage import Mode
 from optpipe.units import format_bytes
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from optpipe.measurements import Transfer
     from optpipe.problem import Problem
     from optpipe.runtime.measuring.times import Clock
+    from optpipe.runtime.messages import Layout
 
 __all__ = ["Effort", "Profile", "StageResult", "measure"]
 
@@ -159,13 +160,16 @@ def measure(
     homes = _checked(placement, len(stages), ranks.size)
     ranks.check_devices(1 + max(homes))
     clock = clock if clock is not None else clock_for(device)
-    flowing, results = as_tensors(sample, "the sample"), []
+    flowing: tuple[_Crossing, ...] = tuple(
+        (None, tensor) for tensor in as_tensors(sample, "the sample")
+    )
+    results = []
     for index, (module, home) in enumerate(zip(stages, homes, strict=True)):
         is_last = index == len(stages) - 1
         stage = StageUnderTest(
             index=index,
             module=module,
-            inputs=flowing,
+            inputs=(),
             gradients=WeightGradients(),
             loss=(loss_fn or _sum) if is_last else None,
             target=target if is_last else None,
@@ -175,10 +179,11 @@ def measure(
             partial(
                 _measure_stage,
                 stage,
+                flowing,
                 device,
                 clock,
                 effort,
-                min_offload_bytes,
+                min_bytes=min_offload_bytes,
                 modes=modes,
                 recompute=recompute,
             ),
@@ -220,20 +225,30 @@ def _checked(
     return homes
 
 
+_Crossing: TypeAlias = "tuple[Layout | None, Tensor]"
+"""What crosses a boundary: of a DTensor the shard, and how all of it lies."""
+
+
 def _measure_stage(
     stage: StageUnderTest,
+    received: Sequence[_Crossing],
     device: torch.device,
     clock: Clock,
     effort: Effort,
-    min_bytes: int,
     *,
+    min_bytes: int,
     modes: int,
     recompute: bool,
-) -> tuple[StageResult, tuple[Tensor, ...]]:
+) -> tuple[StageResult, tuple[_Crossing, ...]]:
     """Return a stage's numbers and, on the CPU, what it sends on; the module is left as it was."""
     split_linears(stage.module, stage.gradients)
     target = None if stage.target is None else stage.target.to(device)
-    inputs = tuple(tensor.to(device) for tensor in stage.inputs)
+    meshes = meshes_of(stage.index, {stage.index: stage.module}, None)
+    shards = [shard.to(device) for _, shard in received]
+    inputs = tuple(
+        shard if layout is None else layout.whole(shard, layout.mesh_among(meshes))
+        for (layout, _), shard in zip(received, shards, strict=True)
+    )
     stage = replace(stage, inputs=inputs, target=target)
     with _moved_to(stage.module, device), undisturbed(stage.module, device):
         footprint = measure_footprint(stage, min_bytes)
@@ -271,9 +286,10 @@ def _measure_stage(
                 min_offload_bytes=min_bytes,
                 recompute=recompute,
             )
-        outputs = stage.forward(stage.receive()).outputs
+        sent = stage.forward(stage.receive())
     result = StageResult(footprint, memory, durations, bandwidths, waiting, menu)
-    return result, tuple(output.detach().cpu() for output in outputs)
+    shards = [shard.detach().cpu() for shard in sent.outputs]
+    return result, tuple(zip(sent.layouts, shards, strict=True))
 
 
 @contextmanager

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.messages import layout_of, shard_of
 from optpipe.runtime.preflight import as_tensors, describe, untouched
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from optpipe.runtime.messages import Layout
     from optpipe.runtime.offload import Copies, Fence
     from optpipe.runtime.passes import WeightGradients
 
@@ -40,10 +42,14 @@ __all__ = [
 
 
 class ForwardResult(NamedTuple):
-    """What a forward leaves: what is sent on, and what the backward starts from."""
+    """What a forward leaves: what is sent on, and what the backward starts from.
+
+    Of DTensors the shards, and how they lie.
+    """
 
     outputs: tuple[Tensor, ...]
     roots: tuple[Tensor, ...]
+    layouts: tuple[Layout | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +93,14 @@ class StageUnderTest:
             torch.clear_autocast_cache()
             if self.loss is not None:
                 return ForwardResult((), (self.loss(output, self.target),))
-            outputs = as_tensors(output, f"the output of stage {self.index}")
-            return ForwardResult(outputs, tuple(out for out in outputs if out.requires_grad))
+            what = f"the output of stage {self.index}"
+            whole = as_tensors(output, what)
+            outputs = tuple(map(shard_of, whole))
+            return ForwardResult(
+                outputs,
+                tuple(out for out in outputs if out.requires_grad),
+                tuple(layout_of(out, what) for out in whole),
+            )
         except Exception as error:
             sizes = [tuple(tensor.size()) for tensor in received]
             raise PreflightError(

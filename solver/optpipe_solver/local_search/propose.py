@@ -55,16 +55,14 @@ class SearchRules(NamedTuple):
 def rules_of(compiled: CompiledProblem) -> SearchRules:
     """Return the rules of a problem."""
     problem, times = compiled.problem, compiled.times
+    by_cost = [problem.alike(cost) for cost in range(problem.num_costs)]
     return SearchRules(
         by_span=problem.objective == "span",
         incremental=can_propagate(times),
         has_sync=bool((times.grad_sync > 0).any()),
         hosts_limited=any(host.memory_bytes is not None for host in problem.hosts),
         fused=np.array(
-            [
-                any(fusing_may_pay(problem.alike(cost), s) for cost in range(problem.num_costs))
-                for s in range(len(problem.stages))
-            ]
+            [any(fusing_may_pay(alike, s) for alike in by_cost) for s in range(len(problem.stages))]
         ),
         tails=least_tails(problem.least),
         mean_pass_ms=_mean_pass_ms(compiled),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from optpipe.runtime import PipelineRunner
+from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.trainers.huggingface import build_stages, loss_of
 
@@ -60,6 +61,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {**_MIXTURE, "head_dim": 8},
 }
+GROUPED = {"qwen3_moe, grouped": "qwen3_moe"}
 KINDS = ("gpt2", *sorted(set(_OWN) - {"gemma"}))
 
 
@@ -71,9 +73,10 @@ def small_config(kind: str) -> Any:
 
         if kind == "gpt2":
             return AutoConfig.for_model(kind, **_GPT2)
-        config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind]})
+        name = GROUPED.get(kind, kind)
+        config = AutoConfig.for_model(name, **{**_SIZES, **_OWN[name]})
         # Grouped products know no double precision.
-        config._experts_implementation = "eager"
+        config._experts_implementation = "grouped_mm" if kind in GROUPED else "eager"
         return config
 
 
@@ -95,11 +98,16 @@ class TrainedModel(NamedTuple):
     held: int
     offloaded_bytes: int
     deferred_bytes: int
+    num_stacked: int
+    """Gradients of experts' stacked weights that W's made."""
 
 
 def train_transformer(kind: str, schedule: Schedule) -> TrainedModel:
-    """Train three steps with masks; each rank builds its own stages only."""
-    torch.set_default_dtype(torch.float64)
+    """Train three steps with masks; each rank builds its own stages only.
+
+    In double precision, but for grouped products.
+    """
+    torch.set_default_dtype(torch.float32 if kind in GROUPED else torch.float64)
     try:
         return _train(kind, schedule)
     finally:
@@ -120,9 +128,17 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     if stages.ties:
         _copy_ties(whole)
     losses: float | None = 0.0 if runner.holds_last else None
+    made: list[Tensor] = []
+    add_gradient = passes._add_gradient
+
+    def noted(parameter: Tensor, gradient: Tensor) -> None:
+        made.append(parameter)
+        add_gradient(parameter, gradient)
+
     for step in range(STEPS):
         tokens, mask, labels = padded(3 * count, step)
-        found = runner.step(tokens, target=labels, attention_mask=mask)
+        with mock.patch.object(passes, "_add_gradient", noted):
+            found = runner.step(tokens, target=labels, attention_mask=mask)
         for j in range(count):
             state = tokens.chunk(count)[j]
             for stage in whole:
@@ -150,6 +166,7 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
         held,
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
+        sum(parameter.dim() == 3 for parameter in made),
     )
 
 
