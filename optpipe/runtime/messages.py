@@ -29,7 +29,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from optpipe.runtime.errors import PreflightError
-from optpipe.runtime.torch_names import alias_no_view, slices_of_mesh
+from optpipe.runtime.torch_names import alias_no_view, dtensor_of, slices_of_mesh
 from optpipe.schedule import Action, Pass, input_of, pass_of
 
 if TYPE_CHECKING:
@@ -490,9 +490,7 @@ class Layout(NamedTuple):
 
     def whole(self, shard: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the DTensor of which this rank has received its shard."""
-        return DTensor.from_local(
-            shard, mesh, self.placements, run_check=False, shape=self.size, stride=self.stride
-        )
+        return dtensor_of(shard, mesh, self.placements, self.size, self.stride)
 
 
 def _place_in(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -32,7 +32,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime.errors import OffloadError
-from optpipe.runtime.torch_names import parts_with_memory, storage_identity, untraced, viewed
+from optpipe.runtime.torch_names import (
+    dtensor_of,
+    parts_with_memory,
+    storage_identity,
+    untraced,
+    viewed,
+)
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -428,11 +434,10 @@ class SavedActivations:
         if type(packed) is not _View:
             return tensor.detach()
         whole = partial(
-            DTensor.from_local,
-            device_mesh=tensor.device_mesh,
+            dtensor_of,
+            mesh=tensor.device_mesh,
             placements=tensor.placements,
-            run_check=False,
-            shape=tensor.size(),
+            size=tensor.size(),
             stride=tensor.stride(),
         )
         return _Shard(packed, whole)

@@ -20,6 +20,7 @@ from optpipe.runtime.torch_names import (
     effect,
     has_gradient_hooks,
     is_compiled,
+    is_grouped_product,
     parts_with_memory,
     sharded_in_forward,
 )
@@ -570,7 +571,7 @@ def _stacked_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 _STACKED = 3
-_GROUPED = (torch._grouped_mm, functional.grouped_mm)  # noqa: SLF001 - torchtitan's, transformers'
+"""Dimensions of a weight: experts, and those of each one's matrix."""
 
 
 class _GroupedProducts(TorchFunctionMode):
@@ -586,7 +587,7 @@ class _GroupedProducts(TorchFunctionMode):
     ) -> Any:
         del types
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
-        if func in _GROUPED and set(given) == {"offs"}:
+        if is_grouped_product(func) and set(given) == {"offs"}:
             layer_input, factor = args
             for weight in self._weights:
                 if factor is weight or factor._base is weight:  # noqa: SLF001 - what it views
@@ -606,7 +607,7 @@ class _GroupedFunction(torch.autograd.Function):
     def forward(ctx: Any, layer_input: Tensor, factor: Tensor, *others: Any) -> Tensor:
         ctx.save_for_backward(layer_input, factor)
         ctx.weight, ctx.ends, ctx.sink = others
-        return torch._grouped_mm(layer_input, factor, offs=ctx.ends)  # noqa: SLF001
+        return functional.grouped_mm(layer_input, factor, offs=ctx.ends)
 
     @staticmethod
     @once_differentiable
@@ -616,20 +617,15 @@ class _GroupedFunction(torch.autograd.Function):
         input_gradient = None
         if ctx.needs_input_grad[0]:
             back = factor.transpose(-2, -1)
-            input_gradient = torch._grouped_mm(rows, back, offs=ctx.ends)  # noqa: SLF001
+            input_gradient = functional.grouped_mm(rows, back, offs=ctx.ends)
         is_transposed = factor.stride() != ctx.weight.stride()
         deferred = _GroupedDeferred(ctx.weight, is_transposed, layer_input.detach(), rows, ctx.ends)
         if ctx.sink.collecting:
             ctx.sink.deferred.append(deferred)
             return input_gradient, None, None, None, None
         made = deferred.gradient()
-        return (
-            input_gradient,
-            made.transpose(-2, -1) if is_transposed else made,
-            None,
-            None,
-            None,
-        )
+        made = made.transpose(-2, -1) if is_transposed else made
+        return input_gradient, made, None, None, None
 
 
 class _GroupedDeferred(NamedTuple):
@@ -646,7 +642,7 @@ class _GroupedDeferred(NamedTuple):
         left, right = self.layer_input, self.output_gradient
         if self.is_transposed:
             left, right = right, left
-        return torch._grouped_mm(left.t(), right, offs=self.ends)  # noqa: SLF001
+        return functional.grouped_mm(left.t(), right, offs=self.ends)
 
     def make(self) -> None:
         """Make it and add it to ``.grad``."""

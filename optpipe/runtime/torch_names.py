@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
+    from torch.distributed.tensor.placement_types import Placement
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "buffers_of",
     "check_torch",
     "default_store",
+    "dtensor_of",
     "effect",
     "fsdp_parts",
     "further_connection",
@@ -49,6 +51,7 @@ __all__ = [
     "group_of_messages",
     "has_gradient_hooks",
     "is_compiled",
+    "is_grouped_product",
     "is_profiled",
     "parts_with_memory",
     "reduce_by_ddp",
@@ -223,6 +226,25 @@ def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
         # Since 2.13 a DTensor names its mesh, too.
         if isinstance(part, torch.Tensor):
             yield from parts_with_memory(part)
+
+
+def dtensor_of(
+    shard: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    size: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """Return the DTensor of this size and stride, in elements, of which a rank has its shard."""
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def is_grouped_product(function: object) -> bool:
+    """Whether a torch function is the product of groups of rows with a matrix each.
+
+    ``functional.grouped_mm`` calls it, and torchtitan by itself.
+    """
+    return function is torch._grouped_mm  # noqa: SLF001
 
 
 def slices_of_mesh(mesh: DeviceMesh, dims: tuple[str, ...]) -> Iterator[DeviceMesh]:
