@@ -10,8 +10,8 @@ Exact, to the rounding of sums: with one stage per device the path is what `optp
 Where it is more: on a device with several stages a transfer that moves nothing still waits for its
 turn on the lane. What is not modelled is refused: half duplex, shared PCIe groups, spans.
 
-Of pairs the path is at least as short: the two passes are nodes of their own, which last what of a
-pass nothing hides, and F's message does not wait for the backward.
+A pair is its two passes, one after the other: it begins when both could, each lasts what of it
+nothing hides, and both results are handed on at its end.
 """
 
 from __future__ import annotations
@@ -378,31 +378,32 @@ class PatternGraph(NamedTuple):
 def _graph(pattern: Pattern) -> PatternGraph:
     """Number all that takes time, messages and reductions included, and link it to its causes."""
     builder = _GraphBuilder(pattern)
-    heads = [0] * len(pattern.programs)
-    waiting = sum(map(len, pattern.programs))
-    while waiting:
-        before = waiting
-        for device, program in enumerate(pattern.programs):
-            while heads[device] < len(program) and builder.is_ready(program[heads[device]]):
-                builder.add(device, program[heads[device]])
-                heads[device] += 1
-                waiting -= 1
-        if waiting == before:
+    waiting = [list(_steps(program)) for program in pattern.programs]
+    for program in waiting:
+        program.reverse()
+    while any(waiting):
+        before = sum(map(len, waiting))
+        for device, program in enumerate(waiting):
+            while program and all(map(builder.is_ready, program[-1])):
+                builder.add(device, program.pop())
+        if sum(map(len, waiting)) == before:
             raise ValueError(f"the programs of {pattern.name} wait for each other")
     return builder.finish()
+
+
+def _steps(program: Program) -> Iterator[Program]:
+    """Yield what begins together: the two passes of a pair, F first, and everything else alone."""
+    for action, following in zip(program, (*program[1:], None), strict=True):
+        if following is not None and following.paired:
+            yield (action, following) if action.type is _F else (following, action)
+        elif not action.paired:
+            yield (action,)
 
 
 class _GraphBuilder:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.placement = pattern.problem.placement
-        self.paired = {
-            one
-            for program in pattern.programs
-            for both in pairwise(program)
-            for one in both
-            if both[1].paired
-        }
         self.rows: list[tuple[int, int, int, int, float]] = []
         self.causes: list[list[tuple[int, float]]] = []
         num_devices = len(pattern.programs)
@@ -432,11 +433,14 @@ class _GraphBuilder:
         needed = input_of(action, len(self.placement))
         return needed is None or needed in self.left
 
-    def add(self, device: int, action: Action) -> None:
+    def add(self, device: int, step: Program) -> None:
+        """Add an action, or a pair, whose inputs are there."""
+        if len(step) > 1:
+            self._add_pair(device, step)
+            return
+        (action,) = step
         stage, kind, microbatch, *_ = action
         number = _KINDS.index(kind)
-        if action in self.paired:
-            number = PAIRED_FORWARD if kind is _F else PAIRED_BACK
         if kind.is_transfer:
             lane = (device, kind)
             causes = [(self.compute[device], 0.0), (self.lanes.get(lane, -1), 0.0)]
@@ -444,19 +448,33 @@ class _GraphBuilder:
                 device, number, stage, causes
             )
             return
-        causes = [(self.compute[device], 0.0)]
-        needed = input_of(action, len(self.placement))
-        if needed is not None:
-            causes.append(self.left[needed])
+        causes = self._causes(device, step)
         if kind is ActionType.RELEASE:
             causes.append((self.copies[ActionType.OFFLOAD, stage, microbatch], 0.0))
         elif kind.consumes_reload:
             causes.append((self.copies.get((ActionType.RELOAD, stage, microbatch), -1), 0.0))
-        made = self.compute[device] = self.node(
+        self.compute[device] = self.node(
             device, number, stage, causes, lasts=kind is not ActionType.RELEASE
         )
-        if kind in (_W, _B):
-            self.last[stage] = made
+        self._hand_on(device, action)
+
+    def _add_pair(self, device: int, step: Program) -> None:
+        for action, kind in zip(step, (PAIRED_FORWARD, PAIRED_BACK), strict=True):
+            causes = self._causes(device, step if kind == PAIRED_FORWARD else ())
+            self.compute[device] = self.node(device, kind, action.stage, causes)
+        for action in step:
+            self._hand_on(device, action)
+
+    def _causes(self, device: int, step: Program) -> list[tuple[int, float]]:
+        """Return the compute action before, and what actions get from other stages."""
+        needed = (input_of(action, len(self.placement)) for action in step)
+        return [(self.compute[device], 0.0), *(self.left[one] for one in needed if one is not None)]
+
+    def _hand_on(self, device: int, action: Action) -> None:
+        """Note that an action ends with the compute node before now, and send its output."""
+        made = self.compute[device]
+        if action.type in (_W, _B):
+            self.last[action.stage] = made
         sent = pass_of(action)
         if sent is not None:
             self.left[sent] = self._message(device, sent, made)
