@@ -12,7 +12,7 @@ head. So what hides is at most what is exchanged. Not modelled: that both slow e
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +32,8 @@ __all__ = [
     "check_can_hide",
     "layer_phases",
     "licensed_pairs",
+    "model_phases",
+    "most_hidden",
     "together_ms",
     "with_pairs",
 ]
@@ -178,6 +180,31 @@ def licensed_pairs(
     return tuple(pairs)
 
 
+def most_hidden(layers: Sequence[PassPhases]) -> list[tuple[float, float]]:
+    """Return the most ms that each layer's F, and its B, overlap with the other pass of a pair.
+
+    While one computes the other can only exchange, and as no phase is interrupted, once: something
+    is computed between two exchanges of a pass. So a phase that computes overlaps with at most the
+    longest exchange of the other pass, and one that exchanges with at most all of itself. What a
+    pair hides is at most the sum over the layers of its F, and the sum over those of its B.
+    """
+    longest_forward = _longest_exchange(phase for one in layers for phase in one.forward)
+    longest_back = _longest_exchange(phase for one in reversed(layers) for phase in one.backward)
+    return [
+        (_overlap_ms(one.forward, longest_back), _overlap_ms(one.backward, longest_forward))
+        for one in layers
+    ]
+
+
+def _longest_exchange(phases: Iterable[LanePhase]) -> float:
+    runs = groupby((one for one in phases if one.ms > 0), key=lambda one: one.exchanges)
+    return max((sum(one.ms for one in run) for exchanges, run in runs if exchanges), default=0.0)
+
+
+def _overlap_ms(phases: tuple[LanePhase, ...], longest: float) -> float:
+    return sum(phase.ms if phase.exchanges else min(phase.ms, longest) for phase in phases)
+
+
 def with_pairs(
     shape: ModelShape, machines: Sequence[Machine], problem: Problem, sizes: Sequence[int]
 ) -> Problem:
@@ -205,7 +232,7 @@ def _stages(
     ends = list(accumulate(sizes))
     for stage, (size, end) in enumerate(zip(sizes, ends, strict=True)):
         machine = machines[problem.placement[stage]]
-        layers = list(_model_phases(shape, machine, len(machines)))[end - size : end]
+        layers = list(model_phases(shape, machine, len(machines)))[end - size : end]
         yield PassPhases(
             tuple(phase for layer in layers for phase in layer.forward),
             tuple(phase for layer in reversed(layers) for phase in layer.backward_input),
@@ -214,7 +241,7 @@ def _stages(
 
 
 @lru_cache(maxsize=64)
-def _model_phases(shape: ModelShape, machine: Machine, pp: int) -> tuple[PassPhases, ...]:
+def model_phases(shape: ModelShape, machine: Machine, pp: int) -> tuple[PassPhases, ...]:
     """Return the phases of every layer in model order, embedding and head counted."""
     kinds = iter(shape.kinds)
     found: list[PassPhases] = []

@@ -10,7 +10,7 @@ from optpipe import Problem, find_violations, simulate
 from optpipe.errors import InputError
 from optpipe.presets import Training, estimate, find_gpu, find_model
 from optpipe.presets.estimate import Estimate
-from optpipe.presets.overlap import LanePhase, together_ms
+from optpipe.presets.overlap import LanePhase, PassPhases, most_hidden, together_ms
 from optpipe_solver import solve
 
 H100 = find_gpu("h100")
@@ -50,6 +50,43 @@ def test_two_passes_take_the_least_over_all_interleavings(
 ) -> None:
     assert together_ms(tuple(first), tuple(second)) == ticked(first, second)
     assert together_ms(tuple(second), tuple(first)) == ticked(first, second)
+
+
+ms = st.floats(0.0, 5.0)
+
+
+@given(st.lists(st.tuples(ms, ms, ms, ms, ms, ms), min_size=2, max_size=4), st.data())
+def test_pairs_hide_no_more_than_the_most_of_either_pass(kinds, data) -> None:
+    """Of any layers, with experts or, where nothing is exchanged, without."""
+    layers = [
+        PassPhases(
+            (
+                LanePhase(a),
+                LanePhase(x, exchanges=True),
+                LanePhase(b),
+                LanePhase(y, exchanges=True),
+            ),
+            (),
+            (
+                LanePhase(z, exchanges=True),
+                LanePhase(c),
+                LanePhase(z, exchanges=True),
+                LanePhase(a),
+            ),
+        )
+        for a, x, b, y, z, c in kinds
+    ]
+    hidden = most_hidden(layers)
+    cut = st.lists(st.integers(0, len(layers) - 1), min_size=1, max_size=4).map(sorted)
+    ahead, behind = data.draw(cut), data.draw(cut)
+    forward = tuple(phase for i in ahead for phase in layers[i].forward)
+    back = tuple(phase for i in reversed(behind) for phase in layers[i].backward)
+    alone = sum(phase.ms for phase in forward + back)
+    saved = alone - together_ms(forward, back)
+    # Layers of this test may stand in any number, and exchange with nothing computed between.
+    if all(min(a, b, c) > 0 for a, _, b, _, _, c in kinds):
+        assert saved <= sum(hidden[i][0] for i in ahead) + 1e-9
+        assert saved <= sum(hidden[i][1] for i in behind) + 1e-9
 
 
 def of_qwen(*, pairs: bool = True, **options: object) -> Estimate:

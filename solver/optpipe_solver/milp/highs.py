@@ -500,6 +500,13 @@ class RowByRow:
             return MilpOutcome(MilpStatus.FAILED, bound=None, values=None, num_nodes=0)
         return _outcome(self._highs, self._variables, integer=integer)
 
+    def prices(self) -> list[float]:
+        """Return what the objective gains per unit of each row's side, after a relaxation.
+
+        The model's constraints come first, then what was added before that run.
+        """
+        return [float(dual) for dual in self._highs.getSolution().row_dual]
+
     def _has_run(self) -> bool:
         """Run HiGHS, without what it knows from the run before where it refuses to go on."""
         for is_again in (False, True):

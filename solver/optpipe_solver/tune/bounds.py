@@ -13,8 +13,9 @@ certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quicke
 
 Cut. Of 1F1B and interleaved 1F1B an integer program says more (`best_cut`): how many layers each
 stage has, within each rank's memory, against the longest paths of the order, messages included,
-added where they are longer than it says. Layers of different kinds are taken for alike, each as
-quick and as small as the least of them.
+added where they are longer than it says, layers of different kinds in any order. What its
+relaxation rests on, a mean of paths and prices of memory, bounds by arithmetic every other
+configuration of the same order (`CutPrices`).
 
 What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
 so that its largest is at least that of a rank with the mean.
@@ -24,13 +25,14 @@ takes at least s_r times as long, s_r the least ratio over the layers. Then the 
 their speeds 1/s_r. Filling asks for the most work u_r / s_r in all under C >= m u_r + a (u_0 + ...
 + u_(r-1)): any prices y_r >= 0 with m y_r + a (y_(r+1) + ...) >= 1/s_r bound it by C times their
 sum, and those made from the last rank on are small. Packing has every rank's own times and room,
-the cut F and backward of each rank's kind, at least. Links are the slowest kind's, as in estimates.
+and the cut. Links are the slowest kind's, as in estimates.
 
 Pairs. A forward and a backward together take at least what both compute, and at least what both
 exchange. So with every pass as long as it computes, or all as long as they exchange where that is
 more, any schedule with pairs becomes one without, no longer and with no more memory
 (`optpipe_solver.bounds.pairs`): load and filling hold of those. The cut program has Megatron-Core's
-order with pairs, whose passes outside of pairs last in full.
+order with pairs, each of which lasts in full but for the most that either of its passes can hide
+(`optpipe.presets.overlap.most_hidden`).
 
 Slices. A rank has all slices' work of a micro-batch to do, but before its first F only the F's of
 a first slice, the shortest, are ahead: a is their least share of all of it.
@@ -52,6 +54,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe.presets.overlap import model_phases, most_hidden
 from optpipe.presets.parameters import Held, static_bytes
 from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_bytes
 from optpipe.problem import placement_of
@@ -60,6 +63,7 @@ from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, RowByRow, at_least, total
 from optpipe_solver.milp.plan.pattern import (
     HELD,
+    NUM_DURATIONS,
     PAIRED_BACK,
     PAIRED_FORWARD,
     PAIRED_PATTERN,
@@ -74,11 +78,11 @@ if TYPE_CHECKING:
     from optpipe.presets import Hardware, Machine, ModelShape, PipelineCut, Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
-    from optpipe_solver.milp.highs import Constraint, Linear, Variable
+    from optpipe_solver.milp.highs import Constraint, Linear
     from optpipe_solver.milp.plan.pattern import Boundary, LongestPath, MemoryMoment
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
-__all__ = ["BestCut", "CutNumbers", "LayerTable", "best_cut", "fused_family"]
+__all__ = ["BestCut", "CutNumbers", "CutPrices", "LayerTable", "best_cut", "fused_family"]
 
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
@@ -102,7 +106,7 @@ class _LayerNumbers(NamedTuple):
     """One kind of layer: how many, ms of F and of everything, bytes, and what may hide in pairs.
 
     Bytes by micro-batch, at rest, and beside while F and B run; ms of exchange with experts in F
-    and in all.
+    and in all; the most ms that F and B hide.
     """
 
     number: int
@@ -114,11 +118,15 @@ class _LayerNumbers(NamedTuple):
     back_workspace: float
     exchanged_forward_ms: float = 0.0
     exchanged_ms: float = 0.0
+    hidden_forward_ms: float = 0.0
+    hidden_back_ms: float = 0.0
 
     @property
-    def passes(self) -> tuple[float, float]:
-        """F and the whole backward, in ms."""
-        return self.forward_ms, self.whole_ms - self.forward_ms
+    def passes(self) -> tuple[float, float, float, float]:
+        """F and the whole backward, in ms, and each without the most that it hides."""
+        forward_ms, back_ms = self.forward_ms, self.whole_ms - self.forward_ms
+        alone = forward_ms, back_ms
+        return (*alone, forward_ms - self.hidden_forward_ms, back_ms - self.hidden_back_ms)
 
     @property
     def computed(self) -> _LayerNumbers:
@@ -160,19 +168,26 @@ class LayerTable:
         self.fused = question.framework == "megatron"
         cuts = [replace(training, slices=slices, slice_index=index) for index in range(slices)]
         machines = {one: question.machine(cuts[0], one) for one in dict.fromkeys(self.ranks)}
+        hidden_on = [
+            most_hidden(model_phases(question.shape, one, pp) if pairs else ())
+            for one in machines.values()
+        ]
+        hidden: dict[tuple[tuple[StagePart, ...], ...], tuple[tuple[float, float], ...]] = {}
         layers: dict[tuple[tuple[StagePart, ...], ...], int] = {}
         for same in zip(
             *(_sliced_parts(question.shape, one, cuts, pp) for one in machines.values()),
             strict=True,
         ):
+            at = sum(layers.values())
+            hidden[same] = tuple(one[at] if pairs else (0.0, 0.0) for one in hidden_on)
             layers[same] = layers.get(same, 0) + same[0][0].repeat
         keeps = question.framework != "any"
         self.whole_parts_on = {
             hardware: [
-                _numbers_of(number, sliced, training, keeps=keeps)
-                for sliced, number in zip(column, layers.values(), strict=True)
+                _numbers_of(number, same[which], training, hidden[same][which], keeps=keeps)
+                for same, number in layers.items()
             ]
-            for hardware, column in zip(machines, zip(*layers, strict=True), strict=True)
+            for which, hardware in enumerate(machines)
         }
         self.parts_on = self.whole_parts_on
         if pairs:
@@ -233,34 +248,19 @@ class LayerTable:
         cells = cut.pp * cut.chunks * cut.num_microbatches
         if not self.fused or len(links) == 0 or cells > _MOST_CELLS:
             return None
-        whole_parts = self.whole_parts_on[self.ranks[0]]
-        layers = whole_parts[1:-1]
-        if not any(part.whole_ms > 0 for part in layers):
+        layers = {one: tuple(parts[1:-1]) for one, parts in self.whole_parts_on.items()}
+        if not any(part.whole_ms > 0 for part in layers[self.ranks[0]]):
             return None
-        rates: dict[Hardware, tuple[float, ...]] = {}
-        for hardware, parts in self.whole_parts_on.items():
-            slow, shares = _slower(layers, parts[1:-1]), _shares(parts[1:-1])
-            rates[hardware] = (slow * min(shares), slow * (1 - max(shares)))
-            if self.pairs:
-                rates[hardware] += tuple(
-                    min(
-                        one.computed.passes[which] / first.whole_ms
-                        for first, one in zip(layers, parts[1:-1], strict=True)
-                        if first.whole_ms > 0
-                    )
-                    for which in (0, 1)
-                )
         return CutNumbers(
             pp=cut.pp,
             chunks=cut.chunks,
             num_microbatches=cut.num_microbatches,
             links=tuple(links),
-            number=sum(part.number for part in layers),
-            whole_ms=sum(part.number * part.whole_ms for part in layers),
-            longest_ms=max(part.whole_ms for part in layers),
-            rates=tuple(rates[one] for one in self.ranks),
-            layer=_least_of(layers),
-            ends=(whole_parts[0], self.whole_parts_on[self.ranks[-1]][-1]),
+            layers=tuple(layers[one] for one in self.ranks),
+            ends=(
+                self.whole_parts_on[self.ranks[0]][0],
+                self.whole_parts_on[self.ranks[-1]][-1],
+            ),
             rooms=tuple(room + self.workspace for room in self.rooms),
             pairs=self.pairs,
         )
@@ -273,13 +273,8 @@ class CutNumbers(NamedTuple):
     ----------
     pp, chunks, num_microbatches, links
         Ranks, stages of each, micro-batches, and what lies between the stages (`boundaries`).
-    number, whole_ms
-        Layers beside embedding and head, and what all of them compute of a micro-batch.
-    layer, longest_ms
-        A layer at least, and the most ms of one.
-    rates
-        What F and the backward take at least of a ms of it, on each rank; of pairs, too, what they
-        compute of it.
+    layers
+        Each kind of layer but embedding and head, on each rank.
     ends
         Embedding and head.
     rooms
@@ -292,14 +287,130 @@ class CutNumbers(NamedTuple):
     chunks: int
     num_microbatches: int
     links: tuple[Boundary, ...]
-    number: int
-    whole_ms: float
-    layer: _LayerNumbers
-    longest_ms: float
-    rates: tuple[tuple[float, ...], ...]
+    layers: tuple[tuple[_LayerNumbers, ...], ...]
     ends: tuple[_LayerNumbers, _LayerNumbers]
     rooms: tuple[float, ...]
     pairs: bool = False
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Rank of each stage."""
+        return placement_of("linear" if self.chunks == 1 else "loop", self.pp, self.chunks)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kinds of durations that ``rates`` and the ends' passes are of."""
+        return (_FORWARD, _BACK, PAIRED_FORWARD, PAIRED_BACK)[: 4 if self.pairs else 2]
+
+    def passes(self, part: _LayerNumbers) -> tuple[float, ...]:
+        """Return the ms of each of ``kinds`` that a layer takes."""
+        return part.passes[: len(self.kinds)]
+
+    def of_layers(self, counts: Floats) -> Floats:
+        """Return by stage and kind of layer how much longer one makes a path."""
+        passes = np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
+        return np.asarray(np.einsum("ks,stk->st", counts[list(self.kinds)], passes))
+
+    def durations(self, layers: Floats) -> Floats:
+        """Return what stages take, by kind of duration and stage, from layers by stage and kind."""
+        found = np.zeros((NUM_DURATIONS + 2 * self.pairs, self.pp * self.chunks))
+        passes = np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
+        found[list(self.kinds)] = np.einsum("st,stk->ks", layers, passes)
+        for stage, end in zip((0, -1), self.ends, strict=True):
+            found[list(self.kinds), stage] += self.passes(end)
+        return found
+
+    def beside(self, moment: MemoryMoment) -> float:
+        """Return the workspace of what runs at a moment, at least, in bytes."""
+        ends = {0: self.ends[0], self.pp * self.chunks - 1: self.ends[1]}
+        end = ends.get(moment.stage)
+        parts = self.layers[self.placement[moment.stage]] if end is None else (end,)
+        if moment.kind is ActionType.FORWARD:
+            return min(part.forward_workspace for part in parts)
+        return min(part.back_workspace for part in parts)
+
+    def room(self, rank: int, moment: MemoryMoment) -> float:
+        """Return the bytes that a rank has for layers at a moment."""
+        room = self.rooms[rank] * (1 + _ROUNDING) - self.beside(moment)
+        last = self.pp * self.chunks - 1
+        for stage, count in held_by_stage(self.placement, rank, moment):
+            for end, at in zip(self.ends, (0, last), strict=True):
+                room -= (end.static + count * end.kept) if at == stage else 0.0
+        return room
+
+    def layer_bytes(self, rank: int, moment: MemoryMoment) -> dict[int, list[float]]:
+        """Return the bytes of each kind of layer in each of a rank's stages at a moment."""
+        return {
+            stage: [part.static + count * part.kept for part in self.layers[rank]]
+            for stage, count in held_by_stage(self.placement, rank, moment)
+        }
+
+    def most_layers(self, rank: int, moment: MemoryMoment) -> int:
+        """Return how many layers a rank has at most then, whichever of its stages has them."""
+        each = {s: max(min(need), 1e-9) for s, need in self.layer_bytes(rank, moment).items()}
+        ends = (0, self.pp * self.chunks - 1)
+        forced = [need for stage, need in each.items() if stage not in ends]
+        room = self.room(rank, moment) - sum(forced)
+        return len(forced) + max(0, floor(room / min(each.values())))
+
+
+def held_by_stage(
+    placement: Sequence[int], rank: int, moment: MemoryMoment
+) -> Iterator[tuple[int, int]]:
+    """Yield each stage of a rank with how many micro-batches it holds at a moment."""
+    own = (stage for stage, device in enumerate(placement) if device == rank)
+    for stage, counts in zip(own, moment.counts, strict=True):
+        yield stage, counts[HELD]
+
+
+class CutPrices(NamedTuple):
+    """What a relaxed cut program rests on: a mean of paths, and what memory costs.
+
+    Any such numbers bound every cut of every configuration of the same order, by arithmetic: a
+    layer in a stage costs what it adds to the mean path and the price of its bytes, so at least
+    what it costs in its cheapest stage; and each inner stage has a layer, at its own cost.
+
+    Parameters
+    ----------
+    counts
+        How often (kind, stage) is on the mean path.
+    constant_ms, links
+        What else it takes, with what lies between the stages.
+    moments
+        Rank, moment, price in ms of a rank's whole memory, and of a layer's place.
+    """
+
+    counts: Floats
+    constant_ms: float
+    links: tuple[Boundary, ...]
+    moments: tuple[tuple[int, MemoryMoment, float, float], ...]
+
+    def bound_ms(self, given: CutNumbers) -> float:
+        """Return what no cut of other numbers of the same order undercuts, in ms of the pipeline.
+
+        0 where messages fill a link there and do not here: then they wait for none.
+        """
+        pairs = zip(_flat(self.links), _flat(given.links), strict=True)
+        cheaper = min((here / there for there, here in pairs if there > 0), default=1.0)
+        if cheaper <= 0.0:
+            return 0.0
+        cost = given.of_layers(self.counts)
+        found = self.constant_ms * cheaper
+        for stage, end in zip((0, -1), given.ends, strict=True):
+            found += float(self.counts[list(given.kinds), stage] @ given.passes(end))
+        for rank, moment, of_room, of_place in self.moments:
+            for stage, needs in given.layer_bytes(rank, moment).items():
+                cost[stage] += of_room / given.rooms[rank] * np.array(needs) + of_place
+            found -= of_room * given.room(rank, moment) / given.rooms[rank]
+            found -= of_place * given.most_layers(rank, moment) if of_place else 0.0
+        least = cost.min(axis=0)
+        found += float(least @ [part.number for part in given.layers[0]])
+        found += float((cost - least)[1:-1].min(axis=1).sum())
+        return found * (1 - _TOLERANCE)
+
+
+def _flat(links: Sequence[Boundary]) -> Iterator[float]:
+    return (ms for link in links for way in link for ms in way)
 
 
 class BestCut(NamedTuple):
@@ -307,25 +418,33 @@ class BestCut(NamedTuple):
 
     The bound is infinite where no cut fits, and need not be more than what was enough; the cut,
     embedding and head counted as layers, is empty where none was found in time, and may not fit or
-    be longer where layers differ. ``work`` is what it took, in units (see `Stop`).
+    be longer where layers differ. ``work`` is what it took, in units (see `Stop`); ``prices`` what
+    the relaxation rests on, where it has a solution.
     """
 
     bound_ms: float
     sizes: tuple[int, ...]
     work: float
+    prices: CutPrices | None
 
 
-def best_cut(given: CutNumbers, enough_ms: float = inf, stop: Stop | None = None) -> BestCut:
-    """Return the bound of all cuts and a good one, found once for the same numbers and limits."""
+def best_cut(
+    given: CutNumbers, enough_ms: float = inf, stop: Stop | None = None, *, relaxed: bool = False
+) -> BestCut:
+    """Return the bound of all cuts and a good one, found once for the same numbers and limits.
+
+    The bound alone, and quickly, with layers in parts, where it is ``relaxed``.
+    """
     stop = stop or Stop(inf)
     limit = stop.limit_s if stop.work is None else stop.left_work
-    kept = _kept(given, enough_ms, limit, stop.work is None)
+    kept = _kept(given, enough_ms, limit, stop.work is None, relaxed)
     if kept:
         stop.spend(kept[0].work)
         return kept[0]
     before = stop.spent
-    bound_ms, sizes = _CutProgram(given).solved(stop, enough_ms)
-    found = BestCut(bound_ms, sizes, stop.spent - before)
+    program = _CutProgram(given)
+    bound_ms, sizes = program.solved(stop, enough_ms, relaxed=relaxed)
+    found = BestCut(bound_ms, sizes, stop.spent - before, program.prices)
     if not stop.is_told() and (stop.work is None or stop.left_s() > 0):
         kept.append(found)
     return found
@@ -337,24 +456,24 @@ def _kept(
     enough_ms: float,  # noqa: ARG001
     limit: float,  # noqa: ARG001
     is_timed: bool,  # noqa: ARG001
+    relaxed: bool,  # noqa: ARG001
 ) -> list[BestCut]:
     """Return where an answer is kept, empty before it is there."""
     return []
 
 
 class _CutProgram:
-    """Whole layers per stage, and how long they compute; paths of the order are added as rows."""
+    """Whole layers of each kind per stage; paths of the order are added as rows."""
 
     def __init__(self, given: CutNumbers) -> None:
         self.given = given
-        pp, chunks, m = given.pp, given.chunks, given.num_microbatches
-        self.placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
+        chunks, m = given.chunks, given.num_microbatches
         self.pattern = (
-            paired_pattern(self.placement, m, given.links)
+            paired_pattern(given.placement, m, given.links)
             if given.pairs
             else next(
                 patterns_of(
-                    self.placement,
+                    given.placement,
                     m,
                     given.links,
                     transfers=False,
@@ -363,134 +482,148 @@ class _CutProgram:
                 )
             )
         )
-        self.stages, last = range(pp * chunks), pp * chunks - 1
-        self.of_ends = np.zeros((self.pattern.num_durations, len(self.stages)))
-        kinds = (_FORWARD, _BACK, PAIRED_FORWARD, PAIRED_BACK)[: 4 if given.pairs else 2]
-        for stage, end in zip((0, last), given.ends, strict=True):
-            for kind, ms in zip(kinds, (*end.passes, *end.computed.passes), strict=False):
-                self.of_ends[kind, stage] = ms
-        rates = [given.rates[device] for device in self.placement]
-        self.rates = dict(zip(kinds, np.array(rates).T, strict=True))
+        self.prices: CutPrices | None = None
+        self.stages, kinds = range(len(given.placement)), given.layers[0]
         model = MilpModel("cut")
         self.layers = [
-            model.whole(f"layers_{s}", int(s not in {0, last}), given.number) for s in self.stages
+            [model.whole(f"layers_{s}_{t}", 0, kind.number) for t, kind in enumerate(kinds)]
+            for s in self.stages
         ]
-        self.work = [model.continuous(f"work_{s}", 0.0, given.whole_ms) for s in self.stages]
-        sent = sum(sum(way) for link in given.links for way in link)
-        slowest = max(1.0, *(sum(rates[:2]) for rates in given.rates))
-        most_ms = m * (slowest * given.whole_ms + float(self.of_ends.sum()) + sent)
-        self.length = model.continuous("length", 0.0, most_ms)
+        sent = sum(_flat(given.links))
+        all_ms = max(sum(one.number * one.whole_ms for one in parts) for parts in given.layers)
+        all_ms += sum(end.whole_ms for end in given.ends)
+        self.length = model.continuous("length", 0.0, m * (all_ms + sent))
         model.minimise(self.length)
-        model.add(total(list(self.layers)) == given.number)
-        model.add(total(list(self.work)) == given.whole_ms)
-        for layers, work in zip(self.layers, self.work, strict=True):
-            model.add(at_least(work - given.layer.whole_ms * layers, 0.0))
-            model.add(at_least(given.longest_ms * layers - work, 0.0))
+        for t, kind in enumerate(kinds):
+            model.add(total([row[t] for row in self.layers]) == kind.number)
+        for row in self.layers[1:-1]:
+            model.add(at_least(total(list(row)), 1.0))
+        # Rows of memory, to which `_priced` comes back: where they begin, and which they are.
+        self.first = len(model.constraints)
+        self.held: list[tuple[int, list[MemoryMoment]]] = []
         for rank, moments in enumerate(self.pattern.moments):
-            own = [s for s, device in enumerate(self.placement) if device == rank]
-            most = given.number
-            for counts, beside in _fullest(moments, self._beside):
-                held = dict(zip(own, counts, strict=True))
-                model.add(self._fits(held, beside, given.rooms[rank]))
-                most = min(most, self._most(held, beside, given.rooms[rank]))
+            fullest = _fullest(moments, given.beside)
+            self.held.append((rank, fullest))
+            for moment in fullest:
+                model.add(self._fits(rank, moment))
             # Whole layers are fewer than what is left of a layer's room everywhere would hold.
-            model.add(at_least(total([-self.layers[stage] for stage in own]), -float(most)))
+            most = min(given.most_layers(rank, one) for one in fullest)
+            own = [s for s, device in enumerate(given.placement) if device == rank]
+            held = [-1.0 * one for s in own for one in self.layers[s]]
+            model.add(at_least(total(list(held)), -float(most)))
+        self.num_rows = len(model.constraints)
         self.rows = RowByRow(model)
+        self.paths: list[LongestPath] = []
 
-    def _beside(self, moment: MemoryMoment) -> float:
-        """Return the workspace of what runs at a moment, at least, in bytes."""
-        ends = {0: self.given.ends[0], self.stages[-1]: self.given.ends[1]}
-        part = ends.get(moment.stage, self.given.layer)
-        is_forward = moment.kind is ActionType.FORWARD
-        return part.forward_workspace if is_forward else part.back_workspace
-
-    def _fits(self, counts: Mapping[int, int], beside: float, whole: float) -> Constraint:
-        """Return that a rank fits while its stages hold so many micro-batches, in shares."""
+    def _fits(self, rank: int, moment: MemoryMoment) -> Constraint:
+        """Return that a rank fits at a moment, in shares of its memory."""
         given = self.given
-        room = whole * (1 + _ROUNDING) - beside
-        terms: list[Linear] = []
-        for stage, count in counts.items():
-            layer = given.layer
-            terms.append(-(layer.static + count * layer.kept) / whole * self.layers[stage])
-            for end, at in zip(given.ends, (0, self.stages[-1]), strict=True):
-                room -= (end.static + count * end.kept) if at == stage else 0.0
-        return at_least(total(terms), -room / whole)
+        whole = given.rooms[rank]
+        terms: list[Linear] = [
+            -need / whole * one
+            for stage, needs in given.layer_bytes(rank, moment).items()
+            for need, one in zip(needs, self.layers[stage], strict=True)
+        ]
+        return at_least(total(terms), -given.room(rank, moment) / whole)
 
-    def _most(self, counts: Mapping[int, int], beside: float, whole: float) -> int:
-        """Return how many layers a rank has at most then, whichever of its stages has them."""
-        given, ends = self.given, (0, self.stages[-1])
-        room = whole * (1 + _ROUNDING) - beside
-        each = [max(given.layer.static + n * given.layer.kept, 1e-9) for n in counts.values()]
-        for stage, count in counts.items():
-            for end, at in zip(given.ends, ends, strict=True):
-                room -= (end.static + count * end.kept) if at == stage else 0.0
-        forced = [need for stage, need in zip(counts, each, strict=True) if stage not in ends]
-        return len(forced) + max(0, floor((room - sum(forced)) / min(each)))
+    def _priced(self) -> CutPrices | None:
+        """Return what the relaxation that was solved last rests on; None where on no path."""
+        prices = np.maximum(0.0, self.rows.prices())
+        share = float(prices[self.num_rows :].sum())
+        if share <= 0.0:
+            return None
+        prices /= share
+        moments, row = [], self.first
+        for rank, fullest in self.held:
+            of_place = float(prices[row + len(fullest)])
+            counted = [self.given.most_layers(rank, one) for one in fullest]
+            for which, moment in enumerate(fullest):
+                place = of_place if which == int(np.argmin(counted)) else 0.0
+                if prices[row + which] > 0 or place > 0:
+                    moments.append((rank, moment, float(prices[row + which]), place))
+            row += len(fullest) + 1
+        used = list(zip(self.paths, prices[self.num_rows :], strict=True))
+        return CutPrices(
+            counts=np.sum([price * path.counts for path, price in used], axis=0),
+            constant_ms=float(sum(price * path.constant_ms for path, price in used)),
+            links=self.given.links,
+            moments=tuple(moments),
+        )
 
-    def solved(self, stop: Stop, enough_ms: float) -> tuple[float, tuple[int, ...]]:
+    def solved(
+        self, stop: Stop, enough_ms: float, *, relaxed: bool = False
+    ) -> tuple[float, tuple[int, ...]]:
         """Add paths to the relaxation, then to the program itself, while that says more."""
-        said_ms, sizes = 0.0, _NO_CUT
-        cells = len(self.stages) * self.given.num_microbatches / _CELLS
-        stop.spend(_BUILD * cells)
-        for is_integer in (False, True):
-            known_ms, centre, recent = inf, None, [-1.0] * _PATIENCE
-            while not stop.is_over() and said_ms * (1 - _TOLERANCE) < enough_ms:
-                # Far from the best known, rows say more than branching does.
-                gap = _COARSE if known_ms > said_ms * (1 + 2 * _COARSE) else _ENOUGH / 2
-                outcome = self.rows.solve(stop, integer=is_integer, gap=gap)
-                if outcome.status is MilpStatus.INFEASIBLE:
-                    return inf, _NO_CUT
-                said_ms = max(said_ms, outcome.bound or 0.0)
-                if outcome.values is None:
-                    break
-                work = np.array([outcome.values[one] for one in self.work])
-                if centre is not None and not is_integer:
-                    # Between what the program says and the best known, where rows cut off most.
-                    work = 0.4 * work + 0.6 * centre
-                paths = self.pattern.longest_paths(self._durations(work))
-                stop.spend(cells)
-                if paths[0].length_ms < known_ms:
-                    known_ms, centre = paths[0].length_ms, work
-                    if is_integer:
-                        sizes = self._sizes(outcome.values)
-                stalls = 0.0 < said_ms <= recent[0] * (1 + _ENOUGH)
-                if known_ms <= said_ms * (1 + _ENOUGH) or (stalls and not is_integer):
-                    break
-                recent = [*recent, said_ms][-_PATIENCE:]
-                for path in paths:
-                    self.rows.add(self._no_shorter(path))
+        stop.spend(_BUILD * self._cells)
+        said_ms, sizes = self._said(stop, enough_ms, 0.0, is_integer=False)
+        if said_ms < inf and not relaxed:
+            said_ms, sizes = self._said(stop, enough_ms, said_ms, is_integer=True)
         return said_ms * (1 - _TOLERANCE), sizes
 
-    def _durations(self, work: Floats) -> Floats:
-        durations = self.of_ends.copy()
-        for kind, rates in self.rates.items():
-            durations[kind] += rates * work
-        return durations
+    @property
+    def _cells(self) -> float:
+        return len(self.stages) * self.given.num_microbatches / _CELLS
 
-    def _sizes(self, values: Mapping[Variable, float]) -> tuple[int, ...]:
-        sizes = [round(values[one]) for one in self.layers]
+    def _said(
+        self, stop: Stop, enough_ms: float, said_ms: float, *, is_integer: bool
+    ) -> tuple[float, tuple[int, ...]]:
+        known_ms, centre, sizes, recent = inf, None, _NO_CUT, [-1.0] * _PATIENCE
+        while not stop.is_over() and said_ms * (1 - _TOLERANCE) < enough_ms:
+            # Far from the best known, rows say more than branching does.
+            gap = _COARSE if known_ms > said_ms * (1 + 2 * _COARSE) else _ENOUGH / 2
+            outcome = self.rows.solve(stop, integer=is_integer, gap=gap)
+            if outcome.status is MilpStatus.INFEASIBLE:
+                return inf, _NO_CUT
+            said_ms = max(said_ms, outcome.bound or 0.0)
+            if outcome.values is None:
+                break
+            if not is_integer and self.paths:
+                self.prices = self._priced() or self.prices
+            layers = np.array([[outcome.values[one] for one in row] for row in self.layers])
+            if centre is not None and not is_integer:
+                # Between what the program says and the best known, where rows cut off most.
+                layers = 0.4 * layers + 0.6 * centre
+            paths = self.pattern.longest_paths(self.given.durations(layers))
+            stop.spend(self._cells)
+            if paths[0].length_ms < known_ms:
+                known_ms, centre = paths[0].length_ms, layers
+                if is_integer:
+                    sizes = self._sizes(layers)
+            stalls = 0.0 < said_ms <= recent[0] * (1 + _ENOUGH)
+            if known_ms <= said_ms * (1 + _ENOUGH) or (stalls and not is_integer):
+                break
+            recent = [*recent, said_ms][-_PATIENCE:]
+            for path in paths:
+                self.rows.add(self._no_shorter(path))
+                self.paths.append(path)
+        return said_ms, sizes
+
+    @staticmethod
+    def _sizes(layers: Floats) -> tuple[int, ...]:
+        sizes = [round(number) for number in layers.sum(axis=1)]
         sizes[0] += 1
         sizes[-1] += 1
         return tuple(sizes)
 
     def _no_shorter(self, path: LongestPath) -> Constraint:
         """Return that the length is at least that of a path."""
-        factors = sum(rates * path.counts[kind] for kind, rates in self.rates.items())
+        given, counts = self.given, np.asarray(path.counts, dtype=np.float64)
+        factors = given.of_layers(counts)
         terms: list[Linear] = [self.length]
-        terms += [-float(factors[s]) * self.work[s] for s in np.flatnonzero(factors)]
-        return at_least(total(terms), path.constant_ms + float((path.counts * self.of_ends).sum()))
+        terms += [-float(factors[s, t]) * self.layers[s][t] for s, t in np.argwhere(factors)]
+        return at_least(total(terms), path.length_of(self.given.durations(np.zeros(factors.shape))))
 
 
 def _fullest(
     moments: Sequence[MemoryMoment], beside: Callable[[MemoryMoment], float]
-) -> list[tuple[tuple[int, ...], float]]:
-    """Return micro-batches by stage and bytes beside of the moments that no other exceeds."""
-    found = {(*(row[HELD] for row in moment.counts), beside(moment)) for moment in moments}
+) -> list[MemoryMoment]:
+    """Return the moments that no other exceeds, by micro-batches of each stage and bytes beside."""
+    found = {(*(row[HELD] for row in one.counts), beside(one)): one for one in moments}
     kept: list[tuple[float, ...]] = []
-    for one in sorted(found, reverse=True):
-        if not any(all(map(ge, other, one)) for other in kept):
-            kept.append(one)
-    return [(tuple(map(int, one[:-1])), one[-1]) for one in kept]
+    for key in sorted(found, reverse=True):
+        if not any(all(map(ge, other, key)) for other in kept):
+            kept.append(key)
+    return [found[key] for key in kept]
 
 
 class _Packing:
@@ -596,7 +729,12 @@ def _sliced_parts(
 
 
 def _numbers_of(
-    number: int, sliced: Sequence[StagePart], training: Training, *, keeps: bool
+    number: int,
+    sliced: Sequence[StagePart],
+    training: Training,
+    hidden: tuple[float, float],
+    *,
+    keeps: bool,
 ) -> _LayerNumbers:
     """Return a layer, all its slices together but F: the shortest of a slice."""
     forwards = [part.times.sums.forward_ms for part in sliced]
@@ -614,6 +752,7 @@ def _numbers_of(
         float(min(part.forward_workspace_bytes for part in sliced)),
         float(min(part.backward_workspace_bytes for part in sliced)),
         *exchanged,
+        *hidden,
     )
 
 
@@ -659,8 +798,3 @@ def _sum(layers: Mapping[tuple[tuple[StagePart, ...], ...], int]) -> Held:
     for ((layer, *_), *_), number in layers.items():
         held = held.plus(Held(number * layer.held.common, number * layer.held.experts))
     return held
-
-
-def _least_of(layers: Sequence[_LayerNumbers]) -> _LayerNumbers:
-    """Return a layer that takes and holds no more than any of them."""
-    return _LayerNumbers(*(min(column) for column in zip(*layers, strict=True)))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.budget import Stop
     from optpipe_solver.plan import PlacementKind
+    from optpipe_solver.tune.bounds import CutNumbers, CutPrices
     from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = [
@@ -294,24 +295,31 @@ class ConfigurationJudge:
         """The layers, and what they run on."""
         return self.made.model
 
-    def by_cut(self, best_ms: float, stop: Stop | None = None) -> tuple[TuneRow | None, float]:
-        """Return the schedule of the cut that `best_cut` finds, and its bound of all cuts in ms.
-
-        The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
-        step is below ``best_ms``.
-        """
-        cut, kinds = self.cut, self.kinds
-        table = LayerTable(self.question, self.training, cut.pp, kinds, pairs=cut.pairs)
-        model, placement = self.model, self.made.placement
+    def cut_numbers(self, table: LayerTable) -> CutNumbers | None:
+        """Return what decides the best cut; None where that is not known."""
+        model = self.model
         if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
-            return None, 0.0
-        numbers = table.cut_numbers(self.cut, boundaries(model, placement))
+            return None
+        return table.cut_numbers(self.cut, boundaries(model, self.made.placement))
+
+    def by_cut(
+        self, best_ms: float, stop: Stop | None = None, *, relaxed: bool = False
+    ) -> tuple[TuneRow | None, float, CutPrices | None]:
+        """Return the schedule of the cut that `best_cut` finds, its bound in ms, and its prices.
+
+        The bound is of the pipeline alone, whatever its cut, 0 where nothing is known. Nothing is
+        simulated where no step is below ``best_ms``, or where it is ``relaxed``.
+        """
+        cut = self.cut
+        table = LayerTable(self.question, self.training, cut.pp, self.kinds, pairs=cut.pairs)
+        numbers = self.cut_numbers(table)
         if numbers is None:
-            return None, 0.0
-        bound_ms, sizes, _ = best_cut(numbers, best_ms - table.after_ms, stop)
-        if not sizes or min(sizes) < 1 or bound_ms + table.after_ms >= best_ms:
-            return None, bound_ms
-        return self.by_families(sizes), bound_ms
+            return None, 0.0, None
+        found = best_cut(numbers, best_ms - table.after_ms, stop, relaxed=relaxed)
+        sizes, row = found.sizes, None
+        if sizes and min(sizes) >= 1 and found.bound_ms + table.after_ms < best_ms:
+            row = self.by_families(sizes)
+        return row, found.bound_ms, found.prices
 
     def simulated(self) -> TuneRow | None:
         """Return the fastest schedule of the framework's families, for the two plain cuts."""

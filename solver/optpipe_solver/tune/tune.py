@@ -2,11 +2,11 @@
 
 Every configuration has a bound that holds for all its cuts and schedules (`bounds`). The one with
 the least bound is looked at next, each time more closely: whole layers are dealt out; a formula
-says what 1F1B would take; families are simulated; a program deals whole layers to the stages of
-fused orders; the plan MILP, or `optpipe_solver.plan`, looks for the best cut and schedule and
-raises the bound. What has a bound above the best schedule found
-is excluded by proof. So the certificate holds for every configuration of the space (`candidates`),
-whatever its cut, within the estimate's model.
+says what 1F1B would take; families are simulated; a linear program deals layers to the stages of
+fused orders, and its prices bound others of the same order; then whole layers are dealt; the plan
+MILP, or `optpipe_solver.plan`, looks for the best cut and schedule and raises the bound. What has a
+bound above the best schedule found is excluded by proof. So the certificate holds for every
+configuration of the space (`candidates`), whatever its cut, within the estimate's model.
 
 With several threads that many candidates are simulated or planned at a time, each in a process.
 Where work is limited those that are next are looked at in rounds of the same number, whatever the
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.estimate import ErrorBand
     from optpipe.schedule import StoppedBy
+    from optpipe_solver.tune.bounds import CutPrices
     from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneQuestion
 
@@ -62,6 +63,9 @@ _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
 """Of what is left, and at most and at least in seconds or units of work, for a closer look."""
 
 _ROUND = 4
+_MOST_PRICES = 40
+"""Relaxed programs of one order from which the bounds of others are taken."""
+
 _LOOKS, _CELLS = 1e3, 25e3
 """Steps by formula, and cells of families simulated, that are a unit of work (see `Stop`)."""
 
@@ -282,7 +286,7 @@ def tune(
 class _Level(IntEnum):
     """How closely a candidate was looked at."""
 
-    QUICK, PACKED, LOOKED, SIMULATED, CUT, PLANNED = range(6)
+    QUICK, PACKED, LOOKED, RELAXED, SIMULATED, CUT, PLANNED = range(7)
 
 
 @dataclass(slots=True)
@@ -296,10 +300,12 @@ class _Entry:
     row: TuneRow | None = None
     is_solved: bool = False
     is_waiting: bool = True
+    num_prices: int = 0
 
 
-_Found = tuple[TuneRow | None, float, float]
-"""A schedule of a candidate, a bound of its pipeline in ms, and the work that it took in units."""
+_Found = tuple["TuneRow | None", float, float, "CutPrices | None"]
+"""A schedule of a candidate, a bound of its pipeline in ms, the units of work that it took, and
+what bounds others of its order."""
 
 
 class _Task(NamedTuple):
@@ -322,11 +328,12 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     stop = Stop(task.seconds, work=task.work, seed=task.seed, should_stop=should_stop)
     simulating = made.num_cells * len(made.families) / _CELLS
     if task.level is _Level.SIMULATED:
-        return made.simulated(), 0.0, len(LAYOUTS) * simulating
-    if task.level is _Level.CUT:
-        row, bound_ms = made.by_cut(task.best_ms, stop)
-        return row, bound_ms, stop.spent + (row is not None) * simulating
-    return (*made.planned(stop), stop.spent)
+        return made.simulated(), 0.0, len(LAYOUTS) * simulating, None
+    if task.level in (_Level.RELAXED, _Level.CUT):
+        relaxed = task.level is _Level.RELAXED
+        row, bound_ms, prices = made.by_cut(task.best_ms, stop, relaxed=relaxed)
+        return row, bound_ms, stop.spent + (row is not None) * simulating, prices
+    return (*made.planned(stop), stop.spent, None)
 
 
 class _TuneSearch:
@@ -361,6 +368,7 @@ class _TuneSearch:
             )
         self.num_candidates = len(self.entries) + self.num_unfit
         self.heap: list[tuple[float, int]] = []
+        self.prices: dict[tuple[int, int, int, bool], list[CutPrices]] = {}
 
     def begin(self, rows: list[TuneRow], checkpoint: TuneCheckpoint | None) -> None:
         """Take in what is known, and put all candidates in order."""
@@ -416,7 +424,10 @@ class _TuneSearch:
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
         is_next = self.stop.work is None or all(e.level <= _Level.SIMULATED for e in self.entries)
         if first is not None and first.row is not None and first.row is self.best and is_next:
-            first.level = max(first.level, _Level.CUT)
+            # Plans know no pairs: there the best cut is looked for by its own program.
+            first.level = max(
+                first.level, _Level.SIMULATED if first.candidate.pairs else _Level.CUT
+            )
             self._work(_one_by_one([first]), self.stop.is_told)
         self._work(self._least, self.stop.is_over)
         self.is_ended = True
@@ -470,10 +481,27 @@ class _TuneSearch:
             entry.is_waiting = False
             if entry.level is _Level.QUICK:
                 self._pack(entry)
-            elif entry.level is not _Level.PLANNED:
+            elif entry.level is not _Level.PLANNED and not self._price(entry):
                 return entry
             self._wait(entry)
         return None
+
+    def _price(self, entry: _Entry) -> bool:
+        """Return whether what was learnt of others of its order raises a candidate's bound."""
+        cut, known = entry.candidate.cut(), self.prices.get(_order_of(entry.candidate), [])
+        new, entry.num_prices = known[entry.num_prices :], len(known)
+        if not new or entry.level >= _Level.CUT:
+            return False
+        training, kinds = entry.candidate.training, entry.candidate.kinds
+        numbers = ConfigurationJudge(self.question, training, cut, kinds=kinds).cut_numbers(
+            entry.table
+        )
+        if numbers is None:
+            return False
+        before_ms = entry.bound_ms
+        bound_ms = max(one.bound_ms(numbers) for one in new) + entry.table.after_ms
+        entry.bound_ms = max(before_ms, bound_ms)
+        return entry.bound_ms > before_ms
 
     def _wait(self, entry: _Entry) -> None:
         """Let a candidate be looked at again, where there is a closer look."""
@@ -537,9 +565,12 @@ class _TuneSearch:
 
     def _next(self, entry: _Entry) -> _Level:
         """Return how a candidate is looked at next: fused orders have a program for their cut."""
-        if entry.level < _Level.SIMULATED and (self.is_first or not entry.table.fused):
+        fused = entry.table.fused
+        if entry.level < _Level.SIMULATED and (self.is_first or not fused):
             return _Level.SIMULATED
-        return _Level.CUT if entry.level < _Level.CUT and entry.table.fused else _Level.PLANNED
+        if fused and entry.level < _Level.CUT:
+            return _Level.RELAXED if entry.level < _Level.RELAXED else _Level.CUT
+        return _Level.PLANNED
 
     def _job(self, entry: _Entry) -> _Task:
         """Return what the next closer look at a candidate takes."""
@@ -554,10 +585,14 @@ class _TuneSearch:
 
     def _take(self, entry: _Entry, found: _Found) -> None:
         """Take in the schedule and the bound of a closer look."""
-        row, bound_ms, work = found
+        row, bound_ms, work, prices = found
         self.stop.spend(work)
-        entry.is_solved = True
         entry.level = self._next(entry)
+        entry.is_solved = entry.level >= _Level.SIMULATED
+        known = self.prices.setdefault(_order_of(entry.candidate), [])
+        # A checkpoint has no prices: where work is limited, what goes on from one must end alike.
+        if prices is not None and len(known) < _MOST_PRICES and self.stop.work is None:
+            known.append(prices)
         self.num_unfit += bound_ms == inf
         entry.bound_ms = max(entry.bound_ms, bound_ms + entry.table.after_ms)
         self._offer(entry, row)
@@ -641,6 +676,11 @@ def _key_of(row: TuneRow) -> TuneCandidate:
     return TuneCandidate(
         training, cut.pp, cut.chunks, cut.num_microbatches, kinds, cut.pairs, cut.slices
     )
+
+
+def _order_of(candidate: TuneCandidate) -> tuple[int, int, int, bool]:
+    """Return what candidates of one fused order have in common."""
+    return candidate.pp, candidate.chunks, candidate.num_microbatches, candidate.pairs
 
 
 def _hidden_ms(step: StepEstimate, cut: PipelineCut) -> float:

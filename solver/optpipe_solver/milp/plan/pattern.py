@@ -10,8 +10,9 @@ Exact, to the rounding of sums: with one stage per device the path is what `optp
 Where it is more: on a device with several stages a transfer that moves nothing still waits for its
 turn on the lane. What is not modelled is refused: half duplex, shared PCIe groups, spans.
 
-A pair is its two passes, one after the other: it begins when both could, each lasts what of it
-nothing hides, and both results are handed on at its end.
+A pair begins when both of its passes could and hands on both results at its end. It lasts as long
+as both of them, less the most that either could hide: two chains beside each other, in one of which
+F is that much shorter, in the other B.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ _F, _I, _W, _B = (
     ActionType.BACKWARD_WEIGHT,
     ActionType.FULL_BACKWARD,
 )
+_FORWARD, _BACK = 0, 3
 _KINDS = (
     _F,
     _I,
@@ -84,7 +86,7 @@ SYNC = len(_KINDS)
 NUM_DURATIONS = len(_KINDS) + 1
 """Kinds of what lasts: those of actions, in this order, and the gradient reduction (`SYNC`)."""
 PAIRED_FORWARD, PAIRED_BACK = NUM_DURATIONS, NUM_DURATIONS + 1
-"""Two kinds more where there are pairs: their F and their B."""
+"""Two kinds more where there are pairs: their F or their B, without the most that it can hide."""
 
 STATES = HELD, AWAY, BACK, RESTORED, CONTEXT = range(5)
 """What a cell may be between its F and its last backward action.
@@ -459,9 +461,12 @@ class _GraphBuilder:
         self._hand_on(device, action)
 
     def _add_pair(self, device: int, step: Program) -> None:
-        for action, kind in zip(step, (PAIRED_FORWARD, PAIRED_BACK), strict=True):
-            causes = self._causes(device, step if kind == PAIRED_FORWARD else ())
-            self.compute[device] = self.node(device, kind, action.stage, causes)
+        forward, back = (action.stage for action in step)
+        causes, ends = self._causes(device, step), []
+        for first, then in ((PAIRED_FORWARD, _BACK), (_FORWARD, PAIRED_BACK)):
+            begun = self.node(device, first, forward, causes)
+            ends.append((self.node(device, then, back, [(begun, 0.0)]), 0.0))
+        self.compute[device] = self.node(device, _FORWARD, forward, ends, lasts=False)
         for action in step:
             self._hand_on(device, action)
 
