@@ -389,9 +389,7 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
         rooms=(1.4 * given_numbers.rooms[0],) * pp,
         links=(((sent / 2, 0.004), (sent / 2, 0.004)),) * (num_stages - 1),
     )
-    said_ms = prices.bound_ms(other)
-    assert said_ms <= best_cut(other)[0] * (1 + 1e-6)
-    assert sent == 0.0 or said_ms > prices.bound_ms(given_numbers)
+    assert prices.bound_ms(other) <= best_cut(other)[0] * (1 + 1e-6)
 
 
 def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
