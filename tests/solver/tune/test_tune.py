@@ -36,6 +36,7 @@ from optpipe_solver.milp.highs import RowByRow
 from optpipe_solver.milp.plan.pattern import (
     HELD,
     Pattern,
+    paired_pattern,
     patterns_of,
 )
 from optpipe_solver.plan import PlanResult, plan
@@ -326,9 +327,11 @@ def fused(pp: int, chunks: int, m: int, links) -> Pattern:
 def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumbers:
     """Equal layers of 1 ms and room for a cut of them, as it is."""
     links = (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1)
+    placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
+    paired = paired_pattern(placement, m, links) if changes.get("pairs") else None
     needs = [
         sum((3 + held[HELD]) * sizes[rank + chunk * pp] for chunk, held in enumerate(moment.counts))
-        for rank, moments in enumerate(fused(pp, chunks, m, links).moments)
+        for rank, moments in enumerate((paired or fused(pp, chunks, m, links)).moments)
         for moment in moments
     ]
     nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
