@@ -109,7 +109,7 @@ class StageUnderTest:
             ) from error
 
     def backward(self, result: ForwardResult, gradients: Sequence[Tensor] | None = None) -> None:
-        """Run the backward with these output gradients, or with ones."""
+        """Run the backward, an I or a B, with these output gradients, or with ones."""
         if not any(root.requires_grad for root in result.roots):
             raise InputError(
                 f"no output of stage {self.index} requires a gradient, but its backward is to be "
@@ -118,6 +118,8 @@ class StageUnderTest:
         if gradients is None:
             gradients = [torch.ones_like(root) for root in result.roots]
         torch.autograd.backward(result.roots, gradients)
+        if not self.gradients.collecting:
+            self.gradients.take()()
 
 
 @contextmanager
