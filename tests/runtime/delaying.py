@@ -38,6 +38,7 @@ class DelayingLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight, self.bias = base.weight, base.bias
+        self.use_bias = base.bias is not None
         self.wgrad_store = WeightGradStore(enabled=delay_wgrad_compute)
         self.fp8 = fp8
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
@@ -52,9 +53,8 @@ class DelayingLinear(nn.Module):
         return self.wgrad_store.delay_wgrad_compute()
 
     def forward(self, given: Tensor) -> Tensor:
-        return _Product.apply(  # type: ignore[no-any-return]
-            given, self.weight, self.bias, self.wgrad_store, self.fp8
-        )
+        how = self.wgrad_store, self.fp8
+        return Product.apply(given, self.weight, self.bias, how)  # type: ignore[no-any-return]
 
     def backward_dw(self) -> None:
         if not self.need_backward_dw():
@@ -62,7 +62,7 @@ class DelayingLinear(nn.Module):
         tensors, make = self.wgrad_store.context.get_nowait()
         made, of_bias = make(*tensors)
         self.weight.grad = made
-        if self.bias is not None and self.bias.grad is None:
+        if self.use_bias and self.bias.grad is None:
             self.bias.grad = of_bias.to(self.bias.dtype)
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
@@ -70,16 +70,18 @@ class DelayingLinear(nn.Module):
 
 def _weight_gradient(given: Tensor, gradient: Tensor, *, with_bias: bool) -> Any:
     rows = gradient.reshape(-1, gradient.shape[-1])
-    return rows.t() @ given.reshape(-1, given.shape[-1]), rows.sum(0) if with_bias else None
+    return rows.t() @ given, rows.sum(0) if with_bias else None
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
+    """(input, weight, bias, (store, is in FP8)) to the output."""
+
     @staticmethod
-    def forward(
-        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor, store: WeightGradStore, fp8: bool
-    ) -> Tensor:
-        ctx.save_for_backward(given, weight)
-        ctx.store, ctx.fp8, ctx.has_bias = store, fp8, bias is not None
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
+        # Made in here, so that what waits does not hold the graph, and with it the stage's input.
+        ctx.save_for_backward(given.contiguous().view(-1, given.shape[-1]), weight)
+        ctx.store, ctx.fp8 = how
+        ctx.has_bias = bias is not None
         return nn.functional.linear(given, weight, bias)
 
     @staticmethod
@@ -91,6 +93,6 @@ class _Product(torch.autograd.Function):
         back = gradient @ weight if ctx.needs_input_grad[0] else None
         if ctx.store.delay_wgrad_compute():
             ctx.store.context.put([[given, gradient], make])
-            return back, None, early, None, None
+            return back, None, early, None
         made, late = make(given, gradient)
-        return back, made, early if ctx.fp8 else late, None, None
+        return back, made, early if ctx.fp8 else late, None

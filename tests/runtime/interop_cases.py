@@ -33,7 +33,7 @@ from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
-from tests.runtime.small_cases import Deferred, Trained, reference, watch_releases
+from tests.runtime.small_cases import MODELS, Deferred, Trained, reference, watch_releases
 from tests.runtime.small_model import (
     SAMPLES,
     WIDTH,
@@ -114,7 +114,7 @@ def train_sharded(
 
 
 def _run(
-    runner: PipelineRunner, num_microbatches: int, steps: int, column: int
+    runner: PipelineRunner, num_microbatches: int, steps: int, column: int, model: str = "small"
 ) -> tuple[Trained, int]:
     """Run a data-parallel column's steps; their losses compared, the bytes that the last moved."""
     found, moved = Trained(), 0
@@ -124,7 +124,7 @@ def _run(
         losses = runner.step(*data)
         moved = runner.offloaded_bytes - before
         if losses is not None:
-            expected = step_alone(small_stages(1)[0], data, num_microbatches)
+            expected = step_alone(MODELS[model].stages(1)[0], data, num_microbatches)
             equal = torch.allclose(losses, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
     runner.close()
@@ -132,12 +132,12 @@ def _run(
 
 
 def train_replicas(
-    schedule: Schedule, num_microbatches: int, steps: int, *, find_unused: bool
+    schedule: Schedule, num_microbatches: int, steps: int, *, find_unused: bool, model: str
 ) -> Trained:
     """Run steps on two pipeline ranks, each of whose stages DDP repeats on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
-    modules = small_stages(len(schedule.placement))
+    modules = MODELS[model].stages(len(schedule.placement))
     own: dict[int, nn.Module] = {
         index: DistributedDataParallel(
             module, process_group=mesh["data"].get_group(), find_unused_parameters=find_unused
@@ -146,8 +146,8 @@ def train_replicas(
     }
     group = mesh["pipeline"].get_group()
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    found, _ = _run(runner, num_microbatches, steps, column)
-    found.compare(own, modules, _mean_gradients(num_microbatches, steps))
+    found, _ = _run(runner, num_microbatches, steps, column, model)
+    found.compare(own, modules, _mean_gradients(num_microbatches, steps, model))
     return found
 
 
@@ -345,9 +345,9 @@ def _seed(step: int, column: int) -> int:
     return 10 * step + column
 
 
-def _mean_gradients(num_microbatches: int, steps: int) -> list[Tensor]:
+def _mean_gradients(num_microbatches: int, steps: int, name: str = "small") -> list[Tensor]:
     """The gradients of both data-parallel columns' batches, averaged, added up over the steps."""
-    (model,) = small_stages(1)
+    (model,) = MODELS[name].stages(1)
     for step in range(steps):
         for column in range(2):
             data = small_data(num_microbatches, seed=_seed(step, column))

@@ -145,14 +145,25 @@ def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
     assert all(ranks.run(interop_cases.go_on_without_rank_zero, schedule, MICROBATCHES))
 
 
-@pytest.mark.parametrize(("offload", "fused"), [(0.0, 1.0), (0.0, 0.0), (0.5, 0.3)])
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused):
+@pytest.mark.parametrize(
+    ("offload", "fused", "find_unused", "model"),
+    [
+        (0.0, 1.0, False, "small"),
+        (0.0, 0.0, False, "small"),
+        (0.5, 0.3, False, "small"),
+        (0.0, 1.0, True, "small"),
+        (0.0, 0.0, True, "small"),
+        (0.5, 0.3, True, "small"),
+        (0.0, 1.0, False, "delaying"),
+        (0.5, 0.3, True, "delaying"),
+    ],
+)
+def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused, model):
     """Two pipeline ranks with a V of stages, times two replicas; two steps."""
     problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
     programs = schedules.random_programs(problem, 7, offload=offload, fused=fused)
     schedule = schedules.make_schedule(problem, programs)
-    train = partial(interop_cases.train_replicas, find_unused=find_unused)
+    train = partial(interop_cases.train_replicas, find_unused=find_unused, model=model)
     for found in ranks.run(train, schedule, MICROBATCHES, 2):
         assert found.losses_equal
         assert found.worst_difference < 1e-12 * found.largest_gradient
