@@ -79,7 +79,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
         # Made in here, so that what waits does not hold the graph, and with it the stage's input.
-        ctx.save_for_backward(given.contiguous().view(-1, given.shape[-1]), weight)
+        ctx.save_for_backward(given.detach().reshape(-1, given.shape[-1]), weight)
         ctx.store, ctx.fp8 = how
         ctx.has_bias = bias is not None
         return nn.functional.linear(given, weight, bias)

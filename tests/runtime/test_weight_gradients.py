@@ -256,8 +256,8 @@ class _Tagged(torch.Tensor):
 
 FAULTS: dict[str, Callable[[Any], object]] = {
     "runs as a CUDA graph": lambda one: setattr(one, "backward_dw", lambda: None),
-    "has no wgrad_store": lambda one: (
-        delattr(one, "wgrad_store") or setattr(one, "need_backward_dw", lambda: True)
+    "has no wgrad_store": lambda one: one.__dict__.update(
+        wgrad_store=None, need_backward_dw=lambda: True
     ),
     "its wgrad_store.context is a list and no queue": lambda one: setattr(
         one.wgrad_store, "context", []

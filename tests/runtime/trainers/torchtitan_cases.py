@@ -51,8 +51,13 @@ class Titan:
     deferred_bytes: int
 
 
-def train_titan(schedule: Schedule, data_parallel: int, device: torch.device = _CPU) -> Titan:
-    """Train torchtitan's debug model twice, from the same values, on four ranks."""
+def train_titan(
+    schedule: Schedule, data_parallel: int, device: torch.device = _CPU, *, experts: bool = False
+) -> Titan:
+    """Train a debug model of torchtitan's twice, from the same values, on four ranks.
+
+    Llama's, or with ``experts`` DeepSeek's, whose parameters are bf16.
+    """
     _shim(on_cpu=device.type == "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,9 +65,9 @@ def train_titan(schedule: Schedule, data_parallel: int, device: torch.device = _
 
         from optpipe.runtime.trainers.torchtitan import pipeline_llm
 
-        wanted, evaluated, _ = _train(own, data_parallel, device)
+        wanted, evaluated, _ = _train(own, data_parallel, device, experts=experts)
         ours = partial(pipeline_llm, schedule=schedule, min_offload_bytes=1)
-        found, own_evaluation, made = _train(ours, data_parallel, device)
+        found, own_evaluation, made = _train(ours, data_parallel, device, experts=experts)
     runner = made.runner
     made.close()
     return Titan(
@@ -77,13 +82,13 @@ def train_titan(schedule: Schedule, data_parallel: int, device: torch.device = _
 
 
 def _train(
-    pipeline: Callable[..., Any], data_parallel: int, device: torch.device
+    pipeline: Callable[..., Any], data_parallel: int, device: torch.device, *, experts: bool
 ) -> tuple[list[float], Any, Any]:
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
 
-    spec = _spec()
+    spec = _spec(experts=experts)
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=4 // data_parallel,
         data_parallel_shard_degree=data_parallel,
@@ -125,11 +130,11 @@ def _train(
     return losses, evaluated, made
 
 
-def _spec() -> Any:
+def _spec(*, experts: bool = False) -> Any:
+    from torchtitan.models import deepseek_v3, llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import model_registry
 
-    spec: Any = model_registry("debugmodel")
+    spec: Any = (deepseek_v3 if experts else llama3).model_registry("debugmodel")
     for layer in spec.model.layers:
         # Flex attention is compiled, by a compiler that this machine has not.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
