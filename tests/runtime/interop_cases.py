@@ -232,7 +232,7 @@ _MANY = 32
 class Spread(NamedTuple):
     """A rank's steps with DTensors between stages, and the elements of each tensor it sent.
 
-    ``output_bytes`` are those measured of each stage, where DTensors are replicated.
+    ``output_bytes`` are those measured of each stage.
     """
 
     compared: Trained
@@ -258,21 +258,19 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
     for module in own.values():
         module.spread(mesh["tensor"], layout)  # type: ignore[operator]
     group = mesh["pipeline"].get_group()
-    output_bytes = []
-    if layout.is_replicate():
-        given, target = torch.randn(2, _MANY, 3, WIDTH, dtype=torch.float64)
-        profile = measure(
-            modules,
-            given,
-            loss_fn=small_loss,
-            target=target,
-            placement=schedule.placement,
-            effort=Effort(repeats=1, warmups=0),
-            group=group,
-            links=False,
-            memory_bytes=2**40,
-        )
-        output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
+    given, target = torch.randn(2, _MANY, 3, WIDTH, dtype=torch.float64)
+    profile = measure(
+        modules,
+        given,
+        loss_fn=small_loss,
+        target=target,
+        placement=schedule.placement,
+        effort=Effort(repeats=1, warmups=0),
+        group=group,
+        links=False,
+        memory_bytes=2**40,
+    )
+    output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
     seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
     found, model = Trained(), _Chain(*wholes)
