@@ -87,7 +87,7 @@ class StageUnderTest:
         )
         for tensor in arrived:
             if isinstance(tensor, DTensor) and tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(_end_collective)
+                tensor.register_post_accumulate_grad_hook(_end_collective)  # type: ignore[no-untyped-call]
         return arrived
 
     def forward(self, received: tuple[Tensor, ...]) -> ForwardResult:
