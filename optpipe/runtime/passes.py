@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
 
@@ -23,7 +24,9 @@ from optpipe.runtime.torch_names import (
     is_grouped_product,
     parts_with_memory,
     sharded_in_forward,
+    takes_grouped_products,
     tree_leaves,
+    types_when_gathered,
 )
 from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
 from optpipe.schedule import Action, ActionType
@@ -378,7 +381,8 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
         layer.__class__ = _split_class_of(type(layer)) or type(layer)
         cast("SplitLinear", layer).gradients = gradients
         _split_layers.add(cast("SplitLinear", layer))
-    experts = [one for one in module.modules() if _grouped_weights(one)]
+    gathered = types_when_gathered(module)
+    experts = [one for one in module.modules() if _grouped_weights(one, gathered)]
     for one in experts:
         if not isinstance(one, SplitExperts):
             kind = type(one)
@@ -423,9 +427,10 @@ def deferred_bytes(module: nn.Module) -> int:
         for parameter in layer.parameters()
         if parameter.requires_grad
     }
+    gathered = types_when_gathered(module)
     for part in module.modules():
-        if part not in compiled:
-            waiting |= {weight: weight.nbytes for weight in _grouped_weights(part)}
+        for weight in () if part in compiled else _grouped_weights(part, gathered):
+            waiting[weight] = sum(shard.nbytes for shard in parts_with_memory(weight))
         if _delays(part):
             waiting |= {weight: weight.nbytes for weight in _delayed_parameters(part)}
         # Layers of frameworks, which optpipe.runtime.trainers has split.
@@ -587,24 +592,24 @@ class SplitExperts(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-def _grouped_weights(module: nn.Module) -> list[nn.Parameter]:
+def _grouped_weights(
+    module: nn.Module, gathered: Mapping[Tensor, torch.dtype] = MappingProxyType({})
+) -> list[nn.Parameter]:
     """Return the weights of a module of experts that enter grouped products as they are.
 
     Of transformers' experts with ``experts_implementation="grouped_mm"``, and of torchtitan's in
-    bf16: it casts others, and their gradients go through the cast.
+    bf16: it casts others, and their gradients go through the cast. ``gathered`` are the sharded
+    ones that FSDP2 gathers whole for the forward, and of which type.
     """
-    if getattr(getattr(module, "config", None), "_experts_implementation", "") != "grouped_mm":
-        seam = getattr(type(module), "_grouped_mm", None)
-        if seam is None or not seam.__module__.startswith("torchtitan.models."):
-            return []
-        return [one for one in _stacked_weights(module) if one.dtype == torch.bfloat16]
-    return _stacked_weights(module)
-
-
-def _stacked_weights(module: nn.Module) -> list[nn.Parameter]:
     own = module.parameters(recurse=False)
-    return [one for one in own if one.dim() == _STACKED and type(one) is nn.Parameter
-            and _can_defer(one)]  # fmt: skip
+    stacked = [one for one in own if one.dim() == _STACKED and _can_defer(one)
+               and (type(one) is nn.Parameter or one in gathered)]  # fmt: skip
+    if getattr(getattr(module, "config", None), "_experts_implementation", "") == "grouped_mm":
+        return [one for one in stacked if takes_grouped_products(one)]
+    seam = getattr(type(module), "_grouped_mm", None)
+    if seam is None or not seam.__module__.startswith("torchtitan.models."):
+        return []
+    return [one for one in stacked if gathered.get(one, one.dtype) == torch.bfloat16]
 
 
 _STACKED = 3

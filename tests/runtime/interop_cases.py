@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt_model import MixedPrecision, token_loss
-from optpipe.runtime import PipelineRunner
+from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.demo_model import make_stages, random_tokens
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.measuring import Effort, measure
@@ -45,6 +45,7 @@ from tests.runtime.small_model import (
     step_alone,
     torch_stages,
 )
+from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -305,28 +306,78 @@ class _Chain(torch.nn.Sequential):
 
 def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> float:
     """Train by schedules; return the worst relative difference from the gradients of the first."""
+    return _train_gathered_in_bf16(schedules, num_microbatches, experts=False)[0]
+
+
+def train_sharded_experts(
+    schedules: Sequence[Schedule], num_microbatches: int
+) -> tuple[float, int, int]:
+    """The same with torchtitan's experts; beside it what the last promised, and made at its W's."""
+    made: list[Tensor] = []
+    make = passes._GroupedDeferred.make
+
+    def noted(deferred: Any) -> None:
+        made.append(deferred.weight)
+        make(deferred)
+
+    with mock.patch.object(passes._GroupedDeferred, "make", noted):
+        worst, promised = _train_gathered_in_bf16(schedules, num_microbatches, experts=True)
+    return worst, promised, len(made)
+
+
+def _train_gathered_in_bf16(
+    schedules: Sequence[Schedule], num_microbatches: int, *, experts: bool
+) -> tuple[float, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row = mesh["pipeline"].get_local_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gradients: list[list[Tensor]] = []
+    promised = 0
+    width = 8 if experts else WIDTH
     for schedule in schedules:
-        modules = [module.float() for module in small_stages(len(schedule.placement))]
+        modules = [module.float() for module in small_stages(len(schedule.placement), width)]
         own = own_part(schedule.placement, modules, row)
         for module in own.values():
             for block in module.blocks:  # type: ignore[union-attr]
+                if experts:
+                    block.wide = torch.nn.Sequential(_Experts(width), block.wide)
                 fully_shard(block, mesh=mesh["data"], mp_policy=policy)
             fully_shard(module, mesh=mesh["data"], mp_policy=policy)
         runner = PipelineRunner(
             own, schedule, small_loss, group=mesh["pipeline"].get_group(), min_offload_bytes=1
         )
-        runner.step(*small_data(num_microbatches, seed=0))
+        runner.step(*small_data(num_microbatches, seed=0, width=width))
+        promised = sum(runner.deferred_bytes.values())
         runner.close()
         parameters = [p for module in own.values() for p in module.parameters()]
         assert all(isinstance(p.grad, DTensor) for p in parameters)
         gradients.append([p.grad.full_tensor() for p in parameters])  # type: ignore[union-attr]
     wanted, *others = gradients
     pairs = [pair for found in others for pair in zip(found, wanted, strict=True)]
-    return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    return worst, promised
+
+
+class _Experts(torch.nn.Module):
+    """Two of torchtitan's grouped experts; each token goes to one of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        shim_torchtitan()
+        from torchtitan.models.common.moe import GroupedExperts
+
+        config = GroupedExperts.Config(dim=width, hidden_dim=2 * width, num_experts=2)
+        self.grouped: Any = config.build()
+        generator = torch.Generator().manual_seed(5)
+        for weight in self.grouped.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator)
+
+    def forward(self, given: Tensor) -> Tensor:
+        tokens = given.flatten(0, -2)
+        chosen = torch.arange(len(tokens)) % 2
+        order = chosen.argsort(stable=True)
+        made: Tensor = self.grouped(tokens[order], chosen.bincount(minlength=2))
+        return torch.zeros_like(made).index_copy(0, order, made).view_as(given)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:

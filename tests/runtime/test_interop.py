@@ -180,6 +180,24 @@ def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
         assert worst < 1e-6
 
 
+def test_experts_sharded_by_fsdp2_make_their_gradients_at_w(ranks):
+    """torchtitan's, gathered in bf16: in each W both experts' three weights; beside fused B."""
+    count = 6
+    problem = schedules.make_problem(TWO_RANKS, count)
+    made = [
+        schedules.random_programs(problem, 7, fused=fused, offload=offload)
+        for fused, offload in ((1.0, 0.0), (0.3, 0.5))
+    ]
+    cases = [schedules.make_schedule(problem, programs) for programs in made]
+    outcomes = ranks.run(interop_cases.train_sharded_experts, cases, count)
+    for rank, (worst, promised_bytes, num_at_w) in enumerate(outcomes):
+        num_w = sum(one.type is ActionType.BACKWARD_WEIGHT for one in made[1][rank // 2])
+        assert worst < 1e-6
+        assert num_at_w == 2 * 3 * num_w > 0
+        # Of each block two linear layers, and three weights of both experts, this rank's half.
+        assert promised_bytes == 2 * 2 * 4 * (2 * 8 * 16 + 8 + 16 + 3 * 2 * 8 * 16) // 2
+
+
 def test_a_stage_that_is_data_parallel_in_part_is_refused(ranks):
     """Whole ones are not; in part, each backward would reduce, and W would be forgotten."""
     for by_ddp, by_fsdp in ranks.run(interop_cases.refused_wrappers):

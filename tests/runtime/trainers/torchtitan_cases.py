@@ -58,7 +58,7 @@ def train_titan(
 
     Llama's, or with ``experts`` DeepSeek's, whose parameters are bf16.
     """
-    _shim(on_cpu=device.type == "cpu")
+    shim_torchtitan(on_cpu=device.type == "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchtitan.distributed.pipeline_parallel import pipeline_llm as own
@@ -212,7 +212,7 @@ class TitanRun:
 
 def train_by_trainer(run: TitanRun) -> TitanLog:
     """Start torchtitan's own trainer on four ranks; its tokenizer, data and checkpoints with it."""
-    _shim()
+    shim_torchtitan()
     with warnings.catch_warnings(), torchtitan_words() as words:
         warnings.simplefilter("ignore")
         from torchtitan.trainer import Trainer as Own
@@ -330,7 +330,7 @@ def _summing(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return done
 
 
-def _shim(*, on_cpu: bool = True) -> None:
+def shim_torchtitan(*, on_cpu: bool = True) -> None:
     """What torchtitan asks of a GPU and a newer torch; before anything else of it is imported."""
     import torchtitan.tools.utils as tools
 
