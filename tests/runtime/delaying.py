@@ -1,7 +1,7 @@
 """A twin of Transformer Engine's linear layer with ``delay_wgrad_compute``, which wants a GPU.
 
-Written after what TransformerEngine 2.3 to 2.10 do (`pytorch/module/base.py`, `_common.py`): a
-queue per module, the oldest entry of which a `backward_dw` takes; it *overwrites* the weight's
+Written after what its sources do (`pytorch/module/base.py` and `_common.py`, from 2.3 on): a queue
+per module, the oldest entry of which a `backward_dw` takes; it *overwrites* the weight's
 gradient, writes that of the bias only where there is none, and calls the hooks of whoever takes
 them. In FP8 the backward makes the bias's gradient, and the queue's entry none.
 """

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from optpipe.runtime import passes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,6 +52,8 @@ class Titan:
     held_stages: int
     offloaded_bytes: int
     deferred_bytes: int
+    num_stacked: int
+    """Gradients of experts' stacked weights that W's made."""
 
 
 def train_titan(
@@ -56,7 +61,7 @@ def train_titan(
 ) -> Titan:
     """Train a debug model of torchtitan's twice, from the same values, on four ranks.
 
-    Llama's, or with ``experts`` DeepSeek's, whose parameters are bf16.
+    Llama's, or with ``experts`` DeepSeek's, whose parameters FSDP2 gathers in bf16; three steps.
     """
     shim_torchtitan(on_cpu=device.type == "cpu")
     with warnings.catch_warnings():
@@ -67,7 +72,14 @@ def train_titan(
 
         wanted, evaluated, _ = _train(own, data_parallel, device, experts=experts)
         ours = partial(pipeline_llm, schedule=schedule, min_offload_bytes=1)
-        found, own_evaluation, made = _train(ours, data_parallel, device, experts=experts)
+        stacked, make = [], passes._GroupedDeferred.make
+
+        def noted(deferred: Any) -> None:
+            stacked.append(deferred.weight)
+            make(deferred)
+
+        with mock.patch.object(passes._GroupedDeferred, "make", noted):
+            found, own_evaluation, made = _train(ours, data_parallel, device, experts=experts)
     runner = made.runner
     made.close()
     return Titan(
@@ -78,6 +90,7 @@ def train_titan(
         len(made.parts),
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
+        len(stacked),
     )
 
 
@@ -121,7 +134,7 @@ def _train(
     optimizer = torch.optim.AdamW([one for part in parts for one in part.parameters()], lr=1e-3)
     losses = []
     column = dist.get_rank() % data_parallel
-    for step in range(STEPS):
+    for step in range(3 if experts else STEPS):
         optimizer.zero_grad()
         found = _run(made.step, _data(step, column, device), first=first, last=last)
         optimizer.step()
