@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.torch_names import tree_leaves, tree_map
@@ -101,6 +102,12 @@ class GivenBatch:
         kwargs = self._cut_kwargs(count)
         if first and not any(args) and not any(kwargs):
             raise PreflightError(_missing("batch", "first"))
+        if any(isinstance(one, DTensor) for one in tensors_in((args, kwargs))):
+            raise PreflightError(
+                "the batch holds a DTensor, but stages are given plain tensors, of which their "
+                "shapes are found; give what this rank holds of it (.to_local()), and make it "
+                "whole in the stage that takes it (DTensor.from_local)"
+            )
         return Microbatches(args=args, kwargs=kwargs, targets=targets, loss_kwargs=self.loss_kwargs)
 
     def _cut_args(self, count: int) -> list[tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
 
@@ -23,6 +24,9 @@ from optpipe.runtime.torch_names import (
     is_grouped_product,
     parts_with_memory,
     sharded_in_forward,
+    takes_grouped_products,
+    tree_leaves,
+    types_when_gathered,
 )
 from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
 from optpipe.schedule import Action, ActionType
@@ -40,6 +44,7 @@ __all__ = [
     "Passes",
     "SplitLinear",
     "WeightGradients",
+    "check_delaying",
     "deferred_bytes",
     "split_linears",
     "treat_as_plain",
@@ -182,6 +187,11 @@ class Passes:
             self._offloader.before_backward((stage, microbatch))
         return self._gradients.collect() if split else _PLAIN
 
+    @property
+    def delays_gradients(self) -> bool:
+        """Whether some module puts weight gradients aside in every backward."""
+        return bool(self._gradients.delaying)
+
     def weight_runner(self) -> Callable[[], None]:
         """Return what makes the weight gradients put aside by the I just run."""
         return self._gradients.take()
@@ -223,6 +233,7 @@ class Passes:
     def reset(self) -> None:
         """Forget what an interrupted step left behind."""
         self._offloader.reset()
+        self._gradients.forget()
         self._random_states.clear()
         for buffers in self._buffers.values():
             buffers.forget()
@@ -251,21 +262,17 @@ class Passes:
 # torch's own I and W walk the autograd graph twice and are wrong or slow in several cases (outputs
 # that are views, parameters used twice, inputs without requires_grad, checkpointing). Here I is one
 # ordinary backward in which every `SplitLinear` keeps its input and output gradient instead of
-# making the weight gradient; W makes them. So do experts whose products are grouped. Whatever is
-# neither, nor a plain ``nn.Linear``, does its full work in I, which is slower to split but never
-# wrong.
+# making the weight gradient; W makes them. So do experts whose products are grouped, and modules
+# that delay their weight gradients by themselves. Whatever is none of these, nor a plain
+# ``nn.Linear``, does its full work in I, which is slower to split but never wrong.
 
 
 class Deferral(Protocol):
     """Gradients put aside: what they are made from, and how."""
 
     @property
-    def layer_input(self) -> Tensor:
-        """What the layer was given."""
-
-    @property
-    def output_gradient(self) -> Tensor:
-        """The gradient of what it returned."""
+    def held(self) -> Sequence[Tensor]:
+        """What is kept until then."""
 
     def make(self) -> None:
         """Make the gradients and add them to the parameters'."""
@@ -278,6 +285,11 @@ class _Deferred(NamedTuple):
     bias: Tensor | None
     layer_input: Tensor
     output_gradient: Tensor
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """See `Deferral`."""
+        return self.layer_input, self.output_gradient
 
     def make(self) -> None:
         """Make the gradients and add them to ``.grad``."""
@@ -300,6 +312,8 @@ class WeightGradients:
         self.deferred: list[Deferral] = []
         self.num_runners = 0
         """Of the stages whose layers put gradients aside here."""
+        self.delaying: list[Any] = []
+        """Modules that put gradients aside in stores of their own, whatever the backward."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -309,23 +323,38 @@ class WeightGradients:
             yield
         finally:
             self.collecting = False
-            self.deferred.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop what a backward that failed has put aside."""
+        self._empty_stores()
+        self.deferred.clear()
+
+    def _empty_stores(self) -> None:
+        for module in self.delaying:
+            if items := _taken_from(module.wgrad_store.context):
+                self.deferred.append(_StoredDeferral(module, items))
 
     def held_bytes(self) -> int:
         """Return the bytes kept for gradients that are put aside, each storage counted once."""
+        self._empty_stores()
         storages = {
             part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
             for deferred in self.deferred
-            for tensor in (deferred.layer_input, deferred.output_gradient)
+            for tensor in deferred.held
             for part in parts_with_memory(tensor)
         }
         return sum(storages.values())
 
     def take(self) -> Callable[[], None]:
-        """Return what makes all gradients put aside so far, and forget them; torch's dw_builder."""
+        """Return what makes all gradients put aside so far, and forget them; torch's dw_builder.
+
+        Also behind a full backward: modules with stores of their own put theirs aside there, too.
+        """
+        self._empty_stores()
         taken = self.deferred
         if not taken:
-            # Of every full backward; torch asks there, too.
+            # Of nearly every full backward.
             return _nothing
         self.deferred = []
 
@@ -345,19 +374,26 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
 
     The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses
     and parametrised layers are left alone. Experts with grouped products become `SplitExperts`.
+    Modules that delay their weight gradients by themselves stay as they are.
     """
     layers = _linears(module)
     for layer in layers:
         layer.__class__ = _split_class_of(type(layer)) or type(layer)
         cast("SplitLinear", layer).gradients = gradients
         _split_layers.add(cast("SplitLinear", layer))
-    experts = [one for one in module.modules() if _grouped_weights(one)]
+    gathered = types_when_gathered(module)
+    experts = [one for one in module.modules() if _grouped_weights(one, gathered)]
     for one in experts:
         if not isinstance(one, SplitExperts):
             kind = type(one)
             one.__class__ = type(f"Split{kind.__name__}", (SplitExperts, kind), {})
         cast("SplitExperts", one).gradients = gradients
-    return len(layers) + len(experts)
+    delaying = _delaying(module)
+    for one in delaying:
+        one.gradients = gradients
+        if one not in gradients.delaying:
+            gradients.delaying.append(one)
+    return len(layers) + len(experts) + len(delaying)
 
 
 def unsplit_linears(module: nn.Module) -> None:
@@ -372,6 +408,9 @@ def unsplit_linears(module: nn.Module) -> None:
         if isinstance(one, SplitExperts):
             one.__class__ = type(one).__bases__[1]
             del one.__dict__["gradients"]
+    for one in _delaying(module):
+        if sink := one.__dict__.pop("gradients", None):
+            sink.delaying.remove(one)
 
 
 def deferred_bytes(module: nn.Module) -> int:
@@ -388,9 +427,12 @@ def deferred_bytes(module: nn.Module) -> int:
         for parameter in layer.parameters()
         if parameter.requires_grad
     }
+    gathered = types_when_gathered(module)
     for part in module.modules():
-        if part not in compiled:
-            waiting |= {weight: weight.nbytes for weight in _grouped_weights(part)}
+        for weight in () if part in compiled else _grouped_weights(part, gathered):
+            waiting[weight] = sum(shard.nbytes for shard in parts_with_memory(weight))
+        if _delays(part):
+            waiting |= {weight: weight.nbytes for weight in _delayed_parameters(part)}
         # Layers of frameworks, which optpipe.runtime.trainers has split.
         for parameter in getattr(part, "split_parameters", ()):
             waiting[parameter] = parameter.nbytes
@@ -550,24 +592,24 @@ class SplitExperts(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-def _grouped_weights(module: nn.Module) -> list[nn.Parameter]:
+def _grouped_weights(
+    module: nn.Module, gathered: Mapping[Tensor, torch.dtype] = MappingProxyType({})
+) -> list[nn.Parameter]:
     """Return the weights of a module of experts that enter grouped products as they are.
 
     Of transformers' experts with ``experts_implementation="grouped_mm"``, and of torchtitan's in
-    bf16: it casts others, and their gradients go through the cast.
+    bf16: it casts others, and their gradients go through the cast. ``gathered`` are the sharded
+    ones that FSDP2 gathers whole for the forward, and of which type.
     """
-    if getattr(getattr(module, "config", None), "_experts_implementation", "") != "grouped_mm":
-        seam = getattr(type(module), "_grouped_mm", None)
-        if seam is None or not seam.__module__.startswith("torchtitan.models."):
-            return []
-        return [one for one in _stacked_weights(module) if one.dtype == torch.bfloat16]
-    return _stacked_weights(module)
-
-
-def _stacked_weights(module: nn.Module) -> list[nn.Parameter]:
     own = module.parameters(recurse=False)
-    return [one for one in own if one.dim() == _STACKED and type(one) is nn.Parameter
-            and _can_defer(one)]  # fmt: skip
+    stacked = [one for one in own if one.dim() == _STACKED and _can_defer(one)
+               and (type(one) is nn.Parameter or one in gathered)]  # fmt: skip
+    if getattr(getattr(module, "config", None), "_experts_implementation", "") == "grouped_mm":
+        return [one for one in stacked if takes_grouped_products(one)]
+    seam = getattr(type(module), "_grouped_mm", None)
+    if seam is None or not seam.__module__.startswith("torchtitan.models."):
+        return []
+    return [one for one in stacked if gathered.get(one, one.dtype) == torch.bfloat16]
 
 
 _STACKED = 3
@@ -637,6 +679,11 @@ class _GroupedDeferred(NamedTuple):
     output_gradient: Tensor
     ends: Tensor
 
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """See `Deferral`."""
+        return self.layer_input, self.output_gradient
+
     def gradient(self) -> Tensor:
         """Return it, as the weight lies."""
         left, right = self.layer_input, self.output_gradient
@@ -648,6 +695,137 @@ class _GroupedDeferred(NamedTuple):
         """Make it and add it to ``.grad``."""
         with torch.no_grad():
             _add_gradient(self.weight, self.gradient())
+
+
+# --- Modules that delay their weight gradients by themselves, as Transformer Engine's do that were
+# made with ``delay_wgrad_compute=True`` (2.3 and later). Every backward, an I or a B, puts what a
+# product needs into the module's queue, ``wgrad_store.context``, and each ``backward_dw()`` makes
+# the gradient of what lies there longest. That queue knows no micro-batches, so it is emptied
+# behind every backward, and what it held is put back for its W: W's may come in any order. A
+# ``backward_dw()`` writes ``weight.grad`` anew, and ``bias.grad`` only where it is None, so what is
+# there already is put aside and added.
+
+
+def _delays(module: Any) -> bool:
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
+def _delaying(module: nn.Module) -> list[Any]:
+    return [one for one in module.modules() if _delays(one)]
+
+
+def _delayed_parameters(module: Any) -> list[nn.Parameter]:
+    """Return those of which W makes the gradients: as marked, or in older versions all matrices."""
+    own = [one for one in module.parameters(recurse=False) if one.requires_grad]
+    marked = [one for one in own if getattr(one, "skip_backward_post_hook", False)]
+    return [one for one in marked or own if one.dim() > 1 or (marked and not _is_fp8(module))]
+
+
+def _is_fp8(module: Any) -> bool:
+    """Whether its last forward was in FP8, whose backward makes the gradients of biases."""
+    return bool(getattr(module, "fp8", False))
+
+
+def check_delaying(stages: Mapping[int, nn.Module]) -> None:
+    """Refuse modules that delay weight gradients which would not be made, or that nobody takes."""
+    for index, stage in sorted(stages.items()):
+        for name, part in stage.named_modules():
+            if why := _not_delayed_because(part):
+                raise PreflightError(
+                    f"{name or 'the module'} of stage {index}, a {type(part).__name__}, delays its "
+                    f"weight gradients until backward_dw() is called, but {why}"
+                )
+
+
+def _not_delayed_because(part: Any) -> str:
+    """Return what is in the way of a module's delayed weight gradients, and what to do; or ""."""
+    own = [one for one in part.parameters(recurse=False) if one.requires_grad]
+    if "backward_dw" in part.__dict__:
+        return (
+            "it runs as a CUDA graph, which puts nothing into a queue; graph it without "
+            "delay_wgrad_compute"
+        )
+    if not _delays(part):
+        needs = getattr(part, "need_backward_dw", None)
+        if needs is None or not needs():
+            return ""
+        return "it has no wgrad_store, whose queue says for which micro-batch; turn the delay off"
+    queue = getattr(part.wgrad_store, "context", None)
+    if not all(hasattr(queue, method) for method in ("get", "put", "qsize")):
+        return (
+            f"its wgrad_store.context is a {type(queue).__name__} and no queue of what waits; turn "
+            "delay_wgrad_compute off"
+        )
+    if any(type(one) is not nn.Parameter for one in own):
+        return (
+            "its parameters are sharded (DTensors), and backward_dw() would write whole gradients; "
+            "make it without delay_wgrad_compute"
+        )
+    if any(has_gradient_hooks(one) for one in own):
+        return "a parameter has a gradient hook, which that does not call; turn the delay off"
+    takers = getattr(part, "wgrad_accumulation_and_reduce_hooks", ())
+    if any(hasattr(one, "main_grad") for one in own) and not takers:
+        return (
+            "its gradients are added to main_grad by hooks that backward_dw() does not call; set "
+            "delay_wgrad_compute in Megatron's DistributedDataParallelConfig, too"
+        )
+    return ""
+
+
+def _taken_from(queue: Any) -> list[Any]:
+    return [queue.get() for _ in range(queue.qsize())]
+
+
+class _StoredDeferral(NamedTuple):
+    """What a module put into its queue in one backward, an entry a product: tensors, and how."""
+
+    module: Any
+    items: list[Any]
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """See `Deferral`."""
+        leaves = tree_leaves([item[0] for item in self.items])
+        return tuple(one for one in leaves if isinstance(one, Tensor))
+
+    def make(self) -> None:
+        """Let the module make them, as often as it takes, and add them up."""
+        queue = self.module.wgrad_store.context
+        for item in self.items:
+            queue.put(item)
+        self.items.clear()
+        while left := queue.qsize():
+            self._make_next()
+            if queue.qsize() >= left:
+                raise PreflightError(
+                    f"backward_dw() of a {type(self.module).__name__} left {left} products in its "
+                    "wgrad_store, as before; turn delay_wgrad_compute off"
+                )
+
+    def _make_next(self) -> None:
+        own = [
+            one
+            for one in self.module.parameters(recurse=False)
+            if one.requires_grad and (one.dim() > 1 or not _is_fp8(self.module))
+        ]
+        before = [one.grad for one in own]
+        for one in own:
+            one.grad = None
+        with torch.no_grad():
+            self.module.backward_dw()
+            made = [one.grad for one in own]
+            if all(gradient is None for gradient in made) and not any(
+                hasattr(one, "main_grad") for one in own
+            ):
+                raise PreflightError(
+                    f"backward_dw() of a {type(self.module).__name__} made no gradient of its "
+                    "parameters, as where a weight is several; turn delay_wgrad_compute off"
+                )
+            for one, gradient, old in zip(own, made, before, strict=True):
+                one.grad = old
+                if gradient is not None:
+                    _add_gradient(one, gradient)
 
 
 # --- Linear layers under torch.compile. What a compiled backward returns is settled when it is

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from optpipe.runtime import preflight
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
-from optpipe.runtime.passes import deferred_bytes
+from optpipe.runtime.passes import check_delaying, deferred_bytes
 from optpipe.runtime.preflight import (
     Shapes,
     agree,
@@ -110,6 +110,7 @@ def check_spec(spec: PipelineSpec) -> None:
         attempt(lambda: preflight.check_stages(schedule, spec.rank, stages), faults)
         attempt(lambda: preflight.check_devices(stages, spec.device), faults)
         attempt(lambda: preflight.check_wrappers(stages), faults)
+        attempt(lambda: check_delaying(stages), faults)
     if not faults:
         waiting = {index: deferred_bytes(module) for index, module in stages.items()}
         attempt(lambda: preflight.check_split(spec.program, problem, waiting), faults)

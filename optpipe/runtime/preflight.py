@@ -230,8 +230,9 @@ def check_split(program: Program, problem: Problem | None, deferred: Mapping[int
         if not deferred[stage] and (problem is None or problem.stages[stage].backward_weight_ms):
             raise PreflightError(
                 f"0 bytes of weight gradient of stage {stage} would wait for its W's, whose time "
-                "the plan counts on: only nn.Linear layers defer, without gradient hooks, and not "
-                "both tensor parallel and compiled; solve a problem in which its "
+                "the plan counts on: only nn.Linear layers, grouped experts and modules with "
+                "delay_wgrad_compute defer, without gradient hooks, and not both tensor parallel "
+                "and compiled; solve a problem in which its "
                 "backward_weight_ms is 0, as `optpipe profile` measures it, and pass problem="
             )
 

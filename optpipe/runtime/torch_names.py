@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,10 +60,12 @@ __all__ = [
     "sharded_in_forward",
     "slices_of_mesh",
     "storage_identity",
+    "takes_grouped_products",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "types_when_gathered",
     "untraced",
     "viewed",
 ]
@@ -155,16 +158,29 @@ def sharded_in_forward(module: nn.Module) -> set[Tensor]:
     return sharded - gathered
 
 
+def types_when_gathered(module: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return the parameters that FSDP2 gathers whole for a forward, and of which type it is."""
+    return {
+        one.sharded_param: group.mp_policy.param_dtype or one.sharded_param.dtype
+        for group in _fsdp_groups(module)
+        for one in group.fsdp_params
+        if not one.is_dtensor
+    }
+
+
 def fsdp_parts(module: nn.Module) -> list[Any]:
     """Return the modules of a stage whose weights FSDP2 gathers, the stage itself among them."""
     return [one for one in module.modules() if isinstance(one, FSDPModule)]
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
-    if isinstance(module, FSDPModule):
-        for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined] # noqa: SLF001
-            for group in state._fsdp_param_groups:  # noqa: SLF001
-                yield from group.fsdp_params
+    for group in _fsdp_groups(module):
+        yield from group.fsdp_params
+
+
+def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
+    for part in fsdp_parts(module):
+        yield from fully_shard.state(part)._fsdp_param_groups  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -245,6 +261,18 @@ def is_grouped_product(function: object) -> bool:
     ``functional.grouped_mm`` calls it, and torchtitan by itself.
     """
     return function is torch._grouped_mm  # noqa: SLF001
+
+
+def takes_grouped_products(weight: Tensor) -> bool:
+    """Whether transformers makes the products of experts with such weights by `grouped_mm`.
+
+    On GPUs before SM80, among others, it falls back to a product after the other.
+    """
+    asked = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
+    if asked is not None:
+        return bool(asked(weight, weight, weight))
+    capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (8, 0)
+    return capability >= (8, 0)
 
 
 def slices_of_mesh(mesh: DeviceMesh, dims: tuple[str, ...]) -> Iterator[DeviceMesh]:

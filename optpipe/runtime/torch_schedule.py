@@ -641,8 +641,15 @@ class HookedStage(PipelineStage):
         if not self.is_last:
             message = Pass(True, self.stage_index + 1, bwd_chunk_id)
             self.slots.take_out(message, self.grad_recv_info[bwd_chunk_id])
+        # Modules that delay weight gradients make them behind a backward, so DDP comes behind it.
+        ddp = self.submod if isinstance(self.submod, DistributedDataParallel) else None
+        by_us = ddp is not None and last_backward and self._hooks.delays_gradients
         with self._hooks.backward(self.stage_index, bwd_chunk_id, split=not full_backward):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(
+                bwd_chunk_id, loss, full_backward, last_backward and not by_us
+            )
+            if ddp is not None and by_us:
+                reduce_by_ddp(ddp)
         for info in self.grad_recv_info[bwd_chunk_id]:
             info.buffer = None
         if self.is_first:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
@@ -187,7 +189,15 @@ def _bad_calls(runner: PipelineRunner, count: int) -> list[Callable[[], object]]
             data.tokens, target=data.target, positions=data.positions[:3], bucket="three"
         ),
         lambda: runner.step(data.tokens, data.tokens, data.tokens),
+        lambda: runner.step(_spread(data.tokens), **same, bucket="spread"),
+        lambda: runner.step(
+            data.tokens, target=data.target, positions=_spread(data.positions), bucket="spread"
+        ),
     ]
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    return DTensor.from_local(tensor, init_device_mesh("cpu", (4,)), [Replicate()])
 
 
 def _refusal(call: Callable[[], object]) -> str:

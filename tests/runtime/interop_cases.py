@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt_model import MixedPrecision, token_loss
-from optpipe.runtime import PipelineRunner
+from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.demo_model import make_stages, random_tokens
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.measuring import Effort, measure
@@ -33,7 +33,7 @@ from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
-from tests.runtime.small_cases import Deferred, Trained, reference, watch_releases
+from tests.runtime.small_cases import MODELS, Deferred, Trained, reference, watch_releases
 from tests.runtime.small_model import (
     SAMPLES,
     WIDTH,
@@ -45,6 +45,7 @@ from tests.runtime.small_model import (
     step_alone,
     torch_stages,
 )
+from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +115,7 @@ def train_sharded(
 
 
 def _run(
-    runner: PipelineRunner, num_microbatches: int, steps: int, column: int
+    runner: PipelineRunner, num_microbatches: int, steps: int, column: int, model: str = "small"
 ) -> tuple[Trained, int]:
     """Run a data-parallel column's steps; their losses compared, the bytes that the last moved."""
     found, moved = Trained(), 0
@@ -124,7 +125,7 @@ def _run(
         losses = runner.step(*data)
         moved = runner.offloaded_bytes - before
         if losses is not None:
-            expected = step_alone(small_stages(1)[0], data, num_microbatches)
+            expected = step_alone(MODELS[model].stages(1)[0], data, num_microbatches)
             equal = torch.allclose(losses, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
     runner.close()
@@ -132,12 +133,12 @@ def _run(
 
 
 def train_replicas(
-    schedule: Schedule, num_microbatches: int, steps: int, *, find_unused: bool
+    schedule: Schedule, num_microbatches: int, steps: int, *, find_unused: bool, model: str
 ) -> Trained:
     """Run steps on two pipeline ranks, each of whose stages DDP repeats on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
-    modules = small_stages(len(schedule.placement))
+    modules = MODELS[model].stages(len(schedule.placement))
     own: dict[int, nn.Module] = {
         index: DistributedDataParallel(
             module, process_group=mesh["data"].get_group(), find_unused_parameters=find_unused
@@ -146,8 +147,8 @@ def train_replicas(
     }
     group = mesh["pipeline"].get_group()
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    found, _ = _run(runner, num_microbatches, steps, column)
-    found.compare(own, modules, _mean_gradients(num_microbatches, steps))
+    found, _ = _run(runner, num_microbatches, steps, column, model)
+    found.compare(own, modules, _mean_gradients(num_microbatches, steps, model))
     return found
 
 
@@ -232,7 +233,7 @@ _MANY = 32
 class Spread(NamedTuple):
     """A rank's steps with DTensors between stages, and the elements of each tensor it sent.
 
-    ``output_bytes`` are those measured of each stage, where DTensors are replicated.
+    ``output_bytes`` are those measured of each stage.
     """
 
     compared: Trained
@@ -258,21 +259,19 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
     for module in own.values():
         module.spread(mesh["tensor"], layout)  # type: ignore[operator]
     group = mesh["pipeline"].get_group()
-    output_bytes = []
-    if layout.is_replicate():
-        given, target = torch.randn(2, _MANY, 3, WIDTH, dtype=torch.float64)
-        profile = measure(
-            modules,
-            given,
-            loss_fn=small_loss,
-            target=target,
-            placement=schedule.placement,
-            effort=Effort(repeats=1, warmups=0),
-            group=group,
-            links=False,
-            memory_bytes=2**40,
-        )
-        output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
+    given, target = torch.randn(2, _MANY, 3, WIDTH, dtype=torch.float64)
+    profile = measure(
+        modules,
+        given,
+        loss_fn=small_loss,
+        target=target,
+        placement=schedule.placement,
+        effort=Effort(repeats=1, warmups=0),
+        group=group,
+        links=False,
+        memory_bytes=2**40,
+    )
+    output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
     seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
     found, model = Trained(), _Chain(*wholes)
@@ -307,28 +306,78 @@ class _Chain(torch.nn.Sequential):
 
 def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> float:
     """Train by schedules; return the worst relative difference from the gradients of the first."""
+    return _train_gathered_in_bf16(schedules, num_microbatches, experts=False)[0]
+
+
+def train_sharded_experts(
+    schedules: Sequence[Schedule], num_microbatches: int
+) -> tuple[float, int, int]:
+    """The same with torchtitan's experts; beside it what the last promised, and made at its W's."""
+    made: list[Tensor] = []
+    make = passes._GroupedDeferred.make
+
+    def noted(deferred: Any) -> None:
+        made.append(deferred.weight)
+        make(deferred)
+
+    with mock.patch.object(passes._GroupedDeferred, "make", noted):
+        worst, promised = _train_gathered_in_bf16(schedules, num_microbatches, experts=True)
+    return worst, promised, len(made)
+
+
+def _train_gathered_in_bf16(
+    schedules: Sequence[Schedule], num_microbatches: int, *, experts: bool
+) -> tuple[float, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row = mesh["pipeline"].get_local_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gradients: list[list[Tensor]] = []
+    promised = 0
+    width = 8 if experts else WIDTH
     for schedule in schedules:
-        modules = [module.float() for module in small_stages(len(schedule.placement))]
+        modules = [module.float() for module in small_stages(len(schedule.placement), width)]
         own = own_part(schedule.placement, modules, row)
         for module in own.values():
             for block in module.blocks:  # type: ignore[union-attr]
+                if experts:
+                    block.wide = torch.nn.Sequential(_Experts(width), block.wide)
                 fully_shard(block, mesh=mesh["data"], mp_policy=policy)
             fully_shard(module, mesh=mesh["data"], mp_policy=policy)
         runner = PipelineRunner(
             own, schedule, small_loss, group=mesh["pipeline"].get_group(), min_offload_bytes=1
         )
-        runner.step(*small_data(num_microbatches, seed=0))
+        runner.step(*small_data(num_microbatches, seed=0, width=width))
+        promised = sum(runner.deferred_bytes.values())
         runner.close()
         parameters = [p for module in own.values() for p in module.parameters()]
         assert all(isinstance(p.grad, DTensor) for p in parameters)
         gradients.append([p.grad.full_tensor() for p in parameters])  # type: ignore[union-attr]
     wanted, *others = gradients
     pairs = [pair for found in others for pair in zip(found, wanted, strict=True)]
-    return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    return worst, promised
+
+
+class _Experts(torch.nn.Module):
+    """Two of torchtitan's grouped experts; each token goes to one of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        shim_torchtitan()
+        from torchtitan.models.common.moe import GroupedExperts
+
+        config = GroupedExperts.Config(dim=width, hidden_dim=2 * width, num_experts=2)
+        self.grouped: Any = config.build()
+        generator = torch.Generator().manual_seed(5)
+        for weight in self.grouped.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator)
+
+    def forward(self, given: Tensor) -> Tensor:
+        tokens = given.flatten(0, -2)
+        chosen = torch.arange(len(tokens)) % 2
+        order = chosen.argsort(stable=True)
+        made: Tensor = self.grouped(tokens[order], chosen.bincount(minlength=2))
+        return torch.zeros_like(made).index_copy(0, order, made).view_as(given)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
@@ -345,9 +394,9 @@ def _seed(step: int, column: int) -> int:
     return 10 * step + column
 
 
-def _mean_gradients(num_microbatches: int, steps: int) -> list[Tensor]:
+def _mean_gradients(num_microbatches: int, steps: int, name: str = "small") -> list[Tensor]:
     """The gradients of both data-parallel columns' batches, averaged, added up over the steps."""
-    (model,) = small_stages(1)
+    (model,) = MODELS[name].stages(1)
     for step in range(steps):
         for column in range(2):
             data = small_data(num_microbatches, seed=_seed(step, column))

@@ -24,6 +24,7 @@ from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
+from tests.runtime.delaying import DelayingLinear
 from tests.runtime.live_bytes import LiveBytes
 from tests.runtime.small_model import (
     WIDTH,
@@ -60,6 +61,28 @@ def compiled_stages(num_stages: int) -> list[nn.Module]:
         for block in stage.blocks:  # type: ignore[union-attr]
             block.compile(backend="aot_eager", fullgraph=True)
     return stages
+
+
+def delaying_stages(num_stages: int) -> list[nn.Module]:
+    """The small model with layers that delay weight gradients, one called twice, one in FP8.
+
+    But for the reference of one stage, which delays nothing.
+    """
+    return changed_stages(functools.partial(_with_delay, delays=num_stages > 1), num_stages)
+
+
+def _with_delay(block: Any, *, delays: bool) -> nn.Module:
+    block.wide = DelayingLinear(block.wide, delay_wgrad_compute=delays, marks=False)
+    block.narrow = DelayingLinear(block.narrow, delay_wgrad_compute=delays, fp8=True)
+
+    def forward(state: tuple[Tensor, Tensor]) -> Any:
+        activations, tokens = state
+        normed = block.norm(activations + block.token(tokens))
+        inner = block.wide(normed) + block.wide(normed / 2)
+        return activations + block.narrow(torch.tanh(inner)), tokens
+
+    block.forward = forward
+    return block  # type: ignore[no-any-return]
 
 
 # --- The small model, changed as users change theirs.
@@ -174,6 +197,7 @@ MODELS = {
         name: Model(functools.partial(changed_stages, change), small_data, small_loss)
         for name, change in CHANGES.items()
     },
+    "delaying": Model(delaying_stages, small_data, small_loss),
     "small": Model(small_stages, small_data, small_loss),
     "compiled": Model(compiled_stages, small_data, small_loss),
     "transformer": Model(

@@ -119,8 +119,7 @@ def test_dtensors_cross_stages_as_shards(ranks, layout, fused):
         # Of each micro-batch and step an activation or gradient, beside it the table forwards.
         assert set(found.sent) == {2 * held * 6, 3}
         assert len(found.sent) == 2 * MICROBATCHES * 3
-        measured = [8 * (32 * held * 6 + 3)] * 3 + [0]
-        assert found.output_bytes == (measured if layout == Replicate() else [])
+        assert found.output_bytes == [8 * (32 * held * 6 + 3)] * 3 + [0]
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.6])
@@ -145,14 +144,25 @@ def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
     assert all(ranks.run(interop_cases.go_on_without_rank_zero, schedule, MICROBATCHES))
 
 
-@pytest.mark.parametrize(("offload", "fused"), [(0.0, 1.0), (0.0, 0.0), (0.5, 0.3)])
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused):
+@pytest.mark.parametrize(
+    ("offload", "fused", "find_unused", "model"),
+    [
+        (0.0, 1.0, False, "small"),
+        (0.0, 0.0, False, "small"),
+        (0.5, 0.3, False, "small"),
+        (0.0, 1.0, True, "small"),
+        (0.0, 0.0, True, "small"),
+        (0.5, 0.3, True, "small"),
+        (0.0, 1.0, False, "delaying"),
+        (0.5, 0.3, True, "delaying"),
+    ],
+)
+def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused, model):
     """Two pipeline ranks with a V of stages, times two replicas; two steps."""
     problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
     programs = schedules.random_programs(problem, 7, offload=offload, fused=fused)
     schedule = schedules.make_schedule(problem, programs)
-    train = partial(interop_cases.train_replicas, find_unused=find_unused)
+    train = partial(interop_cases.train_replicas, find_unused=find_unused, model=model)
     for found in ranks.run(train, schedule, MICROBATCHES, 2):
         assert found.losses_equal
         assert found.worst_difference < 1e-12 * found.largest_gradient
@@ -168,6 +178,24 @@ def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
     cases = [schedules.make_schedule(problem, programs) for programs in made]
     for worst in ranks.run(interop_cases.train_sharded_bf16, cases, 16):
         assert worst < 1e-6
+
+
+def test_experts_sharded_by_fsdp2_make_their_gradients_at_w(ranks):
+    """torchtitan's, gathered in bf16: in each W both experts' three weights; beside fused B."""
+    count = 6
+    problem = schedules.make_problem(TWO_RANKS, count)
+    made = [
+        schedules.random_programs(problem, 7, fused=fused, offload=offload)
+        for fused, offload in ((1.0, 0.0), (0.3, 0.5))
+    ]
+    cases = [schedules.make_schedule(problem, programs) for programs in made]
+    outcomes = ranks.run(interop_cases.train_sharded_experts, cases, count)
+    for rank, (worst, promised_bytes, num_at_w) in enumerate(outcomes):
+        num_w = sum(one.type is ActionType.BACKWARD_WEIGHT for one in made[1][rank // 2])
+        assert worst < 1e-6
+        assert num_at_w == 2 * 3 * num_w > 0
+        # Of each block two linear layers, and three weights of both experts, this rank's half.
+        assert promised_bytes == 2 * 2 * 4 * (2 * 8 * 16 + 8 + 16 + 3 * 2 * 8 * 16) // 2
 
 
 def test_a_stage_that_is_data_parallel_in_part_is_refused(ranks):

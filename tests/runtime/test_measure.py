@@ -24,6 +24,7 @@ from optpipe.runtime.measuring.times import measure_bandwidths
 from optpipe_solver import feasibility
 from optpipe_solver.families.classic import build_one_f_one_b
 from tests.runtime import measured
+from tests.runtime.delaying import DelayingLinear
 from tests.strategies import few
 
 if TYPE_CHECKING:
@@ -270,6 +271,37 @@ def test_compiled_stages_are_split_where_the_runner_splits_them() -> None:
     assert found.footprint.split == expected.footprint.split
     assert profile.problem(1).stages[1].backward_weight_ms > 0
     assert not any("cannot be split" in note for note in profile.measurements.notes)
+
+
+def test_modules_that_delay_their_weight_gradients_have_a_w() -> None:
+    """As Transformer Engine's: the same bytes and times as of layers that the runtime splits."""
+
+    def delaying(plain: nn.Sequential) -> nn.Sequential:
+        parts = (DelayingLinear(one, delay_wgrad_compute=True) if isinstance(one, nn.Linear)
+                 else one for one in plain)  # fmt: skip
+        return nn.Sequential(*parts)
+
+    clock = measured.WorkClock()
+    stages = [measured.perceptron(6, 12), measured.perceptron(6, 12)]
+    with clock.counter:
+        wanted = quick(stages, torch.ones(3, 6), clock=clock, recompute=False)
+        delayed = list(map(delaying, stages))
+        found = quick(delayed, torch.ones(3, 6), clock=clock, recompute=False)
+    ours, theirs = (
+        [stage.model_copy(update={"backward_workspace_bytes": 0}) for stage in problem.stages]
+        for problem in (found.problem(1), wanted.problem(1))
+    )
+    assert ours == theirs
+    # A B is an I and a W, which starts when the I has ended.
+    first, second = (one.problem(1).stages[1].backward_workspace_bytes for one in (found, wanted))
+    assert first > second > 0
+    for one, plain in zip(found.results, wanted.results, strict=True):
+        assert one.deferred_bytes == plain.deferred_bytes == FLOAT * 2 * 6 * 12
+        assert one.footprint.split == plain.footprint.split
+    refused = nn.Linear(6, 6)
+    refused.need_backward_dw = lambda: True  # type: ignore[assignment]
+    with pytest.raises(PreflightError, match="the module of stage 0, a Linear, delays its weight"):
+        quick([refused, measured.deep(6, 1)], torch.ones(3, 6))
 
 
 def test_the_problem_has_schedules() -> None:

@@ -67,6 +67,27 @@ def test_compiled_blocks_train_alike_and_leave_weight_gradients_to_w(ranks):
         assert outcome.deferred_bytes > 0
 
 
+@pytest.mark.parametrize("seed", [16, 18])
+def test_modules_that_delay_their_weight_gradients_make_them_at_w(ranks, seed):
+    """As Transformer Engine's do; W's in any order, and behind a fused backward at once."""
+    problem = schedules.make_problem(schedules.V_SHAPE, 5)
+    programs = schedules.random_programs(problem, seed, offload=0.4, recompute=0.3, fused=0.3)
+    orders = [
+        [[one.microbatch for one in row if one.type.value == kind] for kind in "IW"]
+        for row in programs
+    ]
+    assert any(inputs != weights for inputs, weights in orders)
+    schedule = schedules.make_schedule(problem, programs)
+    for outcome in ranks.run(small_cases.train, schedule, problem, "", "delaying"):
+        assert outcome.losses_equal
+        assert outcome.largest_gradient > 1e-3
+        assert outcome.worst_difference <= 1e-14 * outcome.largest_gradient
+        # The matrices of each block, and no biases: unmarked, or made in I.
+        assert outcome.promised_bytes == 2 * 8 * (2 * 6 * 12)
+        assert outcome.deferred_bytes > 0
+        assert outcome.offloaded_bytes > 0
+
+
 @pytest.mark.parametrize("change", small_cases.CHANGES)
 def test_models_as_users_change_them_train_alike(ranks, change):
     """On a V, with passes of both kinds and all actions.

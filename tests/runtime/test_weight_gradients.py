@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import SavedActivations, weak_storage
-from optpipe.runtime.passes import SplitLinear, WeightGradients, deferred_bytes, split_linears
+from optpipe.runtime.passes import (
+    SplitLinear,
+    WeightGradients,
+    check_delaying,
+    deferred_bytes,
+    split_linears,
+    unsplit_linears,
+)
+from tests.runtime.delaying import DelayingLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -236,6 +244,87 @@ def test_a_hook_put_on_a_compiled_layer_is_not_forgotten():
     assert deferred_bytes(layer) == 0
     with pytest.raises(PreflightError, match="register hooks before the first step"):
         output.backward()
+
+
+def _sharded(layer: Any) -> None:
+    layer.weight = nn.Parameter(_Tagged(layer.weight.detach()))
+
+
+class _Tagged(torch.Tensor):
+    pass
+
+
+FAULTS: dict[str, Callable[[Any], object]] = {
+    "runs as a CUDA graph": lambda one: setattr(one, "backward_dw", lambda: None),
+    "has no wgrad_store": lambda one: one.__dict__.update(
+        wgrad_store=None, need_backward_dw=lambda: True
+    ),
+    "its wgrad_store.context is a list and no queue": lambda one: setattr(
+        one.wgrad_store, "context", []
+    ),
+    "its parameters are sharded": _sharded,
+    "a parameter has a gradient hook": lambda one: one.weight.register_hook(lambda _: None),
+    "added to main_grad by hooks": lambda one: setattr(one.bias, "main_grad", torch.zeros(6)),
+}
+
+
+@pytest.mark.parametrize("why", FAULTS)
+def test_delayed_weight_gradients_that_would_be_lost_are_refused(why):
+    layer = DelayingLinear(nn.Linear(6, 6), delay_wgrad_compute=True)
+    stages = {3: nn.Sequential(nn.Tanh(), layer)}
+    check_delaying(stages)
+    FAULTS[why](layer)
+    with pytest.raises(PreflightError, match=f"1 of stage 3, a DelayingLinear, delays .*{why}"):
+        check_delaying(stages)
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_each_w_makes_the_gradient_of_its_own_microbatch(delays):
+    """Also where a module's queue knows only which came first: the later one's W comes first."""
+    plain = nn.Linear(6, 6)
+    layer = DelayingLinear(plain, delay_wgrad_compute=True) if delays else deepcopy(plain)
+    gradients, given, runs = WeightGradients(), [_floats(), _floats()], []
+    split_linears(layer, gradients)
+    for one in given:
+        with gradients.collect():
+            layer(one).pow(2).sum().backward()
+            runs.append(gradients.take())
+    weight = layer.weight
+    for one, run in zip(reversed(given), reversed(runs), strict=True):
+        before = torch.zeros(6, 6) if weight.grad is None else weight.grad.clone()
+        run()
+        (wanted,) = torch.autograd.grad(
+            functional.linear(one.detach(), weight, layer.bias).pow(2).sum(), [weight]
+        )
+        torch.testing.assert_close(_gradient(weight) - before, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fault", ["makes nothing", "takes nothing"])
+def test_a_backward_dw_that_does_not_do_its_work_is_no_w(fault):
+    layer: Any = DelayingLinear(nn.Linear(6, 6), delay_wgrad_compute=True)
+    gradients = WeightGradients()
+    assert split_linears(layer, gradients) == 1
+    if fault == "makes nothing":
+        layer.backward_dw = layer.wgrad_store.context.get
+    else:
+        layer.backward_dw = lambda: setattr(layer.weight, "grad", torch.zeros(6, 6))
+    layer(_floats()).sum().backward()
+    with pytest.raises(PreflightError, match=r"backward_dw\(\) of a DelayingLinear (made|left)"):
+        gradients.take()()
+
+
+def test_what_a_backward_put_into_a_queue_and_nobody_took_is_forgotten():
+    layer: Any = DelayingLinear(nn.Linear(6, 6), delay_wgrad_compute=True)
+    gradients = WeightGradients()
+    split_linears(layer, gradients)
+    with gradients.collect():
+        layer(_floats()).sum().backward()
+    assert gradients.held_bytes() == 0
+    gradients.take()()
+    assert layer.weight.grad is None
+    unsplit_linears(layer)
+    assert not gradients.delaying
+    assert "gradients" not in layer.__dict__
 
 
 def test_weight_gradients_are_made_by_w_and_not_before():

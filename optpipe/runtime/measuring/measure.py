@@ -39,7 +39,12 @@ from optpipe.runtime.measuring.times import (
 )
 from optpipe.runtime.messages import boundary_room
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
-from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
+from optpipe.runtime.passes import (
+    WeightGradients,
+    check_delaying,
+    deferred_bytes,
+    split_linears,
+)
 from optpipe.runtime.preflight import as_tensors, meshes_of
 from optpipe.schedule import ActionType
 from optpipe.stage import Mode
@@ -241,6 +246,7 @@ def _measure_stage(
     recompute: bool,
 ) -> tuple[StageResult, tuple[_Crossing, ...]]:
     """Return a stage's numbers and, on the CPU, what it sends on; the module is left as it was."""
+    check_delaying({stage.index: stage.module})
     split_linears(stage.module, stage.gradients)
     target = None if stage.target is None else stage.target.to(device)
     meshes = meshes_of(stage.index, {stage.index: stage.module}, None)
@@ -457,7 +463,8 @@ def _notes_on(
         if not result.deferred_bytes:
             yield (
                 f"Stage {index} cannot be split: I does all of the backward and W nothing. "
-                "Only weight gradients of plain nn.Linear layers are put aside for W."
+                "Only weight gradients of nn.Linear layers, grouped experts and modules with "
+                "delay_wgrad_compute are put aside for W."
             )
         yield from result.menu.notes if result.menu is not None else ()
         counted, saved = result.memory.activation_bytes, result.footprint.held_bytes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe.runtime.errors import PreflightError
@@ -80,10 +81,14 @@ class StageUnderTest:
         """Return the inputs as they arrive: copies that collect gradients, or the batch itself."""
         if self.is_first:
             return tuple(tensor.detach() for tensor in self.inputs)
-        return tuple(
+        arrived = tuple(
             tensor.detach().clone().requires_grad_(tensor.is_floating_point())
             for tensor in self.inputs
         )
+        for tensor in arrived:
+            if isinstance(tensor, DTensor) and tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(_end_collective)  # type: ignore[no-untyped-call]
+        return arrived
 
     def forward(self, received: tuple[Tensor, ...]) -> ForwardResult:
         """Run F, the loss included where the stage is the last; refuse a stage that fails."""
@@ -109,7 +114,7 @@ class StageUnderTest:
             ) from error
 
     def backward(self, result: ForwardResult, gradients: Sequence[Tensor] | None = None) -> None:
-        """Run the backward with these output gradients, or with ones."""
+        """Run the backward, an I or a B, with these output gradients, or with ones."""
         if not any(root.requires_grad for root in result.roots):
             raise InputError(
                 f"no output of stage {self.index} requires a gradient, but its backward is to be "
@@ -118,6 +123,14 @@ class StageUnderTest:
         if gradients is None:
             gradients = [torch.ones_like(root) for root in result.roots]
         torch.autograd.backward(result.roots, gradients)
+        if not self.gradients.collecting:
+            self.gradients.take()()
+
+
+def _end_collective(received: Tensor) -> None:
+    """Read a gradient, as who sends it back does: until then its collective holds its memory."""
+    if received.grad is not None:
+        shard_of(received.grad)
 
 
 @contextmanager

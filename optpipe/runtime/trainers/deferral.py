@@ -124,6 +124,11 @@ class _Deferral(NamedTuple):
     layer_input: Tensor
     output_gradient: Tensor
 
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """What is kept until W."""
+        return self.layer_input, self.output_gradient
+
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Return those of weight and bias."""
         rows = self.output_gradient.reshape(-1, self.weight.shape[0])

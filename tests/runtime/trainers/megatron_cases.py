@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.runtime.trainers.megatron import forward_backward_func
+from tests.runtime.delaying import DelayingLinear, Product
 from tests.runtime.trainers.megatron_shim import megatron_on_cpu
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Job:
     experts: bool = False
     distributed: bool = False
     pairs: bool = False
+    delays: bool = False
     width: int = 16
     length: int = LENGTH
 
@@ -72,7 +74,7 @@ def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
     with megatron_on_cpu(job.pipeline, job.chunks, job.tensor):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        wanted, _ = _train(get_forward_backward_func(), job)
+        wanted, _ = _train(get_forward_backward_func(), replace(job, delays=False))
         pairs: list[PairedPass] = []
 
         def backward_first(forward: PairedPass, backward: PairedPass) -> None:
@@ -244,7 +246,12 @@ def models_of(job: Job) -> list[nn.Module]:
             share_embeddings_and_output_weights=True,
             vp_stage=chunk if job.chunks > 1 else None,
         )
+        if job.delays:
+            for layer in model.decoder.layers:
+                for name in ("linear_fc1", "linear_fc2"):
+                    setattr(layer.mlp, name, _DelayingParallel(getattr(layer.mlp, name)))
         settings = DistributedDataParallelConfig(
+            delay_wgrad_compute=job.delays,
             overlap_grad_reduce=job.overlap,
             grad_reduce_in_fp32=True,
             bucket_size=1000,
@@ -258,6 +265,19 @@ def models_of(job: Job) -> list[nn.Module]:
     if job.scale is not None:
         config.grad_scale_func = lambda loss: loss * job.scale
     return models
+
+
+class _DelayingParallel(DelayingLinear):
+    """As Megatron's `TEColumnParallelLinear`: the bias is given on, and added by the caller."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base, delay_wgrad_compute=True)
+        self.use_bias = False
+        self.bias.skip_backward_post_hook = False  # type: ignore[attr-defined]
+
+    def forward(self, given: Tensor) -> Any:
+        how = self.wgrad_store, self.fp8
+        return Product.apply(given, self.weight, None, how), self.bias
 
 
 def timed_by_megatron(schedule: Schedule, job: Job, steps: int = 1) -> tuple[str, list[float]]:

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import warnings
+from copy import deepcopy
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
 from optpipe.runtime.trainers.huggingface import build_stages, loss_of, split
 from optpipe.schedule import ActionType
 from tests.runtime import schedules
@@ -94,6 +96,31 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
     assert (sum(found.deferred_bytes for found in outcomes) > 0) == (fused < 1)
     worst = max(found.gradients for found in outcomes)
     print(f"Hugging Face, {kind} on {placement}: gradients differ by {worst:.1e} of the largest")
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_what_is_promised_of_experts_is_what_w_makes(monkeypatch, falls_back):
+    """On GPUs before SM80 transformers makes a product after the other, with all of it in I."""
+    from transformers.integrations import moe
+
+    plain = _model("qwen3_moe, grouped")
+    split_model, gradients = deepcopy(plain), WeightGradients()
+    if falls_back:
+        monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    split_linears(split_model, gradients)
+    tokens, mask, labels = padded(4, 0)
+    given = {"input_ids": tokens, "attention_mask": mask, "labels": labels, "use_cache": False}
+    plain(**given).loss.backward()
+    with gradients.collect():
+        split_model(**given).loss.backward()
+        run = gradients.take()
+    late = [one for one in split_model.parameters() if one.grad is None]
+    stacked = sum(one.dim() == 3 for one in late)
+    assert stacked == (0 if falls_back else 2 * 8)
+    assert deferred_bytes(split_model) == sum(one.nbytes for one in late) > 0
+    run()
+    for ours, theirs in zip(split_model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def _example(config: str, port: int) -> int:

@@ -61,6 +61,13 @@ CASES = {
         PAIR,
         lambda problem: schedules.random_programs(problem, 3, offload=0.4, in_order=True),
     ),
+    "pp 2 x dp 2, layers that delay their weight gradients, reductions that overlap": (
+        Job(2, delays=True, overlap=True),
+        PAIR,
+        lambda problem: schedules.random_programs(
+            problem, 3, offload=0.4, recompute=0.3, fused=0.3, in_order=True
+        ),
+    ),
     "pp 2 x dp 2, experts, in pairs that a function of the user's runs": (
         Job(2, experts=True, pairs=True),
         PAIR,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -50,6 +51,24 @@ def test_ten_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name):
         for a, b in zip(one, two, strict=True)
     )
     print(f"torchtitan, {name}: losses of ten steps differ by at most {worst:.1e}, relative")
+
+
+@pytest.mark.extended
+def test_its_experts_leave_their_gradients_to_w(ranks):
+    """DeepSeek's debug model under FSDP2, a V of four stages: three steps' losses as by its own."""
+    problem = schedules.make_problem((0, 1, 1, 0), torchtitan_cases.MICROBATCHES)
+    programs = schedules.random_programs(problem, 3, offload=0.4, fused=0.3, in_order=True)
+    schedule = schedules.make_schedule(problem, programs)
+    train = partial(torchtitan_cases.train_titan, experts=True)
+    outcomes = ranks.run(train, schedule, 2, timeout=400)
+    wanted = [one.wanted for one in outcomes if one.wanted]
+    found = [one.found for one in outcomes if one.found]
+    assert found == wanted
+    assert [len(one) for one in wanted] == [3, 3]
+    # Five of the six layers have experts: those of 2 or 3 on each rank, three weights each.
+    assert all(one.num_stacked > 0 for one in outcomes)
+    assert all(one.offloaded_bytes for one in outcomes)
+    print(f"torchtitan's DeepSeek: {outcomes[0].num_stacked} stacked gradients at W, losses equal")
 
 
 def evaluated_by_column(pairs):

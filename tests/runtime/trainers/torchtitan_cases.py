@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from optpipe.runtime import passes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,20 +52,34 @@ class Titan:
     held_stages: int
     offloaded_bytes: int
     deferred_bytes: int
+    num_stacked: int
+    """Gradients of experts' stacked weights that W's made."""
 
 
-def train_titan(schedule: Schedule, data_parallel: int, device: torch.device = _CPU) -> Titan:
-    """Train torchtitan's debug model twice, from the same values, on four ranks."""
-    _shim(on_cpu=device.type == "cpu")
+def train_titan(
+    schedule: Schedule, data_parallel: int, device: torch.device = _CPU, *, experts: bool = False
+) -> Titan:
+    """Train a debug model of torchtitan's twice, from the same values, on four ranks.
+
+    Llama's, or with ``experts`` DeepSeek's, whose parameters FSDP2 gathers in bf16; three steps.
+    """
+    shim_torchtitan(on_cpu=device.type == "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchtitan.distributed.pipeline_parallel import pipeline_llm as own
 
         from optpipe.runtime.trainers.torchtitan import pipeline_llm
 
-        wanted, evaluated, _ = _train(own, data_parallel, device)
+        wanted, evaluated, _ = _train(own, data_parallel, device, experts=experts)
         ours = partial(pipeline_llm, schedule=schedule, min_offload_bytes=1)
-        found, own_evaluation, made = _train(ours, data_parallel, device)
+        stacked, make = [], passes._GroupedDeferred.make
+
+        def noted(deferred: Any) -> None:
+            stacked.append(deferred.weight)
+            make(deferred)
+
+        with mock.patch.object(passes._GroupedDeferred, "make", noted):
+            found, own_evaluation, made = _train(ours, data_parallel, device, experts=experts)
     runner = made.runner
     made.close()
     return Titan(
@@ -73,17 +90,18 @@ def train_titan(schedule: Schedule, data_parallel: int, device: torch.device = _
         len(made.parts),
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
+        len(stacked),
     )
 
 
 def _train(
-    pipeline: Callable[..., Any], data_parallel: int, device: torch.device
+    pipeline: Callable[..., Any], data_parallel: int, device: torch.device, *, experts: bool
 ) -> tuple[list[float], Any, Any]:
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
 
-    spec = _spec()
+    spec = _spec(experts=experts)
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=4 // data_parallel,
         data_parallel_shard_degree=data_parallel,
@@ -116,7 +134,7 @@ def _train(
     optimizer = torch.optim.AdamW([one for part in parts for one in part.parameters()], lr=1e-3)
     losses = []
     column = dist.get_rank() % data_parallel
-    for step in range(STEPS):
+    for step in range(3 if experts else STEPS):
         optimizer.zero_grad()
         found = _run(made.step, _data(step, column, device), first=first, last=last)
         optimizer.step()
@@ -125,11 +143,11 @@ def _train(
     return losses, evaluated, made
 
 
-def _spec() -> Any:
+def _spec(*, experts: bool = False) -> Any:
+    from torchtitan.models import deepseek_v3, llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import model_registry
 
-    spec: Any = model_registry("debugmodel")
+    spec: Any = (deepseek_v3 if experts else llama3).model_registry("debugmodel")
     for layer in spec.model.layers:
         # Flex attention is compiled, by a compiler that this machine has not.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -207,7 +225,7 @@ class TitanRun:
 
 def train_by_trainer(run: TitanRun) -> TitanLog:
     """Start torchtitan's own trainer on four ranks; its tokenizer, data and checkpoints with it."""
-    _shim()
+    shim_torchtitan()
     with warnings.catch_warnings(), torchtitan_words() as words:
         warnings.simplefilter("ignore")
         from torchtitan.trainer import Trainer as Own
@@ -325,7 +343,7 @@ def _summing(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return done
 
 
-def _shim(*, on_cpu: bool = True) -> None:
+def shim_torchtitan(*, on_cpu: bool = True) -> None:
     """What torchtitan asks of a GPU and a newer torch; before anything else of it is imported."""
     import torchtitan.tools.utils as tools
 
