@@ -122,7 +122,7 @@ def count_step(
         runner.step(batch, target)
     assert runner._training is not None
     before = runner.offloaded_bytes
-    slots = sum(slot.numel() for slot in runner._training.runtime._slots._slots)
+    slots = sum(slot.numel() for slot in runner._training.runtime.slots._slots)
     with _no_collector(), LiveBytes() as counter:
         runner.observe(counter)
         with outside:
