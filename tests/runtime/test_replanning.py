@@ -100,6 +100,7 @@ def train(
         group=group, mean_loss=False, min_offload_bytes=1,
     )  # fmt: skip
     lost, slots, host = 0.0, [], []
+    on_host, places = runner.offloader.pool, set()
     with follow(None, runner, replan=lambda made: planned[made.problem_hash]) as training:
         for step, (batch, problem) in enumerate(zip(given, problems, strict=True)):
             inputs, targets = batch.data()
@@ -116,8 +117,15 @@ def train(
             if losses is not None and seen is not None and seen.losses is not None:
                 lost = max(lost, float((losses - seen.losses).abs().max()))
             pool = runner._training.runtime.slots
+            levels = runner._training.boundary.values()
+            assert min(level.after for level in levels) >= pool.num_bytes
             slots.append((pool.num_slots, pool.slot_bytes))
-            host.append(runner.offloader.pool.allocated_bytes)
+            assert runner.offloader.pool is on_host
+            host.append(on_host.allocated_bytes)
+            # The evaluation gives them back, a larger message makes them anew.
+            if step > 1 and slots[-1][1] == slots[-2][1]:
+                assert places <= {slot.data_ptr() for slot in pool._slots}
+            places = {slot.data_ptr() for slot in pool._slots} if step else set()
     size_of = NUM_BLOCKS // len(placement)
     apart = [
         float((one.grad - wanted.grad).abs().max())
