@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -12,15 +13,24 @@ from torch import Tensor
 
 from optpipe import Problem
 from optpipe.runtime import PipelineRunner, PreflightError, follow
+from optpipe.runtime.preflight import TensorShape
 from optpipe.schedule import ActionType
 from optpipe_solver.replan import replan
 from tests.runtime import schedules
-from tests.runtime.small_model import NUM_BLOCKS, own_part, small_data, small_stages
+from tests.runtime.small_model import (
+    NUM_BLOCKS,
+    SAMPLES,
+    WIDTH,
+    own_part,
+    small_data,
+    small_stages,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from optpipe import Schedule
+    from optpipe.runtime.preflight import Shapes
 
 LENGTHS = (1, 3, 4, 7, 12)
 
@@ -84,8 +94,21 @@ class Outcome(NamedTuple):
     offloaded_bytes: int
 
 
+def boundaries(num_stages: int, length: Hashable) -> list[Shapes]:
+    """What crosses stages in a micro-batch of this length, as a trainer may say it."""
+    size = (SAMPLES, cast("int", length))
+    tokens = TensorShape(size, torch.int64)
+    state = TensorShape((*size, WIDTH), torch.float64, requires_grad=True)
+    return [(tokens,), *[(state, tokens)] * (num_stages - 1), ()]
+
+
 def train(
-    problems: Sequence[Problem], planned: Mapping[str, Schedule], given: Sequence[Batch], size: int
+    problems: Sequence[Problem],
+    planned: Mapping[str, Schedule],
+    given: Sequence[Batch],
+    size: int,
+    *,
+    says_shapes: bool = False,
 ) -> Outcome | None:
     """Train beside one process; rank 0 alone knows problems in every other step."""
     group = dist.new_group(range(size))
@@ -98,6 +121,7 @@ def train(
     runner = PipelineRunner(
         own, planned[problems[0].problem_hash], summed, problems[0],
         group=group, mean_loss=False, min_offload_bytes=1,
+        shapes=partial(boundaries, len(placement)) if says_shapes else None,
     )  # fmt: skip
     lost, slots, host = 0.0, [], []
     on_host, places = runner.offloader.pool, set()
@@ -105,13 +129,16 @@ def train(
         for step, (batch, problem) in enumerate(zip(given, problems, strict=True)):
             inputs, targets = batch.data()
             told = problem if rank == 0 or step % 2 else None
-            losses = training.step(arg_mbs=inputs, target_mbs=targets, problem=told)
+            named = {"bucket": batch.lengths} if says_shapes else {}
+            losses = training.step(arg_mbs=inputs, target_mbs=targets, problem=told, **named)
             assert training.runner.schedule.problem_hash == problem.problem_hash
             wanted = [
                 summed(alone(one), target) for one, target in zip(inputs, targets, strict=True)
             ]
             torch.stack(wanted).sum().backward()
-            seen = runner.eval(arg_mbs=inputs, target_mbs=targets) if step == 1 else None
+            seen = None
+            if step == 1:
+                seen = runner.eval(arg_mbs=inputs, target_mbs=targets, **named)
             if losses is not None:
                 lost = max(lost, float((losses - torch.stack(wanted)).abs().max()))
             if losses is not None and seen is not None and seen.losses is not None:
@@ -164,11 +191,11 @@ def test_unequal_batches_train_as_in_one_process(ranks, placement, size):
         assert outcome.host_bytes[-1] == outcome.host_bytes[-2]
 
 
-def test_the_solvers_plan_in_a_given_order_trains_as_in_one_process(ranks):
+def test_the_solvers_plan_in_a_given_order_trains_in_shapes_that_are_said(ranks):
     given = batches(2, seed=3)
     problems = [problem_of(schedules.LINEAR, batch, order="given") for batch in given]
     planned = {one.problem_hash: replan(one, work=20_000) for one in problems}
-    for outcome in ranks.run(train, problems, planned, given, 4):
+    for outcome in ranks.run(partial(train, says_shapes=True), problems, planned, given, 4):
         assert outcome.gradients < 1e-12
         assert outcome.losses < 1e-12
 
