@@ -173,7 +173,7 @@ def host_walk(problem: Problem, program: Program) -> list[int]:
             moved = menu[modes[action.cell]].offload_bytes
             waiting[action.cell] = moved
             held += moved
-        elif action.type.consumes_reload:
+        elif waiting and action.type.consumes_reload:
             held -= waiting.pop(action.cell, 0)
         levels.append(held)
     return levels

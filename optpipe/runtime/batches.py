@@ -42,11 +42,15 @@ class Microbatches:
     targets: list[Any]
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def shapes(self) -> tuple[Any, ...]:
-        """Sizes and types of the tensors of one micro-batch: they decide what is sent."""
+    def shapes(self, microbatch: int) -> tuple[Any, ...]:
+        """Return sizes and types of the tensors of a micro-batch: they decide what is sent."""
         parts = (self.args, self.kwargs, self.targets)
-        return tuple(tree_map(_shape_of, part[0]) if part else () for part in parts)
+        return tuple(tree_map(_shape_of, part[microbatch]) if part else () for part in parts)
+
+    def inputs(self, microbatch: int) -> tuple[Any, ...]:
+        """Return what decides the sizes that cross stages: of tensors theirs, and numbers."""
+        parts = (self.args, self.kwargs)
+        return tuple(tree_map(_given_of, part[microbatch]) if part else () for part in parts)
 
     def check_equal(self) -> None:
         """Refuse micro-batches of different shapes."""
@@ -56,8 +60,9 @@ class Microbatches:
                 if shape != shapes[0]:
                     raise PreflightError(
                         f"the {what} of micro-batch {index} has shapes {shape}, that of "
-                        f"micro-batch 0 {shapes[0]}: all of a step must be equal; pad them, or "
-                        "run them in steps of their own, each with its bucket="
+                        f"micro-batch 0 {shapes[0]}: without costs of their own all of a step must "
+                        "be equal; pad them, pass the problem whose costs they have, or run them "
+                        "in steps of their own, each with its bucket="
                     )
 
     def without_memory(self) -> Microbatches:
@@ -232,6 +237,10 @@ def _is_tensor(value: object) -> bool:
 
 def _shape_of(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _given_of(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else _shape_of(value)
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -21,6 +21,16 @@ GPUs the broadcast goes over a gloo group of the same ranks, so that no device i
 
 Gradients are those of the same micro-batches whatever the schedule: where each stage adds them up
 in the same order, they are the same to the last bit, else to the rounding of a sum.
+
+Where every batch is another problem, as with packed sequences, no service is asked: rank 0 plans
+each batch before its step, and all ranks run that.
+
+::
+
+    with follow(None, runner, replan=replan) as training:
+        for batch in data:
+            training.step(arg_mbs=..., target_mbs=..., problem=problem_of(batch))
+            optimizer.step()
 """
 
 from __future__ import annotations
@@ -29,22 +39,25 @@ import logging
 import queue
 import statistics
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
 
 from optpipe.formats.json import load_schedule
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.preflight import made_on
 from optpipe.runtime.timing import DEFAULT_EVERY, ActionTimer
 from optpipe.runtime.torch_names import backends, group_alike
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from optpipe.measurements import Measurements
-    from optpipe.problem import Objective
+    from optpipe.problem import Objective, Problem
     from optpipe.runtime.runner import PipelineRunner
     from optpipe.runtime.timing import MeasuredStep
     from optpipe.schedule import Schedule
@@ -81,6 +94,10 @@ class Follower:
         So many steps after a switch, and then every so many, the times are reported.
     agree_every
         The ranks look for a newer version before one step in so many.
+    replan
+        From the problem of a batch to its schedule, such as `optpipe_solver.replan`: called on rank
+        0 before each step whose problem is not that of the step before. In place of a deployment;
+        nothing is then reported.
 
     Attributes
     ----------
@@ -97,7 +114,7 @@ class Follower:
     Raises
     ------
     ValueError
-        If a period is below 1.
+        If a period is below 1, or there are both a deployment and ``replan``.
     """
 
     def __init__(
@@ -109,6 +126,7 @@ class Follower:
         sample_every: int = DEFAULT_EVERY,
         report_every: int = 200,
         agree_every: int = 1,
+        replan: Callable[[Problem], Schedule] | None = None,
     ) -> None:
         periods = {
             "sample_every": sample_every,
@@ -118,6 +136,12 @@ class Follower:
         for name, value in periods.items():
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1; 1 means every step")
+        if source is not None and replan is not None:
+            raise ValueError(
+                "a deployment's schedules are for one problem, and replan= makes one for each "
+                "batch's; give either"
+            )
+        self._replan = replan
         self.runner = runner
         self.refusals: list[Refusal] = []
         self._sample_every = sample_every
@@ -141,12 +165,34 @@ class Follower:
 
     def close(self) -> None:
         """Follow no longer; what runs stays."""
-        self._timer.detach()
+        if self._timer is not None:
+            self._timer.detach()
         if self.poller is not None:
             self.poller.close()
 
-    def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Switch to a newer version where there is one, and run a step: `PipelineRunner.step`."""
+    def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Tensor | None:
+        """Switch to a newer version where there is one, and run a step: `PipelineRunner.step`.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Of `PipelineRunner.step`.
+        problem
+            With ``replan``, that of this batch. Rank 0 needs it; others may be given it, too, and
+            it is then compared with rank 0's.
+
+        Raises
+        ------
+        PreflightError
+            On all ranks alike, if a batch cannot be planned or run, or the ranks' problems differ.
+        """
+        if self._replan is not None:
+            self._plan(problem)
+            losses = self.runner.step(*args, **kwargs)
+            self._num_steps += 1
+            return losses
+        if problem is not None:
+            raise ValueError("problem= is that of a batch which replan= plans; give follow both")
         if self._num_steps % self._agree_every == 0:
             self._look_for_news()
         losses = self.runner.step(*args, **kwargs)
@@ -157,6 +203,34 @@ class Follower:
             self._report()
         return losses
 
+    def _plan(self, problem: Problem | None) -> None:
+        """Run the schedule of a batch from now on; all ranks, or none of them."""
+        found, faults = made_on(0, lambda: self._planned(problem), torch.device("cpu"), self._group)
+        if faults:
+            raise PreflightError(f"rank 0 cannot plan this batch: {faults[0]}")
+        planned, schedule = found
+        own = problem if problem is not None else planned
+        differ = torch.tensor(own.problem_hash != planned.problem_hash, dtype=torch.int64)
+        dist.all_reduce(differ, group=self._group)
+        if differ:
+            raise PreflightError(
+                f"the problem of this batch is {planned.problem_hash} on rank 0, and another one "
+                f"on {int(differ)} ranks, {own.problem_hash} on this one; give all ranks the same, "
+                "or rank 0 alone"
+            )
+        if schedule is not None:
+            self.runner.use(schedule, planned)
+
+    def _planned(self, problem: Problem | None) -> tuple[Problem, Schedule | None]:
+        """Return a batch's problem and schedule; None = the one that runs."""
+        if problem is None:
+            raise PreflightError("it was given no problem; pass step(..., problem=) there")
+        running = self.runner.problem
+        if running is not None and running.problem_hash == problem.problem_hash:
+            return problem, None
+        replan = cast("Callable[[Problem], Schedule]", self._replan)
+        return problem, replan(problem)
+
     def _look_for_news(self) -> None:
         found = self.poller.take() if self.poller is not None else None
         text = b"" if found is None else found[1].model_dump_json(by_alias=True).encode()
@@ -166,7 +240,8 @@ class Follower:
 
     def _switch(self, version: int, schedule: Schedule) -> None:
         """Run another schedule from now on, if all ranks can."""
-        self._timer.detach()
+        if self._timer is not None:
+            self._timer.detach()
         try:
             self.runner.use(schedule)
         except PreflightError as error:
@@ -184,6 +259,8 @@ class Follower:
 
     def _report(self) -> None:
         """Put together, on rank 0, what all ranks have measured, and leave it to the line."""
+        if self._timer is None:
+            return
         steps, measurements = self._timer.gather(), self._timer.measurements()
         if self.poller is None or steps is None or measurements is None or self.version == 0:
             return
@@ -192,7 +269,10 @@ class Follower:
         report = StepReport(self.version, self._num_steps, step_ms, measurements.condensed())
         self.poller.post(report)
 
-    def _new_timer(self) -> ActionTimer:
+    def _new_timer(self) -> ActionTimer | None:
+        """Return what times steps; nothing where each is of another schedule."""
+        if self._replan is not None:
+            return None
         return ActionTimer(self.runner, every=self._sample_every)
 
     def _agree(self, version: int, size: int) -> tuple[int, int]:

@@ -311,16 +311,18 @@ def boundary_levels(
     over_before: Mapping[Step, Sequence[Pass]],
     num_stages: int,
     bytes_of: Callable[[Pass], int],
+    pool_bytes: int = 0,
 ) -> dict[Action, BoundaryLevel]:
     """Return the bytes of boundary tensors that are on a rank's device with each action.
 
     Beside the slots of messages (`slots_of`), which always are, a tensor that is made here counts
     from the start of its pass until it is sent or, if a stage of this rank takes it, as an input
     until its F (from then on it is part of the activation), as a gradient until the I or B it is
-    for has ended; so does, while that runs, the copy of a received one.
+    for has ended; so does, while that runs, the copy of a received one. ``pool_bytes`` are those
+    of slots that are there already.
     """
     num_slots, slot_bytes = slots_of(order, over_before, num_stages, bytes_of)
-    slots = num_slots * slot_bytes
+    slots = max(num_slots * slot_bytes, pool_bytes)
     held: dict[Pass, int] = {}
     levels: dict[Action, BoundaryLevel] = {}
     running: Action | None = None
@@ -372,11 +374,21 @@ class MessageSlots:
 
     A slot that is given back may be reused at once: whoever gives it back has ordered the message,
     or the copy out of it, before the compute issued from then on, behind which messages start.
+
+    ``before`` are those of an earlier schedule: there are as many, and as large, at least, and
+    where they are as large as the largest now they are taken over, with what lies in them.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
-        self._num_slots = num_slots
-        self._slot_bytes = slot_bytes
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        before: MessageSlots | None = None,
+    ) -> None:
+        self.num_slots: int = max(num_slots, before.num_slots if before is not None else 0)
+        self.slot_bytes: int = max(slot_bytes, before.slot_bytes if before is not None else 0)
+        self._before = before
         self._device = device
         self._slots: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -385,18 +397,27 @@ class MessageSlots:
 
     def begin(self) -> None:
         """Start a step with all slots free; the first one allocates them."""
-        if not self._slots:
-            self._slots = [
-                torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
-                for _ in range(self._num_slots)
-            ]
+        if self._before is not None:
+            slots = self._before.drop()
+            self._slots = slots if self._before.slot_bytes == self.slot_bytes else []
+            self._before = None
+        self._slots += [
+            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+            for _ in range(self.num_slots - len(self._slots))
+        ]
         self._taken.clear()
         self._free = list(self._slots)
 
-    def drop(self) -> None:
-        """Give all memory back; the next step allocates it again."""
-        self._slots, self._free = [], []
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
+
+    def drop(self) -> list[Tensor]:
+        """Give all memory back, to whoever takes it; the next step allocates it again."""
+        slots, self._slots, self._free = self._slots, [], []
         self._views.clear()
+        return slots
 
     def take(self, message: Pass, blanks: Sequence[Blank | None]) -> list[Tensor]:
         """Return tensors of these sizes and types that lie in a slot; None takes no place."""

@@ -116,6 +116,8 @@ class Offloader:
         Storages below this stay on the device.
     num_slots
         Stage -> how many of its cells are on the host at once; their memory is allocated together.
+    pool
+        Of the host memory, in place of one of its own.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Offloader:
         min_bytes: int = DEFAULT_MIN_BYTES,
         copies: HostCopies | None = None,
         num_slots: Mapping[int, int] | None = None,
+        pool: HostPool | None = None,
     ) -> None:
         self.modules = modules
         # Walked once: in each F a walk would cost more than the copies of a small cell.
@@ -135,9 +138,10 @@ class Offloader:
         given = cells if isinstance(cells, Mapping) else dict.fromkeys(cells, EVERYTHING)
         self._cells = dict(given)
         self._min_bytes = min_bytes
-        lanes = copies if copies is not None else make_copies(device)
-        self.copies: Copies = lanes
-        self.pool = HostPool(lanes, num_slots)
+        if pool is None:
+            pool = HostPool(copies if copies is not None else make_copies(device), num_slots)
+        self.pool = pool
+        self.copies: Copies = pool.copies
         self._offloaded: dict[Cell, _OffloadedCell] = {}
         self._resident_of: dict[int, tuple[list[int], dict[int, StorageWeakRef]]] = {}
         self.offloaded_bytes = 0
@@ -670,11 +674,22 @@ class HostPool:
     ``num_slots`` of a stage, 1 where it is not named, are allocated at its first `take`, in an
     arena that ``copies`` page-lock, as large as that and not, as torch's pinned memory, the next
     power of two. ``allocated_bytes`` are those of all arenas.
+
+    Of ``unequal`` micro-batches each slot is an arena by itself, and those that are free and too
+    small are given up for a larger one: there are never more than are in use at once, and after
+    some steps they are as large as the largest, and nothing is allocated any more.
     """
 
-    def __init__(self, copies: HostCopies, num_slots: Mapping[int, int] | None = None) -> None:
-        self._copies = copies
-        self._num_slots = dict(num_slots or {})
+    def __init__(
+        self,
+        copies: HostCopies,
+        num_slots: Mapping[int, int] | None = None,
+        *,
+        unequal: bool = False,
+    ) -> None:
+        self.copies = copies
+        self.unequal = unequal
+        self._num_slots = {} if unequal else dict(num_slots or {})
         self._free: dict[int, list[Tensor]] = {}
         self._arenas: list[Tensor] = []
         self._parts: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
@@ -687,6 +702,9 @@ class HostPool:
         free = self._free.setdefault(stage, [])
         fitting = [slot for slot in free if slot.numel() >= num_bytes]
         if not fitting:
+            if self.unequal:
+                self._give_up(free)
+                free = []
             # Later needs are exceptions (a larger micro-batch), not worth an arena.
             fitting = self._allocate(stage, num_bytes, self._num_slots.pop(stage, 1))
             free += fitting
@@ -708,6 +726,16 @@ class HostPool:
         """Make a slot free again."""
         self._free.setdefault(stage, []).append(slot)
 
+    def _give_up(self, slots: Sequence[Tensor]) -> None:
+        """Give the memory of slots back that are arenas by themselves."""
+        gone = {slot.data_ptr() for slot in slots}
+        arenas = [one for one in self._arenas if one.data_ptr() in gone]
+        if arenas:
+            self.copies.unpin(arenas)
+        self._arenas[:] = [one for one in self._arenas if one.data_ptr() not in gone]
+        self._parts = {key: one for key, one in self._parts.items() if key[0] not in gone}
+        self.allocated_bytes -= sum(one.numel() for one in arenas)
+
     def _allocate(self, stage: int, num_bytes: int, count: int) -> list[Tensor]:
         """Return the slots of a new arena."""
         total, available = count * num_bytes, host_memory_bytes()
@@ -720,7 +748,7 @@ class HostPool:
         if not total:
             return [torch.empty(0, dtype=torch.uint8)]
         arena = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8)
-        self._copies.pin(arena)
+        self.copies.pin(arena)
         self._arenas.append(arena)
         self.allocated_bytes += total
         return list(arena.view(count, num_bytes).unbind(0))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import permutations
+from operator import lt
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from optpipe.runtime import preflight
+from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
 from optpipe.runtime.passes import check_delaying, deferred_bytes
@@ -40,12 +42,12 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.runtime.batches import Microbatches
-    from optpipe.runtime.messages import BoundaryLevel, Order
+    from optpipe.runtime.messages import BoundaryLevel, MessageSlots
     from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
     from optpipe.schedule import Action, Pass, Program, Schedule
 
-__all__ = ["Pipeline", "PipelineSpec", "check_spec", "start_pipeline"]
+__all__ = ["KnownShapes", "Pipeline", "PipelineSpec", "check_spec", "start_pipeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,17 @@ class PipelineSpec:
         return preflight.num_microbatches_of(self.schedule)
 
     @property
+    def is_unequal(self) -> bool:
+        """Whether micro-batches may have shapes of their own: they have costs of their own."""
+        problem = self.problem
+        return problem is not None and problem.num_costs > 1 and not problem.has_samples
+
+    @property
+    def compared(self) -> range:
+        """The micro-batches that stand for all by their shapes."""
+        return range(self.num_microbatches if self.is_unequal else 1)
+
+    @property
     def program(self) -> Program:
         """What this rank runs."""
         return self.schedule.programs[self.rank]
@@ -83,16 +96,18 @@ class Pipeline:
 
     runtime: HookedSchedule
     given: Microbatches
+    compared: Sequence[int]
     boundary: Mapping[Action, BoundaryLevel]
 
     def expect(self, cut: Microbatches) -> None:
-        """Refuse other shapes than the first ones."""
-        if cut.shapes != self.given.shapes:
-            raise PreflightError(
-                f"a micro-batch's inputs and target have shapes {cut.shapes}, the first ones had "
-                f"{self.given.shapes}; the shapes of boundary tensors are agreed on once: pad the "
-                "batch, or give all ranks another bucket="
-            )
+        """Refuse other shapes than the first ones; those ``compared`` stand for all."""
+        for index in self.compared:
+            if cut.shapes(index) != self.given.shapes(index):
+                raise PreflightError(
+                    f"a micro-batch's inputs and target have shapes {cut.shapes(index)}, the first "
+                    f"ones had {self.given.shapes(index)}; the shapes of boundary tensors are "
+                    "agreed on once: pad the batch, or give all ranks another bucket="
+                )
 
 
 def check_spec(spec: PipelineSpec) -> None:
@@ -130,37 +145,47 @@ def start_pipeline(
     bucket: Hashable,
     *,
     trains: bool,
+    known: KnownShapes,
+    pool: MessageSlots | None = None,
 ) -> Pipeline:
     """Build a pipeline for batches like this one, once all ranks find that it can run.
 
     ``kwargs`` are the keyword inputs of each stage, by micro-batch. Without ``trains`` it runs
-    forwards only.
+    forwards only. ``known`` are shapes that were found before, and what is found is added;
+    ``pool`` are slots of messages to take over.
     """
     group, placement = spec.group, spec.schedule.placement
-    if spec.shapes is not None:
-        shapes = [_freed(one, trains=trains) for one in spec.shapes(bucket)]
-    else:
-        first = shapes_of(cut.args[0]) if cut.args else ()
-        one = {index: given[0] for index, given in kwargs.items()}
-        shapes = probe_pipeline(
-            spec.stages,
-            placement,
-            first,
-            spec.device,
-            group,
-            kwargs=one,
-            mesh=spec.mesh,
-            trains=trains,
-        )
+    known_here, kinds = _known(spec, cut, bucket, trains=trains)
+    for key, first in known_here.items():
+        if key in known:
+            continue
+        if spec.shapes is not None:
+            said = spec.shapes(_bucket_of(spec, bucket, first))
+            known[key] = [_freed(one, trains=trains) for one in said]
+        else:
+            known[key] = probe_pipeline(
+                spec.stages,
+                placement,
+                shapes_of(cut.args[first]) if cut.args else (),
+                spec.device,
+                group,
+                kwargs={index: given[first] for index, given in kwargs.items()},
+                mesh=spec.mesh,
+                trains=trains,
+            )
     faults: list[str] = []
-    runtime = attempt(lambda: _build(spec, hooks, shapes, trains=trains), faults)
+    shapes = Crossing([known[key] for key in known_here], kinds)
+    attempt(lambda: _expect_alike(shapes.by_kind, list(known_here.values())), faults)
+    attempt(lambda: _expect_costs(spec, cut), faults)
+    agree({}, faults, group)
+    runtime = attempt(lambda: _build(spec, hooks, shapes, pool, trains=trains), faults)
     orders = runtime.orders if runtime is not None else ()
     window = window_of(len(placement), trains=trains)
     attempt(lambda: check_orders(orders, placement, window), faults)
     text = "\n".join(",".join(map(str, order)) for order in orders)
     digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
     agree({"the order of messages": digest}, faults, group)
-    boundary = _boundary(spec, orders, shapes, window)
+    boundary = _boundary(spec, runtime, shapes, window)
     # An evaluation holds no activations, so no plan either.
     problem = spec.problem if trains else None
     needs = attempt(
@@ -169,11 +194,99 @@ def start_pipeline(
     all_needs = [one for one in gather(needs, group) if one is not None]
     attempt(lambda: check_needs(all_needs), faults)
     agree({}, faults, group)
-    return Pipeline(runtime=runtime, given=cut.without_memory(), boundary=boundary)
+    return Pipeline(
+        runtime=runtime, given=cut.without_memory(), compared=spec.compared, boundary=boundary
+    )
+
+
+KnownShapes = dict[tuple[str, ...], "list[Shapes]"]
+"""What every rank's stages are given in a micro-batch -> what crosses all boundaries."""
+
+
+class Crossing(NamedTuple):
+    """What crosses all boundaries of each kind of micro-batch, and the kind of each."""
+
+    by_kind: Sequence[Sequence[Shapes]]
+    kinds: Sequence[int]
+
+    def bytes_of(self, message: Pass) -> int:
+        """Return the bytes of a message."""
+        boundaries = self.by_kind[self.kinds[message.microbatch]]
+        crossed = boundaries[message.stage if message.backward else message.stage + 1]
+        sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
+        return sum(shape.num_bytes for shape in sent)
+
+
+def _known(
+    spec: PipelineSpec, cut: Microbatches, bucket: Hashable, *, trains: bool
+) -> tuple[dict[tuple[str, ...], int], list[int]]:
+    """Return by what all ranks know a kind of micro-batch, with its first; and the kind of each."""
+    own = [repr((cut.inputs(j), trains, _bucket_of(spec, bucket, j))) for j in spec.compared]
+    keys = list(zip(*gather(own, spec.group), strict=True))
+    firsts = {key: keys.index(key) for key in keys}
+    number = {key: kind for kind, key in enumerate(firsts)}
+    kinds = [number[key] for key in keys]
+    return firsts, kinds if spec.is_unequal else kinds * spec.num_microbatches
+
+
+def _bucket_of(spec: PipelineSpec, bucket: Hashable, microbatch: int) -> Hashable:
+    """Return the bucket of a micro-batch, where they have some each."""
+    if spec.shapes is None or not spec.is_unequal:
+        return bucket
+    if not isinstance(bucket, tuple) or len(bucket) != spec.num_microbatches:
+        raise PreflightError(
+            f"the bucket is {bucket!r}, but micro-batches are unequal, and shapes= speaks of one "
+            f"bucket at a time; give bucket= a tuple with {spec.num_microbatches} entries"
+        )
+    return cast("Hashable", bucket[microbatch])
+
+
+def _expect_costs(spec: PipelineSpec, cut: Microbatches) -> None:
+    """Refuse costs that cannot be the batch's: less activation where all inputs are larger."""
+    if spec.problem is None or not spec.is_unequal or not cut.args:
+        return
+    given: dict[int, list[list[int]]] = {}
+    for cost, args in zip(spec.problem.cost_of, cut.args, strict=True):
+        given.setdefault(cost, []).append([tensor.numel() for tensor in tensors_in(args)])
+    held = {cost: spec.problem.stages[0].under(cost).activation_bytes for cost in given}
+    for (low, less), (high, more) in permutations(given.items(), 2):
+        most, least = list(map(max, *less, less[0])), list(map(min, *more, more[0]))
+        if held[low] > held[high] and all(map(lt, most, least)):
+            raise PreflightError(
+                f"micro-batches of cost {low} are given tensors of {most} elements at most, and "
+                f"stage 0 of the problem holds {held[low]} bytes of each; those of cost {high} are "
+                f"given {least} at least, and held {held[high]} bytes: this is the problem of "
+                "another batch; pass that of this one"
+            )
+
+
+def _expect_alike(shapes: Sequence[Sequence[Shapes]], firsts: Sequence[int]) -> None:
+    """Refuse micro-batches that differ in more than sizes."""
+    for microbatch, boundaries in zip(firsts[1:], shapes[1:], strict=True):
+        for stage, (one, other) in enumerate(zip(shapes[0], boundaries, strict=True)):
+            if any(shape.layout is not None for shape in (*one, *other)):
+                raise PreflightError(
+                    f"DTensors cross before stage {stage}, and micro-batches {firsts[0]} and "
+                    f"{microbatch} are of different costs; unequal ones cross as plain tensors: "
+                    "pad them, or return .to_local()"
+                )
+            if [shape._replace(size=()) for shape in one] != [
+                shape._replace(size=()) for shape in other
+            ]:
+                raise PreflightError(
+                    f"what crosses before stage {stage} is {one} of micro-batch {firsts[0]} and "
+                    f"{other} of micro-batch {microbatch}: only sizes may differ; return as many "
+                    "tensors of the same types and names"
+                )
 
 
 def _build(
-    spec: PipelineSpec, hooks: Passes, shapes: Sequence[Shapes], *, trains: bool
+    spec: PipelineSpec,
+    hooks: Passes,
+    shapes: Crossing,
+    pool: MessageSlots | None,
+    *,
+    trains: bool,
 ) -> HookedSchedule:
     device, placement = spec.device, spec.schedule.placement
     stages = [
@@ -182,11 +295,10 @@ def _build(
             index,
             len(placement),
             device=device,
-            inputs=tuple(shape.empty(device) for shape in shapes[index]),
-            outputs=tuple(shape.empty(device) for shape in shapes[index + 1]),
-            names=(_names(shapes[index]), _names(shapes[index + 1])),
-            spread=spread_of(shapes[index], meshes_of(index, spec.stages, spec.mesh)),
-            layouts=[shape.layout for shape in shapes[index + 1]],
+            inputs=[boundaries[index] for boundaries in shapes.by_kind],
+            outputs=[boundaries[index + 1] for boundaries in shapes.by_kind],
+            kinds=shapes.kinds,
+            spread=spread_of(shapes.by_kind[0][index], meshes_of(index, spec.stages, spec.mesh)),
             group=spec.messages,
             hooks=hooks,
             trains=trains,
@@ -205,8 +317,9 @@ def _build(
         loss_fn=spec.loss_fn,
         loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
         hooks=hooks,
-        bytes_of=partial(_bytes_of, shapes),
+        bytes_of=shapes.bytes_of,
         overlap=spec.overlap,
+        pool=pool,
     )
 
 
@@ -215,20 +328,16 @@ def _freed(shapes: Shapes, *, trains: bool) -> Shapes:
     return tuple(one._replace(requires_grad=one.requires_grad and trains) for one in shapes)
 
 
-def _names(shapes: Shapes) -> list[str]:
-    return [shape.name for shape in shapes]
-
-
 def _boundary(
-    spec: PipelineSpec, orders: Sequence[Order], shapes: Sequence[Shapes], window: int
+    spec: PipelineSpec, runtime: HookedSchedule, shapes: Crossing, window: int
 ) -> dict[Action, BoundaryLevel]:
     """Return the bytes of boundary tensors on this rank with each action."""
     rank, placement = spec.rank, spec.schedule.placement
-    over_before = sends_over_before(orders, placement, window)[rank]
-    return boundary_levels(orders[rank], over_before, len(placement), partial(_bytes_of, shapes))
-
-
-def _bytes_of(shapes: Sequence[Shapes], message: Pass) -> int:
-    crossed = shapes[message.stage if message.backward else message.stage + 1]
-    sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
-    return sum(shape.num_bytes for shape in sent)
+    over_before = sends_over_before(runtime.orders, placement, window)[rank]
+    return boundary_levels(
+        runtime.orders[rank],
+        over_before,
+        len(placement),
+        shapes.bytes_of,
+        runtime.slots.num_bytes,
+    )

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
 from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
-from optpipe.memory import host_walk, memory_walk
+from optpipe.memory import host_walk, memory_walk, modes_of
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
-from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.offload import count_slots, host_memory_bytes
 from optpipe.runtime.torch_names import backends, buffers_of, replaced, tree_map
 from optpipe.schedule import Action, ActionType, parse_action
 
@@ -98,12 +98,6 @@ def _reads_back(cell: object) -> bool:
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     """Refuse an illegal schedule; without a problem, all but its memory is checked."""
     if problem is not None:
-        if not problem.is_even and not problem.has_samples:
-            raise PreflightError(
-                f"the problem has micro-batches of {problem.num_costs} costs or a given order, and "
-                "this runtime sends all of them in tensors of one shape, in any order; run equal "
-                "micro-batches"
-            )
         check_schedule(problem, schedule)
         if problem.has_samples:
             _expect_kept_slices(schedule)
@@ -375,12 +369,28 @@ def needs_of(
         host=socket.gethostname(),
         device=str(device),
         planned_bytes=_planned_bytes(rank, program, problem, boundary),
-        pinned_bytes=0 if problem is None else max(host_walk(problem, program), default=0),
+        pinned_bytes=_pinned_bytes(program, problem),
         device_bytes=torch.cuda.get_device_properties(device).total_memory
         if on_gpu
         else host_bytes,
         host_bytes=host_bytes,
     )
+
+
+def _pinned_bytes(program: Program, problem: Problem | None) -> int:
+    """Return what offloaded cells take on the host; slots of unequal ones are as the largest."""
+    if problem is None:
+        return 0
+    if problem.is_even:
+        return max(host_walk(problem, program), default=0)
+    numbers = modes_of(problem, program)
+    largest: dict[int, int] = {}
+    for action in program:
+        if action.type is ActionType.OFFLOAD:
+            menu = problem.menu_of(action.stage, action.microbatch)
+            moved = menu[numbers[action.cell]].offload_bytes
+            largest[action.stage] = max(largest.get(action.stage, 0), moved)
+    return sum(count * largest[stage] for stage, count in count_slots(program).items())
 
 
 def _planned_bytes(

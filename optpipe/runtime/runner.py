@@ -15,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import NOT_SAID, GivenBatch, Microbatches, given_batch, keywords_of
 from optpipe.runtime.errors import PreflightError
-from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Cell, Offloader, count_slots
+from optpipe.runtime.offload import (
+    DEFAULT_MIN_BYTES,
+    Cell,
+    HostPool,
+    Offloader,
+    count_slots,
+    make_copies,
+)
 from optpipe.runtime.passes import (
     ActionObserver,
     Passes,
@@ -24,7 +31,13 @@ from optpipe.runtime.passes import (
     split_linears,
     unsplit_linears,
 )
-from optpipe.runtime.pipeline import Pipeline, PipelineSpec, check_spec, start_pipeline
+from optpipe.runtime.pipeline import (
+    KnownShapes,
+    Pipeline,
+    PipelineSpec,
+    check_spec,
+    start_pipeline,
+)
 from optpipe.runtime.preflight import (
     Shapes,
     agree,
@@ -43,6 +56,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.problem import Problem
+    from optpipe.runtime.messages import MessageSlots
     from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.trainers.split import Tie
     from optpipe.runtime.treatments import Treatment
@@ -60,8 +74,8 @@ class Evaluation(NamedTuple):
     """What an evaluation gives on the last stage's rank; both None elsewhere.
 
     ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` as the
-    last stage returns them, tensors of the whole batch, samples in dimension 0, and all else as
-    lists by micro-batch.
+    last stage returns them, tensors of the whole batch, samples in dimension 0, and all else, as
+    tensors that differ in other dimensions, as lists by micro-batch.
     """
 
     losses: Tensor | None
@@ -171,6 +185,8 @@ class PipelineRunner:
         self._forwards = self._make_passes(self._make_offloader({}, (), 1), gradients, {})
         self._training: Pipeline | None = None
         self._pipelines: dict[tuple[bool, Hashable], Pipeline] = {}
+        self._known_shapes: KnownShapes = {}
+        self._pool: MessageSlots | None = None
         self._gradients = gradients
         self._is_closed = False
         self._keywords = {index: keywords_of(one) for index, one in self._spec.stages.items()}
@@ -185,6 +201,11 @@ class PipelineRunner:
     def schedule(self) -> Schedule:
         """What is run."""
         return self._spec.schedule
+
+    @property
+    def problem(self) -> Problem | None:
+        """What the schedule was made for, if it was said."""
+        return self._spec.problem
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -239,7 +260,7 @@ class PipelineRunner:
         self._pipelines = {key: one for key, one in self._pipelines.items() if not key[0]}
         self._training = None
 
-    def use(self, schedule: Schedule) -> None:
+    def use(self, schedule: Schedule, problem: Problem | None = None) -> None:
         """Run another schedule from the next step on; all ranks together, between two steps.
 
         It is checked as the first one was. Where it is refused, on every rank alike, the old one
@@ -250,27 +271,44 @@ class PipelineRunner:
         Observers stay, but one that knows the programs, such as `ActionTimer`, must be detached
         before, and made again.
 
+        Parameters
+        ----------
+        problem
+            The one that the schedule was made for, where micro-batches are others from now on, as
+            those of packed sequences: of other costs, or another number. The next step agrees on
+            their shapes, and refuses what takes more memory than there is. What is sent, and what
+            is offloaded, stays in the memory of the batches before, where that is large enough.
+
         Raises
         ------
         PreflightError
             If schedule, ranks and stages do not fit together, or it takes more memory than there
             is.
         """
-        problem = self._spec.problem
+        is_new = problem is not None
+        problem = problem if problem is not None else self._spec.problem
         if problem is not None:
             schedule = schedule.model_copy(update={"problem_hash": problem.problem_hash})
-        spec = replace(self._spec, schedule=schedule)
+        spec = replace(self._spec, schedule=schedule, problem=problem)
         check_spec(spec)
-        offloader, passes = self._prepare(spec)
+        offloader, passes = self._prepare(spec, self.offloader.pool if is_new else None)
         pipelines: dict[tuple[bool, Hashable], Pipeline] = {}
-        for (trains, bucket), old in self._pipelines.items():
+        for (trains, bucket), old in self._pipelines.items() if not is_new else ():
             if trains and spec.num_microbatches == self._spec.num_microbatches:
                 made = start_pipeline(
-                    spec, passes, old.given, self._kwargs_of(old.given), bucket, trains=trains
+                    spec,
+                    passes,
+                    old.given,
+                    self._kwargs_of(old.given),
+                    bucket,
+                    trains=trains,
+                    known=self._known_shapes,
                 )
                 pipelines[trains, bucket] = made
         passes.observer = self._passes.observer
         self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
+        if is_new and self._training is not None:
+            self._pool = self._training.runtime.slots
         self._spec, self._pipelines, self._training = spec, pipelines, None
         self.offloader, self._passes = offloader, passes
 
@@ -438,6 +476,8 @@ class PipelineRunner:
         for other in self._pipelines.values():
             if other is not pipeline:
                 other.runtime.drop_slots()
+        if self._pool is not None and not trains:
+            self._pool.drop()
         if trains:
             self._training = pipeline
         return self._run(pipeline, passes, given)
@@ -449,7 +489,16 @@ class PipelineRunner:
         kwargs = attempt(lambda: self._kwargs_of(cut), faults) if cut is not None else {}
         agree({"the bucket": repr(bucket)}, faults, self._spec.group)
         passes = self._passes if trains else self._forwards
-        return start_pipeline(self._spec, passes, cut, kwargs, bucket, trains=trains)
+        return start_pipeline(
+            self._spec,
+            passes,
+            cut,
+            kwargs,
+            bucket,
+            trains=trains,
+            known=self._known_shapes,
+            pool=self._pool if trains else None,
+        )
 
     def _cut(self, given: GivenBatch, *, trains: bool) -> Microbatches:
         needs_target = trains and self._spec.loss_fn is not None
@@ -459,7 +508,8 @@ class PipelineRunner:
             last=self.holds_last,
             needs_target=needs_target,
         )
-        cut.check_equal()
+        if not self._spec.is_unequal:
+            cut.check_equal()
         if cut.args:
             preflight.as_tensors(cut.args[0], "the batch")
         return cut
@@ -499,18 +549,32 @@ class PipelineRunner:
             passes.reset()
             raise
 
-    def _prepare(self, spec: PipelineSpec) -> tuple[Offloader, Passes]:
-        """Return what this rank does around the passes of its program; split its linear layers."""
+    def _prepare(
+        self, spec: PipelineSpec, pool: HostPool | None = None
+    ) -> tuple[Offloader, Passes]:
+        """Return what this rank does around the passes of its program; split its linear layers.
+
+        ``pool`` is of the host memory that there is already.
+        """
         program = spec.program
         gradients = _gradients_of(spec.stages)
         for module in spec.stages.values():
             split_linears(module, gradients)
         treatments = treatments_of(spec.problem, program, spec.stages)
-        offloader = self._make_offloader(treatments, program, self._min_offload_bytes)
+        if spec.problem is not None and not spec.problem.is_even:
+            if pool is None or not pool.unequal:
+                pool = HostPool(make_copies(spec.device), unequal=True)
+        elif pool is not None and not pool.unequal:
+            pool = None
+        offloader = self._make_offloader(treatments, program, self._min_offload_bytes, pool)
         return offloader, self._make_passes(offloader, gradients, treatments)
 
     def _make_offloader(
-        self, treatments: Mapping[Cell, Treatment], program: Program, min_bytes: int
+        self,
+        treatments: Mapping[Cell, Treatment],
+        program: Program,
+        min_bytes: int,
+        pool: HostPool | None = None,
     ) -> Offloader:
         return Offloader(
             self._spec.stages,
@@ -518,6 +582,7 @@ class PipelineRunner:
             {cell: one.moved for cell, one in treatments.items() if one.moved},
             min_bytes=min_bytes,
             num_slots=count_slots(program),
+            pool=pool,
         )
 
     def _make_passes(
@@ -581,4 +646,5 @@ def _joined(outputs: list[Any]) -> Any:
 def _joined_parts(*parts: Any) -> Any:
     """Return one batch of tensors with samples; of all else a list by micro-batch."""
     has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0
-    return torch.cat(parts) if has_samples else list(parts)
+    fits = has_samples and len({part.shape[1:] for part in parts}) == 1
+    return torch.cat(parts) if fits else list(parts)

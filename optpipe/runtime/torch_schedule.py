@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
     from optpipe.runtime.batches import Microbatches
-    from optpipe.runtime.messages import Blank, Layout
+    from optpipe.runtime.messages import Blank
     from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
-    from optpipe.runtime.preflight import Spread
+    from optpipe.runtime.preflight import Shapes, Spread
     from optpipe.runtime.slices import SliceStates
 
 __all__ = ["HookedSchedule", "HookedStage", "hollow", "order_of"]
@@ -72,8 +72,9 @@ class HookedSchedule(_PipelineScheduleRuntime):
     backward (0 = forwards only), so that gradients add up over steps, which torch's division of
     ``.grad`` at the end of a step would divide again. Sends are kept by message, and let go of
     where they are known to be over (`optpipe.runtime.messages`). ``orders`` is what each rank does,
-    with torch's sends and receives; ``bytes_of`` are those of a message's tensors. With ``overlap``
-    the two of a pair are one action, which it runs; else they run one after the other.
+    with torch's sends and receives; ``bytes_of`` are those of a message's tensors, ``slots`` where
+    they lie: those of an earlier schedule's ``pool`` first. With ``overlap`` the two of a pair are
+    one action, which it runs; else they run one after the other.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         hooks: Passes,
         bytes_of: Callable[[Pass], int],
         overlap: Overlap | None = None,
+        pool: MessageSlots | None = None,
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]
             list(stages), num_microbatches, loss_fn=loss_fn or _itself, scale_grads=False
@@ -108,7 +110,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._stage_of = {stage.stage_index: stage for stage in stages}
         self._steps: list[tuple[str, Callable[[], object]]] = []
         self.orders = self._lower(programs)
-        self._tell_stages(bytes_of)
+        self._tell_stages(bytes_of, pool)
 
     def _lower(self, programs: Programs) -> tuple[Order, ...]:
         """Let torch place sends and receives, add our actions; return what every rank will do."""
@@ -125,13 +127,13 @@ class HookedSchedule(_PipelineScheduleRuntime):
             lists.update({rank: _forwards_of(lists[rank]) for rank in lists})
         return tuple(order_of(lists[rank]) for rank in range(len(programs)))
 
-    def _tell_stages(self, bytes_of: Callable[[Pass], int]) -> None:
+    def _tell_stages(self, bytes_of: Callable[[Pass], int], pool: MessageSlots | None) -> None:
         home_of = self.stage_index_to_group_rank
         placement = [home_of[index] for index in range(len(home_of))]
         window = window_of(len(placement), trains=self._trains)
         before = sends_over_before(self.orders, placement, window)[self.rank]
         counted = slots_of(self.orders[self.rank], before, len(placement), bytes_of)
-        self._slots = MessageSlots(*counted, next(iter(self._stage_of.values())).device)
+        self.slots = MessageSlots(*counted, next(iter(self._stage_of.values())).device, pool)
         self._over_before_send = {
             step.message: messages
             for step, messages in before.items()
@@ -144,7 +146,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
             stage.next_is_here = stage.is_last or index + 1 in self._stage_of
             stage.over_before = over
             stage.let_go = self.let_go
-            stage.slots = self._slots
+            stage.slots = self.slots
 
     def run(
         self, microbatches: Microbatches, kwargs: Mapping[int, Sequence[dict[str, Any]]]
@@ -156,7 +158,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         """
         self._loss_of.clear()
         self._expected.clear()
-        self._slots.begin()
+        self.slots.begin()
         self._args = microbatches.args or [()] * self._n_microbatches
         self._targets, self._loss_kwargs = microbatches.targets, microbatches.loss_kwargs
         for index, stage in self._stage_of.items():
@@ -186,14 +188,14 @@ class HookedSchedule(_PipelineScheduleRuntime):
 
     def drop_slots(self) -> None:
         """Give the memory of messages back until the next step; all have been sent."""
-        self._slots.drop()
+        self.slots.drop()
 
     def let_go(self, messages: Sequence[Pass]) -> None:
         """Wait until these have been sent, and let go of their tensors."""
         for message in messages:
             for work in self._in_flight.pop(message):
                 work.wait()
-            self._slots.give_back(message)
+            self.slots.give_back(message)
 
     def _prepare_stages(self) -> None:
         """Let torch do what it does before the first action of a step, and no action."""
@@ -253,7 +255,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
     def _post_of(self, stage: HookedStage, name: str, microbatch: int) -> Callable[[], object]:
         """Return what posts a message; the peer, and the tensors' places, are known by now."""
         backward, sends = name.endswith("B"), name.startswith("SEND")
-        blanks = stage.crossing(backward=backward, out=sends)
+        blanks = stage.crossing(microbatch, backward=backward, out=sends)
         ahead = backward != sends
         peer = self.stage_index_to_group_rank[stage.stage_index + (1 if ahead else -1)]
         blank = torch.empty(0, device=stage.device)
@@ -278,7 +280,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
     ) -> None:
         if over := self._over_before_send.get(message):
             self.let_go(over)
-        slot = self._slots.take(message, blanks)
+        slot = self.slots.take(message, blanks)
         stage.put_into(slot, message, blanks)
         self._in_flight[message] = self._post(operations, slot)
 
@@ -290,7 +292,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         operations: list[dist.P2POp],
     ) -> None:
         infos = stage.grad_recv_info if message.backward else stage.args_recv_info
-        self._slots.fill(message, infos[message.microbatch], blanks)
+        self.slots.fill(message, infos[message.microbatch], blanks)
         slot = [info.buffer for info in infos[message.microbatch] if info.buffer is not None]
         self._expected[message] = self._post(operations, slot)
 
@@ -480,9 +482,9 @@ def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Act
 class HookedStage(PipelineStage):
     """torch's stage with hooks around its passes, holding no boundary tensor longer than needed.
 
-    ``inputs`` and ``outputs`` are examples of the boundary tensors of one micro-batch, ``names``
-    theirs where stages return dicts, else "". Of DTensors they are this rank's shards: ``spread``
-    says how those received lie on its meshes, ``layouts`` how those sent do. Where it does not
+    ``inputs`` and ``outputs`` are the shapes of the boundary tensors of a micro-batch, by its kind,
+    ``kinds`` those of all micro-batches. Of DTensors they are this rank's shards: ``spread``
+    says how those received lie on its meshes. Where it does not
     train it runs forwards only, and keeps nothing. ``next_is_here`` says whether outputs are handed
     over and not sent;
     ``over_before`` names the sends that are over once a pass has its input, ``let_go`` is called
@@ -498,11 +500,10 @@ class HookedStage(PipelineStage):
         num_stages: int,
         *,
         device: torch.device,
-        inputs: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        names: tuple[Sequence[str], Sequence[str]],
+        inputs: Sequence[Shapes],
+        outputs: Sequence[Shapes],
+        kinds: Sequence[int],
         spread: Spread,
-        layouts: Sequence[Layout | None],
         group: ProcessGroup | None,
         hooks: Passes,
         trains: bool,
@@ -512,21 +513,22 @@ class HookedStage(PipelineStage):
             index,
             num_stages,
             device,
-            input_args=inputs,
-            output_args=outputs,
+            input_args=tuple(shape.empty(device) for shape in inputs[0]),
+            output_args=tuple(shape.empty(device) for shape in outputs[0]),
             group=group,
             dw_builder=hooks.weight_runner,
         )
         self._hooks = hooks
         self._trains = trains
-        self._gets_gradient = [output.requires_grad for output in outputs]
-        self._sent = tuple((one.size(), one.dtype) for one in outputs)
-        self._sent_back = tuple(
-            (one.size(), one.dtype) if one.requires_grad else None for one in inputs
-        )
-        self._input_names, self._output_names = names
+        self._gets_gradient = [output.requires_grad for output in outputs[0]]
+        self._kinds = kinds
+        self._blank_inputs, self._sent_back = _blanks_of(inputs)
+        self._sent, self._blank_gradients = _blanks_of(outputs)
+        self._input_names = [shape.name for shape in inputs[0]]
+        self._output_names = [shape.name for shape in outputs[0]]
         self._takes_names = any(self._input_names)
         self._spread = spread
+        layouts = [shape.layout for shape in outputs[0]]
         self._layouts = layouts if any(layouts) else ()
         self.kwargs: Sequence[dict[str, Any]] = ()
         self.next_is_here = False
@@ -535,8 +537,6 @@ class HookedStage(PipelineStage):
         self.gradients_done: Callable[[int], None] | None = None
         self.slices: SliceStates | None = None
         self.slots: MessageSlots
-        self._blank_inputs: tuple[Any, ...] = ()
-        self._blank_gradients: tuple[Any, ...] = ()
 
     def forward_one_chunk(
         self,
@@ -672,11 +672,13 @@ class HookedStage(PipelineStage):
         """Let go of the last stage's outputs: after the loss only its graph may need them."""
         self._keep(microbatch, ())
 
-    def crossing(self, *, backward: bool, out: bool) -> tuple[Blank | None, ...]:
+    def crossing(self, microbatch: int, *, backward: bool, out: bool) -> tuple[Blank | None, ...]:
         """Return what a message is made of that goes out of this stage, or comes in."""
         if out:
-            return self._sent_back if backward else self._sent
-        return self._blank_gradients if backward else self._blank_inputs
+            by_kind = self._sent_back if backward else self._sent
+        else:
+            by_kind = self._blank_gradients if backward else self._blank_inputs
+        return by_kind[self._kinds[microbatch]]
 
     def put_into(
         self, slot: Sequence[Tensor], message: Pass, blanks: Sequence[Blank | None]
@@ -708,7 +710,7 @@ class HookedStage(PipelineStage):
         """Take gradients from the next stage on this rank; where it has none, they are zeros."""
         infos = self.grad_recv_info[mb_index]
         if any(gradient is None for gradient in next_stage_bwd_outputs):
-            _fill(infos, self._blank_gradients, self.device)
+            _fill(infos, self.crossing(mb_index, backward=True, out=False), self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def clear_runtime_states(self) -> None:
@@ -730,26 +732,38 @@ class HookedStage(PipelineStage):
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(1, has_backward)
-        self._blank_inputs = _blank(self.args_recv_info, num_microbatches)
+        _share(self.args_recv_info, num_microbatches)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         super()._setup_backward_recv_info(1)
         self.chunks = num_microbatches
-        self._blank_gradients = _blank(self.grad_recv_info, num_microbatches)
+        _share(self.grad_recv_info, num_microbatches)
 
 
-def _blank(infos_of: dict[int, tuple[Any, ...]], num_microbatches: int) -> tuple[Any, ...]:
-    """Give all micro-batches the receives of the first, without memory; return its shapes."""
+_Blanks = list[tuple["Blank | None", ...]]
+"""Tensors of a message, by the kind of its micro-batch."""
+
+
+def _blanks_of(shapes: Sequence[Shapes]) -> tuple[_Blanks, _Blanks]:
+    """Return what crosses a boundary forward, and what of it has gradients that come back."""
+    ahead: _Blanks = []
+    back: _Blanks = []
+    for one in shapes:
+        blanks = tuple((torch.Size(shape.size), shape.dtype) for shape in one)
+        ahead.append(blanks)
+        pairs = zip(one, blanks, strict=True)
+        back.append(tuple(blank if shape.requires_grad else None for shape, blank in pairs))
+    return ahead, back
+
+
+def _share(infos_of: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
+    """Give all micro-batches the receives of the first, without memory."""
     first = infos_of[0]
-    blanks = tuple(
-        None if info.buffer is None else (info.buffer.size(), info.buffer.dtype) for info in first
-    )
     for microbatch in range(num_microbatches):
         copies = tuple(copy.copy(info) for info in first)
         for info in copies:
             info.buffer = None
         infos_of[microbatch] = copies
-    return blanks
 
 
 def _fill(infos: tuple[Any, ...], blanks: tuple[Any, ...], device: torch.device) -> None:

@@ -306,15 +306,20 @@ def treatments_of(
             if action.type in said
         }
     used = {cell: number for cell, number in modes_of(problem, program).items() if number}
-    known = {
-        (stage, number): _treatment(problem, stage, number, stages[stage])
-        for stage, number in sorted({(cell[0], number) for cell, number in used.items()})
+    places = {
+        (stage, j): (problem.cost_of[j], stage, number) for (stage, j), number in used.items()
     }
-    return {cell: known[cell[0], number] for cell, number in used.items()}
+    known = {
+        place: _treatment(problem, *place, stages[place[1]])
+        for place in sorted(set(places.values()))
+    }
+    return {cell: known[place] for cell, place in places.items()}
 
 
-def _treatment(problem: Problem, stage: int, number: int, module: nn.Module) -> Treatment:
-    mode = problem.menus[stage][number]
+def _treatment(
+    problem: Problem, cost: int, stage: int, number: int, module: nn.Module
+) -> Treatment:
+    mode = problem.menus_by_cost[cost][stage][number]
     called = f"mode {number} of stage {stage} ({mode.name!r})"
     meanings: dict[str, str] = {}
     for part in module.modules():

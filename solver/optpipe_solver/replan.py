@@ -196,8 +196,9 @@ def _starts(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]
     found = dispatched(compiled, orders(problem), round(_RULES_SHARE * work), seed)
     if found is not None:
         yield "dispatching rules", *found
+    alike = list(stand_ins(problem))
     asked = [(name, problem.least) for name in _PLAIN]
-    asked += [(name, stand_in) for name in _QUICK for stand_in in stand_ins(problem)]
+    asked += [(name, stand_in) for name in _QUICK for stand_in in alike]
     family_of = {family.name: family for family in FAMILIES}
     made = []
     for name, equal in asked:

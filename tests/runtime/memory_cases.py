@@ -31,6 +31,7 @@ from tests.runtime.small_model import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from optpipe import Problem, Schedule
@@ -117,16 +118,31 @@ def count_step(
     else:
         _, runner = small_runner(schedule, problem, width=WIDTH)
         batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
-    outside = around(kind)
+    return _count_second(runner, partial(runner.step, batch, target), around(kind))
+
+
+def count_unequal_step(schedule: Schedule, problem: Problem, lengths: Sequence[int]) -> Counted:
+    """As `count_step`, of the small model and micro-batches of these lengths."""
+    _, runner = small_runner(schedule, problem, width=WIDTH)
+    given, wanted = zip(*(small_data(1, 0, WIDTH, length) for length in lengths), strict=True)
+    return _count_second(runner, partial(runner.step, arg_mbs=given, target_mbs=wanted))
+
+
+def _count_second(
+    runner: PipelineRunner,
+    step: Callable[[], object],
+    outside: AbstractContextManager[Any] | None = None,
+) -> Counted:
+    outside = nullcontext() if outside is None else outside
     with outside:
-        runner.step(batch, target)
+        step()
     assert runner._training is not None
     before = runner.offloaded_bytes
-    slots = sum(slot.numel() for slot in runner._training.runtime._slots._slots)
+    slots = sum(slot.numel() for slot in runner._training.runtime.slots._slots)
     with _no_collector(), LiveBytes() as counter:
         runner.observe(counter)
         with outside:
-            runner.step(batch, target)
+            step()
     runner.close()
     return Counted(
         counter.moments,

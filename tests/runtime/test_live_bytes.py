@@ -32,7 +32,12 @@ def _count(ranks: Ranks, problem: Problem, programs: Programs) -> list[Counted]:
 
 
 def _measured(
-    placement: tuple[int, ...], kind: str = "", *, recompute: bool = False, modes: int = 0
+    placement: tuple[int, ...],
+    kind: str = "",
+    *,
+    recompute: bool = False,
+    modes: int = 0,
+    length: int = memory_cases.LENGTH,
 ) -> Problem:
     """Measure the stages that `memory_cases.count_step` runs."""
     if kind:
@@ -40,7 +45,7 @@ def _measured(
         sample, target = random_tokens(memory_cases.GPT, 1, 0)
     else:
         stages = small_stages(len(placement), memory_cases.WIDTH)
-        sample, target = small_data(1, 0, memory_cases.WIDTH, memory_cases.LENGTH)
+        sample, target = small_data(1, 0, memory_cases.WIDTH, length)
     # Multiplications take a time each and all else none: so menus are the same in every run.
     clock = WorkClock() if modes else None
     counted = nullcontext() if clock is None else clock.counter
@@ -81,7 +86,7 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
         assert counted.left == 0
         numbers = modes_of(problem, programs[rank])
         assert counted.offloaded_bytes == sum(
-            problem.menus[action.stage][numbers[action.cell]].offload_bytes
+            problem.menu_of(*action.cell)[numbers[action.cell]].offload_bytes
             for action in programs[rank]
             if action.type is ActionType.OFFLOAD
         )
@@ -98,6 +103,27 @@ def test_the_peak_is_the_plans_and_nothing_is_left(ranks, placement):
     for seed, offload in enumerate((0.0, 0.5)):
         programs = schedules.random_programs(problem, 40 + seed, offload=offload)
         shares = _shares(problem, programs, _count(ranks, problem, programs))
+        assert 0.97 <= min(shares) <= max(shares) <= 1
+
+
+def test_unequal_micro_batches_hold_what_is_planned_of_each(ranks):
+    """Slots of messages, and nothing else, are as the largest."""
+    lengths = (6, 24, 40)
+    kinds = [_measured(schedules.LINEAR, length=length) for length in lengths]
+    stages = [
+        stage.model_copy(update={"others": others})
+        for stage, *others in zip(*(kind.stages for kind in kinds), strict=True)
+    ]
+    chosen = random.Random(5).choices(range(len(lengths)), k=MICROBATCHES)
+    update = {"stages": stages, "microbatches": [{"cost": cost} for cost in chosen]}
+    update |= {"format": "optpipe/problem/v2", "devices": kinds[-1].devices}
+    problem = kinds[0].model_copy(update=update)
+    for seed, offload in enumerate((0.0, 0.5)):
+        programs = schedules.random_programs(problem, 50 + seed, offload=offload)
+        schedule = schedules.make_schedule(problem, programs)
+        given = [lengths[cost] for cost in chosen]
+        counted = ranks.run(memory_cases.count_unequal_step, schedule, problem, given)
+        shares = _shares(problem, programs, counted)
         assert 0.97 <= min(shares) <= max(shares) <= 1
 
 

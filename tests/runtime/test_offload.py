@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -252,6 +253,26 @@ def test_arenas_are_page_locked_exactly_and_let_go_with_their_pool():
     assert [slot.data_ptr() in cuda.page_locked for slot in slots] == [True, True]
     del pool
     assert cuda.page_locked == {}
+
+
+def test_slots_of_unequal_cells_are_as_many_as_are_in_use_and_grow_to_the_largest():
+    cuda = RecordingCuda(seed=0)
+    pool = HostPool(CudaCopies(CPU, cuda), num_slots={0: 100}, unequal=True)
+    chooser = random.Random(6)
+    taken: list[torch.Tensor] = []
+    most = largest = 0
+    held = []
+    for _ in range(400):
+        if taken and (len(taken) == 3 or chooser.random() < 0.5):
+            pool.give_back(0, taken.pop(chooser.randrange(len(taken))))
+        else:
+            size = chooser.choice((512, 2048, 5120))
+            taken.append(pool.take(0, size))
+            pool.parts_of(taken[-1], (size,))[0].fill_(len(taken))
+            most, largest = max(most, len(taken)), max(largest, size)
+        assert pool.allocated_bytes == sum(cuda.page_locked.values()) <= most * largest
+        held.append(pool.allocated_bytes)
+    assert len(set(held[-200:])) == 1
 
 
 def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):

@@ -166,7 +166,9 @@ def test_a_later_batch_of_another_shape_is_refused_with_both():
         given = GivenBatch(args=(torch.zeros(samples, 3),))
         return given.cut(2, first=True, last=False, needs_target=True)
 
-    pipeline = Pipeline(runtime=cast("HookedSchedule", None), given=cut(16), boundary={})
+    pipeline = Pipeline(
+        runtime=cast("HookedSchedule", None), given=cut(16), compared=(0,), boundary={}
+    )
     pipeline.expect(cut(16))
     with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
         pipeline.expect(cut(8))

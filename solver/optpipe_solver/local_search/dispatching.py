@@ -139,12 +139,20 @@ def _choose(  # noqa: PLR0917 - compiled code takes its arguments by position
     found, later = _backward(instance, state, rank, device, back, now)
     if found >= 0:
         return found
+    idle = later - now
     if state.num_flying[device] < max(1.0, rule[_DEPTH] * instance.base[device]):
-        found, arrival = _forward(instance, state, rank, device, back, now)
+        found, arrival, lacks_room = _forward(instance, state, rank, device, back, now)
+        if lacks_room:
+            weight = _weight(instance, state, rule, device, np.inf)
+            found = weight if weight >= 0 else found
         if found >= 0:
             return found
         later = min(later, arrival)
-    return _weight(instance, state, rule, device, now, later)
+        idle = later - now
+    found = _weight(instance, state, rule, device, idle)
+    if found < 0:
+        state.wake[device] = later
+    return found
 
 
 @lean
@@ -174,10 +182,13 @@ def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
 @lean
 def _forward(  # noqa: PLR0917 - compiled code takes its arguments by position
     instance: _Instance, state: _PartialSchedule, rank: Ints, device: int, back: int, now: float
-) -> tuple[int, float]:
-    """Return the forward to run now, -1 for none, and when the next one that fits arrives (ms)."""
+) -> tuple[int, float, bool]:
+    """Return the forward to run now, -1 for none, and when the next one that fits arrives (ms).
+
+    And whether one that is there and preferred lacks room, which a W may make.
+    """
     m = instance.times.num_microbatches
-    best, found, later = m, -1, np.inf
+    best, first, found, later = m, m, -1, np.inf
     for at in range(instance.holds.shape[1]):
         s = instance.holds[device, at]
         if s < 0 or found >= 0:
@@ -186,13 +197,16 @@ def _forward(  # noqa: PLR0917 - compiled code takes its arguments by position
             j = state.waiting[_F, s, i]
             cell = s * m + j
             is_behind = rank[j] >= best or (instance.given and not _is_next(state, s, j))
-            if is_behind or not _admits(instance, state, device, cell, back):
+            if is_behind:
                 continue
-            if state.ready[_F, cell] > now:
+            if not _admits(instance, state, device, cell, back):
+                if state.ready[_F, cell] <= now:
+                    first = min(first, rank[j])
+            elif state.ready[_F, cell] > now:
                 later = min(later, state.ready[_F, cell])
             else:
                 best, found = rank[j], cell
-    return found, later
+    return found, later, first < best
 
 
 @lean
@@ -205,15 +219,10 @@ def _is_next(state: _PartialSchedule, s: int, j: int) -> bool:
 
 
 @lean
-def _weight(  # noqa: PLR0917 - compiled code takes its arguments by position
-    instance: _Instance,
-    state: _PartialSchedule,
-    rule: Floats,
-    device: int,
-    now: float,
-    later: float,
+def _weight(
+    instance: _Instance, state: _PartialSchedule, rule: Floats, device: int, idle: float
 ) -> int:
-    """Return the longest W that is worth the wait, -1 where there is none."""
+    """Return the longest W that is worth the wait after so many idle ms, -1 where there is none."""
     times, memory = instance.times, instance.memory
     cells, m = times.num_cells, times.num_microbatches
     room = memory.limit[device] - state.held[device]
@@ -228,10 +237,8 @@ def _weight(  # noqa: PLR0917 - compiled code takes its arguments by position
             if memory.rises[_W, times.row[cell], instance.mode[s]] > room:
                 continue
             ms = times.duration[code]
-            if ms > longest and rule[_PATIENCE] * ms <= later - now:
+            if ms > longest and rule[_PATIENCE] * ms <= idle:
                 longest, found = ms, code
-    if found < 0:
-        state.wake[device] = later
     return found
 
 
@@ -373,7 +380,7 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
             copy(best.tried_rule, best.rule, best.rule.size)
             copy(instance.mode, best.mode, best.mode.size)
             if instance.given or moves.below(draw, _RANDOM) == 0:
-                _draw_rule(best.tried_rule, draw)
+                _change_rule(best.tried_rule, draw)
             else:
                 _reorder(best.tried_rank, moves.below(draw, m), moves.below(draw, m), draw)
             if moves.below(draw, 2) == 0:
@@ -396,9 +403,27 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
 
 @lean
 def _draw_rule(rule: Floats, draw: Draw) -> None:
-    rule[_DEPTH] = 0.8 + 2.2 * moves.unit(draw) ** 2
-    rule[_PATIENCE] = moves.unit(draw)
-    rule[_FUSED] = 1.0 if moves.below(draw, 4) == 0 else 0.0
+    for at in range(rule.size):
+        _draw_number(rule, at, draw)
+
+
+@lean
+def _change_rule(rule: Floats, draw: Draw) -> None:
+    """Draw one number anew, or all."""
+    if moves.below(draw, 4) == 0:
+        _draw_rule(rule, draw)
+    else:
+        _draw_number(rule, moves.below(draw, rule.size), draw)
+
+
+@lean
+def _draw_number(rule: Floats, at: int, draw: Draw) -> None:
+    if at == _DEPTH:
+        rule[at] = 0.8 + 2.2 * moves.unit(draw) ** 2
+    elif at == _PATIENCE:
+        rule[at] = moves.unit(draw)
+    else:
+        rule[at] = 1.0 if moves.below(draw, 4) == 0 else 0.0
 
 
 @lean
