@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import pytest
@@ -37,7 +37,7 @@ HOLDS = {"time_limit_s": 3600, "seed": HELD}
 WIDE = (1920, 1080)
 # What axe looks for: in light all, in dark what colours change, and all again where tables and
 # forms are laid out for a phone.
-LOOKS: tuple[tuple[str, tuple[int, int], list[str] | None], ...] = (
+LOOKS: tuple[tuple[Literal["light", "dark"], tuple[int, int], list[str] | None], ...] = (
     ("light", PHONE, []),
     ("light", WIDE, []),
     ("light", DESKTOP, None),
