@@ -89,11 +89,9 @@ def test_a_bad_file_is_refused_in_a_sentence(visit: Visit) -> None:
         (json.dumps(two_stages(colour="red")), "colour"),
     ):
         upload(page, text, "broken.json")
-        page.wait_for_selector("#fault:visible")
-        assert said in page.inner_text("#fault")
+        page.wait_for_selector(f"#fault:visible:has-text('{said}')")
         assert page.get_attribute("#fault", "role") == "alert"
-        upload(page, two_stages())
-        page.wait_for_selector("#problem-size >> text=2 devices")
+        taken(page, two_stages())
         page.wait_for_selector("#fault", state="hidden")
 
 
