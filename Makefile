@@ -56,7 +56,7 @@ test: $(TEST_INSTALL)
 
 screenshots: $(TEST_INSTALL)
 	$(WARM_UP)
-	$(BIN)/python -m pytest -q -m browser tests/browser/test_states.py
+	OPTPIPE_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest -q -m browser tests/browser/test_states.py
 
 kernels: $(TEST_INSTALL)
 	$(WARM_UP)

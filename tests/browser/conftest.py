@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.visit import Visit, visiting
+from tests.browser.visit import Visit, tabs, visiting_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, BrowserContext
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
+@pytest.fixture(scope="module")
+def context(chromium: Browser, url: str) -> Iterator[BrowserContext]:
+    """A browser where one page stays open: others of its process open in half of the time."""
+    with tabs(chromium) as made:
+        made.new_page().goto(f"{url}/healthz")
+        yield made
+
+
 @pytest.fixture
-def visit(chromium: Browser, url: str) -> Iterator[Visit]:
-    with visiting(chromium, url) as made:
+def visit(context: BrowserContext, url: str) -> Iterator[Visit]:
+    with visiting_in(context, url) as made:
         yield made

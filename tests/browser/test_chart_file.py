@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytestmark = pytest.mark.browser
 
@@ -115,9 +115,17 @@ class Chart(NamedTuple):
         return list(self.page.evaluate(PATH, name))
 
 
+@pytest.fixture(scope="module")
+def offline(chromium: Browser) -> Iterator[BrowserContext]:
+    """A browser that is cut off the network."""
+    context = chromium.new_context(offline=True)
+    yield context
+    context.close()
+
+
 @pytest.fixture
-def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
-    """Return a function that opens the file of some views; the browser is cut off the network."""
+def opened(offline: BrowserContext, tmp_path: Path) -> Iterator[object]:
+    """Return a function that opens the file of some views."""
     pages = []
 
     def open_file(views: list[View], theme="light", width=1000) -> Chart:
@@ -125,9 +133,9 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
         file.write_text(
             chart_html(schedule_chart(views, theme=theme), title="t", theme=theme), "utf-8"
         )
-        context = chromium.new_context(viewport={"width": width, "height": 900}, offline=True)
-        page = context.new_page()
-        pages.append(context)
+        page = offline.new_page()
+        page.set_viewport_size({"width": width, "height": 900})
+        pages.append(page)
         chart = Chart(page, [], [])
         page.on("request", lambda request: chart.requested.append(request.url))
         page.on("pageerror", lambda error: chart.errors.append(str(error)))
@@ -136,8 +144,8 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
         return chart
 
     yield open_file
-    for context in pages:
-        context.close()
+    for page in pages:
+        page.close()
 
 
 @pytest.fixture

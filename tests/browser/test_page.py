@@ -10,7 +10,7 @@ import pytest
 
 from optpipe import load_csv, load_problem, load_schedule
 from tests.api.live import make_settings, running, two_stages
-from tests.browser.visit import DRAWN, PHONE, Visit, taken, visiting
+from tests.browser.visit import DRAWN, Visit, taken, visiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -381,14 +381,6 @@ def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
     page.wait_for_selector("#batch[data-finished=true]")
     page.wait_for_selector("#batch .chart[data-drawn]")
     visit.picture("batch")
-    for scheme in ("light", "dark"):
-        drawn = page.get_attribute("#batch .chart", "data-drawn")
-        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
-        page.emulate_media(color_scheme=scheme)
-        if scheme == "dark":
-            page.wait_for_selector(f"#batch .chart[data-drawn]:not([data-drawn='{drawn}'])")
-        visit.picture(f"phone-batch-{scheme}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
     assert page.locator("#batch tbody tr[data-state=succeeded]").count() == 8
     assert page.locator("#batch tbody tr[data-state=infeasible]").count() == 1
 
@@ -420,26 +412,6 @@ def test_the_colours_follow_the_system(visit: Visit, url: str, tmp_path) -> None
     page.emulate_media(color_scheme="dark")
     page.wait_for_selector(f"{DRAWN}[data-tag*='chart-dark']")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_everything_without_scrolling_sideways(
-    chromium: Browser, url: str, tmp_path, scheme: str
-) -> None:
-    job = solved(url, tmp_path)
-    with visiting(chromium, url, PHONE, scheme) as visit:
-        for name, query in (
-            ("form", ""),
-            ("job", f"?job={job['id']}&beside=method%3A1f1b"),
-            ("jobs", "?list=jobs"),
-            ("batches", "?list=batches"),
-        ):
-            page = visit.open(query)
-            if name == "job":
-                page.wait_for_selector(DRAWN)
-            visit.picture(f"phone-{name}-{scheme}")
-            width = page.evaluate("document.documentElement.scrollWidth")
-            assert width <= PHONE[0], f"{name} is {width} wide"
 
 
 def test_every_control_has_a_name_and_can_be_reached(visit: Visit, url: str, tmp_path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 PATIENCE_MS = 180_000
 READY = "body[data-ready]"
@@ -50,10 +50,10 @@ class Visit:
         return [address for address in self.requested if not address.startswith(own)]
 
     def picture(self, name: str) -> None:
-        """Keep a picture for people: CI keeps the folder."""
-        folder = Path(os.environ.get("OPTPIPE_SCREENSHOTS", "build/screenshots"))
-        folder.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=folder / f"{name}.png", full_page=True)
+        """Keep a picture for people, where they named a folder: each takes a second or two."""
+        if folder := os.environ.get("OPTPIPE_SCREENSHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=Path(folder, f"{name}.png"), full_page=True)
 
     def time_axis(self) -> tuple[float, float]:
         """What part of the time axis is seen, in ms."""
@@ -84,18 +84,34 @@ class Visit:
 def visiting(
     browser: Browser, url: str, size: tuple[int, int] = DESKTOP, scheme: Any = "light"
 ) -> Iterator[Visit]:
-    """Open a browser page of its own; in the end no script may have failed."""
+    """Open a browser that has seen nothing; in the end no script may have failed."""
+    with tabs(browser, size, scheme) as context, visiting_in(context, url) as visit:
+        yield visit
+
+
+@contextmanager
+def tabs(
+    browser: Browser, size: tuple[int, int] = DESKTOP, scheme: Any = "light"
+) -> Iterator[BrowserContext]:
+    """Open a browser whose pages share what was loaded once."""
     width, height = size
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True
     )
+    yield context
+    context.close()
+
+
+@contextmanager
+def visiting_in(context: BrowserContext, url: str) -> Iterator[Visit]:
+    """Open a page beside others; in the end no script may have failed."""
     visit = Visit(context.new_page(), url)
     try:
         yield visit
     finally:
-        context.close()
-    assert visit.errors == []
-    assert visit.foreign() == []
+        visit.page.close()
+    assert visit.errors == [], visit.errors
+    assert visit.foreign() == [], visit.foreign()
 
 
 def upload(page: Page, problem: object, name: str = "problem.json") -> None:

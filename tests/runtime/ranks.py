@@ -28,9 +28,11 @@ class Ranks:
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
+        self._hanging: list[int] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Return every rank's result; fail with the tracebacks of the ranks that raised."""
+        assert not self._hanging, f"ranks {self._hanging} still hang in an earlier test: see there"
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -52,6 +54,7 @@ class Ranks:
     def _expect_all(self, answers: dict[int, tuple[bool, Any]]) -> None:
         raised = {rank: text for rank, (succeeded, text) in answers.items() if not succeeded}
         silent = sorted(set(range(len(self._pipes))) - set(answers))
+        self._hanging = silent
         if raised or silent:
             told = "".join(f"rank {rank} raised:\n{text}" for rank, text in sorted(raised.items()))
             raise AssertionError(f"{told}ranks {silent} did not answer: a hang")

@@ -46,7 +46,8 @@ export class JobView {
     this.why = el("section", { id: "why", hidden: true });
     this.tuned = new Tuned(this);
     this.whatIf = new WhatIf(this, told.what_if);
-    onTheme(() => this.isOpen && this.repaint());
+    // Of a job that there is not there is nothing to repaint.
+    onTheme(() => this.isOpen && this.job && this.repaint());
   }
 
   get isOpen() { return !this.stop.signal.aborted; }

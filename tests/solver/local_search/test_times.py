@@ -12,23 +12,28 @@ from optpipe import check, simulate
 from optpipe.memory import host_walk
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import (
-    accept,
-    anneal,
-    best_rows,
-    course_of,
-    look_around,
-    table_for,
-    take_back,
-    try_move,
-)
+from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.board import rows_on
 from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
-    from optpipe_solver.local_search.annealing import Table
+    from optpipe_solver.local_search.annealing import Course, Table
+    from optpipe_solver.local_search.moves import Draw
 
 MOVES = 60
+WHOLE = 1 << 30
+LOOK, STAY = 1 << 30, 0
+"""Ages of a longest path: it is looked for before the move, or not."""
+
+
+def move_once(table: Table, course: Course, ms: float, draw: Draw, age: int) -> bool:
+    """Anneal for one move at the temperature; return whether the move was taken.
+
+    One by one and in Python they would be compiled for this test alone, which takes half a minute.
+    """
+    course.counts[2] = age
+    anneal(table, course, ms, ms, WHOLE, int(course.counts[0]) + 1, draw)
+    return int(course.counts[2]) != 0
 
 
 def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
@@ -67,7 +72,7 @@ def board_state(table: Table) -> list[list[float]]:
 def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     case: Case, seed: int, slack: float
 ) -> None:
-    """Random moves, taken if no longer than allowed, else undone; shared lanes included.
+    """Random moves, taken or undone; shared lanes included.
 
     The first quarter is made anywhere, the others half of the time around a longest path.
     """
@@ -76,21 +81,20 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     by_span = case.problem.objective == "span"
     draw = moves.seeded(seed)
     start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
-    limit = (1 + slack) * start_ms + 1
-    path_size = 0
+    course = course_of(table, start_ms)
     for move in range(MOVES):
-        if move % (MOVES // 4) == MOVES // 4 - 1:
-            path_size = look_around(table)
-            assert_is_longest(table, path_size, by_span=by_span)
         before = board_state(table)
-        _, judged, objective = try_move(table, path_size, limit, draw)
-        if judged > limit:
-            take_back(table)
+        if move % (MOVES // 4) == MOVES // 4 - 1:
+            focus = table.focus.copy()
+            table.focus[:] = 0
+            assert not move_once(table, course, 1.0, draw, LOOK)
+            assert_is_longest(table, int(course.counts[3]), by_span=by_span)
+            table.focus[:] = focus
+        if not move_once(table, course, slack * start_ms + 0.01, draw, STAY):
             assert board_state(table) == before
             continue
-        accept(table)
         rows = rows_on(table.board)
-        assert objective == compiled.length_ms(rows)[by_span]
+        assert course.values[1] == compiled.length_ms(rows)[by_span]
         assert board_state(table) == board_state(table_for(compiled, rows))
     programs = compiled.decode(rows_on(table.board))
     check(case.problem, programs)
@@ -107,13 +111,12 @@ def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
     compiled = CompiledProblem.of(case.problem)
     table = table_for(compiled, compiled.encode(case.programs))
     table.focus[:] = 0
-    draw = moves.seeded(seed)
-    path_size = look_around(table)
-    for _ in range(20):
-        _, judged, _ = try_move(table, path_size, np.inf, draw)
-        assert judged == np.inf
+    draw, course = moves.seeded(seed), course_of(table, 1.0)
+    before = board_state(table)
+    for move in range(20):
+        assert not move_once(table, course, 1e9, draw, STAY if move else LOOK)
         assert table.undo.sizes[0] == 0
-        take_back(table)
+    assert board_state(table) == before
 
 
 @few(25)
