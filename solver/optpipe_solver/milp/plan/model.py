@@ -151,7 +151,7 @@ class _PatternSearch:
         self.best: tuple[float, PlanChoice] | None = None
         self._start(cuts)
         if self.has_chunks:
-            self._walk(self.stop.turn(_START), short=True)
+            self._walk(self.stop.turn(_START), most=1)
         most_ms, most_layers = self._most()
         self.milp = MilpModel("plan")
         self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers)
@@ -219,11 +219,14 @@ class _PatternSearch:
         choice = fitting
         length_ms = self._length_ms(choice)
         while not self.stop.is_over():
+            path = self.pattern.longest_paths(durations_of(self.tables, choice))[0]
+            enough_ms = length_ms * (1 - _LEAST_GAP)
             near = [
                 (self._length_ms(one), one)
-                for one in _neighbours(choice, self.tables, self._slowest(choice))
+                for one in _neighbours(choice, self.tables, self._slowest(choice, path))
+                if path.length_of(durations_of(self.tables, one)) < enough_ms
             ]
-            better = sorted(one for one in near if one[0] < length_ms * (1 - _LEAST_GAP))
+            better = sorted(one for one in near if one[0] < enough_ms)
             found = next((one for one in better if self._fits(one[1])), None)
             if found is None:
                 break
@@ -231,14 +234,13 @@ class _PatternSearch:
         if self.best is None or length_ms < self.best[0]:
             self.best = length_ms, choice
 
-    def _walk(self, turn: Stop, *, short: bool = False) -> None:
+    def _walk(self, turn: Stop, most: int = 2**31) -> None:
         if self.best is not None:
-            self.best = walked(self.pattern, self.tables, self.memory, self.best, turn, short=short)
+            self.best = walked(self.pattern, self.tables, self.memory, self.best, turn, most=most)
 
-    def _slowest(self, choice: PlanChoice) -> set[int]:
+    def _slowest(self, choice: PlanChoice, path: LongestPath) -> set[int]:
         """Return the stages that the longest path owes most to."""
         durations = durations_of(self.tables, choice)
-        path = self.pattern.longest_paths(durations)[0]
         share = (path.counts * durations).sum(axis=0)
         return {int(s) for s in np.argsort(-share, kind="stable")[:_SLOWEST]}
 
@@ -309,9 +311,9 @@ class _PatternSearch:
     def run(self) -> None:
         """Add rows at the root, then solve and add until nothing is broken or time is over."""
         self._cut_root()
-        if self._is_ended(self.stop.turn(_FIRST)):
-            return
         if self.has_chunks:
+            if self._is_ended(self.stop.turn(_FIRST)):
+                return
             self._walk(self.stop.turn(_WALK))
         self._is_ended(self.stop)
 

@@ -1,4 +1,4 @@
-"""Anneal a cut and its modes: a layer elsewhere, other modes of the stages that it concerns.
+"""Anneal a cut and its modes: two stages swapped, a layer elsewhere, other modes of both.
 
 With several stages per device dozens of paths are longest together, and no single step from a
 climb's end is shorter. Most of what is tried is too long by a path that was the longest a moment
@@ -29,17 +29,17 @@ __all__ = ["TOLERANCE", "PlanMemory", "excess", "walked"]
 TOLERANCE = 1e-6
 """Relative excess of memory that is none."""
 
-_HEAT = 1.5e-3
-"""How much longer, as a share of the first length, a choice may be at the start of a walk."""
+_HEAT = 2e-3
+"""How much longer, as a share of the first length, a choice may be where an annealing begins."""
 
-_MOVES, _MODES = 0.6, 0.3
-"""How often a step moves a layer, and how often each of its two stages is given another mode."""
+_SWAPS, _MOVES, _MODES = 0.1, 0.6, 0.3
+"""How often a step swaps two stages, moves a layer between them, gives each another mode."""
 
 _POOL = 64
 """Paths that were the longest of something tried."""
 
-_STEPS, _ENOUGH = 500, 2000
-"""Steps between two looks at what is left, and of a short walk, for each stage and mode."""
+_STEPS, _ENOUGH = 500, 4000
+"""Steps between two looks at what is left, and of an annealing, for each stage and mode."""
 
 _NODES, _TRIES = 1e8, 1e6
 """Nodes of graphs that are looked at, and steps, that are a unit of work (see `Stop`)."""
@@ -150,11 +150,12 @@ def walked(
     start: tuple[float, PlanChoice],
     stop: Stop,
     *,
-    short: bool = False,
+    most: int = 2**31,
 ) -> tuple[float, PlanChoice]:
-    """Return the best of an annealing, by its length in ms, that begins with a choice that fits.
+    """Return the best of so many annealings, by its length in ms.
 
-    A short one ends after a number of steps that is enough to be near what long ones find.
+    The first begins with a choice that fits, each other one with the best so far. An annealing that
+    the time does not suffice for cools faster.
     """
     length_ms, choice = start
     num_stages, num_modes = len(choice.sizes), len(tables.names)
@@ -177,11 +178,13 @@ def walked(
         runs=np.cumsum([0, *(kind.length for kind in tables.kinds)]),
         draw=seeded(stop.seed),
     )
-    rounds = _ENOUGH * num_stages * num_modes // _STEPS if short else 2**62
-    for number in range(rounds if num_stages > 1 else 0):
+    rounds = _ENOUGH * num_stages * num_modes // _STEPS
+    for number in range(most * rounds if num_stages > 1 else 0):
         if stop.is_over():
             break
-        left = min(stop.left / stop.limit, 1 - number / rounds)
+        if number % rounds == 0:
+            _begin_again(walk)
+        left = min(stop.left / stop.limit, 1 - number % rounds / rounds)
         looked = _some_steps(walk, memory, pattern.graph, _HEAT * length_ms * left**2, _STEPS)
         stop.spend(_STEPS / _TRIES + looked * pattern.graph.kind.size / _NODES)
     best = PlanChoice(tuple(map(int, walk.sizes[2])), tuple(map(int, walk.modes[2])))
@@ -214,10 +217,13 @@ def _some_steps(
 
 @jitted
 def _step(walk: _Walk) -> None:
-    """Move a layer between two stages of what is tried, or give one or both other modes, or all."""
+    """Swap two stages of what is tried, move a layer, give one or both other modes, or all that."""
     sizes, modes, draw = walk.sizes[1], walk.modes[1], walk.draw
     giver = below(draw, sizes.size)
     taker = (giver + 1 + below(draw, sizes.size - 1)) % sizes.size
+    if unit(draw) < _SWAPS:
+        sizes[giver], sizes[taker] = sizes[taker], sizes[giver]
+        modes[giver], modes[taker] = modes[taker], modes[giver]
     if sizes[giver] > 1 and unit(draw) < _MOVES:
         sizes[giver] -= 1
         sizes[taker] += 1
@@ -299,12 +305,19 @@ def _take(walk: _Walk, length_ms: float) -> None:
     """Go to what was tried."""
     for path in range(walk.path_ms.size):
         walk.path_ms[path] += _added(walk, path)
-    for row in (0, 2):
-        if row == 0 or length_ms < walk.lengths[2]:
-            walk.sizes[row], walk.modes[row] = walk.sizes[1], walk.modes[1]
-            walk.lengths[row] = length_ms
+    walk.sizes[0], walk.modes[0], walk.lengths[0] = walk.sizes[1], walk.modes[1], length_ms
     walk.durations[0] = walk.durations[1]
     walk.differs[:] = False
+    if length_ms < walk.lengths[2]:
+        walk.sizes[2], walk.modes[2], walk.lengths[2] = walk.sizes[1], walk.modes[1], length_ms
+
+
+@jitted
+def _begin_again(walk: _Walk) -> None:
+    """Go to the best."""
+    walk.sizes[1], walk.modes[1] = walk.sizes[2], walk.modes[2]
+    _fill(walk)
+    _take(walk, walk.lengths[2])
 
 
 @jitted
