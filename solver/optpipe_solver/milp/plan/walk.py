@@ -99,7 +99,7 @@ def excess(memory: PlanMemory, layers: Floats, modes: Floats, device: int) -> Fl
     """
     own = memory.own[device]
     begin, end = memory.first[device], memory.first[device + 1]
-    per_cell = np.zeros(memory.counts.shape[1:])
+    per_cell = np.zeros((own.size, memory.counts.shape[2]))
     inside = np.zeros(layers.shape[0])
     static = 0.0
     for place, s in enumerate(own[own >= 0]):
@@ -108,13 +108,14 @@ def excess(memory: PlanMemory, layers: Floats, modes: Floats, device: int) -> Fl
         for state in range(per_cell.shape[1]):
             per_cell[place, state] = (modes[s] * memory.extra_bytes[state, s]).sum()
             per_cell[place, state] += (layers[s] * memory.held_bytes[state, s]).sum()
-    limit = memory.limits[device]
-    found = memory.workspace[begin:end] + static - limit
+    limit = float(memory.limits[device])
+    found: Floats = memory.workspace[begin:end] + static - limit
     for moment in range(begin, end):
         found[moment - begin] += (memory.counts[moment] * per_cell).sum()
         if memory.inside_at[moment] >= 0:
             found[moment - begin] += inside[memory.inside_at[moment]]
-    return found / max(limit, 1.0)
+    found /= max(limit, 1.0)
+    return found
 
 
 class _Walk(NamedTuple):
