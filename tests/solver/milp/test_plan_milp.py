@@ -14,6 +14,7 @@ from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan import PatternPlan, boundaries, patterns_of, plan_pattern
 from optpipe_solver.milp.plan.model import _PatternSearch
 from optpipe_solver.milp.plan.variables import PlanChoice
+from optpipe_solver.milp.plan.walk import walked
 
 MB = 1_000_000
 MODES = [
@@ -111,6 +112,26 @@ def test_it_is_never_longer_than_a_cut_to_start_from() -> None:
     again = plan_pattern(model, pattern, Stop(0.0), [best.sizes])
     assert isinstance(again, PatternPlan)
     assert again.path_ms == best.path_ms < alone.path_ms
+
+
+@pytest.mark.parametrize("room_mb", [150, 50])
+def test_a_walk_ends_at_the_best_of_all_cuts_and_modes(room_mb: int) -> None:
+    """From a long choice, in a tenth of a unit of work; what it says is so, and so it is again."""
+    model = small_model(room_mb, layers=4)
+    for pattern in all_patterns(model, "loop", 2, moves=True)[:1]:
+        search = _PatternSearch(model, pattern, Stop(60))
+        names, stages = range(len(search.tables.names)), len(pattern.problem.stages)
+        cuts = [c for c in product(range(1, 6), repeat=stages) if sum(c) == model.num_layers]
+        chosen = [PlanChoice(cut, (k,) * stages) for cut in cuts for k in names]
+        start = max((search._length_ms(one), one) for one in chosen if search._fits(one))
+        ends = {
+            walked(pattern, search.tables, search.memory, start, Stop(60, work=0.1))
+            for _ in range(2)
+        }
+        ((length_ms, choice),) = ends
+        assert length_ms == search._length_ms(choice)
+        assert search._fits(choice)
+        assert start[0] > length_ms == pytest.approx(best_by_looking(model, pattern), rel=1e-12)
 
 
 def test_with_less_memory_other_modes_are_chosen() -> None:

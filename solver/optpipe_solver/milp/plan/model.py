@@ -9,9 +9,8 @@ Its bound is one of every cut and every choice of modes for this pattern (see `p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, log
-from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,14 +36,15 @@ from optpipe_solver.milp.plan.variables import (
     durations_of,
     even_loads,
 )
+from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from optpipe.model import Model
     from optpipe.problem import Problem
     from optpipe.schedule import Action, Programs
-    from optpipe_solver.arrays import Flags, Floats, Ints
+    from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.budget import Stop
     from optpipe_solver.milp.highs import Variable
     from optpipe_solver.milp.plan.pattern import LongestPath, MemoryMoment, Pattern
@@ -74,14 +74,11 @@ _START = 0.3
 _FIRST = 0.2
 """Share of the time in which integers may prove all, before the best choice is walked from."""
 
-_WALK, _HEAT = 0.7, 1.5e-3
-"""Share of the time for a random walk, and how much longer, as a share, a choice may be there."""
+_WALK = 0.7
+"""Share of the time that is left then for the walk."""
 
 _SLOWER = 1e4
 """What makes a device so slow that the longest path leaves it for nothing else."""
-
-_TOLERANCE = 1e-6
-"""Relative excess from which on a row counts as broken."""
 
 _CELLS = 1e6
 """Cells of longest paths, and of moments of memory, that are a unit of work (see `Stop`)."""
@@ -140,25 +137,6 @@ def plan_pattern(
     return search.result()
 
 
-class _DeviceMoments(NamedTuple):
-    """The moments of one device as arrays: counts by stage and state, and what runs."""
-
-    counts: Floats
-    workspace: Floats
-    with_inside: Flags
-    stage: Ints
-
-    @classmethod
-    def of(cls, moments: Sequence[MemoryMoment], tables: PlanTables) -> _DeviceMoments:
-        beside = [tables.workspace_bytes[moment.stage, moment.kind] for moment in moments]
-        return cls(
-            np.array([moment.counts for moment in moments], dtype=np.float64),
-            np.array(beside, dtype=np.float64),
-            np.array([moment.with_inside for moment in moments], dtype=np.bool_),
-            np.array([moment.stage for moment in moments], dtype=np.int64),
-        )
-
-
 class _PatternSearch:
     def __init__(
         self, model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
@@ -169,9 +147,11 @@ class _PatternSearch:
             model, pattern.problem.placement, pattern.transfers, pattern.recompute
         )
         self.has_chunks = len(self.tables.placement) > len(set(self.tables.placement))
-        self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
+        self.memory = PlanMemory.of(pattern, self.tables)
         self.best: tuple[float, PlanChoice] | None = None
         self._start(cuts)
+        if self.has_chunks:
+            self._walk(self.stop.turn(_START), most=1)
         most_ms, most_layers = self._most()
         self.milp = MilpModel("plan")
         self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers)
@@ -239,11 +219,14 @@ class _PatternSearch:
         choice = fitting
         length_ms = self._length_ms(choice)
         while not self.stop.is_over():
+            path = self.pattern.longest_paths(durations_of(self.tables, choice))[0]
+            enough_ms = length_ms * (1 - _LEAST_GAP)
             near = [
                 (self._length_ms(one), one)
-                for one in _neighbours(choice, self.tables, self._slowest(choice))
+                for one in _neighbours(choice, self.tables, self._slowest(choice, path))
+                if path.length_of(durations_of(self.tables, one)) < enough_ms
             ]
-            better = sorted(one for one in near if one[0] < length_ms * (1 - _LEAST_GAP))
+            better = sorted(one for one in near if one[0] < enough_ms)
             found = next((one for one in better if self._fits(one[1])), None)
             if found is None:
                 break
@@ -251,28 +234,13 @@ class _PatternSearch:
         if self.best is None or length_ms < self.best[0]:
             self.best = length_ms, choice
 
-    def _walk(self, length_ms: float, choice: PlanChoice) -> None:
-        """Anneal the best choice: a layer elsewhere, other modes of the stages that it concerns.
+    def _walk(self, turn: Stop, most: int = 2**31) -> None:
+        if self.best is not None:
+            self.best = walked(self.pattern, self.tables, self.memory, self.best, turn, most=most)
 
-        With several stages per device dozens of paths are longest together, and no single step
-        from a climb's end is shorter.
-        """
-        self.turn = turn = self.stop.turn(_WALK)
-        random, heat_ms = Random(turn.seed), _HEAT * length_ms  # noqa: S311
-        best = length_ms, choice
-        while not turn.is_over():
-            heat = heat_ms * (turn.left / turn.limit) ** 2
-            near = _random_neighbour(choice, self.tables, random)
-            near_ms = self._length_ms(near)
-            if near_ms <= length_ms - heat * log(1.0 - random.random()) and self._fits(near):
-                length_ms, choice = near_ms, near
-                best = min(best, (near_ms, near))
-        self.best = best
-
-    def _slowest(self, choice: PlanChoice) -> set[int]:
+    def _slowest(self, choice: PlanChoice, path: LongestPath) -> set[int]:
         """Return the stages that the longest path owes most to."""
         durations = durations_of(self.tables, choice)
-        path = self.pattern.longest_paths(durations)[0]
         share = (path.counts * durations).sum(axis=0)
         return {int(s) for s in np.argsort(-share, kind="stable")[:_SLOWEST]}
 
@@ -312,7 +280,7 @@ class _PatternSearch:
             found = known.copy()
         for device in devices:
             most = float(self._excess(*counts, device).max(initial=0.0))
-            found[device] = most if most > _TOLERANCE else 0.0
+            found[device] = most if most > TOLERANCE else 0.0
         return found
 
     def _total_excess(self, choice: PlanChoice) -> float:
@@ -335,7 +303,7 @@ class _PatternSearch:
         if self.best is None:
             most_ms = float((d.max(axis=(1, 3)) @ length[0, :, 0]).sum()) * m + 1.0
             return most_ms, np.broadcast_to(length, one_ms.shape)
-        most_ms = self.best[0] * (1 + _TOLERANCE)
+        most_ms = self.best[0] * (1 + TOLERANCE)
         with np.errstate(divide="ignore"):
             most = np.floor(most_ms / (m * one_ms))
         return most_ms, np.minimum(most, length).astype(np.int64)
@@ -343,10 +311,10 @@ class _PatternSearch:
     def run(self) -> None:
         """Add rows at the root, then solve and add until nothing is broken or time is over."""
         self._cut_root()
-        if self._is_ended(self.stop.turn(_FIRST)):
-            return
-        if self.has_chunks and self.best is not None:
-            self._walk(*self.best)
+        if self.has_chunks:
+            if self._is_ended(self.stop.turn(_FIRST)):
+                return
+            self._walk(self.stop.turn(_WALK))
         self._is_ended(self.stop)
 
     def _is_ended(self, stop: Stop) -> bool:
@@ -411,7 +379,7 @@ class _PatternSearch:
         self.turn.spend(2 * self.num_cells / _CELLS)
         for device in range(len(self.pattern.programs)):
             excess = self._excess(layers, modes, device)
-            if excess.size and excess.max() > _TOLERANCE:
+            if excess.size and excess.max() > TOLERANCE:
                 fullest = self.pattern.moments[device][int(excess.argmax())]
                 if (device, fullest) not in self.known:
                     self.known.add((device, fullest))
@@ -428,29 +396,14 @@ class _PatternSearch:
         rows += [
             makespan_is_no_shorter(self.v, path)
             for path in different.values()
-            if path.length_of(durations) > said_ms * (1 + _TOLERANCE) + 1e-9
+            if path.length_of(durations) > said_ms * (1 + TOLERANCE) + 1e-9
         ]
         for row in rows:
             self.rows.add(row)
         return bool(rows)
 
     def _excess(self, layers: Floats, modes: Floats, device: int) -> Floats:
-        """Return by how much of its limit each moment of a device exceeds it.
-
-        ``layers`` is by stage, run and mode, ``modes`` by stage and mode.
-        """
-        own = list(self.pattern.stages_of[device])
-        scene, tables = self.scenes[device], self.tables
-        if not scene.counts.size:
-            return np.zeros(0)
-        per_cell = np.einsum("xstk,stk->sx", tables.held_bytes[:, own], layers[own])
-        per_cell += np.einsum("xsk,sk->sx", tables.extra_bytes[:, own], modes[own])
-        held = np.tensordot(scene.counts, per_cell, ([1, 2], [0, 1])) + scene.workspace
-        inside = (modes * tables.inside_bytes).sum(axis=1)
-        static = float((layers[own].sum(axis=2) * tables.static_bytes[own]).sum())
-        limit = float(self.model.devices[device].usable_bytes)
-        whole = static + held + np.where(scene.with_inside, inside[scene.stage], 0.0)
-        return np.asarray((whole - limit) / max(limit, 1.0))
+        return excess(self.memory, layers, modes, device)
 
     def result(self) -> PatternPlan | float:
         """Return the best choice as a problem and its programs, or the bound."""
@@ -491,20 +444,6 @@ def _neighbours(choice: PlanChoice, tables: PlanTables, stages: set[int]) -> Ite
                 sizes[s] -= 1
                 sizes[taker] += 1
                 yield choice._replace(sizes=tuple(sizes))
-
-
-def _random_neighbour(choice: PlanChoice, tables: PlanTables, random: Random) -> PlanChoice:
-    """Move a layer between two stages, or change the mode of one or both, or all of that."""
-    sizes, modes = list(choice.sizes), list(choice.modes)
-    giver, taker = random.sample(range(len(sizes)), 2)
-    if sizes[giver] > 1 and random.random() < 0.6:
-        sizes[giver] -= 1
-        sizes[taker] += 1
-    for s in (giver, taker):
-        k = random.randrange(len(tables.names))
-        if random.random() < 0.3 and tables.may_use(s, k):
-            modes[s] = k
-    return PlanChoice(tuple(sizes), tuple(modes))
 
 
 def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Programs:

@@ -52,10 +52,13 @@ __all__ = [
     "LongestPath",
     "MemoryMoment",
     "Pattern",
+    "PatternGraph",
     "boundaries",
+    "heads_of",
     "kind_number",
     "paired_pattern",
     "patterns_of",
+    "traced",
 ]
 
 
@@ -331,7 +334,7 @@ class Pattern:
         """Return the makespan; ``durations`` as for `longest_paths`."""
         graph = self.graph
         length = durations[graph.kind, graph.stage] * graph.lasts + graph.fixed_ms
-        return float(_heads(graph.sources, graph.lags, length)[0].max())
+        return float(heads_of(graph.sources, graph.lags, length)[0].max())
 
     def longest_paths(self, durations: Floats) -> list[LongestPath]:
         """Return the longest path, and the longest through each device, longest first.
@@ -340,7 +343,7 @@ class Pattern:
         """
         graph = self.graph
         length = durations[graph.kind, graph.stage] * graph.lasts + graph.fixed_ms
-        head, best = _heads(graph.sources, graph.lags, length)
+        head, best = heads_of(graph.sources, graph.lags, length)
         tail, onward = _tails(graph.sources, graph.lags, length)
         through = head + tail
         ends = {int(np.argmax(through))}
@@ -354,7 +357,7 @@ class Pattern:
     def _path(self, node: int, best: Ints, onward: Ints, length_ms: float) -> LongestPath:
         graph = self.graph
         counts = np.zeros((self.num_durations, len(self.problem.stages)), dtype=np.int64)
-        constant_ms = _trace(node, best, onward, graph, counts)
+        constant_ms = traced(node, best, onward, graph, counts)
         return LongestPath(counts, constant_ms, length_ms)
 
 
@@ -526,7 +529,7 @@ class _GraphBuilder:
 
 
 @jitted
-def _heads(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
+def heads_of(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
     """Return when each node ends at the earliest, and which of its sources decides, -1 for none."""
     head = np.empty(length.size)
     best = np.full(length.size, -1)
@@ -542,7 +545,7 @@ def _heads(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
 
 
 @jitted
-def _trace(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Ints) -> float:
+def traced(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Ints) -> float:
     """Count what the longest path through a node lasts as long as; return the ms of the rest."""
     constant = 0.0
     at = node

@@ -1,0 +1,333 @@
+"""Anneal a cut and its modes: two stages swapped, a layer elsewhere, other modes of both.
+
+With several stages per device dozens of paths are longest together, and no single step from a
+climb's end is shorter. Most of what is tried is too long by a path that was the longest a moment
+ago: a pool of such paths says so in less than a microsecond, and the graph need not be looked at.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.jit import jitted
+from optpipe_solver.local_search.moves import below, seeded, unit
+from optpipe_solver.milp.plan.pattern import STATES, heads_of, traced
+from optpipe_solver.milp.plan.variables import PlanChoice, as_counts, durations_of
+
+if TYPE_CHECKING:
+    from optpipe_solver.arrays import Flags, Floats, Ints
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.local_search.moves import Draw
+    from optpipe_solver.milp.plan.pattern import Pattern, PatternGraph
+    from optpipe_solver.milp.plan.variables import PlanTables
+
+__all__ = ["TOLERANCE", "PlanMemory", "excess", "walked"]
+
+TOLERANCE = 1e-6
+"""Relative excess of memory that is none."""
+
+_HEAT = 2e-3
+"""How much longer, as a share of the first length, a choice may be where an annealing begins."""
+
+_SWAPS, _MOVES, _MODES = 0.1, 0.6, 0.3
+"""How often a step swaps two stages, moves a layer between them, gives each another mode."""
+
+_POOL = 64
+"""Paths that were the longest of something tried."""
+
+_STEPS, _ENOUGH = 500, 4000
+"""Steps between two looks at what is left, and of an annealing, for each stage and mode."""
+
+_NODES, _TRIES = 1e8, 1e6
+"""Nodes of graphs that are looked at, and steps, that are a unit of work (see `Stop`)."""
+
+
+class PlanMemory(NamedTuple):
+    """What the programs of a pattern ask of memory, all devices' moments one after the other.
+
+    A device's moments are those from ``first[device]`` on; ``own`` are its stages, -1 for none.
+    ``counts`` is by moment, place of the stage on its device, and state; bytes are as in
+    `PlanTables`.
+    """
+
+    first: Ints
+    own: Ints
+    limits: Floats
+    counts: Floats
+    workspace: Floats
+    inside_at: Ints
+    held_bytes: Floats
+    extra_bytes: Floats
+    static_bytes: Floats
+    inside_bytes: Floats
+
+    @classmethod
+    def of(cls, pattern: Pattern, tables: PlanTables) -> PlanMemory:
+        """Return the moments of a pattern, with what layers hold."""
+        width = max(map(len, pattern.stages_of))
+        own = np.full((len(pattern.programs), width), -1, dtype=np.int64)
+        for device, stages in enumerate(pattern.stages_of):
+            own[device, : len(stages)] = stages
+        moments = [moment for found in pattern.moments for moment in found]
+        counts = np.zeros((len(moments), width, len(STATES)))
+        for row, moment in zip(counts, moments, strict=True):
+            row[: len(moment.counts)] = moment.counts
+        beside = [tables.workspace_bytes[moment.stage, moment.kind] for moment in moments]
+        inside_at = [moment.stage if moment.with_inside else -1 for moment in moments]
+        return cls(
+            first=np.cumsum([0, *map(len, pattern.moments)]),
+            own=own,
+            limits=np.array([float(d.usable_bytes) for d in tables.model.devices]),
+            counts=counts,
+            workspace=np.array(beside, dtype=np.float64),
+            inside_at=np.array(inside_at, dtype=np.int64),
+            held_bytes=tables.held_bytes,
+            extra_bytes=tables.extra_bytes,
+            static_bytes=tables.static_bytes,
+            inside_bytes=tables.inside_bytes,
+        )
+
+
+@jitted
+def excess(memory: PlanMemory, layers: Floats, modes: Floats, device: int) -> Floats:
+    """Return by how much of its limit each moment of a device exceeds it.
+
+    ``layers`` is by stage, run and mode, ``modes`` by stage and mode.
+    """
+    own = memory.own[device]
+    begin, end = memory.first[device], memory.first[device + 1]
+    per_cell = np.zeros((own.size, memory.counts.shape[2]))
+    inside = np.zeros(layers.shape[0])
+    static = 0.0
+    for place, s in enumerate(own[own >= 0]):
+        inside[s] = (modes[s] * memory.inside_bytes[s]).sum()
+        static += (layers[s].sum(axis=1) * memory.static_bytes[s]).sum()
+        for state in range(per_cell.shape[1]):
+            per_cell[place, state] = (modes[s] * memory.extra_bytes[state, s]).sum()
+            per_cell[place, state] += (layers[s] * memory.held_bytes[state, s]).sum()
+    limit = float(memory.limits[device])
+    found: Floats = memory.workspace[begin:end] + static - limit
+    for moment in range(begin, end):
+        found[moment - begin] += (memory.counts[moment] * per_cell).sum()
+        if memory.inside_at[moment] >= 0:
+            found[moment - begin] += inside[memory.inside_at[moment]]
+    found /= max(limit, 1.0)
+    return found
+
+
+class _Walk(NamedTuple):
+    """Where a walk is, where it was best, and what it knows; changed in place.
+
+    ``sizes``, ``modes`` and ``lengths`` have a row for where it is, for what is tried, and for the
+    best. ``layers`` and ``chosen`` are what is tried, as in `excess`; ``durations`` where it is and
+    what is tried, by stage and kind, and ``differs`` the stages in which those are two. Paths of
+    the pool have counts by stage and kind, and ``path_ms`` where it is.
+    """
+
+    sizes: Ints
+    modes: Ints
+    lengths: Floats
+    layers: Floats
+    chosen: Floats
+    durations: Floats
+    differs: Flags
+    path_counts: Floats
+    path_ms: Floats
+    next_path: Ints
+    table: Floats
+    usable: Flags
+    device: Ints
+    runs: Ints
+    draw: Draw
+
+
+def walked(
+    pattern: Pattern,
+    tables: PlanTables,
+    memory: PlanMemory,
+    start: tuple[float, PlanChoice],
+    stop: Stop,
+    *,
+    most: int = 2**31,
+) -> tuple[float, PlanChoice]:
+    """Return the best of so many annealings, by its length in ms.
+
+    The first begins with a choice that fits, each other one with the best so far. An annealing that
+    the time does not suffice for cools faster.
+    """
+    length_ms, choice = start
+    num_stages, num_modes = len(choice.sizes), len(tables.names)
+    layers, chosen = as_counts(tables, choice)
+    stages, modes = range(num_stages), range(num_modes)
+    walk = _Walk(
+        sizes=np.array([choice.sizes] * 3),
+        modes=np.array([choice.modes] * 3),
+        lengths=np.full(3, length_ms),
+        layers=layers.astype(np.float64),
+        chosen=chosen,
+        durations=np.array([durations_of(tables, choice).T] * 2),
+        differs=np.zeros(num_stages, dtype=np.bool_),
+        path_counts=np.zeros((_POOL, num_stages, tables.durations.shape[0])),
+        path_ms=np.full(_POOL, -np.inf),
+        next_path=np.zeros(2, dtype=np.int64),
+        table=tables.durations,
+        usable=np.array([[tables.may_use(s, k) for k in modes] for s in stages]),
+        device=np.array(tables.placement),
+        runs=np.cumsum([0, *(kind.length for kind in tables.kinds)]),
+        draw=seeded(stop.seed),
+    )
+    rounds = _ENOUGH * num_stages * num_modes // _STEPS
+    for number in range(most * rounds if num_stages > 1 else 0):
+        if stop.is_over():
+            break
+        if number % rounds == 0:
+            _begin_again(walk)
+        left = min(stop.left / stop.limit, 1 - number % rounds / rounds)
+        looked = _some_steps(walk, memory, pattern.graph, _HEAT * length_ms * left**2, _STEPS)
+        stop.spend(_STEPS / _TRIES + looked * pattern.graph.kind.size / _NODES)
+    best = PlanChoice(tuple(map(int, walk.sizes[2])), tuple(map(int, walk.modes[2])))
+    return float(walk.lengths[2]), best
+
+
+@jitted
+def _some_steps(
+    walk: _Walk, memory: PlanMemory, graph: PatternGraph, heat_ms: float, count: int
+) -> int:
+    """Try so many steps; return for how many the graph was looked at."""
+    looked = 0
+    for _ in range(count):
+        _step(walk)
+        longest = walk.lengths[0] - heat_ms * log(1.0 - unit(walk.draw))
+        if not walk.differs.any():
+            continue
+        if not _is_known_to_be_longer(walk, longest) and _fits(walk, memory):
+            looked += 1
+            heads, best = heads_of(graph.sources, graph.lags, _lasts(walk, graph))
+            last = int(np.argmax(heads))
+            if heads[last] <= longest:
+                _take(walk, heads[last])
+                continue
+            _remember(walk, graph, last, best)
+        walk.sizes[1], walk.modes[1] = walk.sizes[0], walk.modes[0]
+        _fill(walk)
+    return looked
+
+
+@jitted
+def _step(walk: _Walk) -> None:
+    """Swap two stages of what is tried, move a layer, give one or both other modes, or all that."""
+    sizes, modes, draw = walk.sizes[1], walk.modes[1], walk.draw
+    giver = below(draw, sizes.size)
+    taker = (giver + 1 + below(draw, sizes.size - 1)) % sizes.size
+    if unit(draw) < _SWAPS:
+        sizes[giver], sizes[taker] = sizes[taker], sizes[giver]
+        modes[giver], modes[taker] = modes[taker], modes[giver]
+    if sizes[giver] > 1 and unit(draw) < _MOVES:
+        sizes[giver] -= 1
+        sizes[taker] += 1
+    for s in (giver, taker):
+        k = below(draw, walk.usable.shape[1])
+        if unit(draw) < _MODES and walk.usable[s, k]:
+            modes[s] = k
+    _fill(walk)
+
+
+@jitted
+def _fill(walk: _Walk) -> None:
+    """Write the layers and times of what is tried, and in which stages they differ."""
+    begin = was = 0
+    for s in range(walk.differs.size):
+        k, end, was_end = walk.modes[1, s], begin + walk.sizes[1, s], was + walk.sizes[0, s]
+        is_other = k != walk.modes[0, s]
+        if is_other or begin != was or end != was_end or walk.differs[s]:
+            walk.layers[s] = 0.0
+            walk.chosen[s] = 0.0
+            walk.chosen[s, k] = 1.0
+            walk.durations[1, s] = 0.0
+            for t in range(walk.layers.shape[1]):
+                low, high = walk.runs[t], walk.runs[t + 1]
+                held = max(0, min(end, high) - max(begin, low))
+                is_other = is_other or held != max(0, min(was_end, high) - max(was, low))
+                walk.layers[s, t, k] = held
+                for kind in range(walk.table.shape[0]):
+                    walk.durations[1, s, kind] += held * walk.table[kind, s, t, k]
+            walk.differs[s] = is_other
+        begin, was = end, was_end
+
+
+@jitted
+def _is_known_to_be_longer(walk: _Walk, longest: float) -> bool:
+    """Whether a path of the pool is longer, the one that last was so first."""
+    for number in range(walk.path_ms.size):
+        path = (walk.next_path[1] + number) % walk.path_ms.size
+        if walk.path_ms[path] + _added(walk, path) > longest:
+            walk.next_path[1] = path
+            return True
+    return False
+
+
+@jitted
+def _added(walk: _Walk, path: int) -> float:
+    """Return by how much a path of the pool is longer in what is tried."""
+    added = 0.0
+    for s in range(walk.differs.size):
+        if walk.differs[s]:
+            for kind in range(walk.table.shape[0]):
+                more = walk.durations[1, s, kind] - walk.durations[0, s, kind]
+                added += walk.path_counts[path, s, kind] * more
+    return added
+
+
+@jitted
+def _fits(walk: _Walk, memory: PlanMemory) -> bool:
+    """Whether all devices' memory suffices for what is tried, as it does where the walk is."""
+    for device in range(memory.limits.size):
+        own = walk.device == device
+        if walk.differs[own].any():
+            found = excess(memory, walk.layers, walk.chosen, device)
+            if found.size and found.max() > TOLERANCE:
+                return False
+    return True
+
+
+@jitted
+def _lasts(walk: _Walk, graph: PatternGraph) -> Floats:
+    length = graph.fixed_ms.copy()
+    for node in range(length.size):
+        length[node] += graph.lasts[node] * walk.durations[1, graph.stage[node], graph.kind[node]]
+    return length
+
+
+@jitted
+def _take(walk: _Walk, length_ms: float) -> None:
+    """Go to what was tried."""
+    for path in range(walk.path_ms.size):
+        walk.path_ms[path] += _added(walk, path)
+    walk.sizes[0], walk.modes[0], walk.lengths[0] = walk.sizes[1], walk.modes[1], length_ms
+    walk.durations[0] = walk.durations[1]
+    walk.differs[:] = False
+    if length_ms < walk.lengths[2]:
+        walk.sizes[2], walk.modes[2], walk.lengths[2] = walk.sizes[1], walk.modes[1], length_ms
+
+
+@jitted
+def _begin_again(walk: _Walk) -> None:
+    """Go to the best."""
+    walk.sizes[1], walk.modes[1] = walk.sizes[2], walk.modes[2]
+    _fill(walk)
+    _take(walk, walk.lengths[2])
+
+
+@jitted
+def _remember(walk: _Walk, graph: PatternGraph, last: int, best: Ints) -> None:
+    """Put the longest path in the place of the pool's oldest."""
+    path = walk.next_path[0]
+    counts = np.zeros(walk.durations[1].T.shape, dtype=np.int64)
+    constant_ms = traced(last, best, np.full(best.size, -1), graph, counts)
+    walk.path_counts[path] = counts.T
+    walk.path_ms[path] = constant_ms + (walk.path_counts[path] * walk.durations[0]).sum()
+    walk.next_path[1] = path
+    walk.next_path[0] = (path + 1) % walk.path_ms.size
