@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
+from optpipe.model import Model
 from optpipe.problem import LicensedPair, Mode, Problem, Stage
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bounds
@@ -34,6 +35,8 @@ from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.horizon.model import improve_by_milp
+from optpipe_solver.milp.plan.model import plan_pattern
+from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
 from optpipe_solver.portfolio import all_starts
 
 if TYPE_CHECKING:
@@ -208,6 +211,27 @@ def _compile_models() -> None:
     menus = Incumbent(_with_menus(_tight([0, 1], 2)))
     menus.offer(build_serial(menus.problem), "serial")
     improve_by_exact_search(menus, _least())  # by cells, which is half of this function's time
+    _compile_plan()
+
+
+def _compile_plan() -> None:
+    layer = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 10,
+        "recompute_ms": 1.0,
+        "checkpoint_bytes": 1,
+        "repeat": 8,
+    }
+    model = Model.parse(
+        {"num_microbatches": 2, "devices": [{"memory_bytes": 100}] * 2, "layers": [layer]}
+    )
+    links = boundaries(model, _PLACEMENTS[2])
+    for pattern in patterns_of(
+        _PLACEMENTS[2], 2, links, transfers=False, recompute=True, names=("interleaved",)
+    ):
+        plan_pattern(model, pattern, _least())
 
 
 def _compile_search() -> None:
