@@ -407,10 +407,16 @@ class ConfigurationJudge:
         """Return the best cut and schedule that the framework has, and a bound of all in ms.
 
         The bound is of the pipeline alone, and infinite where nothing fits; 0 where there are too
-        many cells to look at, one stage and so nothing to cut, or pairs or slices.
+        many cells to look at, or pairs or slices. Of one stage there is one cut, and Megatron-Core
+        has one order.
         """
-        if self.num_cells > _MOST_PLANNED or self.cut.pp * self.cut.chunks == 1:
+        if self.num_cells > _MOST_PLANNED:
             return None, 0.0
+        if self.cut.pp * self.cut.chunks == 1:
+            if self.question.framework != "megatron":
+                return None, 0.0
+            row = self.by_families(self.sizes("even"))
+            return row, inf if row is None else row.makespan_ms
         if self.cut.pairs or self.cut.slices > 1:
             return None, 0.0  # plans know neither
         if self.question.framework == "megatron":
