@@ -38,7 +38,7 @@ _RANDOM = 4
 _USUAL = (1.5, 0.5, 0.0)
 """The rule that is tried first."""
 
-_CELL_WORK = 7
+_CELL_WORK = 11
 """What a cell costs in a schedule, in actions simulated."""
 
 
