@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -202,4 +202,4 @@ def until(is_so):
 @pytest.mark.parametrize("name", ["sample_every", "report_every", "agree_every"])
 def test_a_period_of_no_steps_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} = 0: must be at least 1"):
-        follow(None, cast("PipelineRunner", None), **{name: 0})
+        follow(None, cast("PipelineRunner", None), **cast("dict[str, Any]", {name: 0}))

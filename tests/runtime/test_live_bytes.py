@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -115,7 +115,7 @@ def test_unequal_micro_batches_hold_what_is_planned_of_each(ranks):
         for stage, *others in zip(*(kind.stages for kind in kinds), strict=True)
     ]
     chosen = random.Random(5).choices(range(len(lengths)), k=MICROBATCHES)
-    update = {"stages": stages, "microbatches": [{"cost": cost} for cost in chosen]}
+    update: dict[str, Any] = {"stages": stages, "microbatches": [{"cost": cost} for cost in chosen]}
     update |= {"format": "optpipe/problem/v2", "devices": kinds[-1].devices}
     problem = kinds[0].model_copy(update=update)
     for seed, offload in enumerate((0.0, 0.5)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from optpipe import Problem
 from optpipe.runtime import PipelineRunner, PreflightError, follow
@@ -124,12 +124,12 @@ def train(
         shapes=partial(boundaries, len(placement)) if says_shapes else None,
     )  # fmt: skip
     lost, slots, host = 0.0, [], []
-    on_host, places = runner.offloader.pool, set()
+    on_host, places = runner.offloader.pool, set[int]()
     with follow(None, runner, replan=lambda made: planned[made.problem_hash]) as training:
         for step, (batch, problem) in enumerate(zip(given, problems, strict=True)):
             inputs, targets = batch.data()
             told = problem if rank == 0 or step % 2 else None
-            named = {"bucket": batch.lengths} if says_shapes else {}
+            named: dict[str, Any] = {"bucket": batch.lengths} if says_shapes else {}
             losses = training.step(arg_mbs=inputs, target_mbs=targets, problem=told, **named)
             assert training.runner.schedule.problem_hash == problem.problem_hash
             wanted = [
@@ -143,8 +143,9 @@ def train(
                 lost = max(lost, float((losses - torch.stack(wanted)).abs().max()))
             if losses is not None and seen is not None and seen.losses is not None:
                 lost = max(lost, float((losses - seen.losses).abs().max()))
-            pool = runner._training.runtime.slots
-            levels = runner._training.boundary.values()
+            pipeline = runner._training
+            assert pipeline is not None
+            pool, levels = pipeline.runtime.slots, pipeline.boundary.values()
             assert min(level.after for level in levels) >= pool.num_bytes
             slots.append((pool.num_slots, pool.slot_bytes))
             assert runner.offloader.pool is on_host
@@ -155,9 +156,13 @@ def train(
             places = {slot.data_ptr() for slot in pool._slots} if step else set()
     size_of = NUM_BLOCKS // len(placement)
     apart = [
-        float((one.grad - wanted.grad).abs().max())
+        float((cast("Tensor", one.grad) - cast("Tensor", wanted.grad)).abs().max())
         for s, stage in own.items()
-        for block, other in zip(stage.blocks, alone.blocks[size_of * s :], strict=False)
+        for block, other in zip(
+            cast("nn.ModuleList", stage.blocks),
+            cast("nn.ModuleList", alone.blocks)[size_of * s :],
+            strict=False,
+        )
         for one, wanted in zip(block.parameters(), other.parameters(), strict=True)
     ]
     moved = runner.offloaded_bytes
@@ -250,4 +255,4 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ranks):
 
 def test_a_deployment_and_replan_exclude_each_other():
     with pytest.raises(ValueError, match="give either"):
-        follow(object(), None, replan=lambda made: made)  # type: ignore[arg-type]
+        follow(object(), None, replan=lambda made: made)  # type: ignore[arg-type, return-value]

@@ -442,7 +442,7 @@ class _TuneSearch:
 
     def _look(self) -> None:
         """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
-        least = inf
+        least = min((entry.formula_ms for entry in self.entries), default=inf)
         passed: list[int] = []
         while self.heap and self.heap[0][0] < least and not self.stop.is_told():
             self._tell()
