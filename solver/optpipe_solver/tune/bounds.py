@@ -299,23 +299,26 @@ class CutNumbers(NamedTuple):
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The kinds of durations that ``rates`` and the ends' passes are of."""
+        """The kinds of durations that `passes` are of."""
         return (_FORWARD, _BACK, PAIRED_FORWARD, PAIRED_BACK)[: 4 if self.pairs else 2]
 
     def passes(self, part: _LayerNumbers) -> tuple[float, ...]:
         """Return the ms of each of ``kinds`` that a layer takes."""
         return part.passes[: len(self.kinds)]
 
+    @property
+    def _all_passes(self) -> Floats:
+        """By stage, kind of layer and kind of duration, in ms."""
+        return np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
+
     def of_layers(self, counts: Floats) -> Floats:
         """Return by stage and kind of layer how much longer one makes a path."""
-        passes = np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
-        return np.asarray(np.einsum("ks,stk->st", counts[list(self.kinds)], passes))
+        return np.asarray(np.einsum("ks,stk->st", counts[list(self.kinds)], self._all_passes))
 
     def durations(self, layers: Floats) -> Floats:
         """Return what stages take, by kind of duration and stage, from layers by stage and kind."""
         found = np.zeros((NUM_DURATIONS + 2 * self.pairs, self.pp * self.chunks))
-        passes = np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
-        found[list(self.kinds)] = np.einsum("st,stk->ks", layers, passes)
+        found[list(self.kinds)] = np.einsum("st,stk->ks", layers, self._all_passes)
         for stage, end in zip((0, -1), self.ends, strict=True):
             found[list(self.kinds), stage] += self.passes(end)
         return found
@@ -333,7 +336,7 @@ class CutNumbers(NamedTuple):
         """Return the bytes that a rank has for layers at a moment."""
         room = self.rooms[rank] * (1 + _ROUNDING) - self.beside(moment)
         last = self.pp * self.chunks - 1
-        for stage, count in held_by_stage(self.placement, rank, moment):
+        for stage, count in _held_by_stage(self.placement, rank, moment):
             for end, at in zip(self.ends, (0, last), strict=True):
                 room -= (end.static + count * end.kept) if at == stage else 0.0
         return room
@@ -342,7 +345,7 @@ class CutNumbers(NamedTuple):
         """Return the bytes of each kind of layer in each of a rank's stages at a moment."""
         return {
             stage: [part.static + count * part.kept for part in self.layers[rank]]
-            for stage, count in held_by_stage(self.placement, rank, moment)
+            for stage, count in _held_by_stage(self.placement, rank, moment)
         }
 
     def most_layers(self, rank: int, moment: MemoryMoment) -> int:
@@ -354,7 +357,7 @@ class CutNumbers(NamedTuple):
         return len(forced) + max(0, floor(room / min(each.values())))
 
 
-def held_by_stage(
+def _held_by_stage(
     placement: Sequence[int], rank: int, moment: MemoryMoment
 ) -> Iterator[tuple[int, int]]:
     """Yield each stage of a rank with how many micro-batches it holds at a moment."""
