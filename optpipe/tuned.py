@@ -57,6 +57,8 @@ _TUNED_ROW_EXAMPLE: dict[str, Any] = {
     "mfu": 0.444,
     "peak_bytes": [24686085997, 24686085997],
     "memory": [_MEMORY_EXAMPLE, _MEMORY_EXAMPLE],
+    "command": "CUDA_DEVICE_MAX_CONNECTIONS=1 xargs -a arguments.sh torchrun --nproc-per-node 8 "
+    "pretrain_gpt.py $DATA_ARGS",
 }
 _COUNTS_EXAMPLE: dict[str, Any] = {
     "total": 4,
@@ -165,7 +167,8 @@ class TunedRow(WireModel):
     of its pipeline; ``peak_bytes`` of each pipeline rank, everything reserved counted, and
     ``memory`` the same by what it is for; ``method`` made the schedule. ``gpus`` is the accelerator
     of each pipeline rank where there are several kinds, else empty. ``pairs``: forwards and
-    backwards run together; ``slices`` of each sequence.
+    backwards run together; ``slices`` of each sequence. ``command`` trains by it, in bash, on each
+    host, beside the file that is pasted.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_ROW_EXAMPLE]})
@@ -194,6 +197,7 @@ class TunedRow(WireModel):
     gpus: tuple[str, ...] = ()
     pairs: bool = False
     slices: int = 1
+    command: str = ""
 
 
 class TunedCounts(WireModel):

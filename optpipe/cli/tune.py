@@ -50,7 +50,8 @@ from optpipe.cli.files import (
 from optpipe.cli.report import nothing_found, searching
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem
-from optpipe.presets import Configuration, Training, find_gpus
+from optpipe.presets import Configuration, Training, find_gpus, train_command
+from optpipe.presets.commands import PASTED_FILES
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def tune(
     if as_json:
         stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
     else:
-        _show(results(output), result, today)
+        _show(results(output), result, today, paste)
     _write(result.best, output, problem_out)
     if paste is not None:
         write_file(paste, _pasted(result.best, framework, paste))
@@ -297,7 +298,9 @@ def _read_today(question: TuneQuestion, path: Path) -> Configuration:
 # --- What is shown.
 
 
-def _show(console: Console, result: TuneResult, today: Configuration | None) -> None:
+def _show(
+    console: Console, result: TuneResult, today: Configuration | None, paste: Path | None
+) -> None:
     console.width = max(console.width, _LEAST_WIDTH)
     console.print(_headline(result, today), markup=False)
     console.print()
@@ -308,6 +311,8 @@ def _show(console: Console, result: TuneResult, today: Configuration | None) -> 
     console.print(f"{result.certificate} ({_ended(result)}).", markup=False)
     for sentence in result.notes:
         console.print(f"{sentence}.", markup=False)
+    console.print()
+    _say_command(console, result, paste)
 
 
 _ENDS = {
@@ -389,6 +394,19 @@ def _pareto(result: TuneResult) -> Table:
         gib = f"{max(row.peak_bytes) / _GIB:.1f}"
         table.add_row(gib, format_ms(row.step_ms), row.label)
     return table
+
+
+def _say_command(console: Console, result: TuneResult, paste: Path | None) -> None:
+    """Say what trains by the best, on lines of its own that can be copied."""
+    framework = result.question.framework
+    where = "To train by it, on every host"
+    if paste is None and framework in PASTED_FILES:
+        where += f" (--paste {PASTED_FILES[framework]} writes what it takes)"
+    console.print(f"{where}:", markup=False)
+    if result.best is not None:
+        file = None if paste is None else str(paste)
+        command = train_command(result.best.configuration, framework, file)
+        console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
 def _pasted(best: TuneRow, framework: str, path: Path) -> str:

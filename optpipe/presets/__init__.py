@@ -6,6 +6,7 @@ gives a problem to solve, a model to cut otherwise, and what a step takes.
 
 from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
 from optpipe.presets.catalogue import MODELS, find_model
+from optpipe.presets.commands import train_command
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.huggingface import shape_from_config
@@ -54,4 +55,5 @@ __all__ = [
     "step_estimate",
     "torchtitan_config",
     "total_parameters",
+    "train_command",
 ]

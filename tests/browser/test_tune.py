@@ -153,6 +153,7 @@ def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url:
     page.click(f"[data-key='row-{today['id']}']")
     page.wait_for_selector(f"{DRAWN}[data-tag*='-{today['id']}']")
     assert page.get_attribute("tr[data-today]", "data-chosen") == ""
+    assert page.inner_text("#train-command") == today["command"]
     for form, said in (("arguments", "--tensor-model-parallel-size 2"), ("yaml", "model:")):
         with page.expect_download() as saving:
             page.click(f"[data-paste={form}]")

@@ -28,6 +28,12 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     assert re.search(r"of \d+ configurations \d+ do not fit, .* is more than \d\.\d% faster", first)
     read = load_problem(problem.read_text())
     verify(read, load_schedule(schedule.read_text()))
+    *_, where, command = done.out.strip().splitlines()
+    assert where == "To train by it, on every host (--paste arguments.sh writes what it takes):"
+    assert command == (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 xargs -a arguments.sh torchrun --nproc-per-node 8 "
+        "pretrain_gpt.py $DATA_ARGS"
+    )
 
 
 def test_json_has_every_row_with_its_layers(optpipe) -> None:
@@ -40,6 +46,7 @@ def test_json_has_every_row_with_its_layers(optpipe) -> None:
     assert (best["tp"], best["pp"]) == (2, 4)
     assert found["bound_ms"] <= best["step_ms"]
     assert found["error"]["num_rows"] == 17
+    assert best["command"].endswith("torchrun --nproc-per-node 8 pretrain_gpt.py $DATA_ARGS")
 
 
 def test_one_measured_step_calibrates_all(optpipe) -> None:

@@ -77,8 +77,11 @@ def _resolved(value: Any) -> Any:
     return found(*value["_args_"]) if value["_call_"] else found
 
 
-def torchtitan(text: str, num_gpus: int, *, split: bool) -> dict[str, Any]:
-    """Load a config as torchtitan does; return what it becomes, and which stages a rank has."""
+def torchtitan(text: str, num_gpus: int, flags: list[str], *, split: bool) -> dict[str, Any]:
+    """Load a config as torchtitan does; return what it becomes, and which stages a rank has.
+
+    ``flags`` name its file, as ``--module NAME ...``.
+    """
     from torchtitan.config.manager import ConfigManager
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import pipeline_parallel as pp
@@ -88,11 +91,10 @@ def torchtitan(text: str, num_gpus: int, *, split: bool) -> dict[str, Any]:
         converter.__init__ = lambda self, config: None
         converter.convert = lambda self, config: config
     with tempfile.TemporaryDirectory() as folder:
-        name = f"written_{abs(hash(text))}"
-        Path(folder, f"{name}.py").write_text(text)
+        Path(folder, f"{flags[1]}.py").write_text(text)
         sys.path.insert(0, folder)
         try:
-            config: Any = ConfigManager().parse_args(["--module", name, "--config", "optpipe"])
+            config: Any = ConfigManager().parse_args(flags)
         finally:
             sys.path.remove(folder)
     parallelism, model = config.parallelism, config.model_spec.model

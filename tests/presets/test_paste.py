@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
+from optpipe.presets.commands import train_command
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.megatron import _FLAGS, _NEGATIVE_FLAGS, megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
@@ -75,8 +77,10 @@ def answers():
     calls += [(name, "megatron", {"text": megatron_yaml(one)}) for name, one in MEGATRON.items()]
     for name, one in TITAN.items():
         text = torchtitan_config(one, csv="a.csv" if "CSV" in name else None)
-        split = name.startswith("interleaved")
-        calls.append((name, "torchtitan", {"text": text, "num_gpus": one.num_gpus, "split": split}))
+        command = shlex.split(train_command(one, "torchtitan", f"of/written_{len(calls)}.py"))
+        given = {"text": text, "num_gpus": one.num_gpus, "split": name.startswith("interleaved")}
+        flags = command[command.index("torchtitan.train") + 1 :]
+        calls.append((name, "torchtitan", {**given, "flags": flags}))
     models = [(model.module, model.flavor) for model in TITAN_MODELS.values()]
     calls.append(("parameters", "parameters", {"models": models}))
     asked = [{"call": call, "with": given} for _, call, given in calls]
@@ -185,6 +189,52 @@ def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
 def test_torchtitans_models_are_the_catalogues_to_the_last_parameter(answers):
     wanted = {name: total_parameters(MODELS[name]) for name in TITAN_MODELS}
     assert dict(zip(TITAN_MODELS, answers["parameters"], strict=True)) == wanted
+
+
+# --- What trains by it.
+
+
+@pytest.mark.parametrize("name", [name for name in MEGATRON if name != "half offloaded"])
+def test_the_command_hands_megatron_the_arguments_that_were_pasted(tmp_path, name):
+    """In bash, without quotes, behind those of the user; only ``torchrun`` is not the real one."""
+    configuration = MEGATRON[name]
+    arguments = megatron_arguments(configuration)
+    Path(tmp_path, "my arguments.sh").write_text(shlex.join(arguments) + "\n")
+    fake = Path(tmp_path, "torchrun")
+    fake.write_text("#!/bin/bash\nprintf '%s\\0' $CUDA_DEVICE_MAX_CONNECTIONS \"$@\"\n")
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", train_command(configuration, "megatron", "my arguments.sh")],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA_ARGS": "--mock-data --lr 1",
+             "NODE_RANK": "3", "MASTER_ADDR": "head"},
+    )  # fmt: skip
+    told = done.stdout.split("\0")[:-1]
+    at = told.index("pretrain_gpt.py")
+    assert told[at + 1 :] == ["--mock-data", "--lr", "1", *arguments]
+    hopper = ("dense, interleaved", "expert in every second layer")
+    wanted = ["32"] * (name == "MTP, folded, captured") or ["1"] * (name in hopper)
+    assert told[: len(wanted) + 1] == [*wanted, "--nproc-per-node"]
+    assert told[at - 4 : at] == ["--node-rank", "3", "--master-addr", "head"]
+
+
+def test_a_command_has_a_process_for_each_gpu_of_as_few_hosts_as_hold_them():
+    h100, gb200 = find_gpu("h100"), find_gpu("gb200")
+
+    def start(dp: int, gpu: str = "h100", **fields) -> str:
+        return train_command(run("llama3-8b", gpu, dp=dp, **fields), "any").partition(" train.py")[
+            0
+        ]
+
+    several = '--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"'
+    assert start(8) == "torchrun --nproc-per-node 8"
+    assert start(3) == "torchrun --nproc-per-node 3"
+    assert start(8, pp=8) == f"torchrun --nproc-per-node 8 --nnodes 8 {several}"
+    assert start(12) == f"torchrun --nproc-per-node 6 --nnodes 2 {several}"
+    assert start(64, "gb200") == f"torchrun --nproc-per-node 4 --nnodes 16 {several}"
+    both = replace(run("llama3-8b", dp=8, pp=4), kinds=(h100, h100, gb200, gb200))
+    said = train_command(both, "megatron")
+    assert f'torchrun --nproc-per-node "$LOCAL_GPUS" --nnodes 6 {several}' in said
 
 
 # --- Written and read back.

@@ -258,7 +258,8 @@ def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ..
     from optpipe_solver.tune import recut  # noqa: PLC0415 - heavy
 
     asked = _question_of(question)
-    return json.dumps(recut(asked, _row_of(asked, checkpoint, row_id), layers).as_json())
+    row = recut(asked, _row_of(asked, checkpoint, row_id), layers)
+    return json.dumps(row.as_json(asked.framework))
 
 
 def _question_of(text: str) -> TuneQuestion:

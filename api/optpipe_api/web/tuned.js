@@ -203,6 +203,8 @@ export class Tuned {
       el("div", { class: "buttons" }, pastes.length ? ["Paste", ...pastes] : [],
         button("Solve its schedule further", guarded(() => this.solve(path)),
           { "data-needs": "submit", id: "solve-row", "data-key": "solve" })),
+      row.command ? [el("p", { class: "hint" }, "To train by it, on every host, beside what is pasted:"),
+        el("pre", { id: "train-command" }, row.command)] : [],
       el("h2", {}, "What if"),
       el("div", { class: "buttons" },
         again(`${Math.round(this.result.memory_bytes / 1e9)} → ${more} GB`, { memory_bytes: more * 1e9 }),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.presets import estimate, step_estimate
+from optpipe.presets.commands import train_command
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import SlicedCut
 from optpipe.presets.overlap import with_pairs
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
     from optpipe_solver.plan import PlacementKind
     from optpipe_solver.tune.bounds import CutNumbers, CutPrices
-    from optpipe_solver.tune.space import TuneQuestion
+    from optpipe_solver.tune.space import Framework, TuneQuestion
 
 __all__ = [
     "LAYOUTS",
@@ -120,11 +121,17 @@ class TuneRow:
             parts.append(f"slices {cut.slices}")
         return " ".join(parts)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON values, without the programs; ``id`` tells rows of a search apart."""
+    def as_json(self, framework: Framework | None = None) -> dict[str, Any]:
+        """Return it as JSON values, without the programs; ``id`` tells rows of a search apart.
+
+        ``framework``: whose ``command`` trains by it; None = without.
+        """
         fields = self._fields()
         text = json.dumps(fields, sort_keys=True)
-        return {"id": hashlib.sha256(text.encode()).hexdigest()[:_ID_CHARS], **fields}
+        row = {"id": hashlib.sha256(text.encode()).hexdigest()[:_ID_CHARS], **fields}
+        if framework is not None:
+            row["command"] = train_command(self.configuration, framework)
+        return row
 
     def _fields(self) -> dict[str, Any]:
         training, cut = self.configuration.training, self.configuration.pipeline

@@ -148,6 +148,7 @@ def test_each_row_has_its_schedule_and_what_to_paste(http) -> None:
         arguments = http.get(f"{path}/rows/{row.id}/paste").text
         assert f"--tensor-model-parallel-size {row.tp} " in arguments
         assert f"--pipeline-model-parallel-size {row.pp} " in arguments
+        assert " xargs -a arguments.sh torchrun --nproc-per-node 8 " in row.command
         assert (
             "tensor_model_parallel_size" in http.get(f"{path}/rows/{row.id}/paste?format=yaml").text
         )
@@ -171,6 +172,7 @@ def test_a_layer_is_moved_from_one_stage_to_another(http) -> None:
     with Client(str(http.base_url)) as client:
         moved = client.recut(job["id"], today, layers)
     assert (moved.layers, moved.tp, moved.pp) == (layers, today.tp, today.pp)
+    assert moved.command == today.command
     assert moved.peak_bytes != today.peak_bytes
     again, _ = tune(http, current={**asked()["current"], "layers": layers})
     found = Tuned.model_validate(http.get(f"{again}/configuration").json()).current
