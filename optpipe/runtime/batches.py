@@ -107,12 +107,16 @@ class GivenBatch:
         kwargs = self._cut_kwargs(count)
         if first and not any(args) and not any(kwargs):
             raise PreflightError(_missing("batch", "first"))
-        if any(isinstance(one, DTensor) for one in tensors_in((args, kwargs))):
-            raise PreflightError(
-                "the batch holds a DTensor, but stages are given plain tensors, of which their "
-                "shapes are found; give what this rank holds of it (.to_local()), and make it "
-                "whole in the stage that takes it (DTensor.from_local)"
-            )
+        for what, given, taker in (
+            ("batch", (args, kwargs), "stage"),
+            ("target", targets, "loss"),
+        ):
+            if any(isinstance(one, DTensor) for one in tensors_in(given)):
+                raise PreflightError(
+                    f"the {what} holds a DTensor, but a {taker} is given plain tensors, of which "
+                    "their shapes are found; give what this rank holds of it (.to_local()), and "
+                    f"make it whole in the {taker} that takes it (DTensor.from_local)"
+                )
         return Microbatches(args=args, kwargs=kwargs, targets=targets, loss_kwargs=self.loss_kwargs)
 
     def _cut_args(self, count: int) -> list[tuple[Any, ...]]:

@@ -193,6 +193,12 @@ def _bad_calls(runner: PipelineRunner, count: int) -> list[Callable[[], object]]
         lambda: runner.step(
             data.tokens, target=data.target, positions=_spread(data.positions), bucket="spread"
         ),
+        lambda: runner.step(
+            data.tokens,
+            target={key: _spread(value) for key, value in data.target.items()},
+            positions=data.positions,
+            bucket="spread",
+        ),
     ]
 
 

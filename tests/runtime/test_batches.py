@@ -13,8 +13,9 @@ REFUSALS = (
     "the input of micro-batch 1 has shapes",
     "the batch given by keyword has 3 samples, which do not divide into 4 micro-batches",
     "TypeError: 3 positional inputs and no target=",
-    "the batch holds a DTensor, but stages are given plain tensors",
-    "the batch holds a DTensor, but stages are given plain tensors",
+    "the batch holds a DTensor, but a stage is given plain tensors",
+    "the batch holds a DTensor, but a stage is given plain tensors",
+    "the target holds a DTensor, but a loss is given plain tensors",
 )
 
 
