@@ -7,7 +7,8 @@ Problems are those of `optpipe.presets.estimate` on H100 of 80 GB: Llama 3 8B an
 full, as whole micro-batches of that length are trained today; ``modes`` has menus of up to eight
 modes per stage, ``v1`` keep, offload and recompute. Each is solved by one thread with the same
 work, so that a busy machine changes nothing, and judged by `find_violations` and `simulate`;
-``1f1b`` is the schedule of ``full`` that trainers run. GiB are those of the fullest device, weights
+``1f1b`` is the schedule of ``full`` that trainers run; ``less`` has slices on devices with
+less memory than that one fills. GiB are those of the fullest device, weights
 and optimizer counted. Not there: SlimPipe's exchange of attention between devices. Times and bytes
 are estimated, not measured. A row for each is appended to ``results/slices.csv``.
 """
@@ -27,6 +28,7 @@ from optpipe.memory import device_peak_bytes
 from optpipe.presets import estimate, find_gpu, find_model
 from optpipe.presets.shape import Training
 from optpipe_solver import solve
+from optpipe_solver.families.classic import build_one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -82,6 +84,7 @@ class SlicesRow:
 def all_problems() -> Iterator[tuple[str, Problem]]:
     """Yield every problem and its name; ``1f1b`` ones are those of ``full``."""
     for name, case in CASES.items():
+        fullest = 0
         for label, full, modes, slices in (
             ("whole full", True, 0, 1),
             ("whole full 1f1b", True, 0, 1),
@@ -89,6 +92,7 @@ def all_problems() -> Iterator[tuple[str, Problem]]:
             ("whole modes", False, 8, 1),
             *((f"{n} slices {menu}", False, modes, n)
               for n in case.slices for menu, modes in (("v1", 0), ("modes", 8))),
+            *((f"{n} slices v1 less", False, 0, n) for n in case.slices),
         ):  # fmt: skip
             training = Training(
                 sequence=case.tokens,
@@ -105,7 +109,18 @@ def all_problems() -> Iterator[tuple[str, Problem]]:
                 modes=modes,
                 slices=slices,
             )
-            yield f"{name} {label}", found.problem
+            problem = found.problem
+            if label == "whole full":
+                fullest = max(_peaks(problem, build_one_f_one_b(problem)))
+            if label.endswith("less"):
+                update = {"memory_bytes": fullest - 1}
+                devices = [device.model_copy(update=update) for device in problem.devices]
+                problem = problem.model_copy(update={"devices": tuple(devices)})
+            yield f"{name} {label}", problem
+
+
+def _peaks(problem: Problem, programs: Programs) -> list[int]:
+    return [device_peak_bytes(problem, at, row) for at, row in enumerate(programs)]
 
 
 def _row(name: str, problem: Problem, work: float, stamps: tuple[str, str]) -> SlicesRow:
@@ -134,18 +149,19 @@ def _judged(problem: Problem, programs: Programs) -> tuple[float, float] | None:
     """Return the makespan in ms and the GiB of the fullest device; None for what is not legal."""
     if find_violations(problem, programs):
         return None
-    peaks = [device_peak_bytes(problem, at, row) for at, row in enumerate(programs)]
-    return simulate(problem, programs).makespan_ms, max(peaks) / _GIB
+    return simulate(problem, programs).makespan_ms, max(_peaks(problem, programs)) / _GIB
 
 
 def report(rows: Iterable[SlicesRow]) -> list[str]:
     """Return a line per problem, of its newest row."""
     newest = {row.instance: row for row in rows}
-    lines = [f"{'problem':26} {'s':>8} {'GiB':>6} {'bound, s':>9}  start; method"]
+    lines = [f"{'problem':32} {'s':>8} {'GiB':>6} {'bound, s':>9}  start; method"]
     for row in newest.values():
         done = f"{row.ms / 1e3:8.2f} {row.gib:6.1f}" if row.ms and row.gib else f"{'-':>8} {'-':>6}"
-        said = f"{row.start}; {row.method}" if row.ms else f"needs {row.needs_gib or 0:.1f} GiB"
-        lines.append(f"{row.instance:26} {done} {row.bound_ms / 1e3:9.2f}  {said}")
+        said = f"{row.start}; {row.method}" if row.ms else "nothing found"
+        if row.needs_gib:
+            said = f"needs {row.needs_gib:.1f} GiB"
+        lines.append(f"{row.instance:32} {done} {row.bound_ms / 1e3:9.2f}  {said}")
     return lines
 
 
