@@ -18,6 +18,7 @@ from optpipe.cli.profile import measurements_as_json, show_measurements
 from optpipe.errors import InputError, explain
 from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (
+    BuiltProblem,
     DeviceFacts,
     Given,
     MeasurementError,
@@ -32,12 +33,11 @@ from optpipe.measurements import (
     read_stages_table,
     read_times,
 )
+from optpipe.presets.overlap import measured_pairs
+from optpipe.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from optpipe.measurements import BuiltProblem
-    from optpipe.problem import Problem
 
 __all__ = ["Form", "import_measurements"]
 
@@ -48,6 +48,10 @@ _UNITS = {
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<unit>[a-zA-Z]*)")
 
 
+_PAIRS_NOTE = (
+    "Pairs hide what their kernels would at full speed, both run together; the time of an exchange "
+    "includes waiting for the other ranks of its group."
+)
 Read = TypeVar("Read")
 
 
@@ -136,6 +140,14 @@ def import_measurements(
             help="kineto: span (first kernel to last, the default) or busy (kernels alone).",
         ),
     ] = None,
+    pairs: Annotated[
+        bool,
+        typer.Option(
+            "--pairs",
+            help="kineto: forwards and backwards may run together, as far as one's exchange with "
+            "experts (all-to-all) hides behind the other.",
+        ),
+    ] = False,
     num_stages: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="megatron: stages, if the log does not say."),
@@ -157,7 +169,7 @@ def import_measurements(
 
     \b
     Examples:
-      optpipe import kineto rank*.json.gz --base problem.json -o measured.json
+      optpipe import kineto rank*.json.gz --base problem.json --pairs -o measured.json
       optpipe import megatron train.log --activation-bytes 9.5GiB \\
           --memory-bytes 80GiB -o measured.json
       optpipe import csv times.csv --sizes stages.csv --memory-bytes 80GiB -o measured.json
@@ -167,7 +179,9 @@ def import_measurements(
     # The problem may take the place of --base, which is what it replaces.
     check_apart(output, times_out, inputs=[*files, sizes, messages])
     check_apart(times_out, inputs=[base])
-    kineto = {"--range": range_pattern, "--process": process, "--gpu-time": gpu_time}
+    kineto = {
+        "--range": range_pattern, "--process": process, "--gpu-time": gpu_time, "--pairs": pairs,
+    }  # fmt: skip
     megatron = {"--num-stages": num_stages, "--equal-stages": equal_stages}
     for own, options in ((Form.KINETO, kineto), (Form.MEGATRON, megatron)):
         for option, value in options.items():
@@ -201,7 +215,8 @@ def import_measurements(
         measurements = measurements.with_transfers(_from_file(messages, read_messages_table))
     if times_out is not None:
         write_file(times_out, dump_times(measurements))
-    _finish(measurements, given, read_problem(base) if base else None, output, as_json)
+    based = read_problem(base) if base else None
+    _finish(measurements, lambda: _built(measurements, given, based, pairs), output, as_json)
 
 
 def _given(
@@ -250,10 +265,29 @@ def _from_file(path: Path, read: Callable[[str], Read]) -> Read:
         raise MeasurementError(f"{path}: {error}") from None
 
 
+def _built(
+    measurements: Measurements, given: Given, base: Problem | None, pairs: bool
+) -> BuiltProblem:
+    built = build_problem(measurements, given, base)
+    if not pairs:
+        return built
+    listed = measured_pairs(built.problem, measurements.samples)
+    if not listed:
+        raise MeasurementError(
+            "--pairs: nothing hides behind anything: the traces hold no exchange with experts "
+            "(kernels of an all-to-all), or no computation beside it, or --gpu-time busy leaves "
+            "it out; leave --pairs out, or trace a run with experts on several ranks"
+        )
+    fields = built.problem.model_dump(by_alias=True) | {
+        "format": "optpipe/problem/v2",
+        "pairs": [pair.model_dump(by_alias=True) for pair in listed],
+    }
+    return BuiltProblem(Problem.parse(fields), (*built.notes, _PAIRS_NOTE))
+
+
 def _finish(
     measurements: Measurements,
-    given: Given,
-    base: Problem | None,
+    build: Callable[[], BuiltProblem],
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -261,7 +295,7 @@ def _finish(
     built: BuiltProblem | None = None
     missing: MeasurementError | None = None
     try:
-        built = build_problem(measurements, given, base)
+        built = build()
     except MeasurementError as error:
         missing = error
     if missing is not None and output is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from optpipe.errors import MeasurementError
 from optpipe.measurements.to_problem import Measurements
@@ -112,14 +113,15 @@ def _samples(
                 Sample(
                     stage=one.stage,
                     action=cast("MeasuredAction", one.action),
-                    time_ms=round(found[0], 6) if found else 0.0,
+                    time_ms=round(found.ms, 6) if found else 0.0,
                     microbatch=one.microbatch,
                     step=one.step,
                     rank=trace.rank,
+                    lanes_ms=found.lanes_ms if found else (),
                 )
             )
-            if found is not None and found[1] is not None:
-                busy[one.stage, one.action].append(found[1])
+            if found is not None and found.busy is not None:
+                busy[one.stage, one.action].append(found.busy)
     return tuple(samples), [*_clock_notes(clocks), *_idle_notes(idle), *_busy_notes(busy, gpu_time)]
 
 
@@ -223,36 +225,80 @@ GpuTime = Literal["span", "busy"]
 
 _P2P = ("ncclDevKernel_SendRecv", "ncclKernel_SendRecv")
 _MEMORY = ("Memcpy", "Memset")
+_EXCHANGE = re.compile(r"(deep|hybrid)_ep.*(dispatch|combine)")
+_Interval = tuple[float, float]
+
+
+class _RangeTime(NamedTuple):
+    """A range's time, the share of its span in which a kernel ran (GPU only), and its lanes."""
+
+    ms: float
+    busy: float | None = None
+    lanes_ms: tuple[float, ...] = ()
 
 
 def _time_ms(
     process: Process, event: TraceEvent, stream: object | None, gpu_time: GpuTime
-) -> tuple[float, float | None] | None:
-    """Return a range's time, and the share of its span in which a kernel ran (GPU only).
+) -> _RangeTime | None:
+    """Return how long a range took; None if it launched no kernel where others did.
 
-    None if it launched no kernel where others did. ``stream`` None = there are no kernels.
+    ``stream`` None = there are no kernels.
     """
     if stream is None:
         starts = process.operator_starts
         first = bisect_left(starts, event.start_us)
         waits = first == len(starts) or starts[first] > event.end_us
-        return (event.duration_us if waits else event.end_us - starts[first]) / 1e3, None
-    kernels = [
-        work
-        for work in _work_inside(process, event)
-        if work.args.get("stream") == stream and not _is_p2p(work)
-    ]
+        return _RangeTime((event.duration_us if waits else event.end_us - starts[first]) / 1e3)
+    inside = _work_inside(process, event)
+    kernels = [work for work in inside if work.args.get("stream") == stream and not _is_p2p(work)]
     if not kernels:
         return None
-    span_us = max(work.end_us for work in kernels) - min(work.start_us for work in kernels)
+    span = min(work.start_us for work in kernels), max(work.end_us for work in kernels)
+    span_us = span[1] - span[0]
     busy_us = sum(work.duration_us for work in kernels)
-    time_us = span_us if gpu_time == "span" else busy_us
-    return time_us / 1e3, busy_us / span_us if span_us else 1.0
+    share = busy_us / span_us if span_us else 1.0
+    if gpu_time == "busy":
+        return _RangeTime(busy_us / 1e3, share)
+    exchanges = [(work.start_us, work.end_us) for work in inside if _is_exchange(work)]
+    computed = [(work.start_us, work.end_us) for work in kernels if not _is_exchange(work)]
+    return _RangeTime(span_us / 1e3, share, _lanes_ms(span, exchanges, computed))
+
+
+def _lanes_ms(
+    span: _Interval, exchanges: Iterable[_Interval], computed: Iterable[_Interval]
+) -> tuple[float, ...]:
+    """Return what a span computes and exchanges in turn, in ms; empty if it exchanges nothing.
+
+    It exchanges while an exchange runs and no other kernel of the compute stream does; all the
+    rest of it computes, waits between kernels too.
+    """
+    edges = [(at, change, 0) for one in exchanges for at, change in zip(one, (1, -1), strict=True)]
+    edges += [(at, 0, change) for one in computed for at, change in zip(one, (1, -1), strict=True)]
+    lanes, running, since = [0.0], [0, 0], span[0]
+    for at, exchange, compute in sorted(edges):
+        now = min(max(at, span[0]), span[1])
+        if now > since:
+            is_exchange = running[0] > 0 and not running[1]
+            if is_exchange == len(lanes) % 2:
+                lanes.append(0.0)
+            lanes[-1] += (now - since) / 1e3
+            since = now
+        running = [running[0] + exchange, running[1] + compute]
+    if len(lanes) % 2 == 0:
+        lanes.append(0.0)
+    lanes[-1] += (span[1] - since) / 1e3
+    return tuple(round(one, 6) for one in lanes) if len(lanes) > 1 else ()
 
 
 def _is_p2p(work: TraceEvent) -> bool:
     """Return whether this is a kernel that sends or receives a message."""
-    return work.name.startswith(_P2P)
+    return work.name.startswith(_P2P) and not _is_exchange(work)
+
+
+def _is_exchange(work: TraceEvent) -> bool:
+    """Return whether this kernel exchanges tokens with experts: NCCL's all-to-all, or DeepEP's."""
+    name = str(work.args.get("Collective name", "")).replace("_", "")
+    return name.startswith("alltoall") or _EXCHANGE.search(work.name) is not None
 
 
 def _work_inside(process: Process, event: TraceEvent) -> list[TraceEvent]:

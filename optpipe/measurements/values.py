@@ -61,6 +61,9 @@ class Sample(FrozenValue):
         How long it kept the device's compute lane busy.
     microbatch, step, rank
         Which of the runs it was, where that is known. Steps are numbered from 0.
+    lanes_ms
+        What it computed and exchanged with experts in turn, in ms, beginning with computing: two
+        entries more for each exchange. Empty where it exchanged nothing, or that is not known.
     """
 
     stage: Index
@@ -69,6 +72,7 @@ class Sample(FrozenValue):
     microbatch: Index | None = None
     step: Index | None = None
     rank: Index | None = None
+    lanes_ms: tuple[Milliseconds, ...] = ()
 
 
 class Transfer(FrozenValue):

@@ -11,6 +11,7 @@ head. So what hides is at most what is exchanged. Not modelled: that both slow e
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 from itertools import accumulate, groupby
 from math import floor
@@ -23,6 +24,7 @@ from optpipe.problem import LicensedPair
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from optpipe.measurements import Sample
     from optpipe.presets.machine import Machine
     from optpipe.presets.shape import LayerForm, ModelShape
     from optpipe.problem import Problem
@@ -32,6 +34,7 @@ __all__ = [
     "check_can_hide",
     "layer_phases",
     "licensed_pairs",
+    "measured_pairs",
     "model_phases",
     "most_hidden",
     "together_ms",
@@ -166,7 +169,34 @@ def licensed_pairs(
 
     Pairs that hide nothing are left out. ``sizes`` are the layers of each stage.
     """
-    stages = list(_stages(shape, machines, problem, sizes))
+    return _pairs_among(problem, list(_stages(shape, machines, problem, sizes)))
+
+
+def measured_pairs(problem: Problem, samples: Iterable[Sample]) -> tuple[LicensedPair, ...]:
+    """Return what may run together on each device by what was measured, and what that hides in ms.
+
+    Of each stage's F, and B or I, the phases (`Sample.lanes_ms`) of the run of the median time
+    count; a pass that exchanged nothing computes all the time, one not measured pairs with none.
+    """
+    runs: dict[tuple[int, str], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        runs[sample.stage, sample.action].append(sample)
+
+    def phases(stage: int, action: str) -> tuple[LanePhase, ...]:
+        own = sorted(runs[stage, action], key=lambda one: one.time_ms)
+        if not own:
+            return ()
+        median = own[(len(own) - 1) // 2]
+        lanes = median.lanes_ms or (median.time_ms,)
+        return tuple(LanePhase(ms, bool(at % 2)) for at, ms in enumerate(lanes))
+
+    return _pairs_among(
+        problem,
+        [PassPhases(*(phases(s, one) for one in "FIB")) for s in range(len(problem.stages))],
+    )
+
+
+def _pairs_among(problem: Problem, stages: Sequence[PassPhases]) -> tuple[LicensedPair, ...]:
     pairs = []
     for held in problem.stages_of:
         for a in held:

@@ -1,6 +1,7 @@
 """``optpipe import``: what it prints and writes, and its exit codes."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from examples.measurements.make_samples import BASE, HERE
 from optpipe import load_problem
 from optpipe.measurements import read_times
+from tests.measurements.traces import NETWORK, P2P, Trace
 
 TRACES = sorted(HERE.glob("rank*.json.gz"))
 SIZES = ("--activation-bytes", "10GiB", "--memory-bytes", "80 GiB")
@@ -93,6 +95,8 @@ def test_warm_up_is_left_out_and_samples_are_kept(optpipe, tmp_path: Path) -> No
         (("megatron", HERE / "times.csv"), "times.csv: the log has no timer forward-compute"),
         (("csv", HERE / "times.csv", HERE / "times.csv"), "2 files: csv reads one"),
         (("csv", HERE / "times.csv", "--gpu-time", "busy"), "--gpu-time belongs to kineto"),
+        (("kineto", *TRACES, "--base", BASE, "--pairs", "-o", "p.json"), "--pairs: nothing hides"),
+        (("csv", HERE / "times.csv", "--pairs"), "--pairs belongs to kineto"),
         (("kineto", *TRACES, "--equal-stages"), "--equal-stages belongs to megatron"),
         (("csv", HERE / "times.csv", "--activation-bytes", "10 GiBi"), "must be a size"),
         (("csv", HERE / "times.csv", "--d2h-gb-per-s", "-1"), "d2h_gb_per_s = -1.0: must be > 0"),
@@ -109,3 +113,24 @@ def test_bad_input_leaves_with_2(optpipe, arguments, message) -> None:
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+def test_what_passes_hide_behind_each_other_is_read_from_traces(optpipe, tmp_path) -> None:
+    """Both compute 1, exchange 1, compute 1 ms: in turn 6, together 4; the first step is left out,
+    and the rank whose passes exchange nothing has no pair."""
+    paths = []
+    for rank in range(2):
+        trace = Trace(rank=rank)
+        for step, name in product(range(2), "FB"):
+            if rank == 0:
+                call = {"Collective name": "all_to_allv"}
+                trace.work(P2P, 1000, 1000 + 900 * (step == 0), stream=NETWORK, **call)
+            trace.gpu(f"PP:{rank}{name}0", (0, 1000), (2000, 1000))
+        paths.append(trace.write(tmp_path / f"rank{rank}.json"))
+    out = tmp_path / "measured.json"
+    sizes = ["--activation-bytes", "1", "--memory-bytes", "100", "--num-microbatches", "4"]
+    code, told, err = optpipe("import", "kineto", *paths, *sizes, "--pairs", "-o", out)
+    assert code == 0, err
+    (pair,) = load_problem(out.read_text()).pairs
+    assert (pair.forward, pair.backward, pair.with_, pair.hidden_ms) == (0, 0, "B", 2.0)
+    assert "includes waiting for the other ranks of its group" in " ".join(told.split())

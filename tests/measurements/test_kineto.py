@@ -37,6 +37,30 @@ def test_other_streams_count_only_where_the_compute_stream_waits(tmp_path: Path)
     assert "GPU kernels launched inside" in run.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "fields"),
+    [
+        ("ncclDevKernel_SendRecv(...)", {"Collective name": "all_to_allv"}),
+        ("void deep_ep::intranode::dispatch<8, 4096>(...)", {}),
+    ],
+)
+def test_exchanges_with_experts_are_told_from_computation(tmp_path: Path, kernel, fields) -> None:
+    """A layer with experts computes, exchanges, computes, exchanges, computes; a message, another
+    collective and what runs beside computation are no exchange of its own."""
+    trace = Trace(rank=0)
+    trace.work("ncclDevKernel_AllGather", 100, 800, stream=NETWORK)
+    trace.work(kernel, 1000, 500, stream=NETWORK, **fields)
+    trace.work(kernel, 2400, 700, stream=NETWORK, **fields)
+    trace.work("ncclDevKernel_SendRecv(...)", 3400, 300, stream=NETWORK)
+    trace.gpu("PP:0F0", (0, 1000), (1500, 1000), (3100, 400))
+    trace.gpu("PP:0B0", (0, 2000))
+    path = trace.write(tmp_path / "rank0.json")
+    forward, backward = read_kineto([path]).samples
+    assert (forward.time_ms, forward.lanes_ms) == (3.5, (1.0, 0.5, 1.0, 0.6, 0.4))
+    assert (backward.time_ms, backward.lanes_ms) == (2.0, ())
+    assert not any(one.lanes_ms for one in read_kineto([path], gpu_time="busy").samples)
+
+
 def test_a_w_without_kernels_takes_no_time(tmp_path: Path) -> None:
     """Its backward ran whole in I; an F without kernels is left out and noted."""
     trace = Trace(rank=0)
