@@ -335,7 +335,7 @@ def _headline(result: TuneResult, today: Configuration | None) -> str:
     band = (
         "estimates of this kind were compared with no published run"
         if error is None
-        else f"estimates of this kind are {error.median:.0%} off on the average, at worst "
+        else f"estimates of this kind are {error.median:.0%} off in the median, at worst "
         f"{error.worst:.0%} ({error.num_rows} published runs)"
     )
     if result.current is None or result.gain is None:
