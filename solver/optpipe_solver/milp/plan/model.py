@@ -198,8 +198,8 @@ class _PatternSearch:
     def _start(self, cuts: Iterable[tuple[int, ...]]) -> None:
         """Find a first choice: a cut in one mode for all, made to fit, then improved.
 
-        The shortest that fits comes first, then even loads in each mode, while a share of the time
-        is left.
+        The shortest that fits comes first, then even loads in each mode that is anywhere faster
+        than its own, while a share of the time is left.
         """
         stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
         self.turn = turn
@@ -211,7 +211,10 @@ class _PatternSearch:
         even = [PlanChoice(even_loads(self.tables, k), (k,) * len(stages)) for k in numbers]
         given = [PlanChoice(tuple(cut), (k,) * len(stages)) for cut in cuts for k in numbers]
         shortest = sorted(filter(self._fits, [*even, *given]), key=self._length_ms)[:1]
-        for choice in dict.fromkeys([*shortest, *even]):
+        d = self.tables.durations
+        for first in shortest:
+            even = [one for one in even if (d[..., one.modes[0]] < d[..., first.modes[0]]).any()]
+        for choice in [*shortest, *even]:
             if self.best is not None and turn.is_over():
                 return
             self._climb(choice)
