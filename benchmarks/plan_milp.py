@@ -1,12 +1,13 @@
 """What the plan MILP takes and is worth.
 
-    python -m benchmarks.plan_milp [--seconds S] [--gib G] [--most-devices P]
+    python -m benchmarks.plan_milp [--seconds S] [--gib G] [--most-devices P] [--model NAME]
     python -m benchmarks.plan_milp --hand-rules [--seconds S] [--only PATTERN]
 
 The first gives CPU seconds and gaps, pattern by pattern. The model is shaped like Llama-405B on
 H100 in tensor parallelism: 126 equal layers, each with seven modes, between an embedding and a
-head; times and sizes are round numbers. Wall times mean little on a shared machine: each row is the
-CPU time of this process.
+head; times and sizes are round numbers. ``--model`` takes one of the models below in its place, on
+a V, for ZB-V and V-Half. Wall times mean little on a shared machine: each row is the CPU time of
+this process.
 
 The second holds `plan` against what people write by hand: models from `estimate` on H100 with menus
 of eight modes, at all of the card's memory and at less; cuts even and with one layer less at both
@@ -42,7 +43,7 @@ __all__ = ["layered_model", "main"]
 
 _MB = 10**6
 _KEPT = 600 * _MB
-_ROWS = (
+_ROWS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("linear", 8, 1, ("1f1b", "zb-h1")),
     ("linear", 16, 1, ("1f1b", "zb-h1")),
     ("linear", 32, 1, ("1f1b",)),
@@ -200,28 +201,36 @@ def main() -> None:
     parser.add_argument("--most-devices", type=int, default=32)
     parser.add_argument("--hand-rules", action="store_true", help="hold plan against hand rules")
     parser.add_argument("--only", default="*", help="glob of models, with --hand-rules")
+    parser.add_argument("--model", help="name of a model of --hand-rules, instead of round numbers")
     asked = parser.parse_args()
     if asked.hand_rules:
         warm_up()
         sys.exit("\n".join(against_hand_rules(asked.seconds, asked.only)) or 0)
-    for shape, p, chunks, names in _ROWS:
-        if p > asked.most_devices:
-            continue
-        model = layered_model(p, 4 * p, asked.gib)
-        placement = placement_of(shape, p, chunks)
+    rows = [row for row in _ROWS if row[1] <= asked.most_devices]
+    given = None
+    if asked.model:
+        models = dict(hand_models())
+        if asked.model not in models:
+            parser.error(f"--model {asked.model}: must be one of {', '.join(models)}")
+        given = models[asked.model]
+        rows = [("v", len(given.devices), 2, ("zb-v", "v-half"))]
+    for shape, p, chunks, names in rows:
+        model = given or layered_model(p, 4 * p, asked.gib)
+        placement, m = placement_of(shape, p, chunks), model.num_microbatches
         links = boundaries(model, placement)
-        for pattern in patterns_of(placement, 4 * p, links, transfers=True, recompute=False):
-            if pattern.name in names:
-                began = time.process_time()
-                found = plan_pattern(model, pattern, Stop(asked.seconds))
-                spent = time.process_time() - began
-                row = f"p={p} v={chunks} m={4 * p} {pattern.name:12} {spent:6.1f} CPU-s  "
-                if isinstance(found, float):
-                    print(f"{row} no plan, bound {found:,.1f} ms")
-                    continue
-                gap = 100 * (1 - found.bound_ms / found.path_ms)
-                used = ", ".join(dict.fromkeys(found.modes))
-                print(f"{row} {found.objective_ms:10,.1f} ms  gap {gap:.2f} %  modes: {used}")
+        for pattern in patterns_of(
+            placement, m, links, transfers=True, recompute=given is not None, names=names
+        ):
+            began = time.process_time()
+            found = plan_pattern(model, pattern, Stop(asked.seconds))
+            spent = time.process_time() - began
+            row = f"p={p} v={chunks} m={m} {pattern.name:12} {spent:6.1f} CPU-s  "
+            if isinstance(found, float):
+                print(f"{row} no plan, bound {found:,.1f} ms")
+                continue
+            gap = 100 * (1 - found.bound_ms / found.path_ms)
+            used = ", ".join(dict.fromkeys(found.modes))
+            print(f"{row} {found.objective_ms:10,.1f} ms  gap {gap:.2f} %  modes: {used}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from optpipe.model import Model
@@ -13,8 +14,11 @@ from optpipe.problem import placement_of
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan import PatternPlan, boundaries, patterns_of, plan_pattern
 from optpipe_solver.milp.plan.model import _PatternSearch
-from optpipe_solver.milp.plan.variables import PlanChoice
+from optpipe_solver.milp.plan.variables import PlanChoice, as_counts
 from optpipe_solver.milp.plan.walk import walked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MB = 1_000_000
 MODES = [
@@ -34,11 +38,14 @@ def layer(**fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def small_model(room_mb: int, p: int = 2, m: int = 4, layers: int = 5) -> Model:
-    """A light first layer, equal ones, a heavy last one; memory in MB."""
+def small_model(
+    room_mb: int, p: int = 2, m: int = 4, layers: int = 5, *, light: bool = False
+) -> Model:
+    """A light first layer, equal ones, a heavy last one unless it is light; memory in MB."""
     first = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1,
              "activation_bytes": 2 * MB, "output_bytes": MB, "static_bytes": 5 * MB}  # fmt: skip
     last = {**first, "forward_ms": 5, "backward_input_ms": 6, "activation_bytes": 8 * MB}
+    last = first if light else last
     device = {"memory_bytes": room_mb * MB, "d2h_gb_per_s": 4.0, "h2d_gb_per_s": 3.0}
     return Model.parse(
         {
@@ -60,15 +67,16 @@ def all_patterns(model: Model, shape: str, chunks: int, *, moves: bool) -> list[
 def best_by_looking(model: Model, pattern: Any) -> float:
     """The shortest longest path over all cuts and all modes that fit."""
     search = _PatternSearch(model, pattern, Stop(60))
-    stages, total = len(pattern.problem.stages), model.num_layers
-    best = inf
+    fitting = filter(search._fits, _all_choices(search))
+    return min(map(search._length_ms, fitting), default=inf)
+
+
+def _all_choices(search: _PatternSearch) -> Iterator[PlanChoice]:
+    stages, total = len(search.tables.placement), search.model.num_layers
     for sizes in product(range(1, total), repeat=stages):
         if sum(sizes) == total:
             for modes in product(range(len(search.tables.names)), repeat=stages):
-                choice = PlanChoice(sizes, modes)
-                if search._fits(choice):
-                    best = min(best, search._length_ms(choice))
-    return best
+                yield PlanChoice(sizes, modes)
 
 
 @pytest.mark.parametrize("room_mb", [150, 70, 55, 45, 20])
@@ -98,6 +106,33 @@ def test_the_first_relaxation_knows_each_devices_load() -> None:
     relaxed = search.rows.solve(Stop(60), integer=False)
     assert relaxed.bound is not None
     assert relaxed.bound >= 16 * (3 + 16 * 9 + 12) / 4
+
+
+@pytest.mark.parametrize(("room_mb", "fit"), [(150, 5), (60, 4), (50, 3)])
+def test_no_device_holds_more_layers_than_it_can_and_one_holds_its_share(
+    room_mb: int, fit: int
+) -> None:
+    """Two chunks on two devices: of five layers one holds three, which the relaxation knows."""
+    model = small_model(room_mb, m=16, light=True)
+    for pattern in all_patterns(model, "v", 2, moves=True):
+        search = _PatternSearch(model, pattern, Stop(60))
+        assert search.best is not None
+        most_ms, home = search._most()[0], np.array(pattern.problem.placement)
+        can, anyway = search._most_on_devices(most_ms), search._most_on_devices(1e9)
+        assert anyway[1, 1] == fit
+        relaxed = search.rows.solve(Stop(60), integer=False)
+        assert relaxed.bound is not None
+        assert relaxed.bound >= model.num_microbatches * 3 * 9
+        best_ms = inf
+        for choice in filter(search._fits, _all_choices(search)):
+            length_ms = search._length_ms(choice)
+            best_ms = min(best_ms, length_ms)
+            most = can if length_ms <= most_ms else anyway
+            held = as_counts(search.tables, choice)[0].sum(axis=2)
+            assert all(held[home == device, t].sum() <= most[device, t] for device, t in most)
+        search.run()
+        assert search.bound_ms <= best_ms * (1 + 1e-9)
+        assert search.best[0] == pytest.approx(best_ms, rel=1e-4)
 
 
 def test_it_is_never_longer_than_a_cut_to_start_from() -> None:

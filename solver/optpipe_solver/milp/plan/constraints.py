@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from optpipe_solver.milp.plan.variables import PlanVariables
 
 __all__ = [
+    "devices_hold_whole_layers",
     "durations_are_sums",
     "makespan_is_no_shorter",
     "memory_fits",
@@ -71,6 +72,17 @@ def durations_are_sums(v: PlanVariables) -> None:
     for kind, row in enumerate(v.durations):
         for s, duration in enumerate(row):
             v.milp.add(duration - v.weighted(s, v.tables.durations[kind, s]) == 0)
+
+
+def devices_hold_whole_layers(v: PlanVariables) -> None:
+    """(P8) What a device holds of a run is whole, and one of them holds the most: that lasts."""
+    for (device, t), held in v.on_device.items():
+        own = [s for s, home in enumerate(v.tables.placement) if home == device]
+        v.milp.add(total([v.of_run(s, t) for s in own]) - held == 0)
+        v.milp.add(at_least(v.most[t] - held, 0))
+    for t, most in v.most.items():
+        least_ms = v.tables.model.num_microbatches * float(v.tables.busy_ms[:, t].min())
+        v.milp.add(at_least(v.makespan - least_ms * most, 0))
 
 
 def makespan_is_no_shorter(v: PlanVariables, path: LongestPath) -> Constraint:

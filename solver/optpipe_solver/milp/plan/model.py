@@ -17,8 +17,9 @@ import numpy as np
 from optpipe.errors import IllegalScheduleError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import ActionType, Provenance
-from optpipe_solver.milp.highs import MilpModel, MilpStatus, RowByRow
+from optpipe_solver.milp.highs import LinearProgram, MilpModel, MilpStatus, RowByRow
 from optpipe_solver.milp.plan.constraints import (
+    devices_hold_whole_layers,
     durations_are_sums,
     makespan_is_no_shorter,
     memory_fits,
@@ -27,7 +28,6 @@ from optpipe_solver.milp.plan.constraints import (
     runs_follow_each_other,
     stages_hold_all_layers,
 )
-from optpipe_solver.milp.plan.pattern import kind_number
 from optpipe_solver.milp.plan.variables import (
     PlanChoice,
     PlanTables,
@@ -79,6 +79,9 @@ _WALK = 0.7
 
 _SLOWER = 1e4
 """What makes a device so slow that the longest path leaves it for nothing else."""
+
+_MEMORY_ROWS = 50
+"""Moments of memory, at most, that a device's most layers are found by."""
 
 _CELLS = 1e6
 """Cells of longest paths, and of moments of memory, that are a unit of work (see `Stop`)."""
@@ -154,13 +157,15 @@ class _PatternSearch:
             self._walk(self.stop.turn(_START), most=1)
         most_ms, most_layers = self._most()
         self.milp = MilpModel("plan")
-        self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers)
+        most_on = self._most_on_devices(most_ms)
+        self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers, most_on)
         for add in (
             one_mode_per_stage,
             only_usable_modes,
             stages_hold_all_layers,
             runs_follow_each_other,
             durations_are_sums,
+            devices_hold_whole_layers,
         ):
             add(self.v)
         self.milp.minimise(self.v.makespan)
@@ -193,8 +198,8 @@ class _PatternSearch:
     def _start(self, cuts: Iterable[tuple[int, ...]]) -> None:
         """Find a first choice: a cut in one mode for all, made to fit, then improved.
 
-        The shortest that fits comes first, then even loads in each mode, while a share of the time
-        is left.
+        The shortest that fits comes first, then even loads in each mode that is anywhere faster
+        than its own, while a share of the time is left.
         """
         stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
         self.turn = turn
@@ -206,7 +211,10 @@ class _PatternSearch:
         even = [PlanChoice(even_loads(self.tables, k), (k,) * len(stages)) for k in numbers]
         given = [PlanChoice(tuple(cut), (k,) * len(stages)) for cut in cuts for k in numbers]
         shortest = sorted(filter(self._fits, [*even, *given]), key=self._length_ms)[:1]
-        for choice in dict.fromkeys([*shortest, *even]):
+        d = self.tables.durations
+        for first in shortest:
+            even = [one for one in even if (d[..., one.modes[0]] < d[..., first.modes[0]]).any()]
+        for choice in [*shortest, *even]:
             if self.best is not None and turn.is_over():
                 return
             self._climb(choice)
@@ -294,11 +302,7 @@ class _PatternSearch:
     def _most(self) -> tuple[float, Ints]:
         """Return a makespan not to exceed, and the layers of each run that then fit a stage."""
         tables, m = self.tables, self.model.num_microbatches
-        d = tables.durations
-        one_ms = d[kind_number(ActionType.FORWARD)] + np.minimum(
-            d[kind_number(ActionType.FULL_BACKWARD)],
-            d[kind_number(ActionType.BACKWARD_INPUT)] + d[kind_number(ActionType.BACKWARD_WEIGHT)],
-        )
+        d, one_ms = tables.durations, tables.busy_ms
         length = np.array([kind.length for kind in tables.kinds])[None, :, None]
         if self.best is None:
             most_ms = float((d.max(axis=(1, 3)) @ length[0, :, 0]).sum()) * m + 1.0
@@ -307,6 +311,54 @@ class _PatternSearch:
         with np.errstate(divide="ignore"):
             most = np.floor(most_ms / (m * one_ms))
         return most_ms, np.minimum(most, length).astype(np.int64)
+
+    def _most_on_devices(self, most_ms: float) -> dict[tuple[int, int], int]:
+        """Return by device and long run the layers that its memory and a makespan have room for.
+
+        By a linear program for each, which is asked for whole layers and told of the moments of
+        memory that its answers break.
+        """
+        found: dict[tuple[int, int], int] = {}
+        tables, memory, m = self.tables, self.memory, self.model.num_microbatches
+        for device, own in enumerate(self.pattern.stages_of):
+            if not own:
+                continue
+            begin, end = memory.first[device], memory.first[device + 1]
+            live = memory.counts[begin:end, : len(own)]
+            held = np.einsum("mac,catk->matk", live, tables.held_bytes[:, list(own)])
+            held += tables.static_bytes[list(own)][:, :, None]
+            use = held.reshape(end - begin, -1) / _GIB
+            room = (memory.limits[device] - memory.workspace[begin:end]) / _GIB
+            shape = held.shape[1:]
+            lengths = np.array([kind.length for kind in tables.kinds], dtype=np.float64)
+            tops = np.broadcast_to(lengths[None, :, None], shape)
+            for t in tables.long_runs:
+                gain = np.broadcast_to((np.arange(shape[1]) == t)[None, :, None], shape)
+                program = LinearProgram(gain.ravel().tolist(), tops.ravel().tolist())
+                busy = m * tables.busy_ms[list(own)].ravel()
+                program.add_at_most(dict(enumerate(busy.tolist())), most_ms)
+                most = self._most_of(program, use, room, gain.ravel())
+                found[device, t] = min(most, tables.kinds[t].length)
+        return found
+
+    def _most_of(self, program: LinearProgram, use: Floats, room: Floats, gain: Floats) -> int:
+        """Return the whole layers that a program's answer has, after the rows that it breaks.
+
+        Any number where it has none: HiGHS may have found no answer.
+        """
+        most = inf
+        for _ in range(_MEMORY_ROWS):
+            values = np.array(program.best())
+            if not values.any():
+                break
+            most = min(most, float(values @ gain))
+            over = use @ values - room
+            worst = int(over.argmax())
+            self.turn.spend(use.size / _CELLS)
+            if over[worst] <= TOLERANCE * max(1.0, room[worst]):
+                break
+            program.add_at_most(dict(enumerate(use[worst].tolist())), float(room[worst]))
+        return 2**31 if most == inf else int(most + TOLERANCE)
 
     def run(self) -> None:
         """Add rows at the root, then solve and add until nothing is broken or time is over."""

@@ -177,6 +177,21 @@ class PlanTables:
         return table
 
     @cached_property
+    def busy_ms(self) -> Floats:
+        """In ms, by stage, run and mode: F and the shorter backward of a layer, at least."""
+        split = (ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
+        apart = sum(self.durations[kind_number(kind)] for kind in split)
+        fused = self.durations[kind_number(ActionType.FULL_BACKWARD)]
+        forward = self.durations[kind_number(ActionType.FORWARD)]
+        return np.asarray(forward + np.minimum(fused, apart))
+
+    @cached_property
+    def long_runs(self) -> tuple[int, ...]:
+        """Those of more layers than there are devices: some device holds several."""
+        num_devices = len(set(self.placement))
+        return tuple(t for t, kind in enumerate(self.kinds) if kind.length > num_devices)
+
+    @cached_property
     def held_bytes(self) -> Floats:
         """Bytes of a cell, by state, stage, run and mode; those of `extra_bytes` come beside."""
         table = np.zeros((len(STATES), len(self.placement), len(self.kinds), len(self.names)))
@@ -248,14 +263,20 @@ class PlanVariables:
     """The variables of one placement, and what follows from them.
 
     ``most_ms`` is a makespan that need not be exceeded, ``most_layers`` how many layers of a run a
-    stage can hold in a mode then.
+    stage can hold in a mode then, ``most_on`` how many a device can, by device and long run.
 
     ``layers`` and ``mode`` are decided; ``durations`` and ``makespan`` are continuous. ``done[s]``
-    says of each run whether all of it lies in stages up to s.
+    says of each run whether all of it lies in stages up to s. ``on_device`` are the layers of a
+    long run on a device, ``most`` those on the device that has the most of them.
     """
 
     def __init__(
-        self, milp: MilpModel, tables: PlanTables, most_ms: float, most_layers: Ints
+        self,
+        milp: MilpModel,
+        tables: PlanTables,
+        most_ms: float,
+        most_layers: Ints,
+        most_on: dict[tuple[int, int], int],
     ) -> None:
         self.milp, self.tables, self.most_layers = milp, tables, most_layers
         stages, kinds = range(len(tables.placement)), range(len(tables.kinds))
@@ -273,6 +294,14 @@ class PlanVariables:
             [milp.continuous(f"d_{kind}_{s}", 0.0, most_ms) for s in stages]
             for kind in range(NUM_DURATIONS)
         ]
+        self.on_device = {
+            (device, t): milp.whole(f"h_{device}_{t}", 0, most)
+            for (device, t), most in most_on.items()
+        }
+        self.most = {
+            t: milp.whole(f"m_{t}", _least_most(most_on, t, length), length)
+            for t, length in ((t, tables.kinds[t].length) for t in tables.long_runs)
+        }
         self.makespan = milp.continuous("makespan", 0.0, most_ms)
 
     def of_run(self, s: int, t: int) -> Expression:
@@ -296,6 +325,10 @@ class PlanVariables:
         durations = durations_of(self.tables, choice)
         placed = layers.sum(axis=2).cumsum(axis=0)
         found = {self.makespan: makespan_ms}
+        home = np.array(self.tables.placement)
+        for (device, t), one in self.on_device.items():
+            found[one] = float(layers[home == device, t].sum())
+            found[self.most[t]] = max(found[one], found.get(self.most[t], 0.0))
         for s, held in enumerate(self.layers):
             for t, row in enumerate(held):
                 found |= {one: float(layers[s, t, k]) for k, one in enumerate(row)}
@@ -310,6 +343,12 @@ class PlanVariables:
         sizes = [sum(round(values[one]) for row in held for one in row) for held in self.layers]
         modes = [max(range(len(row)), key=lambda k: values[row[k]]) for row in self.mode]
         return PlanChoice(tuple(sizes), tuple(modes))
+
+
+def _least_most(most_on: dict[tuple[int, int], int], t: int, length: int) -> int:
+    """Return the least layers that a device may have at most, so that a run has its length."""
+    room = [most for (_, run), most in most_on.items() if run == t]
+    return next((h for h in range(length) if sum(min(h, r) for r in room) >= length), length)
 
 
 def durations_of(tables: PlanTables, choice: PlanChoice) -> Floats:
@@ -335,11 +374,7 @@ def even_loads(tables: PlanTables, k: int) -> tuple[int, ...]:
     The load is F and the shorter backward; by bisection over it, each stage taking as many layers
     as it allows while one is left for each later stage.
     """
-    d = tables.durations[:, :, :, k]
-    split = d[kind_number(ActionType.BACKWARD_INPUT)] + d[kind_number(ActionType.BACKWARD_WEIGHT)]
-    load = d[kind_number(ActionType.FORWARD)] + np.minimum(
-        d[kind_number(ActionType.FULL_BACKWARD)], split
-    )
+    load = tables.busy_ms[:, :, k]
     kinds = [t for t, kind in enumerate(tables.kinds) for _ in range(kind.length)]
     low, high = 0.0, float(load.max(axis=0)[kinds].sum())
     best = _greedy_cut(load, kinds, high)
