@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from optpipe import Problem, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.cell_search import cells_can_search, search_cells
-from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.exact.rounds import improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from tests.building import UNIT, bus, problem, stage

@@ -14,8 +14,12 @@ from optpipe.memory import device_peak_bytes
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families import zero_bubble
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, programs_by_device
-from optpipe_solver.families.zero_bubble import build_zb_1p, build_zb_2p, build_zero_bubble_greedy
-from optpipe_solver.families.zero_bubble_kernel import plan_line
+from optpipe_solver.families.zero_bubble import (
+    build_zb_1p,
+    build_zb_2p,
+    build_zero_bubble_greedy,
+    plan_line,
+)
 from tests.building import problem, programs, stage
 from tests.solver.families.pipelines import built, lines
 from tests.solver.families.test_families import TABLE, published
