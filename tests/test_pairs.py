@@ -21,7 +21,7 @@ from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.families.overlapped import build_dualpipe_v
+from optpipe_solver.families.classic import build_dualpipe_v
 from tests.building import problem, stage
 
 if TYPE_CHECKING:

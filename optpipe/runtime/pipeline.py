@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import tensors_in
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
 from optpipe.runtime.passes import check_delaying, deferred_bytes
 from optpipe.runtime.preflight import (

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import NOT_SAID, GivenBatch, Microbatches, given_batch, keywords_of
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import (
     DEFAULT_MIN_BYTES,
     Cell,
@@ -44,7 +44,7 @@ from optpipe.runtime.preflight import (
     attempt,
 )
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
-from optpipe.runtime.trainers.gradients import TiedWeights, clip_together
+from optpipe.runtime.trainers.split import TiedWeights, clip_together
 from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType

@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.gpt_model import MixedPrecision, token_loss
+from examples.train_gpt import MixedPrecision, token_loss
+from optpipe.errors import PreflightError
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.demo_model import make_stages, random_tokens
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers

@@ -209,7 +209,7 @@ UNNAMED = """
 import torch, torch.distributed as dist
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.follower import _host_group
-from optpipe.runtime.measuring.devices import ping_pong
+from optpipe.runtime.measuring.times import ping_pong
 from optpipe.runtime.preflight import made_on
 from optpipe.runtime.torch_names import backends
 from optpipe.runtime.watch import cut

@@ -19,8 +19,7 @@ from optpipe.errors import InputError
 from optpipe.measurements import Given
 from optpipe.runtime import PreflightError
 from optpipe.runtime.measuring import Effort, computing_with, measure
-from optpipe.runtime.measuring.devices import message_sizes
-from optpipe.runtime.measuring.times import measure_bandwidths
+from optpipe.runtime.measuring.times import measure_bandwidths, message_sizes
 from optpipe_solver import feasibility
 from optpipe_solver.families.classic import build_one_f_one_b
 from tests.runtime import measured

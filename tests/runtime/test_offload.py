@@ -14,8 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
+from optpipe.errors import OffloadError
 from optpipe.runtime.demo_model import ModelConfig, make_stages
-from optpipe.runtime.errors import OffloadError
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.offload import (
     CudaCopies,

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from optpipe import parse_action
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, OffloadError, PreflightError
+from optpipe.runtime import require_torch
 from optpipe.runtime.batches import GivenBatch, Microbatches
-from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.messages import BoundaryLevel, Layout
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline

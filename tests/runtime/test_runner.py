@@ -10,7 +10,7 @@ from torch import nn
 from optpipe.problem import LicensedPair
 from optpipe.runtime.overlap import PairedPass
 from optpipe.schedule import Action, ActionType, parse_cell
-from optpipe_solver.families.overlapped import build_dualpipe_v
+from optpipe_solver.families.classic import build_dualpipe_v
 from tests.runtime import cases, schedules, small_cases
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from optpipe import parse_action
-from optpipe.runtime.errors import PreflightError, RankError
+from optpipe.errors import PreflightError, RankError
 from optpipe.runtime.watch import Activity, Cause, CauseStore, DeviceMarks, Watchdog
 from tests.runtime import cases, schedules
 

@@ -31,7 +31,7 @@ from optpipe_api.errors import (
     TooLargeToDrawError,
 )
 from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
-from optpipe_api.requests.batches import refuse_many
+from optpipe_api.requests.jobs import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.jobs import check_priority
 from optpipe_api.services.render import solution

@@ -13,14 +13,6 @@ import torch
 
 from optpipe.errors import InputError
 from optpipe.measurements import Given, Measurements, Sample, StageFacts
-from optpipe.runtime.measuring.devices import (
-    MeasuringRanks,
-    device_facts,
-    device_name,
-    local_copies,
-    message_sizes,
-    ping_pong,
-)
 from optpipe.runtime.measuring.memory import (
     Footprint,
     StageMemory,
@@ -31,9 +23,15 @@ from optpipe.runtime.measuring.menus import StageMenu, measure_menu
 from optpipe.runtime.measuring.times import (
     Bandwidths,
     Durations,
+    MeasuringRanks,
     StageUnderTest,
     clock_for,
+    device_facts,
+    device_name,
+    local_copies,
     measure_bandwidths,
+    message_sizes,
+    ping_pong,
     time_passes,
     undisturbed,
 )

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from optpipe.problem import MAX_CELLS, Link, Stage, StageLayers
 from optpipe_solver.families.classic import (
+    build_dualpipe_v,
     build_gpipe,
     build_interleaved,
     build_one_f_one_b,
+    build_overlapped_1f1b,
     build_recompute_1f1b,
     build_seq1f1b,
     build_serial,
@@ -37,7 +39,6 @@ from optpipe_solver.families.classic import (
 )
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, one_stage_per_device
 from optpipe_solver.families.list_scheduling import build_greedy
-from optpipe_solver.families.overlapped import build_dualpipe_v, build_overlapped_1f1b
 from optpipe_solver.families.paired_blocks import build_paired_blocks
 from optpipe_solver.families.pipeoffload import (
     build_ada_offload,

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.errors import MissingExtraError
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
 from optpipe.runtime.trainers.huggingface import build_stages, loss_of, split
 from optpipe.schedule import ActionType

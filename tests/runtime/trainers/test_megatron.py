@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.measurements import MegatronRun, read_megatron
 from optpipe.problem import LicensedPair
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.trainers.megatron import _Items, forward_backward_func
 from optpipe.schedule import ActionType, parse_cell
 from tests.runtime import schedules

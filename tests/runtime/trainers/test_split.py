@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.trainers import materialize, split, ties_of
 from tests.runtime import schedules
 from tests.runtime.trainers import split_cases
