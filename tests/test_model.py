@@ -1,7 +1,5 @@
 """Models: defaults, messages, and what a run of layers is as one stage."""
 
-from __future__ import annotations
-
 from functools import reduce
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """Micro-batches of several costs, in a given order or in samples: the core, and its solver."""
 
-from __future__ import annotations
-
 import json
 import random
 from math import inf

@@ -1,7 +1,5 @@
 """Idle time by cause, and the slack of every lane: exact, however the problem is made."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

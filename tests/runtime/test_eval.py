@@ -1,7 +1,5 @@
 """An evaluation gives one process's outputs and losses, and leaves training as it was."""
 
-from __future__ import annotations
-
 import pytest
 
 import optpipe.runtime

@@ -1,7 +1,5 @@
 """Our schedules in torch's own runtime, and our runtime on stages that others have wrapped."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

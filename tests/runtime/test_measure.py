@@ -1,11 +1,9 @@
 """`measure`: exact bytes, work on a counted clock, and a problem that solves."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,9 +23,6 @@ from optpipe_solver.families.classic import build_one_f_one_b
 from tests.runtime import measured
 from tests.runtime.delaying import DelayingLinear
 from tests.strategies import few
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ONCE = Effort(repeats=1, warmups=0)
 FLOAT = 4

@@ -1,7 +1,5 @@
 """OFFLOAD, RELEASE and RELOAD of one stage in one process."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Slices of a sequence: keys, values and their gradients go from slice to slice."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who is to blame, by what one rank knows; ranks are watchdogs with a store, in one process."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

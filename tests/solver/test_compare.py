@@ -1,7 +1,5 @@
 """Every method on one problem in one table; and changed problems, solved and told beside it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,20 +1,15 @@
 """A proven optimum is the least over all programs there are."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 
+from optpipe import Problem
 from optpipe_solver import SolveStatus, solve
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems_with_pairs
 from tests.strategies import few
-
-if TYPE_CHECKING:
-    from optpipe import Problem
 
 
 def _tight(**fields: object) -> Problem:

@@ -1,14 +1,10 @@
 """The last steps of a solve: less memory for the same length, and orders that noise delays less."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given
 
-from optpipe import InputError, Programs, check_schedule, dump_schedule, simulate
+from optpipe import InputError, Problem, Programs, check_schedule, dump_schedule, simulate
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance
@@ -28,10 +24,6 @@ from optpipe_solver.ranking import peak_shares
 from optpipe_solver.solve import record
 from tests.building import bus, problem, programs, stage
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from optpipe import Problem
-
 
 LAYERS = {"transformer": 1}
 

@@ -1,7 +1,5 @@
 """Whose turn it is, what a solve starts from, and threads that end when told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Models of transformers come apart into stages that are the model, and train as it does."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A model is cut into stages that share its modules, train as it does, and have its keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

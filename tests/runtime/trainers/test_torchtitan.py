@@ -1,7 +1,5 @@
 """torchtitan's debug model trains by our schedules as by its own, on four ranks over gloo."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib import metadata
 from typing import Any

@@ -1,9 +1,7 @@
 """The search over cells: every schedule is met, and what it denies does not exist."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -19,9 +17,6 @@ from optpipe_solver.incumbent import Incumbent
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MOST = 4_000
 

@@ -1,7 +1,5 @@
 """The search over counts: it loses no schedule, finds the best, and says when it does not know."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

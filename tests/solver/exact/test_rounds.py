@@ -1,8 +1,7 @@
 """Exact searches in rounds: what few devices prove and what beams find, all of it legal."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.fifo_search import search_fifo_beam
 from optpipe_solver.exact.general_search import beam_can_search, search_beam
-from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from optpipe_solver.exact.rounds import (
     improve_by_beam,
     improve_by_exact_search,
@@ -27,12 +26,6 @@ from tests.solver.exact.test_general_search import three_in_room_for_two
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.solver.starting import serially, started
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe_solver.exact.layers import LayeredOutcome
-
 
 REAL = {"activation_bytes": 3_724_541_952, "weight_context_bytes": 1_610_612_736}
 

@@ -1,7 +1,5 @@
 """GPipe, 1F1B-R, ZB-H2 and interleaved 1F1B: golden programs, formulas, published rates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

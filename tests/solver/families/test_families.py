@@ -1,10 +1,8 @@
 """The families: golden programs, published numbers, and legality on anything."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,16 +13,12 @@ from optpipe.problem import LicensedPair
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families import FAMILIES, Family
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
-from optpipe_solver.families.registry import replaced
+from optpipe_solver.families.registry import Shape, replaced
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.families.pipelines import lines, loops
 from tests.solver.families.v_problems import v_problems
 from tests.solver.offload_fit.test_fit import fit_memory
 from tests.strategies import Case, cases, few, problems
-
-if TYPE_CHECKING:
-    from optpipe_solver.families.registry import Shape
-
 
 TABLE = json.loads(
     (Path(__file__).parents[2] / "data/published/zero_bubble_table.json").read_text()

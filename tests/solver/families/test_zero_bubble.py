@@ -1,7 +1,5 @@
 """The Zero Bubble greedy: golden programs, published rates, every limit, legality, its clock."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
