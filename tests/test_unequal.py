@@ -29,15 +29,7 @@ from optpipe_solver.replan import replan
 from tests.building import programs
 from tests.oracle import Ticking, device_peak, host_peaks, is_legal
 from tests.solver.exhaustive import optimum
-from tests.strategies import (
-    Case,
-    cases,
-    documents,
-    few,
-    mutated,
-    random_programs,
-    tightened,
-)
+from tests.strategies import Case, cases, documents, few, mutated, random_programs, tightened
 
 OBJECTIVES = ["makespan", "span"]
 

@@ -239,13 +239,7 @@ def _groups_table(menus: Iterable[StageMenu]) -> Table:
 
 
 def _modes_table(measured: Profile) -> Table:
-    table = text_table(
-        "left by F",
-        "offload",
-        "stays",
-        "again\nms",
-        texts=("stage", "mode"),
-    )
+    table = text_table("left by F", "offload", "stays", "again\nms", texts=("stage", "mode"))
     for index, (facts, result) in enumerate(
         zip(measured.measurements.stages, measured.results, strict=True)
     ):

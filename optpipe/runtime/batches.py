@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = [
-    "NOT_SAID",
-    "GivenBatch",
-    "Microbatches",
-    "given_batch",
-    "keywords_of",
-    "tensors_in",
-]
+__all__ = ["NOT_SAID", "GivenBatch", "Microbatches", "given_batch", "keywords_of", "tensors_in"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -348,12 +348,7 @@ class SchedulePoller:
     """
 
     def __init__(
-        self,
-        source: Source,
-        version: int,
-        *,
-        wait_s: float = 30.0,
-        first_pause_s: float = 1.0,
+        self, source: Source, version: int, *, wait_s: float = 30.0, first_pause_s: float = 1.0
     ) -> None:
         self._source = source
         self._known = version

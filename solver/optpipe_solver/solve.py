@@ -207,12 +207,7 @@ class _SolveRun:
             left_s = min(left_s, _LAST_SHARE * limits.time_limit_s)
         else:
             work = _LAST_SHARE * limits.work_limit
-        stop = Stop(
-            left_s,
-            work=work,
-            seed=limits.seed,
-            should_stop=ended.is_set,
-        )
+        stop = Stop(left_s, work=work, seed=limits.seed, should_stop=ended.is_set)
         if self.best.work is not None:
             self.best.work = self.stop.spent
 

@@ -114,10 +114,7 @@ def slower(given: Problem, rows: Programs, slack: LaneSlack, factor: float) -> f
 
 _LINE = [stage(0, output_bytes=5 * UNIT), stage(1)]
 _QUEUED = problem(
-    _LINE,
-    m=3,
-    links=[{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}],
-    format="optpipe/problem/v2",
+    _LINE, m=3, links=[{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}], format="optpipe/problem/v2"
 )
 _GPIPE = programs("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
 _COPIED = problem([offloadable()], m=2)

@@ -23,13 +23,7 @@ from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import Action
 from tests.runtime.live_bytes import LiveBytes, Moment
 from tests.runtime.schedules import V_SHAPE
-from tests.runtime.small_model import (
-    own_part,
-    small_data,
-    small_loss,
-    small_runner,
-    torch_stages,
-)
+from tests.runtime.small_model import own_part, small_data, small_loss, small_runner, torch_stages
 
 WIDTH = 48
 LENGTH = 24

@@ -91,8 +91,7 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
 
 
 @pytest.mark.parametrize(
-    "placement",
-    [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)],
+    "placement", [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)]
 )
 def test_the_peak_is_the_plans_and_nothing_is_left(ranks, placement):
     problem = _measured(placement)

@@ -15,13 +15,7 @@ from torch.nn import functional
 from optpipe.errors import OffloadError
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.offload import (
-    CudaCopies,
-    HostPool,
-    Offloader,
-    PlainCopies,
-    host_memory_bytes,
-)
+from optpipe.runtime.offload import CudaCopies, HostPool, Offloader, PlainCopies, host_memory_bytes
 from optpipe.runtime.passes import WeightGradients, split_linears
 from tests.runtime.recording import RecordingCuda
 

@@ -16,14 +16,7 @@ from optpipe.runtime.preflight import Shapes, TensorShape
 from optpipe.schedule import ActionType
 from optpipe_solver.replan import replan
 from tests.runtime import schedules
-from tests.runtime.small_model import (
-    NUM_BLOCKS,
-    SAMPLES,
-    WIDTH,
-    own_part,
-    small_data,
-    small_stages,
-)
+from tests.runtime.small_model import NUM_BLOCKS, SAMPLES, WIDTH, own_part, small_data, small_stages
 
 LENGTHS = (1, 3, 4, 7, 12)
 

@@ -37,12 +37,7 @@ from optpipe.runtime.measuring.times import (
 )
 from optpipe.runtime.messages import boundary_room
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
-from optpipe.runtime.passes import (
-    WeightGradients,
-    check_delaying,
-    deferred_bytes,
-    split_linears,
-)
+from optpipe.runtime.passes import WeightGradients, check_delaying, deferred_bytes, split_linears
 from optpipe.runtime.preflight import as_tensors, meshes_of
 from optpipe.schedule import ActionType
 from optpipe.stage import Mode
@@ -259,11 +254,7 @@ def _measure_stage(
         memory = measure_memory(stage, footprint.held_bytes)
         waiting = deferred_bytes(stage.module)
         durations = time_passes(
-            stage,
-            clock,
-            repeats=effort.repeats,
-            warmups=effort.warmups,
-            can_split=waiting > 0,
+            stage, clock, repeats=effort.repeats, warmups=effort.warmups, can_split=waiting > 0
         )
         bandwidths = None
         if footprint.offload_sizes:

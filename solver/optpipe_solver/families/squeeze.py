@@ -60,12 +60,7 @@ def rules_in_bytes(problem: Problem, *, fused: bool) -> GreedyRules:
 
 
 def rules_of(
-    problem: Problem,
-    delta: Ints,
-    workspace: Ints,
-    limit: Ints,
-    *,
-    fused: bool,
+    problem: Problem, delta: Ints, workspace: Ints, limit: Ints, *, fused: bool
 ) -> GreedyRules:
     """Return the rules for what each pass adds, its workspace, and a limit per device."""
     widest = max(len(held) for held in problem.stages_of)

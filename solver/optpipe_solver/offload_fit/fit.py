@@ -22,16 +22,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Floats, Ints
 
-__all__ = [
-    "THOROUGH",
-    "UNLIMITED",
-    "Fit",
-    "Fitted",
-    "Frame",
-    "Ran",
-    "fit",
-    "hide_offload",
-]
+__all__ = ["THOROUGH", "UNLIMITED", "Fit", "Fitted", "Frame", "Ran", "fit", "hide_offload"]
 
 
 UNLIMITED = 2**62

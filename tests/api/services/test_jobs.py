@@ -15,11 +15,7 @@ from optpipe import Problem, check_schedule, evaluate, load_schedule
 from optpipe.schedule import Provenance
 from optpipe.wire import Cache, JobKind, JobOptions, JobState
 from optpipe_api.access import ANYBODY, Principal, Role
-from optpipe_api.errors import (
-    BodyTooHeavyError,
-    JobNotFoundError,
-    ScheduleNotFoundError,
-)
+from optpipe_api.errors import BodyTooHeavyError, JobNotFoundError, ScheduleNotFoundError
 from optpipe_api.jobs import (
     AttemptOutcome,
     HistoryEntry,

@@ -84,11 +84,7 @@ class _OwnParameter(nn.Module):
 @pytest.mark.parametrize(
     ("model", "given", "text"),
     [
-        (
-            language_model,
-            {"layers_per_stage": [4, 3]},
-            r"7 layers, and 0 lists .*blocks \(8\)",
-        ),
+        (language_model, {"layers_per_stage": [4, 3]}, r"7 layers, and 0 lists .*blocks \(8\)"),
         (
             language_model,
             {"layers_per_stage": [4, 3], "blocks": "blocks"},
@@ -114,11 +110,7 @@ class _OwnParameter(nn.Module):
             {"module_fqns_per_model_part": [["token"], ["blocks", "norm"]]},
             r"parameter head.weight of shape \(19, 8\) is in no stage",
         ),
-        (
-            _OwnParameter,
-            {"layers_per_stage": [1, 1]},
-            r"position of shape \(3,\) is in no",
-        ),
+        (_OwnParameter, {"layers_per_stage": [1, 1]}, r"position of shape \(3,\) is in no"),
         (language_model, {}, "needs layers_per_stage or module_fqns_per_model_part"),
     ],
 )

@@ -327,8 +327,7 @@ def test_a_loop_is_closed_by_the_slowest_link_of_the_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "links",
-    [[], [{"from": 0, "to": 1, "latency_ms": 1}, {"from": 2, "to": 0, "latency_ms": 9}]],
+    "links", [[], [{"from": 0, "to": 1, "latency_ms": 1}, {"from": 2, "to": 0, "latency_ms": 9}]]
 )
 def test_a_loop_is_not_closed_where_all_is_free_or_a_link_is_there(links: list[object]) -> None:
     line = problem([stage(device) for device in range(3)], links=links)

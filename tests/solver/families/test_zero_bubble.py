@@ -190,8 +190,7 @@ def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -
     for setting in settings_:
         plan = plan_line(line, *setting)
         rows = programs_by_device(
-            given,
-            [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))],
+            given, [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))]
         )
         run = simulate(given, rows)
         for s, held in enumerate(given.stages):
