@@ -20,6 +20,7 @@ from tests.building import UNIT
 from tests.strategies import Case, cases, documents, few, random_programs, tightened
 
 if TYPE_CHECKING:
+    from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.local_search.annealing import Course, Table
     from optpipe_solver.local_search.moves import Draw
 
@@ -66,6 +67,12 @@ def move_once(table: Table, course: Course, ms: float, draw: Draw, age: int) -> 
     return int(course.counts[2]) != 0
 
 
+def ends_of(table: Table, codes: Ints) -> Floats:
+    """When actions end as the board has it; copies on their own lane."""
+    copies = np.isin(codes // table.times.num_cells, [OFFLOAD, RELOAD])
+    return np.where(copies, table.board.end[np.where(copies, codes, 0)], table.board.clock[codes])
+
+
 def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
     """A path leads from an action that starts at 0 to where the objective ends; time flows.
 
@@ -85,8 +92,7 @@ def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
     assert board.clock[path[-1]] == times.duration[path[-1]]
     if times.there.any() or times.back.any() or not table.rules.incremental:
         return
-    copies = np.isin(path // times.num_cells, [OFFLOAD, RELOAD])
-    ends = np.where(copies, board.end[np.where(copies, path, 0)], board.clock[path])
+    ends = ends_of(table, path)
     starts = (ends - times.duration[path])[:-1]
     early = np.minimum(abs(starts - ends[1:]), abs(starts - board.clock[path[1:]]))
     assert (early < 1e-9).all()
@@ -142,6 +148,9 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     run = simulate(case.problem, programs)
     assert compiled.length_ms(rows_on(table.board)) == (run.makespan_ms, run.span_ms)
     for device, program in enumerate(programs):
+        if table.rules.incremental:
+            ends = ends_of(table, table.board.actions[device, : len(program)])
+            assert ends.tolist() == [one.end for one in run.times[device]]
         held = max(host_walk(case.problem, program), default=0)
         assert table.board.hosts[device] == held or not table.rules.hosts_limited
 
