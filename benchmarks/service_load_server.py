@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 
 from optpipe_api import Settings, create_app
-from optpipe_api.logs import set_up_logs
-from optpipe_api.server import ApiServer, let_go, server_config
+from optpipe_api.main import ApiServer, let_go, server_config
+from optpipe_api.telemetry import set_up_logs
 from tests.api import fake_solver
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from optpipe import OptPipeError, dump_schedule, load_problem, simulate
-from optpipe.cli.report import number_table, progress_line
+from optpipe.cli.console import number_table, progress_line
 from optpipe.client import Client
 from optpipe.plot.terminal import ScheduleView
 from optpipe_solver.families.classic import build_one_f_one_b

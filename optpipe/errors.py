@@ -11,10 +11,13 @@
     |   |-- ScheduleFormatError        a schedule file or object
     |   |-- ScheduleMismatchError      a schedule for another problem
     |   |-- IllegalScheduleError       well formed, but breaks a rule; carries .violations
-    |   `-- InfeasibleProblemError     no schedule exists; carries .needs
+    |   |-- InfeasibleProblemError     no schedule exists; carries .needs
+    |   `-- PreflightError             refused before the first step, on every rank alike
     `-- WorldError (RuntimeError)      the input is fine, the world is not
         |-- ServiceError               the service refused or failed; carries .status
         |-- ServiceUnreachableError    nobody answers
+        |-- RankError                  another rank failed, and this one stopped because of it
+        |-- OffloadError               activations were needed while they were on the host
         `-- MissingExtraError          a package of an optional extra is not installed
 
 A message has three parts: the value, the rule, and what to do.
@@ -42,8 +45,11 @@ __all__ = [
     "MeasurementError",
     "MissingExtraError",
     "ModelError",
+    "OffloadError",
     "OptPipeError",
+    "PreflightError",
     "ProblemError",
+    "RankError",
     "ScheduleFormatError",
     "ScheduleMismatchError",
     "ServiceError",
@@ -338,3 +344,21 @@ def _model_inside(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
+
+
+class PreflightError(InputError):
+    """The ranks, stages, batch or schedule do not fit together; the same text on every rank."""
+
+    code = "runtime.preflight"
+
+
+class RankError(WorldError):
+    """Another rank failed; the message holds its cause."""
+
+    code = "runtime.rank"
+
+
+class OffloadError(WorldError):
+    """Activations were asked for in a state in which the device does not hold them."""
+
+    code = "runtime.offload"

@@ -4,8 +4,6 @@ Sizes are multiples of `UNIT` where a transfer's time matters: one UNIT takes 1 
 2 ms at 0.5 GB/s, so every time in these tests is a whole number and equality is exact.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from optpipe import Problem, Programs, parse_action

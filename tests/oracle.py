@@ -4,19 +4,14 @@ Legality: a regular expression per (stage, micro-batch), a graph sorted topologi
 from the state every (stage, micro-batch) is in. Time: a clock that ticks one millisecond at a time.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from optpipe import Action, ActionType, Problem, Program, Programs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe.problem import Link, Stage
+from optpipe.problem import Link, Stage
 
 _TRIP = ("OFFLOAD", "RELEASE", "RELOAD")
 _BACKWARDS = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)

@@ -1,9 +1,8 @@
 """Hypothesis strategies: small random problems, and legal programs for them."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,9 +10,6 @@ from hypothesis import strategies as st
 from optpipe import Action, ActionType, Problem, Programs
 from tests.building import PLENTY, UNIT
 from tests.oracle import device_peak, host_peaks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 F, I, W, B = (  # noqa: E741 - DESIGN's letters
     ActionType.FORWARD,

@@ -1,7 +1,5 @@
 """Legality: a message and a marked cell for every rule, and an oracle for everything else."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -18,8 +18,7 @@ from optpipe.client import (
     SolveFailedError,
     SubmissionArguments,
 )
-from optpipe.client.errors import refusal
-from optpipe.client.transport import Address
+from optpipe.client.transport import Address, refusal
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,

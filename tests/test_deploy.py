@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from optpipe_api import Settings, create_app
-from optpipe_api.server import server_config
+from optpipe_api.main import server_config
 from tests.test_packaging import ROOT
 
 COMPOSE = ROOT / "deploy" / "compose.yaml"

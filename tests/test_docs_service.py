@@ -13,8 +13,8 @@ import pytest
 
 from optpipe_api import Settings, jobs
 from optpipe_api.access import Role
-from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.store import open_stores
+from optpipe_api.telemetry import ServiceMetrics
 from tests.api.live import make_settings, running
 from tests.test_packaging import ROOT
 

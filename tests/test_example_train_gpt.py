@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from examples.gpt_model import ALPHABET, make_batch, sums
-from examples.train_gpt import solve, with_room
+from examples.train_gpt import ALPHABET, make_batch, solve, sums, with_room
 from optpipe import (
     Problem,
     Programs,

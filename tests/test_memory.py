@@ -1,7 +1,5 @@
 """Memory is a property of the program: the prefix walk, by hand, by an oracle, under any timing."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Models: defaults, messages, and what a run of layers is as one stage."""
 
-from __future__ import annotations
-
 from functools import reduce
 from itertools import accumulate
 from typing import Any
@@ -123,9 +121,7 @@ def test_a_run_never_needs_more_than_its_stage_says(found: list[dict[str, Any]])
 
 
 @given(st.lists(layers(), min_size=1, max_size=5))
-def test_a_recomputed_run_never_needs_more_than_its_stage_says(
-    found: list[dict[str, Any]],
-) -> None:
+def test_a_recomputed_run_never_needs_more_than_its_stage_says(found: list[dict[str, Any]]) -> None:
     """F keeps checkpoints, less what a recomputation brings back; it holds a layer's input."""
     stages = as_stages([{"recompute_ms": 1, "checkpoint_bytes": 0, **held} for held in found])
     whole = reduce(fuse, stages)

@@ -1,16 +1,14 @@
 """Pairs: a forward and a backward that run together (DESIGN section 3)."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from optpipe import Problem, ProblemError, simulate
+from optpipe import Problem, ProblemError, Programs, simulate
 from optpipe.check import find_violations
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError
 from optpipe.formats.csv import dump_csv, load_csv
@@ -21,11 +19,8 @@ from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.families.overlapped import build_dualpipe_v
+from optpipe_solver.families.classic import build_dualpipe_v
 from tests.building import problem, stage
-
-if TYPE_CHECKING:
-    from optpipe import Programs
 
 
 def _v(p: int, m: int, hidden_ms: float) -> Problem:

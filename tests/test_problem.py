@@ -1,7 +1,5 @@
 """Problems: defaults, the canonical hash, and a message for every rule."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules as records: their rules, hashes and gap."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The meaning of time: every sentence of DESIGN section 3 by hand, then against a ticking clock."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sweeps: every combination of the axes' values, each a problem that is checked like any other."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Micro-batches of several costs, in a given order or in samples: the core, and its solver."""
 
-from __future__ import annotations
-
 import json
 import random
 from math import inf
@@ -24,22 +22,14 @@ from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.dealing import orders
 from optpipe_solver.families.classic import build_one_f_one_b, build_serial
 from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.last_steps import with_device_factors
 from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.replan import replan
-from optpipe_solver.robust import with_device_factors
 from tests.building import programs
 from tests.oracle import Ticking, device_peak, host_peaks, is_legal
 from tests.solver.exhaustive import optimum
-from tests.strategies import (
-    Case,
-    cases,
-    documents,
-    few,
-    mutated,
-    random_programs,
-    tightened,
-)
+from tests.strategies import Case, cases, documents, few, mutated, random_programs, tightened
 
 OBJECTIVES = ["makespan", "span"]
 

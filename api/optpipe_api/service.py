@@ -10,10 +10,9 @@ import structlog
 
 from optpipe_api.engine.engine import SILENT, SlotEngine, open_solvers
 from optpipe_api.services.batches import BatchService
-from optpipe_api.services.cache import JobCache
 from optpipe_api.services.deployments import DeploymentService, Rounds
 from optpipe_api.services.events import ConnectionLimit
-from optpipe_api.services.jobs import JobService
+from optpipe_api.services.jobs import JobCache, JobService
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.render import Charts
 from optpipe_api.store import open_stores

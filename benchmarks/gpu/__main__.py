@@ -25,10 +25,10 @@ PARTS = {
     ),
     "b": ("alone", "slowdown", "Every micro-batch offloaded, against none"),
     "c": ("alone", "largest", "The largest size that fits, without offload and with"),
-    "d": ("shared", "shared_card", "Four ranks on one card: losses beside one process"),
+    "d": ("runs", "shared_card", "Four ranks on one card: losses beside one process"),
     "e": ("alone", "beside_estimate", "Four layers of Llama-3 8B: measured, and estimated"),
-    "f": ("megatron", "megatron", "Megatron-Core's GPT: its own schedule, and ours with offload"),
-    "g": ("shared", "torchtitan", "torchtitan's model on four ranks: its own 1F1B, and ours"),
+    "f": ("runs", "megatron", "Megatron-Core's GPT: its own schedule, and ours with offload"),
+    "g": ("runs", "torchtitan", "torchtitan's model on four ranks: its own 1F1B, and ours"),
 }
 LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80, "e": 150, "f": 120, "g": 120}
 
@@ -89,7 +89,7 @@ def _machine(device: str) -> dict[str, str]:
     # Loading torch takes seconds, which the parts' own processes spend anyway.
     import torch
 
-    from optpipe.runtime.measuring.devices import device_name
+    from optpipe.runtime.measuring.times import device_name
 
     return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),

@@ -5,6 +5,17 @@ bound as its floor, the same seconds and threads. Micro-batches go in order wher
 nothing. Elsewhere the first half of the time is spent on that restriction, which finds good
 schedules sooner (measured) and proves nothing, and the rest on the free order from the best so far.
 Every solution is lowered to programs and judged by `find_violations` and `simulate`.
+
+The model: compute actions of a device are intervals that may not overlap. A fused backward is the
+same interval as the input gradient with another length. A RELOAD is issued between compute actions:
+an interval of length 0 among them. Memory is one cumulative profile per device, made of the
+intervals in which bytes are held; as compute actions follow one another, the profile over time is
+the prefix walk over the program (`optpipe.memory`).
+
+Where this is a relaxation of `optpipe.simulate`: transfers that compete between devices of a PCIe
+group, or between the directions of a half-duplex device, may go in any order, while the simulator
+goes by issue time; under the span objective a device's first action may be delayed; actions of
+length 0 may share an instant in any order. Bounds stay bounds; solutions are lowered and judged.
 """
 
 from __future__ import annotations
@@ -13,26 +24,425 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ortools.sat.python import cp_model
 
 from benchmarks.jobs import BestLegal, PeerAnswer, PeerJob
-from benchmarks.peers.cp_data import in_order, in_order_loses_nothing, renamed
-from benchmarks.peers.cp_model import PipelineModel
+from benchmarks.peers.cp_data import (
+    Scale,
+    fusing_may_pay,
+    in_order,
+    in_order_loses_nothing,
+    memory_binds,
+    renamed,
+)
 from optpipe import Action, ActionType, simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ortools.sat.python.cp_model import IntVar
 
     from benchmarks.peers.cp_data import Cell
-    from benchmarks.peers.cp_model import Parts
-    from optpipe import Program, Programs
+    from optpipe import Problem, Program, Programs, Stage
     from optpipe.simulate import Times
 
-__all__ = ["cp_sat"]
+__all__ = ["Parts", "PipelineModel", "cp_sat"]
+
+
+Linear: TypeAlias = cp_model.LinearExpr | int
+Literal: TypeAlias = cp_model.BoolVarT
+Held: TypeAlias = list[tuple[cp_model.IntervalVar, int]]
+"""Intervals with the bytes that are held in each."""
+
+# --- The variables and intervals of one (stage, micro-batch), and what they stand on.
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The variables of one (stage, micro-batch); None where the problem gives no choice.
+
+    Starts are in units of time. ``done`` is when the backward ends, where its length is a choice;
+    ``again`` when a RECOMPUTE starts; ``issue`` when the RELOAD stands in the program, ``away`` and
+    ``back`` when the copies themselves start; ``leave`` when the OFFLOAD stands in the program,
+    where the host's memory is limited.
+    """
+
+    forward: cp_model.IntVar
+    backward: cp_model.IntVar
+    weight: cp_model.IntVar
+    done: cp_model.IntVar | None = None
+    fused: cp_model.IntVar | None = None
+    offloaded: cp_model.IntVar | None = None
+    recomputed: cp_model.IntVar | None = None
+    again: cp_model.IntVar | None = None
+    away: cp_model.IntVar | None = None
+    issue: cp_model.IntVar | None = None
+    back: cp_model.IntVar | None = None
+    leave: cp_model.IntVar | None = None
+
+    @property
+    def split(self) -> Sequence[Literal]:
+        """What must hold for the backward to be I and W: nothing, or that it is not fused."""
+        return [] if self.fused is None else [~self.fused]
+
+
+# --- The model.
+
+
+class PipelineModel:
+    """All variables and constraints of one problem.
+
+    Parameters
+    ----------
+    problem
+        What is to be scheduled.
+    horizon_ms
+        Only schedules whose objective is at most this are looked for.
+    in_order
+        Whether micro-batches go first in, first out through every pass of every stage. Where that
+        may lose something, the model proves nothing.
+    floor_ms
+        A proven lower bound of the objective.
+    """
+
+    def __init__(
+        self, problem: Problem, horizon_ms: float, *, in_order: bool, floor_ms: float = 0.0
+    ) -> None:
+        self.problem = problem
+        self.in_order = in_order
+        self.scale = Scale(problem)
+        self.horizon = self.scale.units_up(horizon_ms)
+        span = problem.objective == "span"
+        self.top = self.horizon * (2 if span else 1)
+        self.model = cp_model.CpModel()
+        self.tight = [memory_binds(problem, device) for device in range(len(problem.devices))]
+        self.compute: list[list[cp_model.IntervalVar]] = [[] for _ in problem.devices]
+        self.lanes: dict[tuple[object, ...], list[cp_model.IntervalVar]] = {}
+        self.held: list[Held] = [[] for _ in problem.devices]
+        self.on_host: list[Held] = [[] for _ in problem.devices]
+        self.parts: dict[Cell, Parts] = {}
+        floor = min(self.scale.units(floor_ms), self.horizon)
+        self.length = self.model.new_int_var(floor, self.horizon, "length")
+        for s in range(len(problem.stages)):
+            for j in range(problem.num_microbatches):
+                self._add_cell(s, j)
+        self._add_constraints()
+
+    @property
+    def proves(self) -> bool:
+        """Whether the model's bound is a bound of the problem."""
+        return not self.in_order or in_order_loses_nothing(self.problem)
+
+    def _add_constraints(self) -> None:
+        self.data_arrives()
+        self.one_after_another()
+        self.equal_micro_batches()
+        self.memory_lags()
+        self.fits_device_memory()
+        self.fits_host_memory()
+        self.ends_within_length()
+        self.model.minimize(self.length)
+
+    def data_arrives(self) -> None:
+        """A pass starts when the pass it needs has ended and its output has arrived."""
+        for (s, j), parts in self.parts.items():
+            if s + 1 == len(self.problem.stages):
+                continue
+            following = self.parts[s + 1, j]
+            there, back = (self.scale.units(ms) for ms in self.problem.boundary_ms[s])
+            self.model.add(following.forward >= self.forward_end(s, parts) + there)
+            self.model.add(parts.backward >= self.backward_end(s + 1, following) + back)
+
+    def one_after_another(self) -> None:
+        """Compute actions of a device, and transfers of a lane, do not overlap."""
+        for lane in (*self.compute, *self.lanes.values()):
+            if len(lane) > 1:
+                self.model.add_no_overlap(lane)
+
+    def equal_micro_batches(self) -> None:
+        """Micro-batches are identical: stage 0 takes them in order; in_order, every pass does."""
+        for s in range(len(self.problem.stages)):
+            for j, k in pairwise(range(self.problem.num_microbatches)):
+                first, second = self.parts[s, j], self.parts[s, k]
+                if s == 0 or self.in_order:
+                    self.model.add(second.forward >= self.forward_end(s, first))
+                if self.in_order:
+                    self.model.add(second.backward >= self.backward_end(s, first))
+                    split = [*first.split, *second.split]
+                    end = self.weight_end(s, first)
+                    self.model.add(second.weight >= end).only_enforce_if(split)
+
+    def memory_lags(self) -> None:
+        """With room for c activations, F(n) waits for the backward of n - c (redundant).
+
+        In order, when F(n) starts, n + 1 forwards have started; were fewer than n + 1 - c backwards
+        over, more than c activations would be held. Likewise for weight contexts: with every
+        backward before n over, (room - activation) / context of them may be held at most, and
+        fewer backwards hold more, as the context is not larger than the activation.
+        """
+        if not self.in_order or not self.proves:
+            return
+        for (s, n), parts in self.parts.items():
+            stage = self.problem.stages[s]
+            room = self._room(stage.device)
+            full, context = stage.activation_bytes, stage.weight_context_bytes
+            if not self.tight[stage.device] or full == 0:
+                continue
+            before = n - room // full
+            if before >= 0:
+                end = self.backward_end(s, self.parts[s, before])
+                self.model.add(parts.forward >= end)
+            if parts.fused is None and 0 < context <= full:
+                before = n - 1 - (room - full) // context
+                if before >= 0:
+                    end = self.weight_end(s, self.parts[s, before])
+                    self.model.add(parts.forward >= end)
+
+    def _room(self, device: int) -> int:
+        held = self.problem.devices[device]
+        return held.usable_bytes - self.problem.static_bytes_of(device)
+
+    def fits_device_memory(self) -> None:
+        """What a device holds fits at every time."""
+        for device, held in enumerate(self.held):
+            if held:
+                unit, room = self.scale.memory(device)
+                sizes = [size // unit for _, size in held]
+                self.model.add_cumulative([interval for interval, _ in held], sizes, room)
+
+    def fits_host_memory(self) -> None:
+        """The largest holdings of a host's devices fit it together."""
+        for host in self.problem.hosts:
+            if host.memory_bytes is not None:
+                peaks = [
+                    self._host_peak(device, host.memory_bytes)
+                    for device, held in enumerate(self.on_host)
+                    if held and self.problem.devices[device].host == host.name
+                ]
+                self.model.add(sum(peaks) <= host.memory_bytes)
+
+    def _host_peak(self, device: int, most: int) -> cp_model.IntVar:
+        held = self.on_host[device]
+        peak = self.model.new_int_var(0, most, f"host peak {device}")
+        self.model.add_cumulative([copy for copy, _ in held], [size for _, size in held], peak)
+        return peak
+
+    def ends_within_length(self) -> None:
+        """The length covers every action and gradient reduction, from 0 or the device's first."""
+        for device, stages in enumerate(self.problem.stages_of):
+            origin = self._first(device, stages)
+            reductions = []
+            for s in stages:
+                sync = self._time(f"sync {s}")
+                size = self.scale.units(self.problem.stages[s].grad_sync_ms)
+                self._sync_follows(s, sync)
+                self.model.add(self.length >= sync + size - origin)
+                interval = self.model.new_fixed_size_interval_var(sync, size, f"sync {s}")
+                reductions.append(interval)
+            if len(reductions) > 1:
+                self.model.add_no_overlap(reductions)
+
+    def _first(self, device: int, stages: Sequence[int]) -> Linear:
+        """Return where the length of a device begins: 0, or under span its first forward."""
+        if self.problem.objective == "makespan":
+            return 0
+        first = self._time(f"first {device}")
+        for s in stages:
+            for j in range(self.problem.num_microbatches):
+                self.model.add(first <= self.parts[s, j].forward)
+        return first
+
+    def _sync_follows(self, s: int, sync: cp_model.IntVar) -> None:
+        """A stage's gradient reduction follows its last W or B (length 0: the stage's end)."""
+        for j in range(self.problem.num_microbatches):
+            parts = self.parts[s, j]
+            self.model.add(sync >= self.backward_end(s, parts))
+            end = self.weight_end(s, parts)
+            self.model.add(sync >= end).only_enforce_if(parts.split)
+
+    # --- The variables of a cell, and its intervals on lanes and profiles.
+
+    def _time(self, name: str) -> cp_model.IntVar:
+        return self.model.new_int_var(0, self.top, name)
+
+    def backward_end(self, s: int, parts: Parts) -> Linear:
+        if parts.done is not None:
+            return parts.done
+        return parts.backward + self.scale.units(self.problem.stages[s].backward_input_ms)
+
+    def weight_end(self, s: int, parts: Parts) -> Linear:
+        """Return when the W ends (meaningful where there is one)."""
+        return parts.weight + self.scale.units(self.problem.stages[s].backward_weight_ms)
+
+    def forward_end(self, s: int, parts: Parts) -> Linear:
+        return parts.forward + self.scale.units(self.problem.stages[s].forward_ms)
+
+    def _add_cell(self, s: int, j: int) -> None:
+        """Make the variables of a cell and put its intervals on lanes and profiles."""
+        parts = self._parts(s, j)
+        self.parts[s, j] = parts
+        self._compute(s, parts)
+        self._recompute(s, parts)
+        self._transfers(s, parts)
+        if self.tight[self.problem.stages[s].device]:
+            self._memory(s, parts)
+            self._context_and_workspace(s, parts)
+
+    def _parts(self, s: int, j: int) -> Parts:
+        stage, name = self.problem.stages[s], f"{s}_{j}"
+        tight = self.tight[stage.device]
+        goes, again = tight and self.problem.can_offload(s), tight and stage.can_recompute
+        fuses = fusing_may_pay(stage)
+        limited = goes and self._host_is_limited(stage.device)
+        time, choice = self._time, self.model.new_bool_var
+        return Parts(
+            forward=time(f"F{name}"),
+            backward=time(f"I{name}"),
+            weight=time(f"W{name}"),
+            done=time(f"done{name}") if fuses else None,
+            fused=choice(f"fused{name}") if fuses else None,
+            offloaded=choice(f"offloaded{name}") if goes else None,
+            recomputed=choice(f"recomputed{name}") if again else None,
+            again=time(f"again{name}") if again else None,
+            away=time(f"away{name}") if goes else None,
+            issue=time(f"issue{name}") if goes else None,
+            back=time(f"back{name}") if goes else None,
+            leave=time(f"leave{name}") if limited else None,
+        )
+
+    def _host_is_limited(self, device: int) -> bool:
+        name = self.problem.devices[device].host
+        return any(h.name == name and h.memory_bytes is not None for h in self.problem.hosts)
+
+    def _compute(self, s: int, parts: Parts) -> None:
+        """F, then I or B; W after I. A fused B is the same interval with another length."""
+        stage, model = self.problem.stages[s], self.model
+        lane, end = self.compute[stage.device], self.backward_end(s, parts)
+        split = self.scale.units(stage.backward_input_ms)
+        size: Linear = split
+        if parts.fused is not None:
+            size = split + (self.scale.units(stage.fused_backward_ms) - split) * parts.fused
+        long_f = self.scale.units(stage.forward_ms)
+        long_w = self.scale.units(stage.backward_weight_ms)
+        lane.append(model.new_fixed_size_interval_var(parts.forward, long_f, "F"))
+        lane.append(model.new_interval_var(parts.backward, size, end, "I or B"))
+        there = parts.split[0] if parts.split else True
+        lane.append(model.new_optional_fixed_size_interval_var(parts.weight, long_w, there, "W"))
+        model.add(parts.backward >= self.forward_end(s, parts))
+        model.add(parts.weight >= end).only_enforce_if(parts.split)
+
+    def _recompute(self, s: int, parts: Parts) -> None:
+        """RECOMPUTE stands between F and the backward, and excludes offload."""
+        if parts.recomputed is None or parts.again is None:
+            return
+        stage, model, there = self.problem.stages[s], self.model, parts.recomputed
+        size = self.scale.units(stage.recompute_ms or 0.0)
+        interval = model.new_optional_fixed_size_interval_var(parts.again, size, there, "again")
+        self.compute[stage.device].append(interval)
+        model.add(parts.again >= self.forward_end(s, parts)).only_enforce_if(there)
+        model.add(parts.backward >= parts.again + size).only_enforce_if(there)
+        if parts.offloaded is not None:
+            model.add_at_most_one(there, parts.offloaded)
+
+    def _transfers(self, s: int, parts: Parts) -> None:
+        """Away after F; issued back, between compute actions, after that; back before I or B."""
+        there = parts.offloaded
+        if there is None or parts.away is None or parts.issue is None or parts.back is None:
+            return
+        model, device = self.model, self.problem.stages[s].device
+        away = self.scale.units(self.problem.offload_ms(s))
+        back = self.scale.units(self.problem.reload_ms(s))
+        first = parts.away if parts.leave is None else parts.leave
+        model.add(first >= self.forward_end(s, parts)).only_enforce_if(there)
+        model.add(parts.issue >= parts.away + away).only_enforce_if(there)
+        model.add(parts.back >= parts.issue).only_enforce_if(there)
+        model.add(parts.backward >= parts.back + back).only_enforce_if(there)
+        optional = model.new_optional_fixed_size_interval_var
+        self.compute[device].append(optional(parts.issue, 0, there, "issue"))
+        if parts.leave is not None:
+            model.add(parts.away >= parts.leave).only_enforce_if(there)
+            self.compute[device].append(optional(parts.leave, 0, there, "leave"))
+        for way, start, size in (("d2h", parts.away, away), ("h2d", parts.back, back)):
+            copy = optional(start, size, there, way)
+            for lane in self._lanes_of(device, way):
+                self.lanes.setdefault(lane, []).append(copy)
+
+    def _lanes_of(self, device: int, way: str) -> list[tuple[object, ...]]:
+        held = self.problem.devices[device]
+        own: tuple[object, ...] = (device,) if held.half_duplex else (device, way)
+        return [own] if held.pcie_group is None else [own, ("group", held.pcie_group, way)]
+
+    def _memory(self, s: int, parts: Parts) -> None:
+        """Bytes held: what every mode keeps from F to the backward, then what each keeps above."""
+        stage, end = self.problem.stages[s], self.backward_end(s, parts)
+        full = stage.activation_bytes
+        moved = stage.offload_bytes if parts.offloaded is not None else 0
+        checkpoint = full if parts.recomputed is None else stage.checkpoint_bytes or 0
+        least = min(full - moved, checkpoint)
+        kept = [~x for x in (parts.offloaded, parts.recomputed) if x is not None]
+        self._hold(stage, parts.forward, end, least, [])
+        self._hold(stage, parts.forward, end, full - least, kept)
+        if parts.offloaded is not None and parts.away is not None and parts.issue is not None:
+            gone = parts.away + self.scale.units(self.problem.offload_ms(s))
+            there = [parts.offloaded]
+            self._hold(stage, parts.forward, end, full - moved - least, there)
+            self._hold(stage, parts.forward, gone, moved, there)
+            self._hold(stage, parts.issue, end, moved, there)
+            if parts.leave is not None:
+                copy = self._interval(parts.leave, end, there)
+                self.on_host[stage.device].append((copy, moved))
+        if parts.recomputed is not None and parts.again is not None:
+            there = [parts.recomputed]
+            self._hold(stage, parts.forward, end, checkpoint - least, there)
+            self._hold(stage, parts.again, end, full - checkpoint, there)
+
+    def _context_and_workspace(self, s: int, parts: Parts) -> None:
+        """What is held between I and W, and what exists only while an action runs.
+
+        Where the context exceeds the activation, the I itself needs the difference: its peak is
+        the larger of before and after.
+        """
+        stage, start, end = self.problem.stages[s], parts.backward, self.backward_end(s, parts)
+        over = self.weight_end(s, parts)
+        made, context = self.forward_end(s, parts), stage.weight_context_bytes
+        above = max(0, context - stage.activation_bytes)
+        self._hold(stage, end, over, context, parts.split)
+        self._hold(stage, parts.forward, made, stage.forward_workspace_bytes, [])
+        needs = above + stage.backward_input_workspace_bytes
+        self._hold(stage, start, end, needs, parts.split)
+        self._hold(stage, parts.weight, over, stage.backward_weight_workspace_bytes, parts.split)
+        if parts.fused is not None:
+            self._hold(stage, start, end, stage.backward_workspace_bytes, [parts.fused])
+        if parts.recomputed is not None and parts.again is not None:
+            ends = parts.again + self.scale.units(stage.recompute_ms or 0.0)
+            needs = stage.recompute_workspace_bytes
+            self._hold(stage, parts.again, ends, needs, [parts.recomputed])
+
+    def _hold(
+        self, stage: Stage, start: Linear, end: Linear, size: int, where: Sequence[Literal]
+    ) -> None:
+        """Hold bytes from one time to another where all literals are true."""
+        if size > 0:
+            self.held[stage.device].append((self._interval(start, end, where), size))
+
+    def _interval(
+        self, start: Linear, end: Linear, where: Sequence[Literal]
+    ) -> cp_model.IntervalVar:
+        size = self.model.new_int_var(0, self.top, "held")
+        if not where:
+            return self.model.new_interval_var(start, size, end, "held")
+        there = where[0] if len(where) == 1 else self._all_of(where)
+        return self.model.new_optional_interval_var(start, size, end, there, "held")
+
+    def _all_of(self, literals: Sequence[Literal]) -> cp_model.IntVar:
+        both = self.model.new_bool_var("all")
+        self.model.add_bool_and(literals).only_enforce_if(both)
+        self.model.add_bool_or(both, *(~literal for literal in literals))
+        return both
+
 
 _RESTRICTED = 0.5
 """Share of the time for the restriction, where it is one."""

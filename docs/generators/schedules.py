@@ -16,8 +16,7 @@ from optpipe.memory import device_peak_bytes
 from optpipe.problem import LicensedPair, Microbatch
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
-from optpipe_solver.families.registry import Limit
-from optpipe_solver.families.replace import replaced
+from optpipe_solver.families.registry import Limit, replaced
 from optpipe_solver.portfolio import all_starts
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from optpipe.cli.compare import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
 from optpipe.cli.estimate import estimate_problem
 from optpipe.cli.explain import diff, explain
-from optpipe.cli.importing import import_measurements
 from optpipe.cli.plan import plan
 from optpipe.cli.plot import export, plot
-from optpipe.cli.profile import profile
+from optpipe.cli.profile import import_measurements, profile
 from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
 from optpipe.cli.solve import bound, check, solve
 from optpipe.cli.sweep import sweep

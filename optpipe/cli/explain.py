@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from optpipe.explain.what_if import Unasked
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
-    from optpipe_solver.what_if import WhatIf
+    from optpipe_solver.compare import WhatIf
 
 __all__ = ["DIFFERENT", "diff", "explain"]
 
@@ -141,7 +141,7 @@ def _ask(
     problem: Problem, programs: Programs, objective_ms: float, **options: Any
 ) -> Iterator[WhatIf | Unasked]:
     with needs_extra("solver"):
-        from optpipe_solver.what_if import what_if
+        from optpipe_solver.compare import what_if
 
         answers = what_if(problem, programs, objective_ms, **options)
     while True:

@@ -19,7 +19,10 @@ from optpipe.cli.console import (
     Threads,
     TimeLimit,
     WorkLimit,
+    gap_text,
     needs_extra,
+    nothing_found,
+    searching,
     stdout,
     text_table,
 )
@@ -34,7 +37,6 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.report import gap_text, nothing_found, searching
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem, load_model
 from optpipe.units import format_ms, format_share

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.check import check
-from optpipe.cli.console import ProblemFile, ScheduleFile, needs_extra, stdout
+from optpipe.cli.console import ProblemFile, ScheduleFile, baseline_programs, needs_extra, stdout
 from optpipe.cli.files import (
     check_apart,
     check_writable,
@@ -17,7 +17,6 @@ from optpipe.cli.files import (
     say_written,
     write_file,
 )
-from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
 from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.formats.csv import dump_csv

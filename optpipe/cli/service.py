@@ -31,8 +31,12 @@ from optpipe.cli.console import (
     TimeLimit,
     Url,
     WorkLimit,
+    gap_text,
     needs_extra,
     noise_of,
+    nothing_found,
+    progress_line,
+    show_schedule,
     stderr,
     stdout,
 )
@@ -46,7 +50,6 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.report import gap_text, nothing_found, progress_line, show_schedule
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.units import format_ms
 
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
 
     from optpipe.client import Client, Job
     from optpipe.problem import Problem
-    from optpipe_api.store.keys import KeyStore
+    from optpipe_api.store import KeyStore
 
 __all__ = ["fetch", "make_jobs_app", "make_keys_app", "serve", "submit"]
 

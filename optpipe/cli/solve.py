@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.console import (
+    MOST_DRAWN,
     Gap,
     Jitter,
     Method,
@@ -21,8 +22,14 @@ from optpipe.cli.console import (
     Threads,
     TimeLimit,
     WorkLimit,
+    baseline_programs,
+    gap_text,
     needs_extra,
     noise_of,
+    nothing_found,
+    number_table,
+    searching,
+    show_schedule,
     stderr,
     stdout,
 )
@@ -37,15 +44,6 @@ from optpipe.cli.files import (
     write_schedule,
 )
 from optpipe.cli.plot import check_drawable, draw_solved
-from optpipe.cli.report import (
-    MOST_DRAWN,
-    baseline_programs,
-    gap_text,
-    nothing_found,
-    number_table,
-    searching,
-    show_schedule,
-)
 from optpipe.errors import InfeasibleProblemError, InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_schedule

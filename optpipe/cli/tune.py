@@ -17,6 +17,8 @@ from optpipe.cli.console import (
     Threads,
     WorkLimit,
     needs_extra,
+    nothing_found,
+    searching,
     stderr,
     stdout,
     text_table,
@@ -47,7 +49,6 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.report import nothing_found, searching
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem
 from optpipe.presets import Configuration, Training, find_gpus, train_command

@@ -19,13 +19,13 @@
 
 Calls that can be repeated without harm are repeated, with growing pauses, where the service cannot
 be reached or asks for patience. That is nearly all of them: each submission carries a key under
-which the service makes only one job. What is refused raises the error that `optpipe.client.errors`
-draws. What the service answers is of `optpipe.wire` and `optpipe.tuned`.
+which the service makes only one job. What is refused raises the error that
+`optpipe.client.transport` draws. What the service answers is of `optpipe.wire` and `optpipe.tuned`.
 """
 
 from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncDeployment
 from optpipe.client.client import Batch, Client, Deployment
-from optpipe.client.errors import (
+from optpipe.client.transport import (
     BusyError,
     ConflictError,
     KeyRefusedError,

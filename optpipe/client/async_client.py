@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import httpx
 from httpx_sse import EventSource
 
-from optpipe.client.errors import NoScheduleError, error_of
 from optpipe.client.transport import (
     SILENCE_S,
     Address,
     EventCursor,
+    NoScheduleError,
     NoStreamError,
     Repeat,
     as_model,
     checked_id,
     document,
+    error_of,
     given,
     if_newer,
     is_told,
@@ -260,8 +261,8 @@ class AsyncClient:
     """A connection to a service; close it, or use it in a ``with``. It may be shared.
 
     Every method raises `ServiceUnreachableError` where nobody answers, and what
-    `optpipe.client.errors` draws where the service refuses. What several of them take: ``tags`` and
-    ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs;
+    `optpipe.client.transport` draws where the service refuses. What several of them take: ``tags``
+    and ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs;
     ``options``, ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds
     longer the service may wait for news before it answers, as far as it does; ``idempotency_key``,
     under which the service does a thing once: by default each call has its own.

@@ -1,4 +1,21 @@
-"""What goes into a request, when it is made again, how answers and events are read; no network."""
+"""What goes into a request, when it is made again, how answers and events are read; no network.
+
+One table makes errors of the codes of the service's refusals::
+
+    WorldError
+    |-- ServiceUnreachableError      nobody answers
+    `-- ServiceError                 the service refused or failed; carries .status, .problem_code
+        |-- KeyRefusedError          no API key, none that is known, or one of too small a role
+        |-- NotFoundError            no such job, batch or deployment, or none of yours
+        |-- NoScheduleError          the job or deployment has none (yet)
+        |-- ConflictError            not possible in the state the thing is in
+        |-- RequestRefusedError      the request breaks a rule of the service
+        |-- BusyError                too much is under way, or the service is stopping
+        `-- SolveFailedError         the solver died, or needs more than it may have
+
+What is wrong with the caller's own problem or model is told as if it had been found here:
+`ProblemError`, `ModelError`, `InfeasibleProblemError`, `MeasurementError` of `optpipe.errors`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +32,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from optpipe.client.errors import fault_of, refusal
-from optpipe.errors import InputError, ServiceError, ServiceUnreachableError
+from optpipe.errors import (
+    ActionSyntaxError,
+    InfeasibleProblemError,
+    InputError,
+    MeasurementError,
+    ModelError,
+    OptPipeError,
+    ProblemError,
+    ScheduleFormatError,
+    ScheduleMismatchError,
+    ServiceError,
+    ServiceUnreachableError,
+)
 from optpipe.formats.json import load_schedule
 from optpipe.problem import Problem
 from optpipe.wire import Event, EventKind, Job
@@ -30,14 +58,26 @@ if TYPE_CHECKING:
     from optpipe.schedule import Schedule
 
 __all__ = [
+    "ERRORS",
     "SILENCE_S",
     "Address",
+    "BusyError",
+    "ConflictError",
     "EventCursor",
+    "KeyRefusedError",
+    "NoScheduleError",
     "NoStreamError",
+    "NotFoundError",
     "Repeat",
+    "RequestRefusedError",
+    "ServiceError",
+    "ServiceUnreachableError",
+    "SolveFailedError",
     "as_model",
     "checked_id",
     "document",
+    "error_of",
+    "fault_of",
     "given",
     "if_newer",
     "is_told",
@@ -45,9 +85,113 @@ __all__ = [
     "newer_schedule",
     "numbered_schedule",
     "once",
+    "refusal",
     "tuning",
     "waiting",
 ]
+
+
+class KeyRefusedError(ServiceError):
+    """No API key was given, none that the service knows, or one whose role is too small."""
+
+
+class NotFoundError(ServiceError):
+    """There is no such job, batch or deployment, or none of yours."""
+
+
+class NoScheduleError(ServiceError):
+    """The job or deployment has no schedule, or none yet; the message says which."""
+
+
+class ConflictError(ServiceError):
+    """What is asked is not possible in the state that the thing is in."""
+
+
+class RequestRefusedError(ServiceError):
+    """The request breaks a rule or a limit of the service; the message says which."""
+
+
+class BusyError(ServiceError):
+    """Too much is under way, or the service is stopping; it was asked again in vain."""
+
+
+class SolveFailedError(ServiceError):
+    """A solver process died, or needs more memory or time than it may have."""
+
+
+_OWN_FAULTS = (
+    ProblemError,
+    ModelError,
+    InfeasibleProblemError,
+    MeasurementError,
+    ActionSyntaxError,
+    ScheduleFormatError,
+    ScheduleMismatchError,
+)
+_REFUSALS: dict[type[ServiceError], str] = {
+    KeyRefusedError: "key.required key.forbidden request.other_site",
+    NotFoundError: "not_found job.not_found model.none batch.not_found deployment.not_found",
+    # The last is only of jobs that failed, not of answers; likewise job.died.
+    NoScheduleError: "schedule.none solver.nothing_found",
+    ConflictError: "state.conflict idempotency.reused key.too_many_kept",
+    RequestRefusedError: "schedule.illegal input.invalid request.invalid request.media_type "
+    "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
+    "chart.beside schedule.too_large",
+    BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
+    "followers.full request.busy forms.busy store.unavailable "
+    "solver.unavailable",
+    SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
+}
+ERRORS: dict[str, type[OptPipeError]] = {
+    **{kind.code: kind for kind in _OWN_FAULTS},
+    **{code: kind for kind, codes in _REFUSALS.items() for code in codes.split()},
+}
+"""By the stable ``code`` of a problem detail or failed job; others are a plain `ServiceError`."""
+
+
+def refusal(answer: httpx.Response) -> OptPipeError:
+    """Return the error that a problem detail, or any other failed answer, stands for."""
+    fault = fault_of(answer)
+    detail = str(fault.get("detail") or _unexplained(answer))
+    code, needs = fault.get("code"), fault.get("needs")
+    known = code if isinstance(code, str) else None
+    return error_of(known, detail, needs if isinstance(needs, dict) else {}, answer.status_code)
+
+
+def _unexplained(answer: httpx.Response) -> str:
+    # A password in the address is nobody else's business.
+    asked = f"{answer.url.copy_with(userinfo=b'')} answered {answer.status_code}"
+    if answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return f"{asked} without a reason: the service, or what stands before it, is in trouble"
+    return (
+        f"{asked}, and not with a reason as the service gives one; is it the address of an OptPipe "
+        "service, with no more and no less of its path?"
+    )
+
+
+def error_of(
+    code: str | None, message: str, needs: dict[str, int], status: int = 200
+) -> OptPipeError:
+    """Return the error of a code; ``status`` is that of the answer which told it."""
+    kind = ERRORS.get(code or "", ServiceError)
+    if issubclass(kind, InfeasibleProblemError):
+        return kind(message, needs)
+    if issubclass(kind, InputError):
+        return kind(message)
+    return kind(message, status, code) if issubclass(kind, ServiceError) else kind(message)
+
+
+def fault_of(answer: httpx.Response) -> dict[str, Any]:
+    """Return the problem detail of an answer; empty where it is none."""
+    kind = answer.headers.get("Content-Type", "").partition(";")[0]
+    if kind != "application/problem+json":
+        return {}
+    try:
+        fault = answer.json()
+    except ValueError:
+        return {}
+    return fault if isinstance(fault, dict) else {}
+
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -131,7 +275,7 @@ class Address:
         """Return how long to wait before a refused request is made again, seconds.
 
         Raises `OptPipeError`: what the refusal means, if it is not made again; see
-        `optpipe.client.errors`.
+        `optpipe.client.transport`.
         """
         if attempt < self.num_retries and _may_follow(repeat, answer):
             return _pause_s(attempt, answer.headers)

@@ -1,8 +1,8 @@
 """Why a schedule is as long as it is, and what changed between two: pure, without a solver.
 
-`values` (what an explanation holds), `reasons` (why each action starts when it does, and the
-critical path), `slack` (how much slower each lane may become), `memory` (why each offload was
-chosen), `explanation`; beside them `diff`.
+`values` (what an explanation holds), `reasons` (why each action starts when it does, the critical
+path, how much slower each lane may become), `memory` (why each offload was chosen), `explanation`;
+beside them `diff`.
 """
 
 from optpipe.explain.diff import (

@@ -8,8 +8,14 @@ from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
-from optpipe.explain.reasons import Reasons, critical_path, idle_times, lane_uses, runs_of
-from optpipe.explain.slack import lane_slacks
+from optpipe.explain.reasons import (
+    Reasons,
+    critical_path,
+    idle_times,
+    lane_slacks,
+    lane_uses,
+    runs_of,
+)
 from optpipe.explain.values import CriticalPath, Explanation, IdleCause, Necessity, Sentence
 from optpipe.schedule import gap_of
 from optpipe.simulate import bubble_rate, link_warnings, simulate

@@ -1,9 +1,15 @@
 """Measurements that teams already have, or the runtime makes, on their way to a problem."""
 
 from optpipe.errors import MeasurementError
-from optpipe.measurements.csv import dump_times, read_messages_table, read_stages_table, read_times
 from optpipe.measurements.kineto import read_kineto
-from optpipe.measurements.megatron_log import MegatronRun, read_megatron
+from optpipe.measurements.texts import (
+    MegatronRun,
+    dump_times,
+    read_megatron,
+    read_messages_table,
+    read_stages_table,
+    read_times,
+)
 from optpipe.measurements.to_problem import BuiltProblem, Measurements, build_problem
 from optpipe.measurements.values import (
     DeviceFacts,

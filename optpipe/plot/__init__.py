@@ -1,1 +1,1 @@
-"""Pictures of schedules: in the terminal (`terminal`) and as image files (`figure`)."""
+"""Pictures of schedules: in the terminal, as image files, and to zoom into in a browser."""

@@ -5,11 +5,10 @@ gives a problem to solve, a model to cut otherwise, and what a step takes.
 """
 
 from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
-from optpipe.presets.catalogue import MODELS, find_model
+from optpipe.presets.catalogue import MODELS, find_model, shape_from_config
 from optpipe.presets.commands import train_command
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import Estimate, estimate
-from optpipe.presets.huggingface import shape_from_config
 from optpipe.presets.machine import Machine
 from optpipe.presets.megatron import megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron

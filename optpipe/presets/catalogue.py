@@ -1,7 +1,9 @@
-"""Model shapes by name, each with its source.
+"""Model shapes: by name, each with its source, or from a local Hugging Face ``config.json``.
 
 Where a publisher gives the exact number of parameters, a test holds the shape to it. What the
-numbers were looked up in stands in docs/estimate.md.
+numbers were looked up in stands in docs/estimate.md. Of a file only what is understood is taken:
+another architecture, an unknown field, or a value that changes the shape in a way no formula here
+knows is refused by name, not guessed around. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from optpipe.errors import InputError
+from optpipe.formats.json import parse_json
 from optpipe.presets.shape import Experts, LatentAttention, ModelShape, pick
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["MODELS", "PIPEOFFLOAD", "find_model"]
+__all__ = ["MODELS", "MODEL_TYPES", "PIPEOFFLOAD", "find_model", "shape_from_config"]
+
 
 _GPT3 = "Brown et al. 2020, Language Models are Few-Shot Learners (arXiv 2005.14165), table 2.1"
 _LLAMA2 = "Touvron et al. 2023, Llama 2 (arXiv 2307.09288), and the published config.json"
@@ -250,3 +255,343 @@ def find_model(name: str) -> ModelShape:
     """
     key = name.lower()
     return pick("model", _MODEL_ALIASES.get(key, key), MODELS)
+
+
+# Fields that change neither parameters, nor FLOPs, nor bytes of training.
+_NEUTRAL = frozenset({
+    "_name_or_path", "_attn_implementation", "architectures", "attention_dropout", "attn_pdrop",
+    "auto_map", "aux_loss_alpha", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "ep_size", "hidden_dropout", "id2label", "initializer_range", "label2id",
+    "layer_norm_epsilon", "max_position_embeddings", "max_window_layers", "model_type", "n_ctx",
+    "n_group", "norm_topk_prob", "num_labels", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "quantization_config", "reorder_and_upcast_attn", "resid_pdrop",
+    "rms_norm_eps", "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta",
+    "routed_scaling_factor", "router_aux_loss_coef", "router_jitter_noise",
+    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "scoring_func", "seq_aux",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "topk_group", "topk_method", "torch_dtype",
+    "transformers_version", "use_cache",
+    # transformers 5 writes these into every file
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type",
+    "return_dict",
+    # what single models add
+    "attn_logit_softcapping", "attn_scale", "attn_temperature_tuning", "cache_implementation",
+    "experts_per_token", "final_logit_softcapping", "floor_scale", "for_llm_compressor",
+    "initial_context_length", "no_rope_layer_interval", "no_rope_layers", "qk_head_dim",
+    "query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit",
+    "use_qk_norm",
+})  # fmt: skip
+
+# Fields that leave the shape as it is only with these values.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "decoder_sparse_step": (1,),
+    "hidden_act": ("silu",),
+    "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "is_encoder_decoder": (False,),
+    "layer_types": (None, ["full_attention"]),
+    "mlp_bias": (False,),
+    "mlp_only_layers": ([], None),
+    "moe_layer_freq": (1,),
+    "use_bidirectional_attention": (None, False),
+    "use_mla": (True,),
+    "use_sliding_window": (False,),
+}
+
+# A config of text and images holds the text's here; what is beside it is left out, and said so.
+_TEXT_OF = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+
+
+class _Config:
+    """Fields of a config, which are crossed off as they are read."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = dict(data)
+        self._read: set[str] = set()
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a whole number; a missing one, or null, is the default."""
+        self._read.add(name)
+        value = self._data.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise InputError(f"config: {name} is missing; give it")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(
+                f"config: {name} = {value!r}: must be a whole number, at least 0; fix it"
+            )
+        return value
+
+    def given(self, name: str) -> bool:
+        """Return whether a field is there and not null."""
+        self._read.add(name)
+        return self._data.get(name) is not None
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a true or false."""
+        self._read.add(name)
+        value = self._data.get(name, default)
+        if not isinstance(value, bool):
+            raise InputError(f"config: {name} = {value!r}: must be true or false; correct it")
+        return value
+
+    def windows(self, window: str, pattern: int | None = None) -> dict[str, int]:
+        """Return the fields of a shape that say how far which layer's attention looks.
+
+        From the list of layers' types; or ``pattern``, every so many layers a full one.
+        """
+        self._read |= {"layer_types", window}
+        types = self._data.get("layer_types")
+        if types is None:
+            width = self.number(window) if pattern else 0
+            return {"window": width, "full_every": pattern or 1}
+        if not isinstance(types, list):
+            raise InputError(f"config: layer_types = {types!r}: must be a list; correct it")
+        full = [kind == "full_attention" for kind in types]
+        known = {"full_attention", "sliding_attention", "chunked_attention"}
+        every = full.index(True) + 1 if True in full else 0
+        regular = every and full == [(index + 1) % every == 0 for index in range(len(full))]
+        if not regular or not known.issuperset(types):
+            raise InputError(
+                "config: layer_types is not understood: an estimate covers layers of which each "
+                "n-th has full attention and the others a window"
+            )
+        return {"window": self.number(window) if every > 1 else 0, "full_every": every}
+
+    def listed(self, name: str) -> list[Any] | None:
+        """Return a list, None if it is missing or null."""
+        self._read.add(name)
+        value = self._data.get(name)
+        if value is not None and not isinstance(value, list):
+            raise InputError(f"config: {name} = {value!r}: must be a list; correct it")
+        return value
+
+    def activation(self, *allowed: str) -> None:
+        """Refuse another activation function than these."""
+        self._read.add("hidden_act")
+        value = self._data.get("hidden_act")
+        if value is not None and value not in allowed:
+            raise InputError(
+                f"config: hidden_act = {value!r} is not understood (only {', '.join(allowed)}); no "
+                "estimate covers it"
+            )
+
+    def fill(self, name: str, value: int) -> None:
+        """Give a field that published files leave to the code its value there."""
+        self._data.setdefault(name, value)
+
+    def check_rest(self) -> None:
+        """Refuse what nobody read: unknown fields, and known ones with values not understood."""
+        for name in sorted(set(self._data) - self._read - _NEUTRAL):
+            value = self._data[name]
+            if name == "layer_types" and isinstance(value, list):
+                value = sorted(set(map(str, value)))
+            if name == "sliding_window" and (
+                value is None or self._data.get("use_sliding_window") is False
+            ):
+                continue
+            if name not in _ONLY:
+                raise InputError(
+                    f"config: {name} = {value!r} is not understood; remove it from the file if it "
+                    "changes neither parameters nor work"
+                )
+            if not any(value == known and type(value) is type(known) for known in _ONLY[name]):
+                raise InputError(
+                    f"config: {name} = {value!r} is not understood (only "
+                    f"{', '.join(repr(known) for known in _ONLY[name])}); no estimate covers it"
+                )
+
+
+def shape_from_config(text: str, name: str = "config") -> ModelShape:
+    """Return the shape that the text of a ``config.json`` describes.
+
+    Raises
+    ------
+    InputError
+        If it is no JSON object, or holds something that is not understood, which is named.
+    """
+    data = parse_json(text)
+    if not isinstance(data, dict):
+        raise InputError("config: must be a JSON object; give a model's config.json")
+    kind = data.get("model_type")
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise InputError(
+            f"config: model_type = {kind!r} is not understood (only {', '.join(MODEL_TYPES)}); "
+            "describe the model by its layers instead (optpipe/model/v1)"
+        )
+    left_out: tuple[str, ...] = ()
+    if isinstance(kind, str) and kind in _TEXT_OF:
+        data = data.get("text_config")
+        if not isinstance(data, dict):
+            raise InputError("config: text_config is missing; give it")
+        left_out = ("what reads images",)
+    config = _Config(data)
+    fields = reader(config)
+    config.check_rest()
+    fields["left_out"] = (*fields.get("left_out", ()), *left_out)
+    return ModelShape(name=name, source=f"config.json, model_type {kind}", **fields)
+
+
+def _common(config: _Config) -> dict[str, Any]:
+    heads = config.number("num_attention_heads")
+    return {
+        "num_layers": config.number("num_hidden_layers"),
+        "hidden": config.number("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": config.number("num_key_value_heads", heads),
+        "ffn": config.number("intermediate_size"),
+        "vocab": config.number("vocab_size"),
+        "tied": config.flag("tie_word_embeddings", default=False),
+    }
+
+
+def _llama(config: _Config, head_width: int | None = None) -> dict[str, Any]:
+    fields = _common(config)
+    if config.given("head_dim") or head_width is not None:
+        fields["head_width"] = config.number("head_dim", head_width)
+    return fields
+
+
+def _qwen2(config: _Config) -> dict[str, Any]:
+    return _llama(config) | {"bias": "qkv"}
+
+
+def _qwen3(config: _Config) -> dict[str, Any]:
+    return _llama(config, 128) | {"qk_norm": True}
+
+
+def _mixtral(config: _Config) -> dict[str, Any]:
+    fields = _llama(config)
+    experts = Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=fields["ffn"],
+    )
+    return fields | {"experts": experts}
+
+
+def _qwen3_moe(config: _Config) -> dict[str, Any]:
+    num = "num_local_experts" if config.given("num_local_experts") else "num_experts"
+    experts = Experts(
+        num=config.number(num),
+        active=config.number("num_experts_per_tok"),
+        ffn=config.number("moe_intermediate_size"),
+    )
+    return _qwen3(config) | {"experts": experts}
+
+
+def _deepseek(config: _Config) -> dict[str, Any]:
+    inner = config.number("moe_intermediate_size")
+    latent = LatentAttention(
+        query_rank=config.number("q_lora_rank") if config.given("q_lora_rank") else None,
+        kv_rank=config.number("kv_lora_rank"),
+        nope=config.number("qk_nope_head_dim"),
+        rope=config.number("qk_rope_head_dim"),
+        value=config.number("v_head_dim"),
+    )
+    config.number("head_dim", 0)  # transformers 5 writes the rotated width
+    groups, chosen = config.number("n_group", 1), config.number("topk_group", 1)
+    experts = Experts(
+        num=config.number("n_routed_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=inner,
+        shared_ffn=inner * config.number("n_shared_experts", 0),
+        dense_layers=config.number("first_k_dense_replace", 0),
+        max_nodes=chosen if groups > chosen > 0 else 0,
+    )
+    fields = _common(config) | {"latent": latent, "experts": experts}
+    if config.number("num_nextn_predict_layers", 0):
+        fields["left_out"] = ("the multi-token prediction module, which deepseek-v3-mtp has",)
+    return fields
+
+
+def _gpt_oss(config: _Config) -> dict[str, Any]:
+    fields = _llama(config) | config.windows("sliding_window", 2)
+    config.flag("attention_bias", default=True)
+    experts = Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=fields["ffn"],
+        bias=True,
+    )
+    return fields | {"experts": experts, "bias": "attention", "sinks": True}
+
+
+def _llama4(config: _Config) -> dict[str, Any]:
+    """A chunk of n tokens costs what a window of n / 2 does: what a token sees on the average."""
+    fields = _llama(config) | config.windows("attention_chunk_size", 4)
+    step = config.number("interleave_moe_layer_step", 1)
+    layers = config.listed("moe_layers")
+    if layers is not None and layers != list(range(step - 1, fields["num_layers"], step)):
+        raise InputError(f"config: moe_layers do not follow from every {step}th; correct them")
+    inner = fields["ffn"]
+    experts = Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=inner,
+        shared_ffn=inner,
+        every=step,
+    )
+    ffn = config.number("intermediate_size_mlp", inner)
+    return fields | {"experts": experts, "ffn": ffn, "window": fields["window"] // 2}
+
+
+def _gemma(config: _Config) -> dict[str, Any]:
+    config.activation("gelu_pytorch_tanh", "gelu")
+    return _llama(config, 256) | {"tied": config.flag("tie_word_embeddings", default=True)}
+
+
+def _gemma2(config: _Config) -> dict[str, Any]:
+    return _gemma(config) | {"norms": 4} | config.windows("sliding_window", 2)
+
+
+def _gemma3(config: _Config) -> dict[str, Any]:
+    pattern = config.number("sliding_window_pattern", config.number("_sliding_window_pattern", 6))
+    windows = config.windows("sliding_window", pattern)
+    config.fill("vocab_size", 262208)
+    return _gemma(config) | {"norms": 4, "qk_norm": True} | windows
+
+
+def _gpt2(config: _Config) -> dict[str, Any]:
+    hidden, heads = config.number("n_embd"), config.number("n_head")
+    return {
+        "num_layers": config.number("n_layer"),
+        "hidden": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "ffn": config.number("n_inner", 4 * hidden),
+        "vocab": config.number("vocab_size"),
+        "positions": config.number("n_positions"),
+        "tied": config.flag("tie_word_embeddings", default=True),
+        "mlp": "gelu",
+        "bias": "all",
+        "dropout": True,
+    }
+
+
+_READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
+    "kimi_k2": _deepseek,
+    "llama4": _llama4,
+    "llama4_text": _llama4,
+}
+
+MODEL_TYPES = tuple(sorted(_READERS))
+"""Every ``model_type`` that is understood."""

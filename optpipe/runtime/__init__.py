@@ -6,13 +6,12 @@ loaded only when a name is used, so that starting ranks (`optpipe.runtime.demo_m
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from optpipe.runtime.errors import require_torch
+from optpipe.errors import MissingExtraError, OffloadError, PreflightError, RankError
 
 if TYPE_CHECKING:
-    from optpipe.runtime.errors import OffloadError, PreflightError, RankError
     from optpipe.runtime.follower import Follower, follow
     from optpipe.runtime.measuring import measure
     from optpipe.runtime.runner import Evaluation, PipelineRunner
@@ -31,7 +30,32 @@ __all__ = [
     "groups",
     "measure",
     "modes",
+    "require_torch",
 ]
+
+_OLDEST = (2, 12)
+_NEXT = (2, 14)
+_FIX = "pip install 'optpipe[runtime]'"
+
+
+def require_torch(version: str | None = None) -> None:
+    """Refuse to go on without a torch whose pipelining internals are known.
+
+    ``version`` is that of the installed one by default.
+    """
+    try:
+        version = version or metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            f"torch is not installed, and running a schedule needs it; {_FIX}"
+        ) from None
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not _OLDEST <= (major, minor) < _NEXT:
+        raise MissingExtraError(
+            f"torch {version} is installed, but the runtime builds on pipelining internals of "
+            f"torch >={_OLDEST[0]}.{_OLDEST[1]},<{_NEXT[0]}.{_NEXT[1]}; {_FIX}"
+        )
+
 
 require_torch()
 
@@ -40,10 +64,7 @@ _HOMES = {
     "ActionTimer": "timing",
     "Evaluation": "runner",
     "Follower": "follower",
-    "OffloadError": "errors",
     "PipelineRunner": "runner",
-    "PreflightError": "errors",
-    "RankError": "errors",
     "follow": "follower",
     "groups": "treatments",
     "measure": "measuring",

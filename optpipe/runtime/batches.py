@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.torch_names import tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = [
-    "NOT_SAID",
-    "GivenBatch",
-    "Microbatches",
-    "given_batch",
-    "keywords_of",
-    "tensors_in",
-]
+__all__ = ["NOT_SAID", "GivenBatch", "Microbatches", "given_batch", "keywords_of", "tensors_in"]
 
 
 @dataclass(frozen=True, kw_only=True)

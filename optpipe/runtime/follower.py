@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
+from optpipe.errors import PreflightError
 from optpipe.formats.json import load_schedule
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.preflight import made_on
 from optpipe.runtime.timing import DEFAULT_EVERY, ActionTimer
 from optpipe.runtime.torch_names import backends, group_alike
@@ -348,12 +348,7 @@ class SchedulePoller:
     """
 
     def __init__(
-        self,
-        source: Source,
-        version: int,
-        *,
-        wait_s: float = 30.0,
-        first_pause_s: float = 1.0,
+        self, source: Source, version: int, *, wait_s: float = 30.0, first_pause_s: float = 1.0
     ) -> None:
         self._source = source
         self._known = version

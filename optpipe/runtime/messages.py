@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.torch_names import alias_no_view, dtensor_of, slices_of_mesh
 from optpipe.schedule import Action, Pass, input_of, pass_of
 

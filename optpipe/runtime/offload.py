@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from optpipe.runtime.errors import OffloadError
+from optpipe.errors import OffloadError
 from optpipe.runtime.torch_names import (
     dtensor_of,
     parts_with_memory,

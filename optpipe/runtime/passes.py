@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.torch_names import (
     effect,
     has_gradient_hooks,

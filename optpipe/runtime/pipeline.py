@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import tensors_in
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
 from optpipe.runtime.passes import check_delaying, deferred_bytes
 from optpipe.runtime.preflight import (
@@ -281,12 +281,7 @@ def _expect_alike(shapes: Sequence[Sequence[Shapes]], firsts: Sequence[int]) -> 
 
 
 def _build(
-    spec: PipelineSpec,
-    hooks: Passes,
-    shapes: Crossing,
-    pool: MessageSlots | None,
-    *,
-    trains: bool,
+    spec: PipelineSpec, hooks: Passes, shapes: Crossing, pool: MessageSlots | None, *, trains: bool
 ) -> HookedSchedule:
     device, placement = spec.device, spec.schedule.placement
     stages = [
@@ -335,9 +330,5 @@ def _boundary(
     rank, placement = spec.rank, spec.schedule.placement
     over_before = sends_over_before(runtime.orders, placement, window)[rank]
     return boundary_levels(
-        runtime.orders[rank],
-        over_before,
-        len(placement),
-        shapes.bytes_of,
-        runtime.slots.num_bytes,
+        runtime.orders[rank], over_before, len(placement), shapes.bytes_of, runtime.slots.num_bytes
     )

@@ -21,10 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
-from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
+from optpipe.errors import ActionSyntaxError, OptPipeError, PreflightError, ScheduleFormatError
 from optpipe.memory import host_walk, memory_walk, modes_of
 from optpipe.problem import Device, Problem, Stage
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
 from optpipe.runtime.offload import count_slots, host_memory_bytes
 from optpipe.runtime.torch_names import backends, buffers_of, replaced, tree_map

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import NOT_SAID, GivenBatch, Microbatches, given_batch, keywords_of
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import (
     DEFAULT_MIN_BYTES,
     Cell,
@@ -31,20 +31,10 @@ from optpipe.runtime.passes import (
     split_linears,
     unsplit_linears,
 )
-from optpipe.runtime.pipeline import (
-    KnownShapes,
-    Pipeline,
-    PipelineSpec,
-    check_spec,
-    start_pipeline,
-)
-from optpipe.runtime.preflight import (
-    Shapes,
-    agree,
-    attempt,
-)
+from optpipe.runtime.pipeline import KnownShapes, Pipeline, PipelineSpec, check_spec, start_pipeline
+from optpipe.runtime.preflight import Shapes, agree, attempt
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
-from optpipe.runtime.trainers.gradients import TiedWeights, clip_together
+from optpipe.runtime.trainers.split import TiedWeights, clip_together
 from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
@@ -62,12 +52,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Program, Schedule
 
-__all__ = [
-    "Evaluation",
-    "Pipeline",
-    "PipelineRunner",
-    "PipelineSpec",
-]
+__all__ = ["Evaluation", "Pipeline", "PipelineRunner", "PipelineSpec"]
 
 
 class Evaluation(NamedTuple):
@@ -586,10 +571,7 @@ class PipelineRunner:
         )
 
     def _make_passes(
-        self,
-        offloader: Offloader,
-        gradients: WeightGradients,
-        treatments: Mapping[Cell, Treatment],
+        self, offloader: Offloader, gradients: WeightGradients, treatments: Mapping[Cell, Treatment]
     ) -> Passes:
         return Passes(
             offloader,

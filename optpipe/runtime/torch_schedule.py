@@ -21,8 +21,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.errors import PreflightError
 from optpipe.runtime.batches import tensors_in
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import (
     MessageSend,
     MessageSlots,

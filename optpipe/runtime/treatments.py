@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from optpipe.errors import PreflightError
 from optpipe.memory import modes_of
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import EVERYTHING, REST
 from optpipe.runtime.torch_names import (
     BufferPlace,

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from optpipe.runtime.errors import RankError
+from optpipe.errors import RankError
 from optpipe.runtime.preflight import describe, gather
 from optpipe.runtime.torch_names import backends, further_connection
 

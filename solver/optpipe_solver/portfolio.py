@@ -19,9 +19,8 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
-from optpipe_solver.exact.beam import improve_by_beam
-from optpipe_solver.exact.device_subsets import SMALL, improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
+from optpipe_solver.exact.rounds import SMALL, improve_by_beam, improve_by_exact_search
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu

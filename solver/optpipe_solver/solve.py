@@ -16,7 +16,7 @@ from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.lower_peaks import lower_peaks
+from optpipe_solver.last_steps import choose_robust, lower_peaks
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
@@ -32,7 +32,6 @@ from optpipe_solver.portfolio import (
 )
 from optpipe_solver.ranking import ranks_equals
 from optpipe_solver.result import Result, SolveStatus
-from optpipe_solver.robust import choose_robust
 from optpipe_solver.warm import ensure_warm, warm_milp
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, StoppedBy, TraceEntry
+    from optpipe_solver.last_steps import Robust
     from optpipe_solver.portfolio import FamilyStart, SearchPlan
     from optpipe_solver.result import Progress, RobustChoice
-    from optpipe_solver.robust import Robust
 
 __all__ = ["METHODS", "contributions", "record", "solve"]
 
@@ -208,12 +207,7 @@ class _SolveRun:
             left_s = min(left_s, _LAST_SHARE * limits.time_limit_s)
         else:
             work = _LAST_SHARE * limits.work_limit
-        stop = Stop(
-            left_s,
-            work=work,
-            seed=limits.seed,
-            should_stop=ended.is_set,
-        )
+        stop = Stop(left_s, work=work, seed=limits.seed, should_stop=ended.is_set)
         if self.best.work is not None:
             self.best.work = self.stop.spent
 

@@ -26,8 +26,7 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
 from optpipe_solver.dealing import orders
-from optpipe_solver.exact.beam import improve_by_beam
-from optpipe_solver.exact.device_subsets import improve_by_exact_search
+from optpipe_solver.exact.rounds import improve_by_beam, improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.annealing import anneal

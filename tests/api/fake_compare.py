@@ -4,20 +4,15 @@
 answers at once with one row that holds the options it was given.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from optpipe_solver.compare import AS_GIVEN, ComparisonRow
+from optpipe.problem import Problem
+from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
 from tests.api.serial import serial
-
-if TYPE_CHECKING:
-    from optpipe.problem import Problem
-    from optpipe_solver.compare import Workload
 
 
 def compare(

@@ -3,15 +3,9 @@
 So the first schedule is good enough until somebody measures that stage 1's forward takes over 2 ms.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from optpipe.problem import Problem
 from tests.api.fake_solver import fitting
-
-if TYPE_CHECKING:
-    from optpipe.problem import Problem
-    from tests.api.outcomes import Result
+from tests.api.outcomes import Result
 
 DRIFT = f"{__name__}:solve"
 

@@ -5,27 +5,19 @@ ends; every improvement belongs to another cut than the one before. ``dies:FILE`
 killed, but for the second attempt. ``large`` fits nowhere. Anything else is planned at once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
-from optpipe.schedule import Provenance
+from optpipe.model import Model
+from optpipe.problem import Problem
+from optpipe.schedule import Programs, Provenance
 from optpipe_solver import PlanResult, Progress, SolveStatus
-from optpipe_solver.plan import DEFAULT_CHUNKS, PLACEMENTS, Fate, PlanRow
+from optpipe_solver.plan import DEFAULT_CHUNKS, PLACEMENTS, Fate, PlacementKind, PlanRow
 from tests.api.serial import serial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from optpipe.model import Model
-    from optpipe.problem import Problem
-    from optpipe.schedule import Programs
-    from optpipe_solver.plan import PlacementKind
 
 BOUND_MS = 1.0
 

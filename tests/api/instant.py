@@ -9,14 +9,12 @@ import importlib
 import queue
 import threading
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optpipe.errors import OptPipeError
 from optpipe_api.engine import worker
 from optpipe_api.engine.processes import MachineState, Message
-
-if TYPE_CHECKING:
-    from optpipe_api.settings import Settings
+from optpipe_api.settings import Settings
 
 
 class InstantSolvers:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from optpipe_api import Settings, create_app
 from optpipe_api.access import Role
-from optpipe_api.server import server_config
+from optpipe_api.main import server_config
 from optpipe_api.store import open_stores
 from tests.api.instant import InstantSolvers
 

@@ -10,16 +10,15 @@ is written, nothing is committed) or ``done`` (committed, nobody has been told).
 point in a file, then kills itself by SIGKILL there; a point that the file names is passed over.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -28,9 +27,6 @@ from optpipe_api.main import serve
 from optpipe_api.store.jobs import JobStore
 from optpipe_api.views import load_methods
 from tests.api.instant import InstantSolvers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MOMENTS = ("begin", "commit", "done")
 METHODS = (

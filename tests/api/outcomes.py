@@ -8,12 +8,10 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from optpipe_solver.result import Progress, Result, SolveStatus
+from optpipe_solver.result import Progress, Result, SolveStatus
 
 __all__ = ["Progress", "Result", "SolveStatus"]
 

@@ -8,27 +8,20 @@ The problem's name is its script, and ends with what makes it unique:
 * ``dies:FILE:...`` finds a schedule and dies by SIGKILL, but only once; a thread merely ends.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from optpipe import Schedule
 from optpipe.evaluate import evaluate
-from optpipe.schedule import Provenance
+from optpipe.problem import Problem
+from optpipe.schedule import Programs, Provenance
 from tests.api.outcomes import Progress, Result, SolveStatus
 from tests.api.serial import serial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe import Schedule
-    from optpipe.problem import Problem
-    from optpipe.schedule import Programs
 
 
 def best(problem: Problem, num_fused: int) -> Schedule:

@@ -1,14 +1,7 @@
 """Schedules that every test can name: one micro-batch after the other."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from optpipe.schedule import Action, ActionType
-
-if TYPE_CHECKING:
-    from optpipe.problem import Problem
-    from optpipe.schedule import Programs
+from optpipe.problem import Problem
+from optpipe.schedule import Action, ActionType, Programs
 
 
 def serial(problem: Problem, num_fused: int) -> Programs:

@@ -3,8 +3,6 @@
 As large native packages do, and as while its files are being replaced.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

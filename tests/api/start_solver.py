@@ -10,21 +10,14 @@ Without a start it finds the serial schedule with split backwards. With one:
 * anything else keeps the start.
 """
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from optpipe.evaluate import evaluate
-from optpipe.schedule import Provenance
+from optpipe.problem import Problem
+from optpipe.schedule import Programs, Provenance
 from tests.api.outcomes import Result, SolveStatus
 from tests.api.serial import serial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe.problem import Problem
-    from optpipe.schedule import Programs
 
 BOUND_MS = 1.0
 _GB = 1_000_000_000

@@ -13,8 +13,7 @@ from starlette.routing import Route
 from optpipe_api.access import ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.auth import KeyGate, KeyRing, Rates
 from optpipe_api.errors import KeyNameError, StoreUnavailableError
-from optpipe_api.store import Stores
-from optpipe_api.store.keys import KeyStore
+from optpipe_api.store import KeyStore, Stores
 from tests.api.live import Clock
 
 pytestmark = pytest.mark.anyio

@@ -14,10 +14,10 @@ import pytest
 import sqlalchemy as sa
 
 from optpipe.wire import JobState
-from optpipe_api import Settings, server
+from optpipe_api import Settings, main
 from optpipe_api.access import Role
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.server import Protocol
+from optpipe_api.main import Protocol
 from optpipe_api.store import open_stores
 from tests.api import live
 from tests.api.live import connected, make_settings, running, two_stages, until
@@ -191,7 +191,7 @@ def test_more_connections_than_files_are_refused_and_the_server_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are there are served on; and new ones as soon as the others are gone."""
-    config = server.server_config
+    config = main.server_config
     monkeypatch.setattr(live, "server_config", lambda app, settings: capped(config(app, settings)))
     with running(make_settings(tmp_path)) as (url, _), httpx.Client(base_url=url) as http:
         address = (http.base_url.host, http.base_url.port)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import as_markdown
 from benchmarks.gpu.alone import beside_estimate, in_flight, largest, one_rank, slowdown
-from benchmarks.gpu.megatron import megatron
+from benchmarks.gpu.runs import megatron
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
 from tests.building import problem, stage

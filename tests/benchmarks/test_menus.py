@@ -1,7 +1,5 @@
 """The problems with menus: what they cover, what v1 has of them, and what is said of the rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.ledger import read_rows

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def lazy_solver(monkeypatch):
         schedule = evaluate(problem, start, Provenance(method="lazy"), bound_ms=1.0)
         return Result(SolveStatus.FEASIBLE, schedule, 1.0)
 
-    monkeypatch.setattr("optpipe_solver.what_if.solve", solve)
+    monkeypatch.setattr(import_module("optpipe_solver.compare"), "solve", solve)
     return seen
 
 
@@ -134,7 +135,7 @@ def test_what_if_without_the_solver_names_the_pip_command(
     def absent(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'highspy'", name="highspy")
 
-    monkeypatch.setattr("optpipe_solver.what_if.what_if", absent)
+    monkeypatch.setattr(import_module("optpipe_solver.compare"), "what_if", absent)
     code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
     assert (code, "pip install 'optpipe[solver]'" in err) == (1, True)
     assert "Critical path" in out
@@ -147,7 +148,7 @@ def test_what_if_ends_at_the_first_ctrl_c(optpipe, problem_file, csv_file, monke
         schedule = evaluate(problem, start, Provenance(method="lazy"))
         return Result(SolveStatus.FEASIBLE, schedule)
 
-    monkeypatch.setattr("optpipe_solver.what_if.solve", solve)
+    monkeypatch.setattr(import_module("optpipe_solver.compare"), "solve", solve)
     code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
     assert code == 130
     assert "as before; nothing is proven" in out

@@ -24,9 +24,9 @@ from optpipe.presets import (
 )
 from optpipe.presets.accelerators import PRIORS, Efficiency
 from optpipe.presets.costs import model_flops
-from optpipe.presets.cuts import asked_placement, balanced_sizes
 from optpipe.presets.estimate import ERROR_BANDS
 from optpipe.presets.shape import Field, flag, plain
+from optpipe.presets.step import asked_placement, balanced_sizes
 from optpipe.simulate import simulate
 from optpipe_solver.families.classic import build_interleaved, build_one_f_one_b
 from tests.strategies import few

@@ -1,10 +1,9 @@
 """What the ranks run with inputs of all kinds: by keyword, in lists, in dicts, in other shapes."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,14 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from optpipe import Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import WIDTH, own_part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from optpipe import Schedule
 
 
 class _Keyed(nn.Module):

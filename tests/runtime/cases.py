@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, demo, offload, torch_schedule
 from optpipe.runtime.demo_model import (
     ModelConfig,
@@ -30,19 +32,11 @@ from optpipe.runtime.demo_model import (
     random_tokens,
     token_loss,
 )
-from optpipe.runtime.messages import Receive
+from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
 from tests.runtime.small_model import step_alone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed.tensor.placement_types import Placement
-
-    from optpipe import Problem, Schedule
-    from optpipe.runtime.messages import Order
 
 CONFIG = ModelConfig(vocabulary=37, hidden=16, heads=2, blocks=8, sequence=6)
 

@@ -6,17 +6,13 @@ gradient, writes that of the bias only where there is none, and calls the hooks 
 them. In FP8 the backward makes the bias's gradient, and the queue's entry none.
 """
 
-from __future__ import annotations
-
 import queue
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class WeightGradStore:

@@ -1,30 +1,23 @@
 """What the ranks run while they follow a deployment that a test scripts."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from optpipe import Problem, Schedule
 from optpipe.client import Client
 from optpipe.errors import ServiceUnreachableError
-from optpipe.runtime import follow
+from optpipe.measurements import Measurements
+from optpipe.runtime import PipelineRunner, follow
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import small_data, small_runner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import nn
-
-    from optpipe import Problem, Schedule
-    from optpipe.measurements import Measurements
-    from optpipe.runtime import PipelineRunner
 
 
 class Scripted:

@@ -1,17 +1,17 @@
 """What the ranks run beside others: torch's own runtime on our CSV, FSDP2's shards, autocast."""
 
-from __future__ import annotations
-
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -22,16 +22,19 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.gpt_model import MixedPrecision, token_loss
+from examples.train_gpt import MixedPrecision, token_loss
+from optpipe import Schedule
+from optpipe.errors import PreflightError
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.demo_model import make_stages, random_tokens
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
+from optpipe.schedule import Action
 from tests.runtime.cases import CONFIG
 from tests.runtime.small_cases import MODELS, Deferred, Trained, reference, watch_releases
 from tests.runtime.small_model import (
@@ -46,16 +49,6 @@ from tests.runtime.small_model import (
     torch_stages,
 )
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
-    from optpipe import Schedule
-    from optpipe.schedule import Action
 
 
 class Sharded(NamedTuple):

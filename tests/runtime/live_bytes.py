@@ -1,16 +1,13 @@
 """Counts the bytes of live storages from outside: what a device's allocator would report."""
 
-from __future__ import annotations
-
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from optpipe.schedule import Action
+from optpipe.schedule import Action
 
 
 class Moment(NamedTuple):

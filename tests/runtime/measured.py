@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from optpipe import Problem, Schedule
+from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer, PreflightError
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.offload import PlainCopies
 from tests.runtime.small_model import small_data, small_runner
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from optpipe import Problem, Schedule
-    from optpipe.measurements import Measurements
 
 
 class _Multiplications(TorchDispatchMode):

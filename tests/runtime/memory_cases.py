@@ -1,11 +1,10 @@
 """What the ranks run to count their memory: ours, and torch's own split backward."""
 
-from __future__ import annotations
-
 import gc
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,25 +16,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
 from optpipe.runtime.messages import BoundaryLevel
+from optpipe.schedule import Action
 from tests.runtime.live_bytes import LiveBytes, Moment
 from tests.runtime.schedules import V_SHAPE
-from tests.runtime.small_model import (
-    own_part,
-    small_data,
-    small_loss,
-    small_runner,
-    torch_stages,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from optpipe import Problem, Schedule
-    from optpipe.schedule import Action
+from tests.runtime.small_model import own_part, small_data, small_loss, small_runner, torch_stages
 
 WIDTH = 48
 LENGTH = 24

@@ -1,7 +1,5 @@
 """Four processes over gloo that stay alive while a module's tests hand them functions to run."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing as mp
@@ -10,14 +8,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
-    from pathlib import Path
-
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
 
 _AFTER_A_FAILURE_S = 5.0
 _STUCK_S = 50.0

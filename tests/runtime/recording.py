@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,17 +29,12 @@ from torch.distributed.pipelining import schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from optpipe import Problem, Schedule
+from optpipe.runtime import PipelineRunner
 from optpipe.runtime.messages import MessageSlots
-from optpipe.runtime.offload import CudaCopies, HostPool, count_slots
+from optpipe.runtime.offload import Cell, CudaCopies, Fence, HostPool, Offloader, count_slots
+from optpipe.schedule import Pass
 from tests.runtime import small_cases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from optpipe import Problem, Schedule
-    from optpipe.runtime import PipelineRunner
-    from optpipe.runtime.offload import Cell, Fence, Offloader
-    from optpipe.schedule import Pass
 
 _PART_BYTES = 512
 _MOST_PARTS = 1 << 40

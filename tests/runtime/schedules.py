@@ -1,18 +1,12 @@
 """Problems and hand-made programs: small, legal, each with a trait of its own."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
 from optpipe.check import find_violations
+from optpipe.runtime.offload import Cell
 from optpipe.schedule import Action, ActionType
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from optpipe.runtime.offload import Cell
 
 LINEAR = (0, 1, 2, 3)
 V_SHAPE = (0, 1, 2, 3, 3, 2, 1, 0)

@@ -1,13 +1,12 @@
 """What the ranks run beside one process: many schedules, faults, and what is left afterwards."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -19,8 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.messages import Order
+from optpipe.runtime.offload import Cell, Fence, Offloader
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
@@ -35,13 +37,6 @@ from tests.runtime.small_model import (
     small_stages,
     step_alone,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from optpipe import Problem, Schedule
-    from optpipe.runtime.messages import Order
-    from optpipe.runtime.offload import Cell, Fence, Offloader
 
 STEPS = 3
 

@@ -4,21 +4,16 @@ Two tensors cross every boundary: activations, and the integers they were made f
 gradient.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from optpipe import Problem, Schedule
 
 NUM_BLOCKS = 8
 SAMPLES = 2

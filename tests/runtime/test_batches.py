@@ -1,7 +1,5 @@
 """A step takes what trainers give: by keyword, in lists, in dicts, in several shapes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime import batch_cases, schedules

@@ -1,7 +1,5 @@
 """An evaluation gives one process's outputs and losses, and leaves training as it was."""
 
-from __future__ import annotations
-
 import pytest
 
 import optpipe.runtime
@@ -44,6 +42,8 @@ def test_the_runtimes_public_names_are_found_where_they_are_promised():
     """An evaluation's type among them, for whoever annotates what `eval` returns."""
     assert optpipe.runtime.Evaluation is Evaluation
     for name in optpipe.runtime.__all__:
-        assert getattr(optpipe.runtime, name).__module__.startswith("optpipe.runtime.")
+        assert getattr(optpipe.runtime, name).__module__.startswith(
+            ("optpipe.runtime", "optpipe.errors")
+        )
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         optpipe.runtime.nothing  # noqa: B018

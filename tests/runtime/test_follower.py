@@ -1,26 +1,21 @@
 """Training by the newest schedule: the same training, whatever comes and whoever is not there."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from optpipe import Problem
 from optpipe.client import Client
-from optpipe.runtime import follow
+from optpipe.runtime import PipelineRunner, follow
 from optpipe.schedule import ActionType
 from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import make_settings, running
 from tests.api.services.test_drift import measured
 from tests.runtime import follow_cases, schedules
-
-if TYPE_CHECKING:
-    from optpipe.runtime import PipelineRunner
 
 pytestmark = pytest.mark.long
 

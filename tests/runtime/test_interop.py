@@ -1,7 +1,5 @@
 """Our schedules in torch's own runtime, and our runtime on stages that others have wrapped."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial
@@ -209,7 +207,7 @@ UNNAMED = """
 import torch, torch.distributed as dist
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.follower import _host_group
-from optpipe.runtime.measuring.devices import ping_pong
+from optpipe.runtime.measuring.times import ping_pong
 from optpipe.runtime.preflight import made_on
 from optpipe.runtime.torch_names import backends
 from optpipe.runtime.watch import cut

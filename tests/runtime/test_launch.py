@@ -1,7 +1,5 @@
 """The demo from end to end in processes of its own, its failures, and a rank that breaks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

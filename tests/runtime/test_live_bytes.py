@@ -1,13 +1,12 @@
 """Counted storages beside the plan: the prefix walk is what a rank really holds."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from optpipe import Problem, Programs
 from optpipe.memory import memory_walk, modes_of
 from optpipe.runtime.demo_model import random_tokens, token_loss
 from optpipe.runtime.measuring import Effort, computing_with, measure
@@ -16,12 +15,9 @@ from optpipe.schedule import ActionType
 from optpipe_solver import solve
 from tests.runtime import memory_cases, schedules
 from tests.runtime.measured import WorkClock
+from tests.runtime.memory_cases import Counted
+from tests.runtime.ranks import Ranks
 from tests.runtime.small_model import small_data, small_loss, small_stages
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Programs
-    from tests.runtime.memory_cases import Counted
-    from tests.runtime.ranks import Ranks
 
 MICROBATCHES = 8
 
@@ -95,8 +91,7 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
 
 
 @pytest.mark.parametrize(
-    "placement",
-    [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)],
+    "placement", [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)]
 )
 def test_the_peak_is_the_plans_and_nothing_is_left(ranks, placement):
     problem = _measured(placement)

@@ -1,11 +1,9 @@
 """`measure`: exact bytes, work on a counted clock, and a problem that solves."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,16 +17,12 @@ from optpipe.errors import InputError
 from optpipe.measurements import Given
 from optpipe.runtime import PreflightError
 from optpipe.runtime.measuring import Effort, computing_with, measure
-from optpipe.runtime.measuring.devices import message_sizes
-from optpipe.runtime.measuring.times import measure_bandwidths
+from optpipe.runtime.measuring.times import measure_bandwidths, message_sizes
 from optpipe_solver import feasibility
 from optpipe_solver.families.classic import build_one_f_one_b
 from tests.runtime import measured
 from tests.runtime.delaying import DelayingLinear
 from tests.strategies import few
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ONCE = Effort(repeats=1, warmups=0)
 FLOAT = 4

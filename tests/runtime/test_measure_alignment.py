@@ -1,7 +1,5 @@
 """Clocks of several devices on one axis: exact where wall clocks are, causal where they are not."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,26 +1,21 @@
 """Times taken while training: which steps, what is in them, and what they are written as."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from optpipe import Problem, Schedule
 from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer
 from optpipe.runtime.measuring import computing_with
 from optpipe.runtime.offload import PlainCopies
 from optpipe.schedule import ActionType
 from tests.runtime import measured, schedules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe import Problem, Schedule
 
 
 @pytest.fixture(autouse=True)

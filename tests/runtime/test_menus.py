@@ -1,7 +1,5 @@
 """Menus of stages: what groups hold, what they take to run again, and which modes are chosen."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,17 +1,17 @@
 """What crosses between ranks: torch's orders pass, changed ones are refused, sends end in time."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from optpipe.runtime.errors import PreflightError
+from optpipe import Schedule
+from optpipe.errors import PreflightError
 from optpipe.runtime.messages import (
     BoundaryLevel,
     MessageSend,
+    Order,
     Receive,
     boundary_levels,
     boundary_room,
@@ -21,10 +21,6 @@ from optpipe.runtime.messages import (
 )
 from optpipe.schedule import Action, ActionType, Pass, input_of, parse_action
 from tests.runtime import schedules, small_cases
-
-if TYPE_CHECKING:
-    from optpipe import Schedule
-    from optpipe.runtime.messages import Order
 
 F00, B10 = Pass(False, 0, 0), Pass(True, 1, 0)
 

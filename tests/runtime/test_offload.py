@@ -1,7 +1,5 @@
 """OFFLOAD, RELEASE and RELOAD of one stage in one process."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os
@@ -14,16 +12,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
+from optpipe.errors import OffloadError
 from optpipe.runtime.demo_model import ModelConfig, make_stages
-from optpipe.runtime.errors import OffloadError
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.offload import (
-    CudaCopies,
-    HostPool,
-    Offloader,
-    PlainCopies,
-    host_memory_bytes,
-)
+from optpipe.runtime.offload import CudaCopies, HostPool, Offloader, PlainCopies, host_memory_bytes
 from optpipe.runtime.passes import WeightGradients, split_linears
 from tests.runtime.recording import RecordingCuda
 

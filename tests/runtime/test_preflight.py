@@ -1,32 +1,26 @@
 """What cannot run is refused before the first step, in the same words on every rank."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
-from optpipe import parse_action
-from optpipe.errors import MissingExtraError
+from optpipe import Problem, Schedule, parse_action
+from optpipe.errors import MissingExtraError, OffloadError, PreflightError
+from optpipe.runtime import require_torch
 from optpipe.runtime.batches import GivenBatch, Microbatches
-from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.messages import BoundaryLevel, Layout
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
-from optpipe.runtime.torch_schedule import HookedStage
+from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
 from tests.runtime import cases, schedules
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Schedule
-    from optpipe.runtime.torch_schedule import HookedSchedule
 
 
 def _one_text(texts: list[str]) -> str:

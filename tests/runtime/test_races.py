@@ -1,7 +1,5 @@
 """Copies, slots and messages on a recording device: no race, and every missing wait is one."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime import recording, schedules

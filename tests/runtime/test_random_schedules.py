@@ -1,17 +1,13 @@
 """Random legal schedules of every kind train as one process does, step after step."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from optpipe import Problem, Schedule
 from tests.runtime import schedules, small_cases
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Schedule
 
 NUM_SCHEDULES = 42
 MICROBATCHES = 4

@@ -1,36 +1,22 @@
 """A batch of unequal micro-batches is planned before its step, and trains as in one process."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe import Problem
+from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, PreflightError, follow
-from optpipe.runtime.preflight import TensorShape
+from optpipe.runtime.preflight import Shapes, TensorShape
 from optpipe.schedule import ActionType
 from optpipe_solver.replan import replan
 from tests.runtime import schedules
-from tests.runtime.small_model import (
-    NUM_BLOCKS,
-    SAMPLES,
-    WIDTH,
-    own_part,
-    small_data,
-    small_stages,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-
-    from optpipe import Schedule
-    from optpipe.runtime.preflight import Shapes
+from tests.runtime.small_model import NUM_BLOCKS, SAMPLES, WIDTH, own_part, small_data, small_stages
 
 LENGTHS = (1, 3, 4, 7, 12)
 

@@ -1,21 +1,15 @@
 """Four ranks train by a schedule; losses and every gradient are those of the chained model."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from torch import nn
 
 from optpipe.problem import LicensedPair
 from optpipe.runtime.overlap import PairedPass
 from optpipe.schedule import Action, ActionType, parse_cell
-from optpipe_solver.families.overlapped import build_dualpipe_v
+from optpipe_solver.families.classic import build_dualpipe_v
 from tests.runtime import cases, schedules, small_cases
-
-if TYPE_CHECKING:
-    from tests.runtime.ranks import Ranks
-    from tests.runtime.small_cases import Trained
+from tests.runtime.ranks import Ranks
+from tests.runtime.small_cases import Trained
 
 EXACT = 1e-15
 """Gradients are about 1e-2; sums in another order differ by some 1e-17 in float64."""

@@ -1,20 +1,16 @@
 """Rank 0's line to the service: what is new, what is told, and who may fail."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from optpipe.measurements import Measurements
 from optpipe.runtime.follower import SchedulePoller, StepReport
 from tests.runtime import schedules
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PATIENCE_S = 120
 

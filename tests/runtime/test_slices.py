@@ -1,7 +1,5 @@
 """Slices of a sequence: keys, values and their gradients go from slice to slice."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -15,7 +13,7 @@ from optpipe import Problem
 from optpipe.runtime import PipelineRunner, PreflightError, slices
 from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
 from optpipe.schedule import Action, ActionType
-from optpipe_solver.families.slices import build_seq1f1b, build_slimpipe
+from optpipe_solver.families.classic import build_seq1f1b, build_slimpipe
 from tests.runtime import schedules
 
 CONFIG = ModelConfig(blocks=8, sequence=16)

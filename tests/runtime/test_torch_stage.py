@@ -1,7 +1,5 @@
 """What is left of an output that has been sent: its place in the graph, and no memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

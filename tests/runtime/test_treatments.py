@@ -1,11 +1,10 @@
 """Groups of modules: what modes say, which modules they mean, and gradients in all of them."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +24,6 @@ from optpipe.runtime.treatments import (
 )
 from optpipe.schedule import Action, ActionType
 from tests.runtime import cases, schedules, small_cases
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GROUPS = ("attn", "core_attn", "mlp", "norm")
 NUM_MICROBATCHES = 12

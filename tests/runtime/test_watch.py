@@ -1,7 +1,5 @@
 """Who is to blame, by what one rank knows; ranks are watchdogs with a store, in one process."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from optpipe import parse_action
-from optpipe.runtime.errors import PreflightError, RankError
+from optpipe.errors import PreflightError, RankError
 from optpipe.runtime.watch import Activity, Cause, CauseStore, DeviceMarks, Watchdog
 from tests.runtime import cases, schedules
 

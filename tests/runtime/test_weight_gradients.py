@@ -1,9 +1,8 @@
 """The split backward in one process: right where torch's own I and W are not (TORCH.md 2)."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.offload import SavedActivations, weak_storage
 from optpipe.runtime.passes import (
     SplitLinear,
@@ -22,9 +21,6 @@ from optpipe.runtime.passes import (
     unsplit_linears,
 )
 from tests.runtime.delaying import DelayingLinear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class _Tied(nn.Module):

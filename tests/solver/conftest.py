@@ -1,7 +1,5 @@
 """What all tests of the solver share."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe_solver.warm import ensure_warm

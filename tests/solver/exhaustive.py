@@ -1,20 +1,16 @@
 """Every program of a tiny problem, by brute force: the judge of "proven optimal"."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, IllegalScheduleError, Problem, Program, simulate
 from optpipe.memory import device_peak_bytes, host_peak_bytes, host_walk
 from tests.strategies import Case, documents, random_programs, tightened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 F, I, W, B = (  # noqa: E741 - DESIGN's letters
     ActionType.FORWARD,

@@ -1,15 +1,9 @@
 """Incumbents that hold a schedule to start from."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from optpipe import Problem
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.portfolio import all_starts
-
-if TYPE_CHECKING:
-    from optpipe import Problem
 
 
 def serially(given: Problem) -> Incumbent:

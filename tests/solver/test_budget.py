@@ -1,7 +1,5 @@
 """What is left of a turn, and when it is over."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest

@@ -1,20 +1,15 @@
 """A proven optimum is the least over all programs there are."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 
+from optpipe import Problem
 from optpipe_solver import SolveStatus, solve
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems_with_pairs
 from tests.strategies import few
-
-if TYPE_CHECKING:
-    from optpipe import Problem
 
 
 def _tight(**fields: object) -> Problem:
@@ -33,10 +28,7 @@ CASES = {
     "fused is shorter": _tight(backward_ms=5.0),
     "offload": _tight(offload_bytes=10 * UNIT),
     "offload, half duplex": problem(
-        [
-            stage(0, 3, 2, 2, activation_bytes=10 * UNIT, offload_bytes=8 * UNIT),
-            stage(1, 3, 3, 1),
-        ],
+        [stage(0, 3, 2, 2, activation_bytes=10 * UNIT, offload_bytes=8 * UNIT), stage(1, 3, 3, 1)],
         [bus(memory_bytes=12 * UNIT, half_duplex=True, d2h_gb_per_s=4.0), bus()],
         m=2,
     ),

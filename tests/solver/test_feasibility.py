@@ -1,7 +1,5 @@
 """The closed form: serial execution attains it, and nothing below it works."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

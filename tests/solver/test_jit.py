@@ -1,17 +1,11 @@
 """``lean``: compiles what allocates nothing, and refuses what does."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numba
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from optpipe_solver.jit import lean
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @lean

@@ -1,7 +1,5 @@
 """Menus that v1 cannot say: starts that fit, and the best of all programs there are."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whose turn it is, what a solve starts from, and threads that end when told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -13,7 +11,7 @@ from hypothesis import given
 from optpipe import Problem, find_violations, simulate
 from optpipe_solver import portfolio
 from optpipe_solver.budget import Limits
-from optpipe_solver.exact.beam import improve_by_beam
+from optpipe_solver.exact.rounds import improve_by_beam
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.portfolio import FamilyStart, all_starts, milp_may_prove, plans, run_threads

@@ -1,15 +1,12 @@
 """What is better among schedules of equal objective, and how long they take under noise."""
 
-from __future__ import annotations
-
 from itertools import permutations
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 
-from optpipe import InputError, check, simulate
+from optpipe import InputError, Problem, Programs, check, simulate
 from optpipe.memory import modes_of
 from optpipe.schedule import Pass
 from optpipe.simulate import duration_ms
@@ -18,9 +15,6 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.ranking import Noise, NoisyTimes
 from tests.building import UNIT, bus, problem, programs, stage
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Programs
 
 LAYERS = {"transformer": 1}
 

@@ -1,16 +1,14 @@
 """What is allowed need not be used: programs without offload or recompute are met as well."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 
 from optpipe import Problem, dump_schedule, find_violations, simulate
 from optpipe_solver import portfolio, solve
 from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.portfolio import (
+    FamilyStart,
     SearchPlan,
     _find,
     all_starts,
@@ -22,10 +20,6 @@ from optpipe_solver.portfolio import (
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.starting import serially
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from optpipe_solver.incumbent import Incumbent
-    from optpipe_solver.portfolio import FamilyStart
 
 QUICK = 0.1
 """Units of work."""

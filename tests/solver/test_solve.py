@@ -1,32 +1,25 @@
 """``solve`` and ``compare``: never worse than a start, honest about what is proven."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 
 from optpipe import InputError, Problem, check_schedule, dump_schedule, simulate
 from optpipe_solver import Progress, SolveStatus, portfolio, solve
+from optpipe_solver.bounds import Bound
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.portfolio import all_starts
+from optpipe_solver.portfolio import FamilyStart, all_starts
 from optpipe_solver.solve import _SolveRun
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.milp.test_horizon import parked_problem
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe_solver.bounds import Bound
-    from optpipe_solver.portfolio import FamilyStart
 
 
 def offload_problem(m: int = 8) -> Problem:

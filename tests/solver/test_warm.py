@@ -1,21 +1,16 @@
 """Compiling once for an installation, before any clock runs."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+
+import pytest
 
 from optpipe_solver import solve, warm
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def test_it_compiles_only_where_nobody_has(

@@ -222,7 +222,7 @@ def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Mes
 def _robust(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("robust") is None:
         return {}
-    from optpipe_solver.robust import Robust  # noqa: PLC0415 - heavy; after the limits are set
+    from optpipe_solver.last_steps import Robust  # noqa: PLC0415 - heavy; after the limits are set
 
     noise = {name: options[name] for name in ("jitter", "stragglers", "seed")}
     return {"robust": Robust.parse(options["robust"], **noise)}

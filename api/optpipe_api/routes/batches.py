@@ -10,7 +10,6 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.formats.tables import dump_sweep
 from optpipe.wire import BatchList, BatchView
 from optpipe_api.http_errors import documented
-from optpipe_api.requests.batches import FrontierView
 from optpipe_api.requests.http import (
     FRONTIER_FORMS,
     TABLE_FORMS,
@@ -18,6 +17,7 @@ from optpipe_api.requests.http import (
     read_body,
     require_json,
 )
+from optpipe_api.requests.jobs import FrontierView
 from optpipe_api.routes.common import (
     NO_SCRIPTS,
     Accept,

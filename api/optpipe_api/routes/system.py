@@ -20,9 +20,9 @@ from optpipe.schedule import Schedule
 from optpipe_api.access import Role
 from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
-from optpipe_api.metrics import CONTENT_TYPE
 from optpipe_api.requests.jobs import Health, Readiness
 from optpipe_api.routes.common import Reader, Serving  # noqa: TC001 - FastAPI reads it
+from optpipe_api.telemetry import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from os import PathLike, stat_result
@@ -66,7 +66,7 @@ def readyz(service: Serving) -> Readiness:
     summary="Numbers for Prometheus",
 )
 def metrics(request: Request) -> Response:
-    """Return what `optpipe_api.metrics` lists; needs a key wherever the rest does."""
+    """Return what `optpipe_api.telemetry` lists; needs a key wherever the rest does."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -31,9 +31,8 @@ from optpipe_api.errors import (
     TooLargeToDrawError,
 )
 from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
-from optpipe_api.requests.batches import refuse_many
-from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
-from optpipe_api.services.jobs import check_priority
+from optpipe_api.requests.jobs import refuse_many
+from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED, check_priority
 from optpipe_api.services.render import solution
 from optpipe_api.services.submission import ReadItem, hash_of, solved_job
 

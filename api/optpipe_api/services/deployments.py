@@ -27,7 +27,7 @@ from optpipe_api.errors import (
     StoreUnavailableError,
 )
 from optpipe_api.jobs import JobError, JobStart
-from optpipe_api.services.cache import MOST_TRIED
+from optpipe_api.services.jobs import MOST_TRIED
 from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from optpipe.wire import JobKind
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
 from optpipe_api.jobs import ItemPlan, NewJob
-from optpipe_api.requests.batches import BatchBody, refuse_many
 from optpipe_api.requests.catalogue import (
     Comparison,
     EstimateBody,
@@ -38,7 +37,7 @@ from optpipe_api.requests.catalogue import (
     VariantView,
 )
 from optpipe_api.requests.http import MAX_VALUES, decode_json
-from optpipe_api.requests.jobs import Registration, ReportBody, Submission
+from optpipe_api.requests.jobs import BatchBody, Registration, ReportBody, Submission, refuse_many
 from optpipe_api.requests.tunes import TuneBody
 
 if TYPE_CHECKING:

@@ -24,6 +24,8 @@ from optpipe_api.errors import BatchNotFoundError, StateConflictError
 from optpipe_api.jobs import BatchPlan, BatchRecord, JobEvent
 from optpipe_api.store.database import (
     added_once,
+    batches,
+    jobs,
     made_before,
     newest_first,
     reading,
@@ -44,7 +46,6 @@ from optpipe_api.store.job_rows import (
     storable,
 )
 from optpipe_api.store.jobs import forget, hand_on, prolong
-from optpipe_api.store.tables import batches, jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,4 +1,10 @@
-"""Connections: which databases there are, how SQLite is set up, how old files are migrated."""
+"""Connections and tables: which databases there are, how they are set up and migrated.
+
+The tables are as the newest migration leaves them (a test compares the two). Documents stand apart
+from the records, so that listing jobs reads no problem and no schedule. Times are seconds since the
+epoch: both databases sort and compare them alike. ``owner`` is the name of the API key that made a
+thing, and empty where keys are not asked for.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +30,240 @@ if TYPE_CHECKING:
 
 __all__ = [
     "added_once",
+    "api_keys",
+    "batches",
+    "checkpoints",
+    "comparisons",
     "connect",
+    "deployment_versions",
+    "deployments",
+    "events",
+    "job_tags",
+    "jobs",
     "made_before",
     "may_be_id",
+    "measurements",
+    "metadata",
+    "models",
     "newest_first",
     "probe",
+    "problems",
+    "questions",
     "reading",
     "record_of",
     "row_with_id",
+    "schedules",
+    "tuned",
+    "turns",
     "writing",
 ]
+
+
+metadata = sa.MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+
+# SQLite counts up only a column of exactly this type.
+_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+# A problem, a model or a schedule may be large: those of a job are tables of their own.
+
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("kind", sa.String(16), nullable=False, server_default="solve"),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("owner", sa.String(100), nullable=False, server_default=""),
+    sa.Column("problem_hash", sa.String(80), nullable=False),
+    sa.Column("shape_hash", sa.String(80), nullable=False, server_default=""),
+    sa.Column("objective", sa.String(16), nullable=False),
+    sa.Column("options", sa.Text, nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("cache", sa.String(8), nullable=False, server_default="miss"),
+    sa.Column("source_id", sa.String(32)),
+    sa.Column("batch_id", sa.String(32)),
+    sa.Column("batch_index", sa.Integer),
+    sa.Column("deployment_id", sa.String(32)),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("started_at", sa.Double),
+    sa.Column("finished_at", sa.Double),
+    sa.Column("cancel_requested", sa.Boolean, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("deaths", sa.Integer, nullable=False),
+    sa.Column("spent_s", sa.Double, nullable=False),
+    sa.Column("lease_owner", sa.String(64)),
+    sa.Column("lease_expires_at", sa.Double),
+    sa.Column("claimed_at", sa.Double),
+    sa.Column("num_schedules", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("objective_ms", sa.Double),
+    sa.Column("bound_ms", sa.Double),
+    sa.Column("error", sa.Text),
+    # Those of one owner are claimed in this order.
+    sa.Index("ix_jobs_queue", "state", "owner", sa.text("priority DESC"), "position"),
+    sa.Index(None, "state", "position"),
+    sa.Index(None, "owner", "position"),
+    sa.Index(None, "owner", "state", "position"),
+    sa.Index(None, "problem_hash", "owner", "position"),
+    sa.Index(None, "shape_hash", "owner", "position"),
+    sa.Index(None, "batch_id", "batch_index"),
+    sa.Index(None, "finished_at"),
+    sqlite_autoincrement=True,
+)
+
+
+def _document(name: str) -> sa.Table:
+    return sa.Table(
+        name,
+        metadata,
+        sa.Column("position", _BIG, sa.ForeignKey("jobs.position"), primary_key=True),
+        sa.Column("document", sa.Text, nullable=False),
+    )
+
+
+problems = _document("problems")
+models = _document("models")
+schedules = _document("schedules")
+comparisons = _document("comparisons")
+questions = _document("questions")
+tuned = _document("tuned")
+checkpoints = _document("checkpoints")
+
+# When an owner's job was claimed last: claims are numbered upwards.
+turns = sa.Table(
+    "turns",
+    metadata,
+    sa.Column("owner", sa.String(100), primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+)
+
+job_tags = sa.Table(
+    "job_tags",
+    metadata,
+    sa.Column("position", _BIG, sa.ForeignKey("jobs.position"), primary_key=True),
+    sa.Column("tag", sa.String(64), primary_key=True),
+    sa.Index(None, "tag", "position"),
+)
+
+# Everything that happened to a job, in order: what an event stream replays. `number` grows within
+# a job, as whoever writes one holds the job's row.
+events = sa.Table(
+    "events",
+    metadata,
+    sa.Column("number", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("position", _BIG, sa.ForeignKey("jobs.position"), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("seconds", sa.Double),
+    sa.Column("method", sa.String(100)),
+    sa.Column("objective_ms", sa.Double),
+    sa.Column("bound_ms", sa.Double),
+    sa.Column("text", sa.Text),
+    sa.Index(None, "position", "number"),
+    sqlite_autoincrement=True,
+)
+
+batches = sa.Table(
+    "batches",
+    metadata,
+    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("owner", sa.String(100), nullable=False),
+    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("request_hash", sa.String(80), nullable=False),
+    # JSON: the axes and the options, and each item's values on the axes.
+    sa.Column("document", sa.Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+deployments = sa.Table(
+    "deployments",
+    metadata,
+    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("owner", sa.String(100), nullable=False),
+    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double),
+    sa.Column("request_hash", sa.String(80), nullable=False),
+    sa.Column("options", sa.Text, nullable=False),
+    sa.Column("problem", sa.Text, nullable=False),
+    # The same problem with the times last measured; null until there are any.
+    sa.Column("measured", sa.Text),
+    # The problem that was solved last, and how long the schedule in use takes under its times.
+    sa.Column("planned", sa.Text, nullable=False),
+    sa.Column("planned_ms", sa.Double),
+    sa.Column("version", sa.Integer, nullable=False),
+    # Why a solve is wanted, and its job; whoever sets or clears them wins or loses by it.
+    sa.Column("job_reason", sa.Text),
+    sa.Column("job_id", sa.String(32)),
+    sa.Column("num_solves", sa.Integer, nullable=False),
+    # How many of that job's schedules were looked at.
+    sa.Column("num_seen", sa.Integer, nullable=False),
+    # JSON: why the last solve gave nothing.
+    sa.Column("error", sa.Text),
+    # How many reports came, and how many of them had come when the times were last judged.
+    sa.Column("num_reports", sa.Integer, nullable=False),
+    sa.Column("num_judged", sa.Integer, nullable=False),
+    # Under measured times: the schedule in use, and one as good as it was when it was made.
+    sa.Column("current_ms", sa.Double),
+    sa.Column("expected_ms", sa.Double),
+    sa.Index(None, "owner", "ended_at"),
+    sqlite_autoincrement=True,
+)
+
+deployment_versions = sa.Table(
+    "deployment_versions",
+    metadata,
+    sa.Column("position", _BIG, sa.ForeignKey("deployments.position"), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("job_id", sa.String(32), nullable=False),
+    sa.Column("predicted_ms", sa.Double, nullable=False),
+    # Mean of the step times reported under this version, and how many they are.
+    sa.Column("measured_ms", sa.Double),
+    sa.Column("num_measured", sa.Integer, nullable=False),
+    sa.Column("schedule", sa.Text, nullable=False),
+)
+
+measurements = sa.Table(
+    "measurements",
+    metadata,
+    sa.Column("number", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("position", _BIG, sa.ForeignKey("deployments.position"), nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("step", _BIG),
+    sa.Column("step_ms", sa.Double),
+    sa.Column("document", sa.Text, nullable=False),
+    sa.Index(None, "position", "number"),
+    sqlite_autoincrement=True,
+)
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("id", sa.String(16), primary_key=True),
+    sa.Column("name", sa.String(100), nullable=False, unique=True),
+    sa.Column("role", sa.String(16), nullable=False),
+    # SHA-256 of 256 random bits: nothing to guess, so nothing to slow down.
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("revoked_at", sa.Double),
+)
+
 
 T = TypeVar("T")
 

@@ -27,7 +27,10 @@ from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
 from optpipe_api.store.database import (
     added_once,
+    deployment_versions,
+    deployments,
     made_before,
+    measurements,
     newest_first,
     reading,
     record_of,
@@ -41,7 +44,6 @@ from optpipe_api.store.job_rows import (
     refuse_when_many,
     storable,
 )
-from optpipe_api.store.tables import deployment_versions, deployments, measurements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

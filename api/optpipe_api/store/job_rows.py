@@ -34,17 +34,20 @@ from optpipe_api.jobs import (
     TracePoint,
     transition,
 )
-from optpipe_api.store.database import may_be_id, reading, record_of, row_with_id
-from optpipe_api.store.tables import (
+from optpipe_api.store.database import (
     checkpoints,
     comparisons,
     deployments,
     events,
     job_tags,
     jobs,
+    may_be_id,
     models,
     problems,
     questions,
+    reading,
+    record_of,
+    row_with_id,
     schedules,
     tuned,
 )

@@ -55,7 +55,24 @@ from optpipe_api.jobs import (
     TracePoint,
     Waiting,
 )
-from optpipe_api.store.database import added_once, reading, writing
+from optpipe_api.store.database import (
+    added_once,
+    batches,
+    checkpoints,
+    comparisons,
+    deployments,
+    events,
+    job_tags,
+    jobs,
+    models,
+    problems,
+    questions,
+    reading,
+    schedules,
+    tuned,
+    turns,
+    writing,
+)
 from optpipe_api.store.job_rows import (
     ASKED_LIMIT,
     JobReads,
@@ -79,21 +96,6 @@ from optpipe_api.store.job_rows import (
     spent,
     storable,
     update,
-)
-from optpipe_api.store.tables import (
-    batches,
-    checkpoints,
-    comparisons,
-    deployments,
-    events,
-    job_tags,
-    jobs,
-    models,
-    problems,
-    questions,
-    schedules,
-    tuned,
-    turns,
 )
 
 if TYPE_CHECKING:

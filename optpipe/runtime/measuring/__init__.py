@@ -1,8 +1,8 @@
 """Measures stages on the real thing: times, bytes, copies and links, as a problem needs them."""
 
-from optpipe.runtime.measuring.devices import computing_with, device_named, joined
 from optpipe.runtime.measuring.measure import Effort, Profile, StageResult, measure
 from optpipe.runtime.measuring.stages import StageSet, load_stages
+from optpipe.runtime.measuring.times import computing_with, device_named, joined
 
 __all__ = [
     "Effort",

@@ -13,14 +13,6 @@ import torch
 
 from optpipe.errors import InputError
 from optpipe.measurements import Given, Measurements, Sample, StageFacts
-from optpipe.runtime.measuring.devices import (
-    MeasuringRanks,
-    device_facts,
-    device_name,
-    local_copies,
-    message_sizes,
-    ping_pong,
-)
 from optpipe.runtime.measuring.memory import (
     Footprint,
     StageMemory,
@@ -31,20 +23,21 @@ from optpipe.runtime.measuring.menus import StageMenu, measure_menu
 from optpipe.runtime.measuring.times import (
     Bandwidths,
     Durations,
+    MeasuringRanks,
     StageUnderTest,
     clock_for,
+    device_facts,
+    device_name,
+    local_copies,
     measure_bandwidths,
+    message_sizes,
+    ping_pong,
     time_passes,
     undisturbed,
 )
 from optpipe.runtime.messages import boundary_room
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
-from optpipe.runtime.passes import (
-    WeightGradients,
-    check_delaying,
-    deferred_bytes,
-    split_linears,
-)
+from optpipe.runtime.passes import WeightGradients, check_delaying, deferred_bytes, split_linears
 from optpipe.runtime.preflight import as_tensors, meshes_of
 from optpipe.schedule import ActionType
 from optpipe.stage import Mode
@@ -261,11 +254,7 @@ def _measure_stage(
         memory = measure_memory(stage, footprint.held_bytes)
         waiting = deferred_bytes(stage.module)
         durations = time_passes(
-            stage,
-            clock,
-            repeats=effort.repeats,
-            warmups=effort.warmups,
-            can_split=waiting > 0,
+            stage, clock, repeats=effort.repeats, warmups=effort.warmups, can_split=waiting > 0
         )
         bandwidths = None
         if footprint.offload_sizes:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from optpipe.errors import MissingExtraError
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.runtime.trainers.split import Passed, Tie, materialize, ties_of
 from optpipe.runtime.trainers.split import split as split_model
 

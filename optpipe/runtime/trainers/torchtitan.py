@@ -16,8 +16,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from optpipe.errors import MissingExtraError
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.runtime.passes import treat_as_plain
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.runner import PipelineRunner

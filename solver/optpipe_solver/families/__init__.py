@@ -1,4 +1,4 @@
-"""The published schedules, one file each, and the registry that lists them."""
+"""The published schedules, and the registry that lists them."""
 
 from optpipe_solver.families.common import NotApplicable
 from optpipe_solver.families.registry import FAMILIES, Family

@@ -1,8 +1,18 @@
-"""Serial, GPipe, 1F1B, 1F1B with recomputation, and Megatron-LM's interleaved 1F1B."""
+"""A rule for each device: serial, GPipe, 1F1B and interleaved; those of pairs; those of slices.
+
+DualPipeV and Megatron-Core's combined 1F1B run forwards and backwards in pairs; a pair that the
+problem does not allow is run as its two passes, the forward first.
+
+Seq1F1B and SlimPipe are of slices: micro-batches are slices of samples. Both run samples first in,
+first out, the slices of one last in, first out: a slice's keys and values get gradients from all
+later ones. Both are a rule of how many slices a device holds at most; they run one F after the
+other until so many are there, then a B and an F in turn, then the rest.
+"""
 
 from __future__ import annotations
 
-from itertools import chain
+from collections import Counter, deque
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import Action, ActionType
@@ -10,23 +20,28 @@ from optpipe_solver.families.common import (
     NotApplicable,
     NotApplicableReason,
     chunks_of_loop,
+    devices_of_v,
     one_stage_per_device,
     programs_by_device,
 )
 from optpipe_solver.feasibility import feasibility, serial_groups, serial_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
 
 __all__ = [
+    "build_dualpipe_v",
     "build_gpipe",
     "build_interleaved",
     "build_one_f_one_b",
+    "build_overlapped_1f1b",
     "build_recompute_1f1b",
+    "build_seq1f1b",
     "build_serial",
+    "build_slimpipe",
     "in_groups",
 ]
 
@@ -203,3 +218,284 @@ def _with_recompute(program: Program) -> Iterator[Action]:
         if action.type is ActionType.FULL_BACKWARD:
             yield Action(action.stage, ActionType.RECOMPUTE, action.microbatch)
         yield action
+
+
+def build_seq1f1b(problem: Problem) -> Programs:
+    """Seq1F1B: 1F1B whose unit is a slice of a sequence.
+
+    Sun et al. 2024, "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language
+    Model Training", arXiv 2406.03488: of the paper the abstract could be read, the rule and its
+    numbers are those of the authors' code (thunlp/Seq1F1B, Megatron-LM with ``pipe_sp_splits``).
+
+    Rule: device r of p runs p - r - 2 + n forwards of slices, n slices per sample, then alternates
+    one forward and one backward, then drains. Backwards come sample after sample, the last slice of
+    each first. The backward is fused. With samples of several sizes n is the most that any backward
+    has to wait for: the largest. Memory: device r holds at most n + p - 1 - r slices, of 1F1B's
+    n (p - r). Bubble at equal times per slice: (p - 1)(F + B)/n with F and B of a whole sample;
+    longer where later slices attend to more and take longer, which the paper answers by slices of
+    equal work: that is whoever makes the problem's to choose. Where slices are whole samples it is
+    1F1B. It ignores memory limits, offload and recompute, and its interleaved variant is left out.
+
+    Raises
+    ------
+    NotApplicable
+        If there are no samples, or a device holds several stages.
+    """
+    _some_slices(problem)
+    one_stage_per_device(problem)
+    return _programs(problem, chunks=1, group=1, ahead=1)
+
+
+def build_slimpipe(problem: Problem) -> Programs:
+    """SlimPipe: slices of equal length, on a line or interleaved.
+
+    Li et al. 2025, "SlimPipe: Memory-Thrifty and Efficient Pipeline Parallelism for Long-Context
+    LLM Training", arXiv 2504.14519: of the paper the abstract could be read. The number of slices
+    in flight is that of code that calls itself SlimPipe's (``pipelining_with_slicing``), the order
+    of chunks that of another's (``SlimPipeSchedule``); interleaved, both together are ours.
+
+    Rule: p devices hold v chunks each, as a line (v = 1) or a loop, stage k on device k mod p. The
+    n slices of a sample go in groups of p: a device runs a group's forwards of its first chunk, of
+    its second, ..., then the next group's; the backwards in exactly the reverse order, sample after
+    sample. Device r holds up to n v + 2(p - 1 - r) slices of a chunk, then alternates one backward
+    and one forward. Memory: (1 + 2(p - 1)/(n v))/p of what one sample holds on all devices: about
+    one sample's part, where 1F1B holds p of them. Bubble at equal times per slice:
+    (p - 1)(F + B)/(n v) with F and B of a whole sample and of all chunks. It ignores memory limits,
+    offload, and the paper's context exchange, which lets other devices attend for the one whose
+    slice is the longest: a pass on two devices is no action here.
+
+    Raises
+    ------
+    NotApplicable
+        If there are no samples, the placement is neither a line nor a loop, or in a loop the
+        samples are no equal numbers of slices, a multiple of p.
+    """
+    _some_slices(problem)
+    if all(len(held) <= 1 for held in problem.stages_of):
+        return _programs(problem, chunks=1, group=1, ahead=2)
+    chunks = chunks_of_loop(problem)
+    p = len(problem.stages) // chunks
+    sizes = sorted({len(sample) for sample in problem.samples})
+    if len(sizes) > 1 or sizes[0] % p or problem.order == "given":
+        raise NotApplicable(
+            NotApplicableReason.NEEDS_SLICES,
+            f"this rule interleaves groups of {p} slices and asks for samples of equally many, a "
+            f"multiple of {p}, in a free order, but samples have {', '.join(map(str, sizes))}",
+        )
+    return _programs(problem, chunks=chunks, group=p, ahead=2)
+
+
+def _some_slices(problem: Problem) -> None:
+    if not problem.has_samples:
+        raise NotApplicable(
+            NotApplicableReason.NEEDS_SLICES,
+            "this rule is for slices of sequences, but no micro-batches name a sample",
+        )
+
+
+def _programs(problem: Problem, *, chunks: int, group: int, ahead: int) -> Programs:
+    """Return the programs: device r is ``ahead`` times p - 1 - r slices ahead of the last."""
+    p = len(problem.stages) // chunks
+    forwards, backwards = _forwards(problem, chunks, group), _backwards(problem, chunks, group)
+    place = {unit: at for at, unit in enumerate(forwards)}
+    waits, needed = 0, 0
+    for at, unit in enumerate(backwards):
+        needed = max(needed, place[unit] + 1)
+        waits = max(waits, needed - at)
+    programs: list[Program] = [()] * len(problem.devices)
+    for rank in range(p):
+        first = waits + ahead * (p - 1 - rank)
+        ahead_of = [Action(c * p + rank, ActionType.FORWARD, j) for c, j in forwards]
+        back = [Action(c * p + rank, ActionType.FULL_BACKWARD, j) for c, j in backwards]
+        programs[problem.placement[rank]] = tuple(_in_turn(ahead_of, back, first))
+    return tuple(programs)
+
+
+def _in_turn(
+    forwards: Sequence[Action], backwards: Sequence[Action], first: int
+) -> Iterator[Action]:
+    yield from forwards[:first]
+    for at, back in enumerate(backwards):
+        yield back
+        yield from forwards[first + at : first + at + 1]
+
+
+def _forwards(problem: Problem, chunks: int, group: int) -> list[tuple[int, int]]:
+    """Return chunk and micro-batch of a device's forwards, in order."""
+    if problem.order == "given":
+        return [(0, j) for j in range(problem.num_microbatches)]
+    return list(chain.from_iterable(_units(sample, chunks, group) for sample in problem.samples))
+
+
+def _backwards(problem: Problem, chunks: int, group: int) -> list[tuple[int, int]]:
+    return list(
+        chain.from_iterable(_units(sample, chunks, group)[::-1] for sample in problem.samples)
+    )
+
+
+def _units(sample: Sequence[int], chunks: int, group: int) -> list[tuple[int, int]]:
+    return [
+        (chunk, j)
+        for start in range(0, len(sample), group)
+        for chunk in range(chunks)
+        for j in sample[start : start + group]
+    ]
+
+
+_F, _I, _W, _B = (
+    ActionType.FORWARD,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+)
+
+
+def build_dualpipe_v(problem: Problem) -> Programs:
+    """DualPipeV: a V of two chunks whose forwards and backwards run in pairs.
+
+    Liu et al. 2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.2.1, cut in half
+    (DeepSeek's ``dualpipev``); the order is that of torch 2.13's ``ScheduleDualPipeV``.
+
+    Rule: of p devices in a V, device r runs 2(p - 1 - r) forwards of its first chunk, then r + 1
+    times a forward of each, p - 1 - r times I, W and F of its second chunk; then, m - 2p + r + 1
+    times, the pairs of F of the first with B of the second chunk and the other way round; p - 1 - r
+    times B of the second and the pair of F of the second and B of the first; then the backwards
+    that are left, the latter half of them split so that their W fill the waits. Memory: 2p + 1
+    activations of one chunk. Bubble at equal times, pairs as long as one pass after the other: (p -
+    1)(F + 2B - 3W), B both of I and W. It ignores memory limits, unequal chunks, offload and
+    recompute.
+
+    Raises
+    ------
+    NotApplicable
+        If the problem has no pairs, the placement is no V, or m is less than 2p.
+    """
+    _needs_pairs(problem)
+    p, m = devices_of_v(problem), problem.num_microbatches
+    if m < 2 * p:
+        raise NotApplicable(
+            NotApplicableReason.TOO_FEW_MICROBATCHES,
+            f"this rule needs at least 2p = {2 * p} micro-batches, but there are {m}",
+        )
+    programs: list[Program] = [()] * len(problem.devices)
+    for rank in range(p):
+        programs[problem.placement[rank]] = _VRow(problem, rank, p).program()
+    return tuple(programs)
+
+
+class _VRow:
+    """The program of one device of DualPipeV, micro-batches in order for each stage and kind."""
+
+    def __init__(self, problem: Problem, rank: int, p: int) -> None:
+        self._problem, self._rank, self._p = problem, rank, p
+        self._row: list[Action] = []
+        self._count: Counter[tuple[int, bool]] = Counter()
+        self._weights: deque[Action] = deque()
+
+    def program(self) -> Program:
+        first, second = self._rank, 2 * self._p - 1 - self._rank
+        up, down = self._rank + 1, self._p - self._rank - 1
+        for _ in range(2 * down):
+            self._add(first, _F)
+        for _ in range(up):
+            self._add(first, _F)
+            self._add(second, _F)
+        for _ in range(down):
+            self._add(second, _I)
+            self._add_weight()
+            self._add(second, _F)
+        for turn in range(self._problem.num_microbatches - 2 * self._p + up):
+            if turn == 0 and down == 0:
+                self._add(first, _F)
+                self._add(second, _B)
+            else:
+                self._add_pair(first, second)
+            self._add_pair(second, first)
+        for _ in range(down):
+            self._add(second, _B)
+            self._add_pair(second, first)
+        # From here on W are kept for the waits; on odd devices one pass earlier.
+        middle, odd = up // 2, self._rank % 2
+        for turn in range(up):
+            self._add(second, _I if turn > middle or (turn == middle and odd) else _B)
+            self._add(first, _I if turn >= middle else _B)
+        for _ in range(down):
+            self._add_weight()
+            self._add(first, _I)
+        while self._weights:
+            self._add_weight()
+        return tuple(self._row)
+
+    def _next(self, stage: int, kind: ActionType) -> Action:
+        key = stage, kind is not _F
+        self._count[key] += 1
+        return Action(stage, kind, self._count[key] - 1)
+
+    def _add(self, stage: int, kind: ActionType) -> None:
+        action = self._next(stage, kind)
+        self._row.append(action)
+        if kind is _I:
+            self._weights.append(action._replace(type=_W))
+
+    def _add_weight(self) -> None:
+        if self._weights:
+            self._row.append(self._weights.popleft())
+
+    def _add_pair(self, forward: int, backward: int) -> None:
+        self._row += _together(self._problem, self._next(forward, _F), self._next(backward, _B))
+
+
+def build_overlapped_1f1b(problem: Problem) -> Programs:
+    """Interleaved 1F1B whose forwards and backwards run in pairs, as in Megatron-Core.
+
+    Megatron-Core's combined 1F1B (``overlap_moe_expert_parallel_comm``) on the interleaved schedule
+    of Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Kimi K2 trains so.
+
+    Rule: as interleaved 1F1B (`build_interleaved`), but each device runs one forward more before it
+    alternates: then the backward beside a forward is never of the same micro-batch, and the two run
+    together. Memory: device r of p with v chunks holds at most min(m v, 2(p - 1 - r) + (v - 1)p +
+    2) micro-batches of one chunk. Bubble: no formula. On one device with one stage, where
+    Megatron-Core has it too, every F but the first runs with the B before. It ignores memory
+    limits, unequal chunks, offload and recompute.
+
+    Raises
+    ------
+    NotApplicable
+        If the problem has no pairs, or the placement is neither one stage nor a loop of at least
+        two rounds.
+    """
+    _needs_pairs(problem)
+    chunks = 1 if len(problem.stages) == 1 else chunks_of_loop(problem)
+    m = problem.num_microbatches
+    p = len(problem.stages) // chunks
+    programs: list[Program] = [()] * len(problem.devices)
+    for rank in range(p):
+        forwards = in_groups(_F, rank, p, chunks, m)
+        backwards = in_groups(_B, rank, p, chunks, m)
+        warmup = min(len(forwards), 2 * (p - 1 - rank) + (chunks - 1) * p + 1)
+        beside = (
+            _together(problem, forward, backward)
+            if forward is not None and max(forward.microbatch, backward.microbatch) < m
+            else (forward, backward)
+            for forward, backward in zip_longest(forwards[warmup:], backwards)
+        )
+        row = chain(forwards[:warmup], chain.from_iterable(beside))
+        programs[problem.placement[rank]] = tuple(
+            action for action in row if action is not None and action.microbatch < m
+        )
+    return tuple(programs)
+
+
+def _needs_pairs(problem: Problem) -> None:
+    if not problem.pairs:
+        raise NotApplicable(
+            NotApplicableReason.NEEDS_PAIRS,
+            "this rule runs forwards and backwards in pairs, but the problem has no pairs",
+        )
+
+
+def _together(problem: Problem, forward: Action, backward: Action) -> Program:
+    """Return a pair where the problem allows it, else its two passes one after the other."""
+    key = forward.stage, backward.stage, backward.type.value
+    allowed = key in problem.hidden_ms and forward.cell != backward.cell
+    return forward, backward._replace(paired=allowed)

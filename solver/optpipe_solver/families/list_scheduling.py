@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, fusing_pays
-from optpipe_solver.families.rules import (
+from optpipe_solver.families.squeeze import (
     BACKWARD,
     FORWARD,
     WEIGHT,

@@ -1,21 +1,44 @@
-"""What a schedule family is, and the list of all of them."""
+"""What a family is, the list of all, and re-placed copies that those for a loop or a V can take.
+
+Every stage of a problem with one stage per device is split into v equal parts in model order; the
+parts k = 0, 1, ... go to the devices loop-wise (0..p-1, 0..p-1, ...) or V-wise (0..p-1, p-1..0,
+0..p-1, ...), in the order in which the original line visits them. What the copy assumes:
+
+* Times (F, I, W, B, recompute, gradient reduction) are divided by v. Bytes (activation, weight
+  context, offload, static) are divided so that the parts of a stage sum up exactly to it.
+* A boundary inside a stage is as wide as the wider of the stage's own two; the stage's last part
+  keeps its output_bytes. So transformers, of equal width everywhere, come out right.
+* checkpoint_bytes are divided too (a checkpoint per layer), but no part keeps less than the input
+  it receives, as far as its activation goes: with one checkpoint per stage the total grows.
+* Workspaces are not divided: they are the peak of one layer, not a sum over layers.
+* A loop sends from the last device to the first. Where the problem's neighbours are linked and
+  these two are not, they get the slowest of the neighbours' links: a ring is rarely better.
+* Where stages say their layers, each must hold transformer layers only, v times a number: parts
+  are whole layers. How much of a stage is the embedding's or the head's the problem does not say,
+  so such a stage is not split. Where a stage does not say its layers, the copy is a guess.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
+from optpipe.problem import MAX_CELLS, Link, Stage, StageLayers
 from optpipe_solver.families.classic import (
+    build_dualpipe_v,
     build_gpipe,
     build_interleaved,
     build_one_f_one_b,
+    build_overlapped_1f1b,
     build_recompute_1f1b,
+    build_seq1f1b,
     build_serial,
+    build_slimpipe,
 )
-from optpipe_solver.families.common import NotApplicable
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason, one_stage_per_device
 from optpipe_solver.families.list_scheduling import build_greedy
-from optpipe_solver.families.overlapped import build_dualpipe_v, build_overlapped_1f1b
 from optpipe_solver.families.paired_blocks import build_paired_blocks
 from optpipe_solver.families.pipeoffload import (
     build_ada_offload,
@@ -24,7 +47,6 @@ from optpipe_solver.families.pipeoffload import (
     build_po_f,
     build_po_h,
 )
-from optpipe_solver.families.slices import build_seq1f1b, build_slimpipe
 from optpipe_solver.families.v_shape import (
     build_building_blocks,
     build_v_half,
@@ -45,7 +67,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
 
-__all__ = ["FAMILIES", "Family", "NotApplicable"]
+__all__ = ["FAMILIES", "Family", "NotApplicable", "Shape", "replaced"]
 
 
 class Limit(StrEnum):
@@ -206,3 +228,129 @@ FAMILIES: tuple[Family, ...] = (
         "Building blocks whose forwards and backwards run in pairs under the memory limits (ours).",
     ),
 )
+
+
+Shape = Literal["loop", "v"]
+
+_MOST_STAGES = 65536
+_DIVIDED_BYTES = ("activation_bytes", "weight_context_bytes", "offload_bytes", "static_bytes")
+_DIVIDED_TIMES = tuple(name for name in Stage.model_fields if name.endswith("_ms"))
+
+
+def replaced(problem: Problem, kind: Shape, chunks: int) -> Problem:
+    """Return the problem with every stage split into parts that are placed as a loop or a V.
+
+    Parameters
+    ----------
+    problem
+        With one stage per device, in any device order; devices without a stage stay without.
+    kind
+        ``loop`` or ``v``.
+    chunks
+        Parts per stage and so stages per device, at least 1. One part gives a plain copy.
+
+    Raises
+    ------
+    NotApplicable
+        If a device already holds several stages, the layers of a stage cannot be shared out
+        equally, or the copy would be too large.
+    ValueError
+        If chunks is less than 1.
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}, but every device needs at least 1; give 2 or more")
+    one_stage_per_device(problem)
+    _check_layers(problem, kind, chunks)
+    _check_size(problem, chunks)
+    boundaries = [
+        0 if index == 0 else problem.stages[index - 1].output_bytes
+        for index in range(len(problem.stages))
+    ]
+    fields = [
+        _part(stage, received, part, chunks)
+        for stage, received in zip(problem.stages, boundaries, strict=True)
+        for part in range(chunks)
+    ]
+    line = problem.placement
+    stages = [
+        {**part, "device": line[_position(kind, k, len(line))]} for k, part in enumerate(fields)
+    ]
+    closes = kind == "loop" and chunks > 1
+    links = (*problem.links, *_closing_link(problem)) if closes else problem.links
+    name = f"{problem.name} ({kind}, {chunks} chunks)".strip()
+    return problem.model_copy(update={"name": name[-200:], "stages": stages, "links": links})
+
+
+def _check_layers(problem: Problem, kind: Shape, chunks: int) -> None:
+    for index, stage in enumerate(problem.stages):
+        held = stage.layers
+        if held is None or chunks == 1:
+            continue
+        if held.embedding or held.head or held.mtp or held.transformer % chunks:
+            raise NotApplicable(
+                NotApplicableReason.CANNOT_BE_SPLIT,
+                f"stages[{index}] holds layers {held}, not {chunks} equal parts: cut the model "
+                f"anew, with optpipe estimate --chunks {chunks} --placement {kind} or optpipe plan",
+            )
+
+
+def _check_size(problem: Problem, chunks: int) -> None:
+    num_stages = len(problem.stages) * chunks
+    cells = num_stages * problem.num_microbatches
+    if num_stages > _MOST_STAGES or cells > MAX_CELLS:
+        raise NotApplicable(
+            NotApplicableReason.CANNOT_BE_SPLIT,
+            f"splitting every stage into {chunks} makes {num_stages} stages and {cells} cells; a "
+            f"problem has at most {_MOST_STAGES} stages and {MAX_CELLS} cells",
+        )
+
+
+def _position(kind: Shape, part: int, num_devices: int) -> int:
+    """Return where on the line of devices a part stands."""
+    round_, at = divmod(part, num_devices)
+    match kind:
+        case "loop":
+            return at
+        case "v":
+            return at if round_ % 2 == 0 else num_devices - 1 - at
+    assert_never(kind)
+
+
+def _part(stage: Stage, received_bytes: int, part: int, chunks: int) -> dict[str, Any]:
+    """Return the fields of one part of a stage, its device aside."""
+    fields = {name: getattr(stage, name) for name in type(stage).model_fields}
+    for name in _DIVIDED_TIMES:
+        if fields[name] is not None:
+            fields[name] /= chunks
+    for name in _DIVIDED_BYTES:
+        fields[name] = _share(fields[name], part, chunks)
+    if stage.layers is not None and chunks > 1:
+        fields["layers"] = StageLayers(transformer=stage.layers.transformer // chunks)
+    inner_bytes = max(received_bytes, stage.output_bytes)
+    if part < chunks - 1:
+        fields["output_bytes"] = inner_bytes
+    if stage.checkpoint_bytes is not None:
+        its_input = received_bytes if part == 0 else inner_bytes
+        kept = max(_share(stage.checkpoint_bytes, part, chunks), its_input)
+        fields["checkpoint_bytes"] = min(kept, fields["activation_bytes"])
+    return fields
+
+
+def _share(total: int, part: int, chunks: int) -> int:
+    """Return a part of a whole number; the first parts take the remainder, the sum is exact."""
+    return (total + chunks - 1 - part) // chunks
+
+
+def _closing_link(problem: Problem) -> tuple[Link, ...]:
+    """Return the link from the last device of the line to the first, if one is to be added."""
+    line = problem.placement
+    links = {(link.source, link.target): link for link in problem.links}
+    closing = (line[-1], line[0])
+    if closing in links or len(line) < 2:
+        return ()
+    widest = max(stage.output_bytes for stage in problem.stages)
+    ring = [links[pair] for pair in pairwise(line) if pair in links]
+    if not ring:
+        return ()
+    slowest = max(ring, key=lambda link: link.transfer_ms(widest))
+    return (slowest.model_copy(update={"source": closing[0], "target": closing[1]}),)

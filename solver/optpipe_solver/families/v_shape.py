@@ -17,11 +17,11 @@ from optpipe_solver.families.common import (
     devices_of_v,
     fusing_pays,
 )
-from optpipe_solver.families.rules import encoded
 from optpipe_solver.families.squeeze import (
     Early,
     SqueezePolicy,
     Squeezer,
+    encoded,
     squeezed_v,
     uniform_block,
 )

@@ -13,8 +13,7 @@ import numpy as np
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 from optpipe_solver.arrays.evaluate import within_hosts
-from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, sweep
-from optpipe_solver.offload_fit.state import DeviceProgram, Rule
+from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, DeviceProgram, Rule, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,16 +22,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Floats, Ints
 
-__all__ = [
-    "THOROUGH",
-    "UNLIMITED",
-    "Fit",
-    "Fitted",
-    "Frame",
-    "Ran",
-    "fit",
-    "hide_offload",
-]
+__all__ = ["THOROUGH", "UNLIMITED", "Fit", "Fitted", "Frame", "Ran", "fit", "hide_offload"]
 
 
 UNLIMITED = 2**62

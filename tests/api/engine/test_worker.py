@@ -1,17 +1,12 @@
 """What a solver process tells the server on its way, without the process."""
 
-from __future__ import annotations
+from typing import Any, cast
 
-from typing import TYPE_CHECKING, Any, cast
-
-from optpipe import load_schedule
+from optpipe import Programs, load_schedule
+from optpipe_api.engine.processes import Message
 from optpipe_api.engine.worker import _Reporter
 from optpipe_solver import Progress
 from tests.building import problem, programs, stage
-
-if TYPE_CHECKING:
-    from optpipe import Programs
-    from optpipe_api.engine.processes import Message
 
 FULL = programs("0F0 0F1 0I0 0W0 0I1 0W1")
 LEAN = programs("0F0 0I0 0W0 0F1 0I1 0W1")

@@ -16,7 +16,7 @@ from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooLargeError
 from optpipe_api.services import submission
 from optpipe_api.services.batches import _most_near
-from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
+from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.submission import read_batch
 from tests.api import fake_solver, start_solver
 from tests.api.live import connected, keyed, make_settings, two_stages

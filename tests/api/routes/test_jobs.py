@@ -9,7 +9,7 @@ import pytest
 from optpipe import Problem, load_csv, load_schedule
 from optpipe_api.errors import StoreUnavailableError
 from tests.api.live import connected, make_settings, running, two_stages, until
-from tests.api.test_logs import logging_as
+from tests.api.test_telemetry import logging_as
 
 PROBLEM_JSON = "application/problem+json"
 

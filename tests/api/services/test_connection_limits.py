@@ -14,7 +14,7 @@ from optpipe_api.services.events import ConnectionLimit, Purpose
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, running, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
-from tests.api.test_metrics import read, value
+from tests.api.test_telemetry import read, value
 
 ANN, BOB, CLEO = (Principal(name, Role.SUBMIT) for name in ("ann", "bob", "cleo"))
 MOST, MOST_PER_KEY = 3, 2

@@ -16,8 +16,7 @@ from alembic.migration import MigrationContext
 from optpipe.errors import InputError
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.store import database, open_stores
-from optpipe_api.store.database import connect, reading, writing
-from optpipe_api.store.tables import metadata
+from optpipe_api.store.database import connect, metadata, reading, writing
 
 NUM_THREADS = 16
 INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL)")

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from optpipe.wire import JobKind, JobState
 from optpipe_api.store import Stores, open_stores
+from optpipe_api.store.database import jobs
 from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many
-from optpipe_api.store.tables import jobs
 
 NOW = 1_000_000.0
 ID = f"{7:032x}"

@@ -1,22 +1,17 @@
 """What the ranks run with models of transformers, made from their configurations."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from optpipe import Schedule
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.trainers.huggingface import build_stages, loss_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optpipe import Schedule
 
 WORDS = 64
 LENGTH = 12

@@ -1,7 +1,5 @@
 """A small language model with a list of blocks and a head tied to its embedding, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

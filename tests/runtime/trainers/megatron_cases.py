@@ -1,24 +1,19 @@
 """What the ranks run with Megatron-Core's own model, data parallelism and training loop."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from optpipe import Schedule
+from optpipe.runtime.overlap import PairedPass
 from optpipe.runtime.trainers.megatron import forward_backward_func
+from optpipe.schedule import Action
 from tests.runtime.delaying import DelayingLinear, Product
 from tests.runtime.trainers.megatron_shim import megatron_on_cpu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from optpipe import Schedule
-    from optpipe.runtime.overlap import PairedPass
-    from optpipe.schedule import Action
 
 LAYERS = 8
 MICROBATCHES = 8

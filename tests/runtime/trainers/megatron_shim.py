@@ -1,15 +1,11 @@
 """What Megatron-Core asks of CUDA, answered by a CPU; its own code is not changed."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class _OnTheCpu(TorchFunctionMode):

@@ -1,15 +1,15 @@
 """What the ranks run with stages that were split from one model."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from optpipe import Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.trainers import materialize, split, ties_of
@@ -20,11 +20,6 @@ from tests.runtime.trainers.language_model import (
     token_loss,
     tokens,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from optpipe import Schedule
 
 STEPS = 3
 MAX_NORM = 0.05

@@ -1,7 +1,5 @@
 """Models of transformers come apart into stages that are the model, and train as it does."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys
@@ -15,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.errors import MissingExtraError
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
 from optpipe.runtime.trainers.huggingface import build_stages, loss_of, split
 from optpipe.schedule import ActionType

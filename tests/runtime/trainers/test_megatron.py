@@ -1,24 +1,17 @@
 """Megatron-Core trains its own model by our schedules as by its own, on four ranks over gloo."""
 
-from __future__ import annotations
-
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 import pytest
 
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.measurements import MegatronRun, read_megatron
 from optpipe.problem import LicensedPair
-from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.trainers.megatron import _Items, forward_backward_func
-from optpipe.schedule import ActionType, parse_cell
+from optpipe.schedule import ActionType, Programs, parse_cell
 from tests.runtime import schedules
 from tests.runtime.trainers import megatron_cases
 from tests.runtime.trainers.megatron_cases import LAYERS, MICROBATCHES, STEPS, Job
-
-if TYPE_CHECKING:
-    from optpipe.schedule import Programs
 
 LOOP = (0, 1, 0, 1)
 PAIR = (0, 1)

@@ -1,12 +1,10 @@
 """A model is cut into stages that share its modules, train as it does, and have its keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
-from optpipe.runtime.errors import PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.trainers import materialize, split, ties_of
 from tests.runtime import schedules
 from tests.runtime.trainers import split_cases
@@ -86,11 +84,7 @@ class _OwnParameter(nn.Module):
 @pytest.mark.parametrize(
     ("model", "given", "text"),
     [
-        (
-            language_model,
-            {"layers_per_stage": [4, 3]},
-            r"7 layers, and 0 lists .*blocks \(8\)",
-        ),
+        (language_model, {"layers_per_stage": [4, 3]}, r"7 layers, and 0 lists .*blocks \(8\)"),
         (
             language_model,
             {"layers_per_stage": [4, 3], "blocks": "blocks"},
@@ -116,11 +110,7 @@ class _OwnParameter(nn.Module):
             {"module_fqns_per_model_part": [["token"], ["blocks", "norm"]]},
             r"parameter head.weight of shape \(19, 8\) is in no stage",
         ),
-        (
-            _OwnParameter,
-            {"layers_per_stage": [1, 1]},
-            r"position of shape \(3,\) is in no",
-        ),
+        (_OwnParameter, {"layers_per_stage": [1, 1]}, r"position of shape \(3,\) is in no"),
         (language_model, {}, "needs layers_per_stage or module_fqns_per_model_part"),
     ],
 )

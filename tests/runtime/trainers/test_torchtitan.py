@@ -1,7 +1,5 @@
 """torchtitan's debug model trains by our schedules as by its own, on four ranks over gloo."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -22,8 +20,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("pp 4", marks=pytest.mark.extended), "pp 2 x FSDP2 2, a V of four stages"],
+    "name", [pytest.param("pp 4", marks=pytest.mark.extended), "pp 2 x FSDP2 2, a V of four stages"]
 )
 def test_ten_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name):
     """Its model, sharding and loss; ours splits backwards and offloads, and evaluates alike."""

@@ -1,7 +1,5 @@
 """What the ranks run with torchtitan's own model, parallelism, loss, pipeline and trainer."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json
@@ -12,11 +10,12 @@ import time
 import types
 import warnings
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,12 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from optpipe import Schedule
 from optpipe.runtime import passes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from optpipe import Schedule
 
 MICROBATCHES = 8
 STEPS = 10

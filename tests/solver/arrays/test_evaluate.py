@@ -1,22 +1,17 @@
 """Evaluation on arrays says what the reference says, of legal and of spoilt programs."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe import Problem, Programs
 from optpipe_solver.arrays import evaluate
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import Evaluator, evaluate_arrays, evaluate_by_reference
 from tests.building import UNIT, bus, everything_at_once, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, mutated
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Programs
 
 
 def _say_the_same(held: Problem, rows: Programs) -> None:

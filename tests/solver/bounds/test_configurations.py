@@ -24,7 +24,7 @@ from optpipe_solver.bounds.configurations import (
 )
 from optpipe_solver.bounds.relaxation import Paths
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.device_subsets import improve_by_exact_search
+from optpipe_solver.exact.rounds import improve_by_exact_search
 from tests.building import problem, stage
 from tests.solver.bounds.judging import assert_below, of_families
 from tests.solver.exhaustive import optimum

@@ -1,9 +1,7 @@
 """The search over cells: every schedule is met, and what it denies does not exist."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -12,16 +10,13 @@ from hypothesis import strategies as st
 from optpipe import Problem, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.cell_search import cells_can_search, search_cells
-from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.exact.rounds import improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MOST = 4_000
 

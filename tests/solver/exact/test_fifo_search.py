@@ -1,7 +1,5 @@
 """The search over counts: it loses no schedule, finds the best, and says when it does not know."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -11,9 +9,9 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, check, simulate
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
+from optpipe_solver.exact.rounds import improve_by_beam
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from tests.building import problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems

@@ -1,9 +1,8 @@
 """The general search: no device, and no few of them, makes it deny a schedule that exists."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -16,9 +15,6 @@ from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.strategies import Case, cases, few
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 def search(given: Problem, devices: Sequence[int], horizon_ms: float) -> LayeredOutcome:

@@ -1,19 +1,13 @@
 """Larger random pipelines than `tests.strategies`: up to five devices, m on both sides of p."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import strategies as st
 
-from optpipe import Problem
+from optpipe import Problem, Programs
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from tests.building import PLENTY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe import Programs
 
 times = st.integers(0, 9)
 workspaces = st.sampled_from([0, 0, 1, 7])

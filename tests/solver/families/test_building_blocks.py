@@ -1,7 +1,5 @@
 """The search over building blocks: within the limit, never worse than the blocks it contains."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

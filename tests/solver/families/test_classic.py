@@ -1,7 +1,5 @@
 """GPipe, 1F1B-R, ZB-H2 and interleaved 1F1B: golden programs, formulas, published rates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from optpipe_solver.families.classic import (
     build_recompute_1f1b,
 )
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
-from optpipe_solver.families.replace import replaced
+from optpipe_solver.families.registry import replaced
 from optpipe_solver.families.zero_bubble import build_zb_h2
 from tests.building import problem, stage
 from tests.solver.families.test_families import TABLE, published

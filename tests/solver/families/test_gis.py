@@ -1,7 +1,5 @@
 """GIS and GIS-H: golden programs, memory and bubble formulas, published numbers, reasons."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

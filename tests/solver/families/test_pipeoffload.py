@@ -1,7 +1,5 @@
 """PO-H, PO-F and the start after AdaOffload: programs, published memory, limits, reasons."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Polished building blocks: legal, worth having, the same for a seed, and soon at an end."""
 
-from __future__ import annotations
-
 import time
 
 from optpipe import Problem, find_violations

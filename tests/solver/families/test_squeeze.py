@@ -1,15 +1,11 @@
 """Squeezing a block: the compiled execution means what the simulator means."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import find_violations, simulate
+from optpipe import Problem, find_violations, simulate
 from optpipe_solver.families.squeeze import (
     BuildingBlock,
     Early,
@@ -18,9 +14,6 @@ from optpipe_solver.families.squeeze import (
     uniform_block,
 )
 from tests.solver.families.v_problems import equal_v, v_problems
-
-if TYPE_CHECKING:
-    from optpipe import Problem
 
 
 def test_a_uniform_block_turns_three_times() -> None:

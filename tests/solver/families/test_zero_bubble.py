@@ -1,7 +1,5 @@
 """The Zero Bubble greedy: golden programs, published rates, every limit, legality, its clock."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +12,12 @@ from optpipe.memory import device_peak_bytes
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families import zero_bubble
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, programs_by_device
-from optpipe_solver.families.zero_bubble import build_zb_1p, build_zb_2p, build_zero_bubble_greedy
-from optpipe_solver.families.zero_bubble_kernel import plan_line
+from optpipe_solver.families.zero_bubble import (
+    build_zb_1p,
+    build_zb_2p,
+    build_zero_bubble_greedy,
+    plan_line,
+)
 from tests.building import problem, programs, stage
 from tests.solver.families.pipelines import built, lines
 from tests.solver.families.test_families import TABLE, published
@@ -188,8 +190,7 @@ def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -
     for setting in settings_:
         plan = plan_line(line, *setting)
         rows = programs_by_device(
-            given,
-            [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))],
+            given, [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))]
         )
         run = simulate(given, rows)
         for s, held in enumerate(given.stages):

@@ -1,18 +1,13 @@
 """Problems on a V placement: device d holds stages d and 2p - 1 - d."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import strategies as st
 
+from optpipe import Problem
 from tests.building import bus, problem, stage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from optpipe import Problem
 
 
 def v_problem(

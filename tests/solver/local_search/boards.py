@@ -1,16 +1,9 @@
 """Programs on the board of a local search, and back."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from optpipe import Problem, Programs
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.local_search.annealing import table_for
+from optpipe_solver.local_search.annealing import Table, table_for
 from optpipe_solver.local_search.board import rows_on
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Programs
-    from optpipe_solver.local_search.annealing import Table
 
 
 def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:

@@ -1,28 +1,22 @@
 """Transfers that make way for a move and take what memory leaves them."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import find_violations
 from optpipe.memory import device_peak_bytes
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.budget import Stop
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import take_back
+from optpipe_solver.local_search.annealing import Table, take_back
 from optpipe_solver.local_search.memory_moves import Stretch, make_room, relax, settle, trim
 from optpipe_solver.local_search.search import improve_by_local_search
 from tests.building import problem, programs
 from tests.solver.local_search.boards import read, set_out
 from tests.solver.starting import started
 from tests.strategies import Case, cases
-
-if TYPE_CHECKING:
-    from optpipe_solver.arrays.encoding import CompiledProblem
-    from optpipe_solver.local_search.annealing import Table
 
 NO_MEMORY_RULE = {"memory.host", "wait.cyclic"}
 """What transfers at other places may break: who settles them asks."""

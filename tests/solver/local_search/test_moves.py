@@ -1,26 +1,19 @@
 """The moves of the local search, one by one: what they change, and that nothing else changes."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import find_violations, simulate
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import take_back
-from optpipe_solver.local_search.board import rows_on
+from optpipe_solver.local_search.annealing import Table, take_back
+from optpipe_solver.local_search.board import Board, Undo, rows_on
 from tests.building import problem, programs, stage
 from tests.solver.local_search.boards import read, set_out
 from tests.strategies import Case, cases
-
-if TYPE_CHECKING:
-    from optpipe_solver.arrays.encoding import CompiledProblem
-    from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
-    from optpipe_solver.local_search.annealing import Table
-    from optpipe_solver.local_search.board import Board, Undo
 
 KEPT, AWAY, AGAIN = 0, 1, 2
 """Numbers of the modes that v1 knows."""

@@ -1,34 +1,22 @@
 """One device re-optimised: never worse, legal, and as good as any of its programs can be."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Iterator
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, check, simulate
+from optpipe import Problem, Programs, check, simulate
 from optpipe_solver.arrays import simulate as kernel
 from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 from optpipe_solver.arrays.evaluate import device_peaks
 from optpipe_solver.families.classic import build_serial
-from optpipe_solver.local_search.one_device import (
-    OneDevice,
-    Polish,
-    can_reoptimise,
-    in_order,
-)
+from optpipe_solver.local_search.one_device import OneDevice, Polish, can_reoptimise, in_order
 from tests.building import offloadable, problem, programs, stage
 from tests.strategies import Case, documents, random_programs, tightened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe import Programs
 
 FREE, TRIED = 2, 3
 """Cells of a device up to which all its programs are tried, and all that keep the order."""

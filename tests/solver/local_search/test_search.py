@@ -1,7 +1,5 @@
 """The compiled search: exactly the reference's meaning of time and memory, and worth having."""
 
-from __future__ import annotations
-
 import random
 import time
 from itertools import pairwise

@@ -1,11 +1,10 @@
 """`fit` keeps limits for any compute programs, moves no more than needed, hides copies."""
 
-from __future__ import annotations
-
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +16,6 @@ from optpipe_solver.families.zero_bubble import build_zb_h1
 from optpipe_solver.offload_fit.fit import Frame, fit
 from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, few, tightened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 EXAMPLES = Path(__file__).parents[3] / "examples/problems"
 SENT = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)

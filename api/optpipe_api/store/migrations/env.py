@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from optpipe_api.store.tables import metadata
+from optpipe_api.store.database import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -8,12 +8,15 @@ import pytest
 
 import optpipe.errors
 import optpipe_api.errors
-from optpipe.client.errors import ERRORS, refusal
+from optpipe.client.transport import ERRORS, refusal
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
     MissingExtraError,
+    OffloadError,
     OptPipeError,
+    PreflightError,
+    RankError,
     ServiceError,
     ServiceUnreachableError,
     WorldError,
@@ -21,7 +24,7 @@ from optpipe.errors import (
 from optpipe_api.errors import KeyNameError, NoKeysError, ServerBusyError, StoreUnavailableError
 from optpipe_api.http_errors import response_to, status_of
 
-# Raised where there is no HTTP: by the client itself, the command line, or before the server runs.
+# Raised where there is no HTTP: by client, command line and runtime, or before the server runs.
 NOT_ANSWERED = {
     ServiceError,
     ServiceUnreachableError,
@@ -30,6 +33,9 @@ NOT_ANSWERED = {
     NoKeysError,
     OptPipeError,
     WorldError,
+    PreflightError,
+    RankError,
+    OffloadError,
 }
 ANSWERED = sorted(
     {
