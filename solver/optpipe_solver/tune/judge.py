@@ -75,8 +75,8 @@ _MOST_CHUNKS = 8
 """That `optpipe_solver.plan` takes."""
 _MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
 _LEAST_WORK = 0.1
-_WALK = 1.0
-"""Units of work that a walk over cuts takes."""
+_WALKS, _WALK = 3, 2.0
+"""Annealings of a cut, and units of work that they take at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +365,7 @@ class ConfigurationJudge:
                 starts.append((pattern.length_ms(durations_of(tables, choice)), choice))
         turn = Stop(stop.limit_s, work=_WALK, seed=stop.seed, should_stop=stop.is_told)
         if starts:
-            sizes = walked(pattern, tables, memory, min(starts), turn)[1].sizes
+            sizes = walked(pattern, tables, memory, min(starts), turn, most=_WALKS)[1].sizes
         stop.spend(turn.spent)
         return sizes
 
