@@ -501,6 +501,12 @@ class _CutProgram:
             model.add(total([row[t] for row in self.layers]) == kind.number)
         for row in self.layers[1:-1]:
             model.add(at_least(total(list(row)), 1.0))
+        # What a rank has in all its stages is whole too: branching on that decides most.
+        ranks = [[s for s in self.stages if given.placement[s] == r] for r in range(given.pp)]
+        number = sum(kind.number for kind in kinds)
+        for rank, own in enumerate(ranks if chunks > 1 else ()):
+            held = model.whole(f"rank_{rank}", 0, number)
+            model.add(total([one for s in own for one in self.layers[s]]) == held)
         # Rows of memory, to which `_priced` comes back: where they begin, and which they are.
         self.first = len(model.constraints)
         self.held: list[tuple[int, list[MemoryMoment]]] = []

@@ -5,22 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.presets import estimate, step_estimate
 from optpipe.presets.commands import train_command
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import SlicedCut
-from optpipe.presets.overlap import with_pairs
+from optpipe.presets.overlap import model_phases, most_hidden, with_pairs
 from optpipe.presets.step import RankMemory
 from optpipe.problem import placement_of
+from optpipe.schedule import ActionType
+from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.plan.model import plan_pattern
-from optpipe_solver.milp.plan.pattern import PAIRED_PATTERN, boundaries, patterns_of
+from optpipe_solver.milp.plan.pattern import (
+    PAIRED_PATTERN,
+    boundaries,
+    kind_number,
+    paired_pattern,
+    patterns_of,
+)
+from optpipe_solver.milp.plan.variables import PlanChoice, PlanTables, as_counts, durations_of
+from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
 from optpipe_solver.plan import plan
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.tune.bounds import LayerTable, best_cut, fused_family
@@ -31,7 +44,8 @@ if TYPE_CHECKING:
     from optpipe.presets.step import Layout
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
-    from optpipe_solver.budget import Stop
+    from optpipe_solver.arrays import Floats
+    from optpipe_solver.milp.plan.pattern import Boundary, Pattern
     from optpipe_solver.plan import PlacementKind
     from optpipe_solver.tune.bounds import CutNumbers, CutPrices
     from optpipe_solver.tune.space import Framework, TuneQuestion
@@ -62,6 +76,8 @@ _MOST_CHUNKS = 8
 """That `optpipe_solver.plan` takes."""
 _MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
 _LEAST_WORK = 0.1
+_WALKS, _WALK = 3, 2.0
+"""Annealings of a cut, and units of work that they take at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,11 +338,43 @@ class ConfigurationJudge:
         numbers = self.cut_numbers(table)
         if numbers is None:
             return None, 0.0, None
+        stop = stop or Stop(inf)
         found = best_cut(numbers, best_ms - table.after_ms, stop, relaxed=relaxed)
         sizes, row = found.sizes, None
         if sizes and min(sizes) >= 1 and found.bound_ms + table.after_ms < best_ms:
-            row = self.by_families(sizes)
+            row = self.by_families(self.walked(sizes, stop)) or self.by_families(sizes)
         return row, found.bound_ms, found.prices
+
+    def walked(self, sizes: tuple[int, ...], stop: Stop) -> tuple[int, ...]:
+        """Return a cut that is no longer by the fused order's pattern; as it was where none fits.
+
+        An annealing over cuts that begins with this one, or a plain one where that is shorter. A
+        pair lasts as long as its passes less the most that either can hide, as in `best_cut`.
+        """
+        given = boundaries(self.model, self.made.placement)
+        placement, m = self.made.placement, self.cut.num_microbatches
+        hidden: list[list[tuple[float, float]]] = []
+        if self.cut.pairs:
+            pattern = paired_pattern(placement, m, given)
+            machines = [self.question.machine(self.training, one) for one in self.ranks]
+            shape, pp = self.question.shape, self.cut.pp
+            hidden = [most_hidden(model_phases(shape, one, pp)) for one in machines]
+        else:
+            pattern = self._pattern(given)
+        tables = _PairTables(self.model, placement, False, False, hidden)
+        memory = PlanMemory.of(pattern, tables)
+        starts: list[tuple[float, PlanChoice]] = []
+        for start in (sizes, *map(self.sizes, LAYOUTS)):
+            choice = PlanChoice(start, (0,) * len(start))
+            counts = as_counts(tables, choice)
+            excesses = (excess(memory, *counts, device) for device in range(self.cut.pp))
+            if all(found.max(initial=0.0) <= TOLERANCE for found in excesses):
+                starts.append((pattern.length_ms(durations_of(tables, choice)), choice))
+        turn = Stop(stop.limit_s, work=_WALK, seed=stop.seed, should_stop=stop.is_told)
+        if starts:
+            sizes = walked(pattern, tables, memory, min(starts), turn, most=_WALKS)[1].sizes
+        stop.spend(turn.spent)
+        return sizes
 
     def simulated(self) -> TuneRow | None:
         """Return the fastest schedule of the framework's families, for the two plain cuts."""
@@ -393,17 +441,17 @@ class ConfigurationJudge:
                 best.offer(start.programs, start.method)
         return self._row(best)
 
+    def _pattern(self, links: tuple[Boundary, ...]) -> Pattern:
+        """Return the framework's fused order without pairs."""
+        placement, m = self.made.placement, self.cut.num_microbatches
+        names = (fused_family(self.cut.chunks),)
+        found = patterns_of(placement, m, links, transfers=False, recompute=False, names=names)
+        return next(found)
+
     def _by_pattern(self, stop: Stop) -> tuple[TuneRow | None, float]:
         """Return the best cut for the framework's pattern by the plan MILP, and its bound in ms."""
-        patterns = patterns_of(
-            self.made.placement,
-            self.cut.num_microbatches,
-            boundaries(self.model, self.made.placement),
-            transfers=False,
-            recompute=False,
-            names=(fused_family(self.cut.chunks),),
-        )
-        found = plan_pattern(self.model, next(patterns), stop)
+        links = boundaries(self.model, self.made.placement)
+        found = plan_pattern(self.model, self._pattern(links), stop)
         if isinstance(found, float):
             return None, found
         best = Incumbent(found.problem)
@@ -487,6 +535,26 @@ class ConfigurationJudge:
             problem=problem,
             programs=best.programs,
         )
+
+
+@dataclass(frozen=True)
+class _PairTables(PlanTables):
+    """With what passes last in pairs; ``hidden`` by device and layer: the most that F and B hide.
+
+    It is empty where there are no pairs.
+    """
+
+    hidden: list[list[tuple[float, float]]]
+
+    @cached_property
+    def durations(self) -> Floats:
+        """As of `PlanTables`, and F and B without the most that they hide."""
+        alone: Floats = super().durations
+        if not self.hidden:
+            return alone
+        most = [[self.hidden[d][kind.first] for kind in self.kinds] for d in self.placement]
+        passes = alone[[kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)]]
+        return np.concatenate([alone, passes - np.moveaxis(np.array(most), 2, 0)[..., None]])
 
 
 def _with_peak(memory: RankMemory, peak_bytes: int) -> RankMemory:

@@ -8,6 +8,9 @@ MILP, or `optpipe_solver.plan`, looks for the best cut and schedule and raises t
 bound above the best schedule found is excluded by proof. So the certificate holds for every
 configuration of the space (`candidates`), whatever its cut, within the estimate's model.
 
+At the end rows are filled up to the best and the ten next: of configurations with the least bounds
+that have none, the cut that looks best is simulated, excluded or not.
+
 With several threads that many candidates are simulated or planned at a time, each in a process.
 Where work is limited those that are next are looked at in rounds of the same number, whatever the
 number of threads, and what a round found is taken in in its order when all of it is there.
@@ -23,7 +26,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby, islice
 from math import inf
-from operator import ge
+from operator import ge, itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from optpipe.errors import InputError
@@ -61,6 +64,10 @@ __all__ = ["TuneCounts", "TuneResult", "tune"]
 _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
 """Of what is left, and at most and at least in seconds or units of work, for a closer look."""
+
+_NUM_ROWS = 11
+_NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
+"""The best and the ten next; of the limit, and at least and at most in units, to fill them up."""
 
 _ROUND = 4
 _MOST_PRICES = 40
@@ -351,7 +358,7 @@ class _TuneSearch:
         self.known: list[TuneRow] = []
         self.told_s = 0.0
         self.told: TuneRow | None = None
-        self.is_ended = False
+        self.ended_by: TuneEnd | None = None
         self.pool: Pool | None = None
         self.is_first = self.is_between = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
@@ -430,8 +437,45 @@ class _TuneSearch:
                 first.level, _Level.SIMULATED if first.candidate.pairs else _Level.CUT
             )
             self._work(_one_by_one([first]), self.stop.is_told)
-        self._work(self._least, self.stop.is_over)
-        self.is_ended = True
+        self._work(self._least, self._is_over)
+        self.ended_by = self.stop.why if self._is_over() else "looked_at"
+        self._fill_up()
+
+    def _is_over(self) -> bool:
+        """Whether looks by bound end; of the time a little is kept for `_fill_up`."""
+        kept_s = min(_NEXT_MOST, _NEXT_SHARE * self.stop.limit_s)
+        return self.stop.is_over() or (self.stop.work is None and self.stop.left_s() <= kept_s)
+
+    def _fill_up(self) -> None:
+        """Simulate configurations with the least bounds until the best and the ten next have rows.
+
+        Whoever has none among those, by degrees; until no bound is below the last of them, or the
+        work that this may take is done. It is a function of bounds and of the best rows.
+        """
+        self.is_between = False  # whoever goes on from what was told fills up anew
+        left = min(_NEXT_MOST, max(_NEXT_LEAST, _NEXT_SHARE * self.stop.limit))
+        alike: dict[tuple[Any, ...], list[_Entry]] = {}
+        for entry in sorted(self.entries, key=lambda one: one.bound_ms):
+            if entry.bound_ms < inf:
+                alike.setdefault(_degrees_of(entry.candidate), []).append(entry)
+        seen = set()
+        for degrees, entries in alike.items():
+            rows = self._rows()[:_NUM_ROWS]
+            is_full = len(rows) == _NUM_ROWS and entries[0].bound_ms >= rows[-1].step_ms
+            if is_full or left <= 0 or self.stop.is_told() or self.stop.left_s() <= 0:
+                return
+            left -= len(entries) / _LOOKS
+            looked = [(*self._by_formula(entry), entry) for entry in entries]
+            formula_ms, cut, entry = min(looked, key=itemgetter(0))
+            training, kinds = entry.candidate.training, entry.candidate.kinds
+            numbers = (round(formula_ms, 3), cut.pp, cut.chunks, training.tp)
+            is_known = numbers in seen or degrees in {_degrees_of(_key_of(row)) for row in rows}
+            seen.add(numbers)
+            if is_known or formula_ms == inf:
+                continue
+            made = ConfigurationJudge(self.question, training, cut, kinds=kinds)
+            left -= made.num_cells * len(made.families) / _CELLS
+            self._offer(entry, made.by_families(made.sizes(cut.layout)))
 
     def _why(self, best_ms: float, bound_ms: float) -> TuneEnd:
         """Say what ended the search."""
@@ -439,7 +483,7 @@ class _TuneSearch:
             return "optimal"
         if best_ms < inf and bound_ms >= best_ms * (1 - self.gap):
             return "gap"
-        return self.stop.why if self.stop.is_over() else "looked_at"
+        return self.ended_by or "looked_at"
 
     def _look(self) -> None:
         """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
@@ -457,17 +501,24 @@ class _TuneSearch:
             is_new = entry.level < _Level.LOOKED
             entry.level = max(entry.level, _Level.LOOKED)
             self.stop.spend(is_new / _LOOKS)
-            for cut in _cuts(entry.candidate) if is_new else ():
-                training, ranks = entry.candidate.training, entry.table.ranks
-                machines = [self.question.machine(training, one) for one in ranks]
-                step = step_estimate(self.question.shape, machines, cut)
-                usable = map(self.question.usable_bytes_of, ranks)
-                if all(map(ge, usable, (memory.total for memory in step.memory))):
-                    entry.formula_ms = min(entry.formula_ms, step.step_ms - _hidden_ms(step, cut))
+            if is_new:
+                entry.formula_ms = min(entry.formula_ms, self._by_formula(entry)[0])
             least = min(least, entry.formula_ms)
             passed.append(index)
         for index in passed:
             heapq.heappush(self.heap, (self.entries[index].bound_ms, index))
+
+    def _by_formula(self, entry: _Entry) -> tuple[float, PipelineCut]:
+        """Return what 1F1B takes in ms by formula, infinite where it does not fit, and so cut."""
+        training, ranks = entry.candidate.training, entry.table.ranks
+        machines = [self.question.machine(training, one) for one in ranks]
+        found = []
+        for cut in _cuts(entry.candidate):
+            step = step_estimate(self.question.shape, machines, cut)
+            usable = map(self.question.usable_bytes_of, ranks)
+            fits = all(map(ge, usable, (memory.total for memory in step.memory)))
+            found.append((step.step_ms - _hidden_ms(step, cut) if fits else inf, cut))
+        return min(found, key=itemgetter(0))
 
     def _pack(self, entry: _Entry) -> None:
         entry.level = _Level.PACKED
@@ -623,12 +674,16 @@ class _TuneSearch:
         ranks = self.question.ranks(row.configuration.kinds, row.configuration.pipeline.pp)
         return all(map(ge, map(self.question.whole_bytes_of, ranks), row.peak_bytes))
 
-    def result(self) -> TuneResult:
-        """Return the rows and what is proven."""
+    def _rows(self) -> tuple[TuneRow, ...]:
+        """Return the fastest row of each set of degrees, the fastest first."""
         current = self.current
         rows = [entry.row for entry in self.entries if entry.row is not None]
         rows += [*self.known, *([current] if current is not None and self._fits(current) else [])]
-        rows.sort(key=lambda row: row.step_ms)
+        return _distinct(rows)
+
+    def result(self) -> TuneResult:
+        """Return the rows and what is proven."""
+        rows = self._rows()
         best_ms = rows[0].step_ms if rows else inf
         counts = {"excluded": 0, "solved": 0, "open": 0}
         bound_ms = best_ms
@@ -641,14 +696,14 @@ class _TuneSearch:
         total = self.num_unfit + sum(counts.values())
         return TuneResult(
             question=self.question,
-            rows=_distinct(rows),
-            current=current,
+            rows=rows,
+            current=self.current,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
             error=error_band(self.question.shape, self.question.all_kinds),
             seconds=self.stop.seconds(),
             work=self.stop.spent,
-            stopped_by=self._why(best_ms, bound_ms) if self.is_ended else None,
+            stopped_by=self._why(best_ms, bound_ms) if self.ended_by else None,
             looks=Looks(
                 self.num_candidates,
                 len(self.entries),
@@ -679,6 +734,11 @@ def _key_of(row: TuneRow) -> TuneCandidate:
     )
 
 
+def _degrees_of(candidate: TuneCandidate) -> tuple[Any, ...]:
+    """Return what tells rows apart: all but the number of chunks."""
+    return candidate.training, candidate.pp, candidate.kinds, candidate.pairs, candidate.slices
+
+
 def _order_of(candidate: TuneCandidate) -> tuple[int, int, int, bool]:
     """Return what candidates of one fused order have in common."""
     return candidate.pp, candidate.chunks, candidate.num_microbatches, candidate.pairs
@@ -707,10 +767,9 @@ def _distinct(rows: list[TuneRow]) -> tuple[TuneRow, ...]:
     found: dict[tuple[Any, ...], TuneRow] = {}
     alike: set[tuple[Any, ...]] = set()
     for row in sorted(rows, key=lambda row: (row.step_ms, row.configuration.training.cp)):
-        training, cut = row.configuration.training, row.configuration.pipeline
-        pp, passes = cut.pp, (cut.pairs, cut.slices)
-        numbers = (round(row.step_ms, 3), pp, training.tp, max(row.peak_bytes) >> 20)
+        pp, tp = row.configuration.pipeline.pp, row.configuration.training.tp
+        numbers = (round(row.step_ms, 3), pp, tp, max(row.peak_bytes) >> 20)
         if numbers not in alike:
-            found.setdefault((training, pp, row.configuration.kinds, passes), row)
+            found.setdefault(_degrees_of(_key_of(row)), row)
         alike.add(numbers)
     return tuple(found.values())

@@ -480,6 +480,46 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert f"more than {result.gap:.1%} faster" in result.certificate
 
 
+def test_the_best_and_the_ten_next_have_rows_though_bounds_exclude_them() -> None:
+    """None below the bound; what filled up counts as excluded, and all is the same once more."""
+    question = asked(memory_bytes=TIGHT)
+    first, again = (
+        tune(question, time_limit_s=300, work_limit=20.0, threads=threads) for threads in (1, 2)
+    )
+    steps = [row.step_ms for row in first.rows]
+    assert len(steps) >= 11
+    assert steps == sorted(steps)
+    assert first.bound_ms <= steps[0] * (1 + 1e-9)
+    assert len(
+        {(row.configuration.training, row.configuration.pipeline.pp) for row in first.rows}
+    ) == len(steps)
+    assert first.counts.solved < len(steps)
+    assert first.counts.total == sum(
+        (first.counts.do_not_fit, first.counts.excluded, first.counts.solved, first.counts.open)
+    )
+    assert [row.as_json() for row in again.rows] == [row.as_json() for row in first.rows]
+
+
+def test_a_cut_that_is_walked_from_is_no_longer_and_fits(monkeypatch) -> None:
+    """In pairs and without: nearly as fast as the best of all cuts."""
+    monkeypatch.setattr(sys.modules[ConfigurationJudge.__module__], "_WALK", 0.05)
+    fixed = {"tp": 1, "cp": 1, "ep": 2, "pp": 2, "chunks": 2, "micro_batch": 1}
+    question = asked(replace(WITH_EXPERTS, num_layers=8), fixed=fixed, memory_bytes=2 * TIGHT)
+    best_of, num_better, passes = exhaustively(question), 0, set()
+    for candidate, fastest_ms in best_of.items():
+        if fastest_ms == inf:
+            continue
+        made = judge_of(question, candidate)
+        start = (7, 1, 1, 1)
+        row, before = made.by_families(made.walked(start, Stop(5.0))), made.by_families(start)
+        assert row is not None
+        assert row.step_ms <= fastest_ms * 1.005
+        num_better += before is None or row.step_ms < before.step_ms
+        passes.add(candidate.pairs)
+    assert num_better > 2
+    assert passes == {False, True}
+
+
 def test_less_memory_is_offered_where_it_costs_time() -> None:
     result = tune(asked(memory_bytes=TIGHT), time_limit_s=20)
     steps = [row.step_ms for row in result.pareto]

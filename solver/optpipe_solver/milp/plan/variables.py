@@ -243,9 +243,16 @@ class PlanTables:
 
     @cached_property
     def workspace_bytes(self) -> dict[tuple[int, ActionType], int]:
-        """Return, by stage and kind of action, the largest workspace over all runs and modes."""
-        found = {(s, kind): 0 for s in range(len(self.placement)) for kind in ActionType}
-        for s, _, _, mode in self._all_modes:
+        """Return, by stage and kind of action, the largest workspace over all modes of its runs.
+
+        Of those that it may have: each stage has a layer, so the head stands in the last one alone.
+        """
+        num_stages, num_layers = len(self.placement), sum(kind.length for kind in self.kinds)
+        found = {(s, kind): 0 for s in range(num_stages) for kind in ActionType}
+        for s, t, _, mode in self._all_modes:
+            first, length = self.kinds[t]
+            if first > num_layers - num_stages + s or first + length <= s:
+                continue
             for kind, name in _WORKSPACE.items():
                 found[s, kind] = max(found[s, kind], getattr(mode, name))
         return found

@@ -252,8 +252,9 @@ def _fill(walk: _Walk) -> None:
                 held = max(0, min(end, high) - max(begin, low))
                 is_other = is_other or held != max(0, min(was_end, high) - max(was, low))
                 walk.layers[s, t, k] = held
-                for kind in range(walk.table.shape[0]):
-                    walk.durations[1, s, kind] += held * walk.table[kind, s, t, k]
+                if held > 0:
+                    for kind in range(walk.table.shape[0]):
+                        walk.durations[1, s, kind] += held * walk.table[kind, s, t, k]
             walk.differs[s] = is_other
         begin, was = end, was_end
 
