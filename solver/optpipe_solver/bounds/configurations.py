@@ -223,10 +223,10 @@ class _Cell:
                 begin = max(self.release, other.made + other.trip)
                 kept = min(mode.forward_bytes for mode in other.menu)
                 paired = replace(phase, name=f"{name}, paired", release=begin)
-                wait = Phase(self.s, "paired", PhaseLane.NONE, mode.forward_bytes, begin + alone, due)
-                turn = Phase(
-                    pair.backward, "paired", PhaseLane.NONE, kept, begin, other.before_due
+                wait = Phase(
+                    self.s, "paired", PhaseLane.NONE, mode.forward_bytes, begin + alone, due
                 )
+                turn = Phase(pair.backward, "paired", PhaseLane.NONE, kept, begin, other.before_due)
                 yield [(paired, alone), (wait, rest), (turn, alone)]
 
     def _wait(self, name: str, size: int) -> Phase:

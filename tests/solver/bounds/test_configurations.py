@@ -74,7 +74,7 @@ def program_of(given: Problem, device: int, *, with_windows: bool) -> Program:
     return Program(work, Patterns(work), windows)
 
 
-@given(cases(tight=True), st.booleans(), st.integers(0, 2**32))
+@given(cases(tight=True, pairs=True), st.booleans(), st.integers(0, 2**32))
 def test_any_prices_prove_a_bound(case: Case, with_windows: bool, seed: int) -> None:
     """What is proven does not depend on how well the linear program was solved."""
     length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
