@@ -1,11 +1,11 @@
 """Lower bounds where forwards and backwards may run in pairs.
 
-*Shortened passes.* Take every F and every backward shorter by half of the most that it can hide in
-a pair, and allow no pairs. Any schedule becomes one of that problem, no longer and with the same
-memory at most: a pair of ``F + B - x`` becomes F, then B, one after the other in the same time,
-since each is shorter by at least x / 2; F ends, and B starts, within the time of the pair; all else
-ends no later than it did. So each bound of the shortened problem holds for the problem. Likewise
-where F alone or the backward alone is shortened by all of it.
+What F hides is in every bound already (`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
+
+*Shortened backwards.* Take every backward shorter by the most that it can hide in a pair, and allow
+no pairs. Any schedule becomes one of that problem, no longer and with the same memory at most: a
+pair of ``F + B - x`` becomes B, then F, one after the other in the same time; B ends within the
+time of the pair; all else ends no later than it did. It says more where few backwards may pair.
 
 *Pairs begin late.* On a device no pair starts before ``e``, when the first backward there can: each
 pair holds one. A path keeps its full times, for a pair lasts at least as long as each of its two
