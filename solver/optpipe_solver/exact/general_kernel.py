@@ -74,7 +74,8 @@ class GeneralProblem(NamedTuple):
     takes; 0 bytes = nothing can be offloaded; ``waits`` (device): whether all RELOADs on their way
     are waited for. ``again`` is the time of a RECOMPUTE, -1 where there
     is none. An F takes ``forward`` and ``hidden``, the most that it can hide in a pair; ``pairs_i``
-    and ``pairs_b`` tell whether an I, a B may pair. ``workspace`` has a row each for F, I, W, B, RECOMPUTE; ``room`` is per device.
+    and ``pairs_b`` tell whether an I, a B may pair. ``workspace`` has a row each for F, I, W, B,
+    RECOMPUTE; ``room`` is per device.
     ``there[s]`` and ``back[s]`` are the least times between the passes of s and those of the next
     kept stage, behind the last one ``there`` to its own backward; ``head`` is that before the
     first. ``rest[q]`` is the least time from the start of the q-th pass of a micro-batch, on its
@@ -260,8 +261,7 @@ def start_of(
     fits = fits_from(model, state, loads, device, (needs(model, kind, s), most))
     if fits < 0:
         return -1
-    is_backward = kind == GRADIENT or kind == FUSED
-    pairs = is_backward and (model.pairs_i[s] if kind == GRADIENT else model.pairs_b[s])
+    pairs = (kind == GRADIENT and model.pairs_i[s]) or (kind == FUSED and model.pairs_b[s])
     start = max(fits, free_at(model, state, device, pairs))
     if kind <= DROP:
         start = max(start, model.head_f[loads.forwards[s], s])
