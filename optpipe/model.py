@@ -294,8 +294,12 @@ class Model(FileValue):
         """
         if not self.has_pairs:
             return self
-        layers = [layer.without_pairs() for layer in self.layers]
-        return self.model_copy(update={"layers": tuple(layers)})
+        return self.with_layers([layer.without_pairs() for layer in self.layers])
+
+    def with_layers(self, layers: Sequence[Layer]) -> Model:
+        """Return the model with other layers; pydantic's copy keeps what follows from these."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return Model.model_validate({**fields, "layers": tuple(layers)})
 
     def transfer_ms(self, source: int, target: int, num_bytes: int) -> float:
         """Return the time a boundary tensor takes between two devices in ms; 0 to itself."""

@@ -127,6 +127,7 @@ class PlanSearch:
                 break
         self._halve(self.stop.turn(_HALVE))
         self._solve_finalists()
+        self._pair_the_best()
 
     def adopt(self, problem: Problem, programs: Programs) -> None:
         """Begin with what an earlier search found, where it is a cut of a line of this one."""
@@ -353,6 +354,15 @@ class PlanSearch:
                 return
             self._solve(waiting, self.stop.left / max(1, _FINALISTS - number))
 
+    def _pair_the_best(self) -> None:
+        """Try the published schedules in pairs on the cut that won, however little time is left."""
+        best = self.best
+        if best is not None and best.problem.pairs and not best.is_solved:
+            for start in all_starts(best.problem, _IN_PAIRS):
+                if start.programs is not None and start.legal:
+                    best.best.offer(start.programs, start.method)
+            self._tell(best)
+
     def _unsolved(self) -> Iterator[CutCandidate]:
         """Yield who may still win or improve: the best known first, then those never evaluated."""
         unevaluated = [held for held in self.candidates.values() if held.best.programs is None]
@@ -521,6 +531,7 @@ class CutCandidate:
 
 # --- A quick value of a candidate: the families that are cheap, programs of relatives, a search.
 
+_IN_PAIRS = ("dualpipe-v", "1f1b-overlap")
 _SLOW = frozenset({"greedy"})
 _SLOW_FROM_CELLS = 300
 """Families that take longer than all others together, and from which size on they are left out."""

@@ -60,7 +60,7 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
 def test_every_bound_is_below_good_schedules_in_pairs(
     shape: str, room: int, hidden_ms: float
 ) -> None:
-    """DualPipeV and building blocks; with room for nine chunks of a V they are as short as can be."""
+    """DualPipeV and building blocks; a V with room for nine chunks is as short as can be."""
     back = [3, 2, 1, 0] if shape == "v" else [0, 1, 2, 3]
     given = problem(
         [stage(d, 1, 1, 1, activation_bytes=1) for d in (0, 1, 2, 3, *back)],
