@@ -156,6 +156,25 @@ def test_offload_and_recompute_help_as_much_as_they_cost() -> None:
     assert shortest(again, 0) < plain
 
 
+def in_pairs(stages: list[dict[str, Any]], room: int, letter: str, **fields: Any) -> Problem:
+    """Three micro-batches, F of stage 0 may hide 1 ms beside a backward of it, bytes are cells."""
+    held = [one | {"activation_bytes": 1 - at} for at, one in enumerate(stages)]
+    pair = {"forward": 0, "backward": 0, "with": letter, "hidden_ms": 1.0}
+    devices = [bus(memory_bytes=room), bus()][: len(stages)]
+    return problem(held, devices, m=3, format="optpipe/problem/v2", pairs=[pair], **fields)
+
+
+@pytest.mark.parametrize("letter", ["I", "B"])
+def test_an_f_is_short_only_beside_a_backward(letter: str) -> None:
+    """Alone on its device as short as all programs are; with none back in time all F take 2 ms."""
+    for room in (1, 2, 3):
+        alone = in_pairs([stage(0, 2, 1, 1)], room, letter)
+        assert shortest(alone, 0) == optimum(alone)
+    links = [{"from": 0, "to": 1, "latency_ms": 6.0}]
+    given = in_pairs([stage(0, 2, 1, 0), stage(1, 0, 0, 0)], 3, letter, links=links)
+    assert shortest(given, 0) == 3 * 2 + 12 + 1
+
+
 @st.composite
 def pipelines(draw: st.DrawFn) -> Problem:
     """Two devices, three micro-batches, no offload: first in, first out loses nothing."""
