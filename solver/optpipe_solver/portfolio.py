@@ -139,7 +139,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         return (SearchPlan(again=(Step(_SEARCH, 1.0),)),)
     if problem.pairs:
         alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
-        once = (blocks, Step(_EXACT, 0.2, 8.0)) if _is_tight(problem) else (blocks,)
+        proofs = (Step(_EXACT, 0.2, 8.0),) if _is_tight(problem) else ()
+        once = blocks, *proofs
         return (SearchPlan(before=(alone,), once=once, again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
     cells = len(problem.stages) * problem.num_microbatches
