@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from optpipe import Programs
 
-__all__ = ["PairsRow", "all_problems", "main", "report"]
+__all__ = ["PairsRow", "all_problems", "main", "problem_in_pairs", "report"]
 
 RESULTS = Path(__file__).resolve().parent / "results" / "pairs.csv"
 _OURS = "paired-blocks"
@@ -73,10 +73,14 @@ def all_problems() -> Iterator[tuple[str, Problem]]:
             share = _SHARES[(step + number) % 4]
             m = p * _ROUNDS[(step + 2 * number + number // 4) % 4]
             room = p // 2 + 1 + step * (3 * p // 2) // 3
-            yield f"{shape}-p{p}-m{m}-{share}%-{room}", _problem(p, shape, m, share / 100, room)
+            yield (
+                f"{shape}-p{p}-m{m}-{share}%-{room}",
+                problem_in_pairs(p, shape, m, share / 100, room),
+            )
 
 
-def _problem(p: int, shape: str, m: int, share: float, room: int) -> Problem:
+def problem_in_pairs(p: int, shape: str, m: int, share: float, room: int) -> Problem:
+    """Return a problem of the set: hidden share of F and B, room in activations of a chunk."""
     around = range(p) if shape == "loop" else reversed(range(p))
     placement = [*range(p), *around]
     work = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0}

@@ -97,6 +97,8 @@ class Layer(FrozenValue):
       kept.
     * ``modes``: a menu of v2, as a stage has it; then ``offload_bytes``, ``recompute_ms`` and
       ``checkpoint_bytes`` are left out. On other devices ``recompute_ms`` of a mode scales as F.
+    * ``hidden_ms``: by how much its F and the B of a layer like it are shorter together, in a pair,
+      than one after the other; at most the shorter of the two. On other devices it scales as F.
     * ``layers``: what it counts as, e.g. ``{"transformer": 1}``.
     """
 
@@ -121,11 +123,18 @@ class Layer(FrozenValue):
     backward_workspace_bytes: Bytes = 0
     recompute_workspace_bytes: Bytes = 0
     modes: tuple[Mode, ...] = Field(default=(), exclude_if=lambda value: not value)
+    hidden_ms: Milliseconds = Field(default=0.0, exclude_if=lambda value: not value)
     layers: StageLayers | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _judged_by(Stage, self._stage_fields() | {"device": 0})
+        alone = _judged_by(Stage, self._stage_fields() | {"device": 0})
+        shorter = min(self.forward_ms, alone.fused_backward_ms)
+        if self.hidden_ms > shorter:
+            raise rule_broken(
+                f"hidden_ms {self.hidden_ms} may not exceed the shorter of F and B, {shorter} ms",
+                "lower it, or check the units",
+            )
         for kind, times in self.times_on.items():
             if (times.recompute_ms is None) != (self.recompute_ms is None):
                 raise rule_broken(
@@ -156,6 +165,21 @@ class Layer(FrozenValue):
             )
         fused: Stage = _judged_by(Stage, fields)
         return fused
+
+    def hidden_on(self, stage: Stage) -> float:
+        """Return what hides in a pair where the layer alone is that stage, in ms."""
+        share = self.hidden_ms / self.forward_ms if self.forward_ms > 0 else 0.0
+        return min(share * stage.forward_ms, stage.fused_backward_ms)
+
+    def without_pairs(self) -> Layer:
+        """Return the layer whose F is shorter by what it can hide, on every device."""
+        share = self.hidden_ms / self.forward_ms if self.forward_ms > 0 else 0.0
+        times = {
+            kind: one.model_copy(update={"forward_ms": one.forward_ms * (1 - share)})
+            for kind, one in self.times_on.items()
+        }
+        shorter = {"forward_ms": self.forward_ms * (1 - share), "hidden_ms": 0.0}
+        return self.model_copy(update={**shorter, "times_on": times})
 
     def _stage_fields(self) -> dict[str, Any]:
         return {
@@ -251,6 +275,32 @@ class Model(FileValue):
             for index, device in enumerate(self.devices)
         )
 
+    @cached_property
+    def hidden_on(self) -> tuple[tuple[float, ...], ...]:
+        """Per device, what every layer hides in a pair there, in ms."""
+        layers = [layer for layer in self.layers for _ in range(layer.repeat)]
+        return tuple(tuple(map(Layer.hidden_on, layers, stages)) for stages in self.stages_on)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether any forward may run together with a backward."""
+        return any(layer.hidden_ms for layer in self.layers)
+
+    def without_pairs(self) -> Model:
+        """Return the model whose F's are shorter by all that they can hide, without pairs.
+
+        No cut of it has a longer shortest schedule than that cut of this one
+        (`optpipe_solver.bounds.relaxation.hidden_in_pairs`). The model itself where it has none.
+        """
+        if not self.has_pairs:
+            return self
+        return self.with_layers([layer.without_pairs() for layer in self.layers])
+
+    def with_layers(self, layers: Sequence[Layer]) -> Model:
+        """Return the model with other layers; pydantic's copy keeps what follows from these."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return Model.model_validate({**fields, "layers": tuple(layers)})
+
     def transfer_ms(self, source: int, target: int, num_bytes: int) -> float:
         """Return the time a boundary tensor takes between two devices in ms; 0 to itself."""
         link = self.link(source, target)
@@ -303,8 +353,29 @@ class Model(FileValue):
                 "hosts": self.hosts,
                 "stages": stages,
                 "links": [*self.links, *missing],
+                **({"pairs": self._pairs(placement, sizes, stages)} if self.has_pairs else {}),
             }
         )
+
+    def _pairs(
+        self, placement: Sequence[int], sizes: Sequence[int], stages: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return every F with every B of its device: together they hide what both can at least."""
+        ends = list(accumulate(sizes))
+        hidden = [
+            sum(self.hidden_on[device][end - size : end])
+            for device, size, end in zip(placement, sizes, ends, strict=True)
+        ]
+        most = [
+            min(held["forward_ms"], Stage.model_validate(held).fused_backward_ms, ms)
+            for held, ms in zip(stages, hidden, strict=True)
+        ]
+        return [
+            {"forward": a, "backward": b, "hidden_ms": min(most[a], most[b])}
+            for a, here in enumerate(placement)
+            for b, there in enumerate(placement)
+            if here == there and min(most[a], most[b]) > 0
+        ]
 
     def _check_cut(self, placement: Sequence[int], sizes: Sequence[int]) -> None:
         if len(placement) != len(sizes):

@@ -33,6 +33,17 @@ def test_repeated_layers_and_defaults_are_filled_in() -> None:
     assert [stage.forward_ms for stage in given_.stages_on[1]] == [1, 1, 1, 2]
 
 
+def test_what_layers_hide_is_what_their_stages_hide_in_pairs() -> None:
+    """Together as much as both can at least; on a device of half the speed twice as long."""
+    layers = [layer(2, hidden_ms=1.5, repeat=3), layer(4)]
+    found = model(layers, gpus(2, speed=0.5), m=2).problem((0, 1, 1, 0), (1, 1, 1, 1))
+    hidden = {(one.forward, one.backward): one.hidden_ms for one in found.pairs}
+    assert hidden == {(0, 0): 3, (1, 1): 3, (1, 2): 3, (2, 1): 3, (2, 2): 3}
+    shorter = model(layers, gpus(1), m=2).without_pairs().problem((0,), (4,))
+    assert not shorter.pairs
+    assert shorter.stages[0].forward_ms == 3 * 0.5 + 4
+
+
 @given(models())
 def test_text_and_back_is_the_same_model(found: Model) -> None:
     """Defaults filled in once stay as they are."""
@@ -47,6 +58,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"layers": [layer(forwardms=1)]}, "did you mean 'forward_ms'?"),
     ({"layers": [layer(device=0)]}, "layers[0].device: unknown field"),
     ({"layers": [layer(offload_bytes=11)]}, "offload_bytes 11 may not exceed activation_bytes 10"),
+    ({"layers": [layer(hidden_ms=1.5)]}, "hidden_ms 1.5 may not exceed the shorter of F and B"),
     ({"layers": [layer(recompute_ms=1)]}, "recompute_ms and checkpoint_bytes go together"),
     ({"layers": [layer(9e11, repeat=2)]}, "forward_ms = 1800000000000.0 of all layers together"),
     ({"layers": [layer(times_on={"A100": layer()})]}, "times_on.A100.activation_bytes: unknown"),

@@ -268,11 +268,6 @@ def estimate_problem(
         return
     check_writable(output)
     check_apart(output, inputs=[config, lengths])
-    if pairs and model_json:
-        raise InputError(
-            "--pairs and --model-json: what runs together is said of the stages of a problem, and "
-            "a model has none yet; leave one out"
-        )
     if slices > 1 and model_json:
         raise InputError(
             f"--slices {slices} and --model-json: a model's layers are of whole sequences; leave "

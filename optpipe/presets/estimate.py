@@ -21,7 +21,7 @@ from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
 from optpipe.presets.menus import one_f_one_b_modes, stages_with_menus, with_menus
-from optpipe.presets.overlap import check_can_hide, with_pairs
+from optpipe.presets.overlap import check_can_hide, with_hidden, with_pairs
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
@@ -180,7 +180,7 @@ def estimate(
         recompute, as v1 has them.
     pairs
         Whether the problem lists which forwards and backwards may run together, and what of their
-        exchange with experts that hides (`optpipe.presets.overlap`). The model has none.
+        exchange with experts that hides (`optpipe.presets.overlap`).
     slices
         Into so many slices of equal length every sequence is cut, each a micro-batch of the problem
         with a cost of its own, those of one micro-batch a sample: keys and values stay on the
@@ -252,6 +252,7 @@ def estimate(
         problem = _unequal(shape, problem, packed, cuts, costs)
     if pairs:
         problem = with_pairs(shape, machines, problem, step.sizes)
+        model = with_hidden(shape, machines, model)
     return Estimate(
         model=model,
         placement=pipeline.stages,

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from optpipe.measurements import Sample
+    from optpipe.model import Model
     from optpipe.presets.machine import Machine
     from optpipe.presets.shape import LayerForm, ModelShape
     from optpipe.problem import Problem
+    from optpipe.stage import Stage
 
 __all__ = [
     "LanePhase",
@@ -38,6 +40,7 @@ __all__ = [
     "model_phases",
     "most_hidden",
     "together_ms",
+    "with_hidden",
     "with_pairs",
 ]
 
@@ -202,7 +205,7 @@ def _pairs_among(problem: Problem, stages: Sequence[PassPhases]) -> tuple[Licens
         for a in held:
             for b in held:
                 for letter in ("B", "I"):
-                    hidden = _hidden_ms(problem, stages, a, b, letter)
+                    hidden = _hidden_of(problem, stages, a, b, letter)
                     if hidden > 0:
                         pairs.append(
                             LicensedPair(forward=a, backward=b, with_=letter, hidden_ms=hidden)
@@ -243,17 +246,45 @@ def with_pairs(
     return problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
 
 
-def _hidden_ms(
+def with_hidden(shape: ModelShape, machines: Sequence[Machine], model: Model) -> Model:
+    """Return the model whose layers say what each hides in a pair with one like it.
+
+    So a stage's F, layer by layer beside the B of as many equal ones, hides no less than their sum;
+    `licensed_pairs` may find more.
+    """
+    phases = iter(model_phases(shape, machines[0], len(machines)))
+    layers = []
+    for layer, stage in zip(model.layers, _first_of_each(model), strict=True):
+        one, *_ = (next(phases) for _ in range(layer.repeat))
+        most = min(stage.forward_ms, stage.fused_backward_ms)
+        hidden = _hidden_ms(one.forward, one.backward, most)
+        layers.append(layer.model_copy(update={"hidden_ms": hidden}))
+    return model.with_layers(layers)
+
+
+def _first_of_each(model: Model) -> Iterator[Stage]:
+    at = 0
+    for layer in model.layers:
+        yield model.stages_on[0][at]
+        at += layer.repeat
+
+
+def _hidden_of(
     problem: Problem, stages: Sequence[PassPhases], a: int, b: int, letter: str
 ) -> float:
-    """Return it rounded down, and at most the shorter of the two passes."""
-    first = stages[a].forward
-    second = stages[b].backward if letter == "B" else stages[b].backward_input
-    alone = sum(phase.ms for phase in (*first, *second))
-    hidden = floor((alone - together_ms(first, second)) * 10**_DIGITS) / 10**_DIGITS
     held = problem.stages[b]
     back = held.fused_backward_ms if letter == "B" else held.backward_input_ms
-    return float(max(0.0, min(hidden, problem.stages[a].forward_ms, back)))
+    second = stages[b].backward if letter == "B" else stages[b].backward_input
+    return _hidden_ms(stages[a].forward, second, min(problem.stages[a].forward_ms, back))
+
+
+def _hidden_ms(
+    first: tuple[LanePhase, ...], second: tuple[LanePhase, ...], most_ms: float
+) -> float:
+    """Return what two passes hide, rounded down; ``most_ms`` is the shorter of the two."""
+    alone = sum(phase.ms for phase in (*first, *second))
+    hidden = floor((alone - together_ms(first, second)) * 10**_DIGITS) / 10**_DIGITS
+    return float(max(0.0, min(hidden, most_ms)))
 
 
 def _stages(

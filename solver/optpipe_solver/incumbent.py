@@ -374,5 +374,6 @@ def _times(problem: Problem) -> Iterator[float]:
                 yield problem.reload_ms(s, mode.offload_bytes)
     for there, back in problem.boundary_ms:
         yield from (there, back)
+    yield from (pair.hidden_ms for pair in problem.pairs)
     for lanes in problem.boundary_lanes:
         yield from (lane.ms for lane in lanes)

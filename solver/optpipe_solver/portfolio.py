@@ -138,7 +138,9 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         return (SearchPlan(again=(Step(_SEARCH, 1.0),)),)
     if problem.pairs:
         alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
-        return (SearchPlan(before=(alone,), once=(blocks,), again=(Step(_PAIRING, 1.0),)),)
+        proofs = (Step(_EXACT, 0.2, 8.0),) if _is_tight(problem) else ()
+        once = blocks, *proofs
+        return (SearchPlan(before=(alone,), once=once, again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
     cells = len(problem.stages) * problem.num_microbatches
     if cells <= SMALL and not exact_parts_know(problem):
@@ -154,6 +156,19 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
         SearchPlan(before=less, once=proof, again=(Step(_SEARCH, 1.0),)),
+    )
+
+
+def _is_tight(problem: Problem) -> bool:
+    """Whether some device has room for at most p + 1 activations, p devices.
+
+    With more, exact searches met too many states to prove anything (``benchmarks.pairs``).
+    """
+    return any(
+        problem.room_bytes(device)
+        < (len(problem.devices) + 2) * min(problem.stages[s].activation_bytes for s in held)
+        for device, held in enumerate(problem.stages_of)
+        if held
     )
 
 

@@ -96,6 +96,11 @@ def test_what_it_writes_can_be_planned(optpipe, tmp_path) -> None:
     assert model.num_layers == 14
     code, _, err = optpipe("plan", path, "--time-limit", 0.5, "--chunks", "1")
     assert code == 0, err
+    assert all(found.hidden_ms == 0 for found in load_model(path.read_text()).layers)
+    experts = ("--model", "qwen3-30b-a3b", "--gpu", "h100", "--pp", 4, "--ep", 8, "--dp", 8)
+    assert optpipe("estimate", *experts, "--pairs", "--model-json", "-o", path).code == 0
+    hidden = {one.name: one.hidden_ms for one in load_model(path.read_text()).layers}
+    assert any(hidden.values())
     assert optpipe("estimate", *SMALL, "--modes", 8, "--model-json", "-o", path).code == 0
     assert "recompute layers" in {
         mode.name for mode in load_model(path.read_text()).layers[1].modes

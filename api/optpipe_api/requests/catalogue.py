@@ -202,6 +202,11 @@ class EstimateBody(StrictBody):
     memory_bytes: Annotated[int, Field(ge=1, le=10**15, strict=True)] | None = Field(
         default=None, description="Of a device, instead of all it has."
     )
+    pairs: bool = Field(
+        default=False,
+        strict=True,
+        description="Forwards and backwards may run together, experts' exchange hidden.",
+    )
     values: Values = Field(default={}, description=_VALUES)
 
     readers: ClassVar[Readers] = {"model": not_null, "config": not_null}

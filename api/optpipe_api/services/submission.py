@@ -441,6 +441,7 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
         time_factor=body.time_factor,
         measured_step_s=body.measured_step_s,
         memory_bytes=body.memory_bytes,
+        pairs=body.pairs,
     )
 
 

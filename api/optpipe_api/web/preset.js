@@ -8,7 +8,8 @@ import { choiceField, numberField } from "./controls.js";
 const NUMBERS = ["pp", "tp", "sequence", "micro_batch", "num_microbatches", "chunks", "cp", "ep",
   "dp", "zero"];
 const FIRST = { model: "llama3-8b", gpu: "h100", pp: 4, tp: 1, sequence: 4096, micro_batch: 1,
-  num_microbatches: 16, chunks: 1, placement: "", precision: "bf16", cp: 1, ep: 1, dp: 1, zero: 1 };
+  num_microbatches: 16, chunks: 1, placement: "", precision: "bf16", cp: 1, ep: 1, dp: 1, zero: 1,
+  pairs: "" };
 
 /** The form; `body` is what `/v1/estimates` takes. */
 export class Preset {
@@ -47,7 +48,9 @@ export class Preset {
           numberField("ep", "Expert (ep)", FIRST.ep),
           numberField("dp", "Data (dp)", FIRST.dp),
           choiceField("precision", "Precision", precisions, FIRST.precision),
-          choiceField("zero", "ZeRO", [0, 1, 2, 3], FIRST.zero))));
+          choiceField("zero", "ZeRO", [0, 1, 2, 3], FIRST.zero),
+          choiceField("pairs", "Pairs", [["", "none"], ["any", "F with B"]], FIRST.pairs,
+            { title: "Forwards and backwards may run together: experts' exchange is hidden" }))));
   }
 
   /** Micro-batches as a slider, and as a number beyond where it ends. */
@@ -76,8 +79,8 @@ export class Preset {
   }
 
   get body() {
-    const { model, placement, ...rest } = this.state;
-    const asked = { ...rest };
+    const { model, placement, pairs, ...rest } = this.state;
+    const asked = { ...rest, pairs: Boolean(pairs) };
     for (const name of NUMBERS) asked[name] = Number(rest[name]);
     if (placement) asked.placement = placement;
     return this.config ? { ...asked, config: this.config } : { ...asked, model };

@@ -50,8 +50,6 @@ def lower_bounds(
     ``should_stop`` is asked between devices; what was not looked at by then proves nothing. Where
     passes may pair, the arguments are those of `optpipe_solver.bounds.pairs`.
     """
-    if problem.pairs:
-        return _bounds_with_pairs(problem, should_stop)
     if not problem.is_even:
         return _bounds_of_unequal(problem, should_stop)
     paths = Paths(problem)
@@ -69,6 +67,8 @@ def lower_bounds(
         found.append(Bound(max(load.least_ms for load in link_loads(problem)), "link-load"))
     if makespan and problem.has_modes:  # v1 problems keep the results that they had
         found.append(Bound(_drain_ms(paths), "weight-drain"))
+    if problem.pairs:
+        found += _bounds_with_pairs(problem, should_stop)
     return found
 
 
@@ -139,7 +139,7 @@ def _drain_ms(paths: Paths) -> float:
     best = 0.0
     for device, held in enumerate(problem.stages_of):
         if held:
-            work = problem.num_microbatches * sum(problem.stages[s].busy_ms for s in held)
+            work = problem.num_microbatches * sum(paths.busy[s] for s in held)
             left = _most_weights_ms(paths, device)
             best = max(best, paths.head_f[held[0]] + work - left + paths.tail[held[0]])
     return best
@@ -165,22 +165,15 @@ def _most_weights_ms(paths: Paths, device: int) -> float:
     return total
 
 
-_SHARES = (0.5, 0.0, 1.0)
-"""What forwards take of what hides, in each of the shortened problems that are looked at."""
-
-
 def _bounds_with_pairs(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
-    """Return the bounds of the shortened problems, the best of each, and that of the load."""
-    best: dict[str, float] = {}
-    for share in _SHARES:
-        if should_stop():
-            break
-        for bound in lower_bounds(shortened(problem, share), should_stop=should_stop):
-            best[bound.method] = max(best.get(bound.method, 0.0), bound.ms)
-    found = [Bound(ms, f"{method}, shortened passes") for method, ms in best.items()]
+    """Return the bounds of the problem of shorter backwards, and that of the load."""
+    found = [
+        Bound(bound.ms, f"{bound.method}, shortened backwards")
+        for bound in lower_bounds(shortened(problem), should_stop=should_stop)
+    ]
     if problem.objective == "makespan":
         found.append(Bound(paired_load_ms(problem), "load with pairs"))
-    return found or [Bound(0.0, "load with pairs")]
+    return found
 
 
 def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]]:
@@ -210,7 +203,7 @@ def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]
 def _promise(paths: Paths, device: int) -> float:
     """Return the work of a device plus the longest wait of one micro-batch, in ms."""
     held = paths.problem.stages_of[device]
-    load = sum(paths.problem.stages[s].busy_ms for s in held)
+    load = sum(paths.busy[s] for s in held)
     return paths.problem.num_microbatches * load + max(paths.between[s] for s in held)
 
 

@@ -141,6 +141,7 @@ class _Cell:
     """The modes of one micro-batch of stage s; ``first`` is the device's first stage."""
 
     def __init__(self, paths: Paths, s: int, first: int) -> None:
+        self.paths, self.first = paths, first
         self.problem: Problem = paths.problem
         self.stage: Stage = self.problem.stages[s]
         self.menu = paths.menus[s]
@@ -156,12 +157,12 @@ class _Cell:
         """Yield every way to treat the cell: until its backward, and through it."""
         for mode in self.menu:
             middle = self._middle(mode)
-            for end in self._ends(mode):
-                needs = [(phase, ms) for phase, ms in (*middle, *end) if ms > 0]
+            for start, end in product(self._starts(mode), tuple(self._ends(mode))):
+                needs = [(phase, ms) for phase, ms in (*start, *middle, *end) if ms > 0]
                 yield PhaseMode(self.s, tuple(need for need in needs if need[0].takes_anything))
 
     def _middle(self, mode: CellMode) -> list[tuple[Phase, float]]:
-        found = [self._forward(mode)]
+        found: list[tuple[Phase, float]] = []
         apart = mode.recompute == "apart"
         again = mode.recompute_ms if apart else 0.0
         kept, moved, trip = mode.forward_bytes, mode.offload_bytes, self.trip
@@ -203,12 +204,30 @@ class _Cell:
         release = self.made + self.trip + first
         return Phase(self.s, name, PhaseLane.COMPUTE, size, release, 0.0, is_late=True)
 
-    def _forward(self, mode: CellMode) -> tuple[Phase, float]:
+    def _starts(self, mode: CellMode) -> Iterator[list[tuple[Phase, float]]]:
+        """Yield F alone, and in each pair: first F, less what hides, then what runs beside it.
+
+        Meanwhile the cell of the backward waits, and then that of F, so both count at F.
+        """
         size = mode.forward_bytes + mode.forward_workspace_bytes
         due = self.before_due + self.trip
         name = f"F making {mode.forward_bytes}"
         phase = Phase(self.s, name, PhaseLane.COMPUTE, size, self.release, due)
-        return phase, self.stage.forward_ms
+        yield [(phase, self.stage.forward_ms)]
+        for pair in self.problem.pairs:
+            if pair.forward == self.s and pair.hidden_ms > 0:
+                other = _Cell(self.paths, pair.backward, self.first)
+                held = other.stage
+                rest = held.fused_backward_ms if pair.with_ == "B" else held.backward_input_ms
+                alone = self.stage.forward_ms - pair.hidden_ms
+                begin = max(self.release, other.made + other.trip)
+                kept = min(mode.forward_bytes for mode in other.menu)
+                paired = replace(phase, name=f"{name}, paired", release=begin)
+                wait = Phase(
+                    self.s, "paired", PhaseLane.NONE, mode.forward_bytes, begin + alone, due
+                )
+                turn = Phase(pair.backward, "paired", PhaseLane.NONE, kept, begin, other.before_due)
+                yield [(paired, alone), (wait, rest), (turn, alone)]
 
     def _wait(self, name: str, size: int) -> Phase:
         return Phase(self.s, name, PhaseLane.NONE, size, self.made, self.before_due)
@@ -233,11 +252,8 @@ def configurations_ms(
 ) -> float:
     """Return the greatest bound of single devices, in ms of the problem's objective.
 
-    ``should_stop`` is asked between devices and between rounds; the bound is then weaker. 0 where
-    passes may pair: what a device does at once is then more than a configuration says.
+    ``should_stop`` is asked between devices and between rounds; the bound is then weaker.
     """
-    if problem.pairs:
-        return 0.0
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
     best = 0.0

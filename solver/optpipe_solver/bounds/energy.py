@@ -104,7 +104,7 @@ def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _
     stages = [problem.stages[s] for s in held]
     m = problem.num_microbatches
     room = problem.room_bytes(device)
-    busy = m * sum(stage.busy_ms for stage in stages)
+    busy = m * sum(paths.busy[s] for s in held)
     head = min(paths.head_f[s] for s in held) if makespan else 0.0
     savings = [_Savings(paths, s) for s in held]
     return _Demand(
@@ -197,7 +197,8 @@ def _ramps(paths: Paths, held: Sequence[int], busy: float) -> _Ramps:
     room = paths.problem.room_bytes(stages[0].device)
     sizes = [_most_held(paths, s) for s in held]
     grow = max(
-        _ratio(max(size), stage.forward_ms) for size, stage in zip(sizes, stages, strict=True)
+        _ratio(max(size), paths.problem.stages[s].forward_ms - paths.hidden[s])
+        for s, size in zip(held, sizes, strict=True)
     )
     shrink = max(_shrink(stage, *size) for size, stage in zip(sizes, stages, strict=True))
     free = max(0.0, room - max(map(max, sizes)))

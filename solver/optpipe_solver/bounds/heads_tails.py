@@ -216,7 +216,7 @@ def _head_of_refill(events: Events, loads: _HeadLoads, k: int, s: int) -> None:
 def _head_of_gradient(model: Relaxed, events: Events, loads: _HeadLoads, k: int, s: int) -> None:
     """Rules 1 to 3 for I_k(s) and W_k(s)."""
     first, last = model.first[s], model.last[s]
-    at = events.forward[k, s] + model.forward[s]
+    at = events.forward[k, s] + model.forward[s] + model.there[s]
     if s + 1 < len(model.forward):
         at = max(at, events.gradient[k, s + 1] + model.gradient[s + 1] + model.back[s])
     if k > 0:
@@ -359,7 +359,7 @@ def _tail_of_drain(events: Events, loads: _TailLoads, k: int, s: int) -> None:
 @jitted
 def _tail_of_forward(model: Relaxed, events: Events, loads: _TailLoads, k: int, s: int) -> None:
     """Rules 1 to 3 for F_k(s)."""
-    at = events.gradient[k, s] + model.gradient[s]
+    at = events.gradient[k, s] + model.gradient[s] + model.there[s]
     if s + 1 < len(model.forward):
         at = max(at, events.forward[k, s + 1] + model.forward[s + 1] + model.there[s])
     if k > 0:

@@ -1,11 +1,11 @@
 """Lower bounds where forwards and backwards may run in pairs.
 
-*Shortened passes.* Take every F and every backward shorter by half of the most that it can hide in
-a pair, and allow no pairs. Any schedule becomes one of that problem, no longer and with the same
-memory at most: a pair of ``F + B - x`` becomes F, then B, one after the other in the same time,
-since each is shorter by at least x / 2; F ends, and B starts, within the time of the pair; all else
-ends no later than it did. So each bound of the shortened problem holds for the problem. Likewise
-where F alone or the backward alone is shortened by all of it.
+What F hides is in every bound already (`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
+
+*Shortened backwards.* Take every backward shorter by the most that it can hide in a pair, and allow
+no pairs. Any schedule becomes one of that problem, no longer and with the same memory at most: a
+pair of ``F + B - x`` becomes B, then F, one after the other in the same time; B ends within the
+time of the pair; all else ends no later than it did. It says more where few backwards may pair.
 
 *Pairs begin late.* On a device no pair starts before ``e``, when the first backward there can: each
 pair holds one. A path keeps its full times, for a pair lasts at least as long as each of its two
@@ -22,6 +22,8 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from optpipe_solver.bounds.relaxation import hidden_in_pairs
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -30,24 +32,16 @@ if TYPE_CHECKING:
 __all__ = ["paired_load_ms", "shortened"]
 
 
-def shortened(problem: Problem, forward_share: float = 0.5) -> Problem:
-    """Return the problem without pairs whose passes are shorter by what they could hide.
-
-    ``forward_share``, from 0 to 1, is what of it the forwards take.
-    """
-    forward, backward = _most_hidden(problem)
+def shortened(problem: Problem) -> Problem:
+    """Return the problem without pairs whose backwards are shorter by what they could hide."""
+    backward = _most_hidden(problem)
     stages = []
     for index, stage in enumerate(problem.stages):
         changed: dict[str, object] = {
-            "forward_ms": max(0.0, stage.forward_ms - forward_share * forward[index]),
-            "backward_input_ms": _less(
-                stage.backward_input_ms, (1 - forward_share) * backward[index, "I"]
-            ),
+            "backward_input_ms": _less(stage.backward_input_ms, backward[index, "I"]),
         }
         if backward[index, "I"] or backward[index, "B"]:
-            changed["backward_ms"] = _less(
-                stage.fused_backward_ms, (1 - forward_share) * backward[index, "B"]
-            )
+            changed["backward_ms"] = _less(stage.fused_backward_ms, backward[index, "B"])
         stages.append(stage.model_copy(update=changed))
     return problem.model_copy(update={"stages": tuple(stages), "pairs": ()})
 
@@ -56,20 +50,18 @@ def _less(ms: float, hidden_ms: float) -> float:
     return max(0.0, ms - hidden_ms)
 
 
-def _most_hidden(problem: Problem) -> tuple[Mapping[int, float], Mapping[tuple[int, str], float]]:
-    """Return the most ms that F of a stage hides in a pair, and its backward, by letter."""
-    forward: dict[int, float] = defaultdict(float)
-    backward: dict[tuple[int, str], float] = defaultdict(float)
+def _most_hidden(problem: Problem) -> Mapping[tuple[int, str], float]:
+    """Return the most ms that the backward of a stage hides in a pair, by letter."""
+    most: dict[tuple[int, str], float] = defaultdict(float)
     for pair in problem.pairs:
         key = pair.backward, pair.with_
-        forward[pair.forward] = max(forward[pair.forward], pair.hidden_ms)
-        backward[key] = max(backward[key], pair.hidden_ms)
-    return forward, backward
+        most[key] = max(most[key], pair.hidden_ms)
+    return most
 
 
 def paired_load_ms(problem: Problem) -> float:
     """Return the bound of makespans from the load of each device, in ms (see the module)."""
-    forward, backward = _most_hidden(problem)
+    forward, backward = hidden_in_pairs(problem), _most_hidden(problem)
     stages, m = problem.stages, problem.num_microbatches
     there, back = zip(*problem.boundary_ms, strict=True)
     least = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in stages]

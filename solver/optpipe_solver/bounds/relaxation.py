@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from optpipe.problem import CellMode, Problem
     from optpipe_solver.arrays import Floats, Ints
 
-__all__ = ["Paths", "Relaxed", "relaxed"]
+__all__ = ["Paths", "Relaxed", "hidden_in_pairs", "relaxed"]
 
 
 class Relaxed(NamedTuple):
     """The model in arrays, one entry per stage unless said otherwise; ms and bytes.
 
     ``forward``, ``gradient``, ``weight`` are the pieces, ``there[s]`` and ``back[s]`` the boundary
-    transfers between s and s + 1, ``sync`` the gradient reduction. ``keep``, ``context``, ``moved``
+    transfers between s and s + 1, ``sync`` the gradient reduction. Where passes may pair, F is
+    shorter by the most that it can hide, and ``there[s]`` longer by it (`hidden_in_pairs`); on the
+    last stage that is the least from F to I. ``keep``, ``context``, ``moved``
     as above; ``out`` and ``home`` are the ms of one transfer, ``most_away`` how many micro-batches
     the host can take. Where transfers of several sizes save bytes, ``out`` and ``home`` are those
     of ``moved`` bytes at the best rate there is, and the first counts as done at once: ``lag`` is 0
@@ -69,12 +71,13 @@ def relaxed(problem: Problem) -> Relaxed:
     """Return the model of a problem."""
     stages = problem.stages
     indices = range(len(stages))
+    hidden = hidden_in_pairs(problem)
     gradient = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in stages]
     weight = [
         max(0.0, stage.busy_ms - stage.forward_ms - piece)
         for stage, piece in zip(stages, gradient, strict=True)
     ]
-    forward = [stage.forward_ms for stage in stages]
+    forward = [s.forward_ms - ms for s, ms in zip(stages, hidden, strict=True)]
     menus = _menus(problem)
     keep = [min(mode.forward_bytes for mode in menu) for menu in menus]
     away = [_away(problem, s, menus[s], keep[s]) for s in indices]
@@ -86,7 +89,9 @@ def relaxed(problem: Problem) -> Relaxed:
         forward=_floats(forward),
         gradient=_floats(gradient),
         weight=_floats(weight),
-        there=_floats(there for there, _ in problem.boundary_ms),
+        there=_floats(
+            there + ms for (there, _), ms in zip(problem.boundary_ms, hidden, strict=True)
+        ),
         back=_floats(back for _, back in problem.boundary_ms),
         sync=_floats(stage.grad_sync_ms for stage in stages),
         keep=_floats(keep),
@@ -117,6 +122,21 @@ def relaxed(problem: Problem) -> Relaxed:
         gradient_from=_from(problem, gradient),
         backward_to=_upto(problem, backward),
     )
+
+
+def hidden_in_pairs(problem: Problem) -> list[float]:
+    """Return the most ms that an F of each stage can hide in a pair, 0 where it has none.
+
+    Take that off every F, let what it makes arrive as much later, and allow no pairs. Any schedule
+    becomes one of that problem, no longer and with the same memory: a pair of ``F + B - x`` ms is
+    an F of ``F - h`` ms, h >= x, from where it starts, then a B to where it ends at the latest.
+    What F makes arrives ``F`` ms after the start or later: a pair is no shorter than either of its
+    passes. So no path gets shorter, and both activations are held all along the pair.
+    """
+    most = [0.0] * len(problem.stages)
+    for pair in problem.pairs:
+        most[pair.forward] = max(most[pair.forward], pair.hidden_ms)
+    return most
 
 
 def _floats(values: Iterable[float]) -> Floats:
@@ -207,6 +227,17 @@ class Paths:
     def menus(self) -> list[list[CellMode]]:
         """Per stage the modes in which memory lets any of its cells be, in the menu's order."""
         return _menus(self.problem)
+
+    @cached_property
+    def hidden(self) -> list[float]:
+        """Per stage the most ms that its F can hide in a pair."""
+        return hidden_in_pairs(self.problem)
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Per stage the least compute time of a micro-batch, what can hide left out."""
+        stages = self.problem.stages
+        return [stage.busy_ms - ms for stage, ms in zip(stages, self.hidden, strict=True)]
 
     @cached_property
     def head_f(self) -> list[float]:

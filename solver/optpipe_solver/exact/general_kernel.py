@@ -30,6 +30,7 @@ __all__ = [
     "FUSED",
     "GRADIENT",
     "KEEP",
+    "LANES",
     "MODE_BITS",
     "MOST_COMING",
     "POSITION_BITS",
@@ -41,6 +42,7 @@ __all__ = [
     "GeneralProblem",
     "GeneralState",
     "advance",
+    "free_at",
     "make_general_loads",
     "make_general_state",
     "needs",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 
+LANES = 4
 POSITION_BITS = 5
 MODE_BITS = 3
 AWAY, COMING, CHECKPOINT = 1, 2, 7
@@ -70,7 +73,9 @@ class GeneralProblem(NamedTuple):
     ``moved`` (device) is what one copy carries, in bytes, ``out`` and ``home`` (device) how long it
     takes; 0 bytes = nothing can be offloaded; ``waits`` (device): whether all RELOADs on their way
     are waited for. ``again`` is the time of a RECOMPUTE, -1 where there
-    is none. ``workspace`` has a row each for F, I, W, B, RECOMPUTE; ``room`` is per device.
+    is none. An F takes ``forward`` and ``hidden``, the most that it can hide in a pair; ``pairs_i``
+    and ``pairs_b`` tell whether an I, a B may pair. ``workspace`` has a row each for F, I, W, B,
+    RECOMPUTE; ``room`` is per device.
     ``there[s]`` and ``back[s]`` are the least times between the passes of s and those of the next
     kept stage, behind the last one ``there`` to its own backward; ``head`` is that before the
     first. ``rest[q]`` is the least time from the start of the q-th pass of a micro-batch, on its
@@ -83,6 +88,9 @@ class GeneralProblem(NamedTuple):
     num_microbatches: int
     device: Ints
     forward: Ints
+    hidden: Ints
+    pairs_i: Flags
+    pairs_b: Flags
     split_i: Ints
     split_w: Ints
     fused: Ints
@@ -116,8 +124,8 @@ class GeneralState(NamedTuple):
 
     ``codes`` of all micro-batches, in order, equal ones by when their next input is there;
     ``weights`` = W started per stage; ``times``: the clock, then per device when compute, D2H and
-    H2D are free, then per micro-batch when the input of its next pass is there; none before the
-    clock.
+    H2D are free, and compute for a backward that pairs with the F before it, ``LANES`` in all, then
+    per micro-batch when the input of its next pass is there; none before the clock.
     """
 
     codes: Codes
@@ -147,7 +155,7 @@ def make_general_state(num_microbatches: int, num_stages: int, num_devices: int)
     return GeneralState(
         np.zeros(num_microbatches, dtype=np.int32),
         np.zeros(num_stages, dtype=np.int8),
-        np.zeros(1 + 3 * num_devices + num_microbatches, dtype=np.int32),
+        np.zeros(1 + LANES * num_devices + num_microbatches, dtype=np.int32),
     )
 
 
@@ -253,12 +261,19 @@ def start_of(
     fits = fits_from(model, state, loads, device, (needs(model, kind, s), most))
     if fits < 0:
         return -1
-    start = max(fits, state.times[1 + device])
+    pairs = (kind == GRADIENT and model.pairs_i[s]) or (kind == FUSED and model.pairs_b[s])
+    start = max(fits, free_at(model, state, device, pairs))
     if kind <= DROP:
         start = max(start, model.head_f[loads.forwards[s], s])
     if kind <= FUSED:
         start = max(start, ready_at(model, state, j, s))
     return int(start)
+
+
+@lean
+def free_at(model: GeneralProblem, state: GeneralState, device: int, pairs: bool) -> int:
+    """Return when a device is free for a pass: for one that pairs, while the F before it runs."""
+    return int(state.times[1 + device + pairs * (LANES - 1) * len(model.room)])
 
 
 @lean
@@ -285,7 +300,7 @@ def ready_at(model: GeneralProblem, state: GeneralState, j: int, s: int) -> int:
     What is AWAY or CHECKPOINT needs a RELOAD or RECOMPUTE, which starts when the device is free.
     """
     devices, device = len(model.room), model.device[s]
-    ready = state.times[1 + 3 * devices + j]
+    ready = state.times[1 + LANES * devices + j]
     if position_of(state.codes[j]) < len(model.forward):
         return int(ready)
     mode = mode_of(state.codes[j], s)
@@ -348,7 +363,7 @@ def run(
 ) -> None:
     """Write the state after an event (kind, index of the micro-batch, stage) from its start."""
     advance(model, state, event, start, new)
-    _sort(new, 1 + 3 * len(model.room))
+    _sort(new, 1 + LANES * len(model.room))
 
 
 @lean
@@ -369,6 +384,7 @@ def advance(
     for i in range(len(state.times)):
         new.times[i] = max(state.times[i], start)
     _settle(model, new)
+    paired = 1 + (LANES - 1) * devices + device
     if kind == RELOAD:
         _reload(model, new, j, s)
     elif kind == RECOMPUTE:
@@ -382,6 +398,9 @@ def advance(
         if kind == SEND:
             lane = 1 + devices + device
             new.times[lane] = max(new.times[lane], new.times[1 + device]) + model.out[device]
+    new.times[paired] = new.times[1 + device]
+    if kind <= DROP:
+        new.times[paired] -= model.hidden[s]
 
 
 @lean
@@ -401,8 +420,11 @@ def _pass(
         code = with_mode(code, s, 0)
         new.weights[s] += kind == FUSED
     new.codes[j] = code
-    new.times[1 + model.device[s]] = end
-    new.times[1 + 3 * len(model.room) + j] = arrival
+    if kind < GRADIENT:
+        end += model.hidden[s]
+    lane = 1 + model.device[s]
+    new.times[lane] = max(new.times[lane], end)
+    new.times[1 + LANES * len(model.room) + j] = arrival
 
 
 @lean

@@ -14,11 +14,13 @@ from optpipe_solver.exact.general_kernel import (
     FUSED,
     GRADIENT,
     KEEP,
+    LANES,
     RECOMPUTE,
     RELOAD,
     SEND,
     WEIGHT,
     GeneralState,
+    free_at,
     mode_of,
     position_of,
     ready_at,
@@ -78,7 +80,7 @@ def make_general_layer(
     slots = 1
     while slots < most:
         slots *= 2
-    num_times = 1 + 3 * num_devices + num_microbatches
+    num_times = 1 + LANES * num_devices + num_microbatches
     return GeneralLayer(
         codes=np.zeros((most, num_microbatches), dtype=np.int32),
         weights=np.zeros((most, num_stages), dtype=np.int8),
@@ -95,7 +97,7 @@ def make_general_layer(
 
 def set_out(layer: GeneralLayer, model: GeneralProblem) -> None:
     """Put the state before everything into an empty layer."""
-    layer.times[0, 1 + 3 * len(model.room) :] = model.head
+    layer.times[0, 1 + LANES * len(model.room) :] = model.head
     layer.alive[0] = True
     layer.size[0] = 1
 
@@ -187,7 +189,7 @@ def _event(
     is_again = j > 0 and state.codes[j - 1] == state.codes[j]
     if way >= _PASSES:
         s = way - _PASSES
-        first = 1 + 3 * len(model.room)
+        first = 1 + LANES * len(model.room)
         if is_again and state.times[first + j - 1] == state.times[first + j]:
             return (_NONE, j, s)
         mode = mode_of(state.codes[j], s)
@@ -322,7 +324,8 @@ def _by_ways(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
         if q > last:
             continue
         s = q if q < num_stages else last - q
-        ready = max(ready_at(model, state, j, s), state.times[1 + model.device[s]])
+        pairs = q >= num_stages and (model.pairs_i[s] or model.pairs_b[s])
+        ready = max(ready_at(model, state, j, s), free_at(model, state, model.device[s], pairs))
         loads.ready[q] = min(loads.ready[q], ready)
         least = max(least, ready + model.rest[q])
     return int(least)
@@ -336,7 +339,8 @@ def _by_positions(model: GeneralProblem, state: GeneralState, loads: GeneralLoad
     for q in range(2 * num_stages):
         is_forward = q < num_stages
         s = q if is_forward else 2 * num_stages - 1 - q
-        free = state.times[1 + model.device[s]]
+        pairs = not is_forward and (model.pairs_i[s] or model.pairs_b[s])
+        free = free_at(model, state, model.device[s], pairs)
         ready = loads.ready[q]
         if left > 0:
             come = model.there[min(q - 1, s)] if q <= num_stages else model.back[s]
@@ -358,7 +362,7 @@ def _by_load(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
     """All that each device has left, one after the other; its RELOADs, one after the other."""
     m, least, num_stages = model.num_microbatches, 0, len(model.forward)
     for device in range(len(model.room)):
-        end = state.times[1 + device] + loads.owed[device]
+        end = free_at(model, state, device, True) + loads.owed[device]
         tail, weights, is_over = _NEVER, 0, True
         for s in range(num_stages):
             if model.device[s] != device:

@@ -17,6 +17,7 @@ from optpipe_solver.exact.general_kernel import (
     FUSED,
     GRADIENT,
     KEEP,
+    LANES,
     MODE_BITS,
     MOST_COMING,
     POSITION_BITS,
@@ -136,17 +137,21 @@ def general_problem_of(
     forward, gradient = units(model.forward[kept]), units(model.gradient[kept])
     there_units, back_units = units(there), units(back)
     last_i = _grid(after.gradient[:, kept], unit)
+    licensed = {(pair.backward, pair.with_) for pair in problem.pairs}
     return GeneralProblem(
         num_microbatches=problem.num_microbatches,
         device=whole(index[s.device] for s in stages),
         forward=forward,
+        hidden=whole(s.forward_ms / unit + _ROUNDING for s in stages) - forward,
+        pairs_i=np.array([(s, "I") in licensed for s in kept]),
+        pairs_b=np.array([(s, "B") in licensed for s in kept]),
         split_i=units(s.backward_input_ms for s in stages),
         split_w=units(s.backward_weight_ms for s in stages),
         fused=units(s.fused_backward_ms for s in stages),
         gradient=gradient,
         weight=units(model.weight[kept]),
         again=units(_again_ms(problem, s) for s in kept),
-        may_fuse=np.array([fusing_may_pay(problem, s) for s in kept]),
+        may_fuse=np.array([fusing_may_pay(problem, s) or (s, "B") in licensed for s in kept]),
         may_leave=np.array([_copy(problem, s).moved > 0 for s in kept]),
         activation=whole(s.activation_bytes for s in stages),
         context=whole(s.weight_context_bytes for s in stages),
@@ -424,7 +429,7 @@ def _events(problem: Problem, general: GeneralProblem, ways: Iterable[int]) -> I
         make_general_state(*size),
         make_general_loads(*size[1:]),
     )
-    inputs = 1 + 3 * len(general.room)
+    inputs = 1 + LANES * len(general.room)
     state.times[inputs:] = general.head
     for way in ways:
         rank, s, kind = way // 64, way // 8 % 8, way % 8

@@ -20,6 +20,7 @@ from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.plan import boundaries, layer_kinds, patterns_of, plan_pattern
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
@@ -104,10 +105,11 @@ class PlanSearch:
         self.best: CutCandidate | None = None
         self.told_ms = math.inf
         self.turn = stop
-        self.line_bounds = {line: any_cut_bound(model, line.order) for line in self.lines}
+        shorter = model.without_pairs()
+        self.line_bounds = {line: any_cut_bound(shorter, line.order) for line in self.lines}
         self.pending = sorted(self.lines, key=lambda line: self.line_bounds[line])
         self.num_cut_lines = 0
-        self.table = RunTable(model)
+        self.table = RunTable(shorter)
         self.even = self._add(*self._naive(), is_even=True)
 
     def run(self) -> None:
@@ -125,6 +127,7 @@ class PlanSearch:
                 break
         self._halve(self.stop.turn(_HALVE))
         self._solve_finalists()
+        self._pair_the_best()
 
     def adopt(self, problem: Problem, programs: Programs) -> None:
         """Begin with what an earlier search found, where it is a cut of a line of this one."""
@@ -351,6 +354,15 @@ class PlanSearch:
                 return
             self._solve(waiting, self.stop.left / max(1, _FINALISTS - number))
 
+    def _pair_the_best(self) -> None:
+        """Try the published schedules in pairs on the cut that won, however little time is left."""
+        best = self.best
+        if best is not None and best.problem.pairs and not best.is_solved:
+            for start in all_starts(best.problem, _IN_PAIRS):
+                if start.programs is not None and start.legal:
+                    best.best.offer(start.programs, start.method)
+            self._tell(best)
+
     def _unsolved(self) -> Iterator[CutCandidate]:
         """Yield who may still win or improve: the best known first, then those never evaluated."""
         unevaluated = [held for held in self.candidates.values() if held.best.programs is None]
@@ -519,6 +531,7 @@ class CutCandidate:
 
 # --- A quick value of a candidate: the families that are cheap, programs of relatives, a search.
 
+_IN_PAIRS = ("dualpipe-v", "1f1b-overlap")
 _SLOW = frozenset({"greedy"})
 _SLOW_FROM_CELLS = 300
 """Families that take longer than all others together, and from which size on they are left out."""
@@ -546,7 +559,8 @@ def evaluate_quickly(
         What there is: looked at between families once something is known.
     """
     best = candidate.best
-    if not any(best.offer(programs, "neighbour") for programs in relatives):
+    known = [best.offer(programs, "neighbour") for programs in relatives]
+    if not any(known) or candidate.problem.pairs:
         _try_families(candidate, stop)
     search(candidate, stop, search_s, stop.seed)
     if best.programs is not None:
@@ -561,7 +575,8 @@ def search(candidate: CutCandidate, stop: Stop, share: float, seed: int) -> None
     work = None if stop.work is None else max(1, int(share * _SIMULATED))
     seconds = share if work is None else stop.left_s()
     turn = Stop(seconds, work=work, seed=seed, should_stop=stop.is_told)
-    improve_by_local_search(candidate.best, turn)
+    improve = improve_by_pairing if candidate.problem.pairs else improve_by_local_search
+    improve(candidate.best, turn)
     # All of it, whenever the search was told that it had found the optimum.
     stop.spend(share)
 

@@ -56,6 +56,20 @@ def test_an_estimate_is_the_one_of_the_package(http) -> None:
     assert view["usable_bytes"] == usable
 
 
+def test_an_estimate_has_the_pairs_that_are_asked_for(http) -> None:
+    """Of a model with experts, as the command line writes them."""
+    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "pp": 4, "chunks": 2, "ep": 8, "dp": 8}
+    view = http.post("/v1/estimates", json={**asked, "pairs": True}).json()
+    training = Training(ep=8, dp=8)
+    model, gpu = find_model(asked["model"]), find_gpu("h100")
+    expected = estimate(
+        model, gpu, training, pp=4, num_microbatches=16, chunks=2, placement="loop", pairs=True
+    )
+    assert Problem.parse(view["problem"]) == expected.problem
+    assert Problem.parse(view["problem"]).pairs
+    assert "pairs" not in http.post("/v1/estimates", json=asked).json()["problem"]
+
+
 def test_an_estimate_can_be_varied_at_once(http) -> None:
     asked = {"model": "llama3-8b", "gpu": "a100", "pp": 4}
     plain = Problem.parse(http.post("/v1/estimates", json=asked).json()["problem"])
@@ -98,6 +112,7 @@ def test_a_config_stands_for_a_model(http) -> None:
         ({"config": {}}, "request.invalid", "give one of them", ""),
         ({"model": ..., "config": {"model_type": "x"}}, "input.invalid", "'x'", "/config"),
         ({"colour": 1}, "request.invalid", "colour", "/colour"),
+        ({"pairs": True}, "input.invalid", "experts", "/pairs"),
         ({"values": {"speed": 2}}, "input.invalid", "axes.speed", "/values"),
     ],
 )  # fmt: skip

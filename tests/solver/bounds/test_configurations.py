@@ -66,6 +66,20 @@ def test_the_clock_is_that_of_the_objective(objective: str, least: float) -> Non
     assert least - 2 <= configurations_ms(given) <= optimum(given)
 
 
+@pytest.mark.parametrize("room", [1, 2, 3])
+@pytest.mark.parametrize("hidden_ms", [0.5, 1.0, 2.0])
+def test_a_pair_holds_both_its_cells_as_long_as_it_runs(room: int, hidden_ms: float) -> None:
+    """One device: F, two pairs, B, as all programs say; with room for one there are no pairs."""
+    given = problem(
+        [stage(0, 2, 1, 1, activation_bytes=1)],
+        [{"memory_bytes": room}],
+        m=3,
+        format="optpipe/problem/v2",
+        pairs=[{"forward": 0, "backward": 0, "hidden_ms": hidden_ms}],
+    )
+    assert configurations_ms(given) == pytest.approx(12 if room == 1 else 12 - 2 * hidden_ms)
+
+
 def program_of(given: Problem, device: int, *, with_windows: bool) -> Program:
     """The linear program of one device, before anything is solved."""
     work = work_of(Paths(given), device, makespan=given.objective == "makespan")
@@ -74,7 +88,7 @@ def program_of(given: Problem, device: int, *, with_windows: bool) -> Program:
     return Program(work, Patterns(work), windows)
 
 
-@given(cases(tight=True), st.booleans(), st.integers(0, 2**32))
+@given(cases(tight=True, pairs=True), st.booleans(), st.integers(0, 2**32))
 def test_any_prices_prove_a_bound(case: Case, with_windows: bool, seed: int) -> None:
     """What is proven does not depend on how well the linear program was solved."""
     length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)

@@ -53,6 +53,33 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
     assert_below(given, min(of_families(given)))
 
 
+@pytest.mark.parametrize(
+    ("shape", "room"), [("v", 9), ("v", 7), ("v", 4), ("loop", 9), ("loop", 5)]
+)
+@pytest.mark.parametrize("hidden_ms", [1.0, 0.6])
+def test_every_bound_is_below_good_schedules_in_pairs(
+    shape: str, room: int, hidden_ms: float
+) -> None:
+    """DualPipeV and building blocks; a V with room for nine chunks is as short as can be."""
+    back = [3, 2, 1, 0] if shape == "v" else [0, 1, 2, 3]
+    given = problem(
+        [stage(d, 1, 1, 1, activation_bytes=1) for d in (0, 1, 2, 3, *back)],
+        [{"memory_bytes": room}] * 4,
+        m=10,
+        format="optpipe/problem/v2",
+        pairs=[
+            {"forward": a, "backward": b, "hidden_ms": hidden_ms}
+            for a, here in enumerate((0, 1, 2, 3, *back))
+            for b, there in enumerate((0, 1, 2, 3, *back))
+            if here == there
+        ],
+    )
+    best = min(of_families(given))
+    assert_below(given, best)
+    if (shape, room, hidden_ms) == ("v", 9, 1.0):
+        assert best == max(bound.ms for bound in lower_bounds(given)) == 51
+
+
 @given(cases(menus=True), st.sampled_from([1.0, 0.75]))
 def test_every_objective_is_on_the_grid(case: Case, latency_ms: float) -> None:
     """Of two lengths on a grid the better one is so by a step: menus, lanes and links count."""

@@ -9,11 +9,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.general_search import general_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, stage
-from tests.solver.exhaustive import optimum, tiny_problems
+from tests.solver.bounds.judging import assert_below
+from tests.solver.exhaustive import optimum, tiny_problems, tiny_problems_with_pairs
 from tests.strategies import Case, cases, few
 
 
@@ -49,7 +51,7 @@ def answers(case: Case) -> Iterator[HorizonAnswer]:
         yield found.answer
 
 
-@given(cases(menus=True))
+@given(st.one_of(cases(menus=True), cases(menus=True, pairs=True)))
 def test_no_legal_schedule_is_denied(case: Case) -> None:
     """At the length of any schedule there is, no choice of devices says that there is none.
 
@@ -79,6 +81,32 @@ def test_what_it_proves_is_no_more_than_exhaustive_search_finds(tiny: Problem) -
     least = optimum(tiny)
     for devices in choices(tiny):
         assert search(tiny, devices, least).answer is HorizonAnswer.FOUND
+
+
+@few(8)
+@given(tiny_problems_with_pairs())
+def test_nothing_is_proven_of_pairs_that_exhaustive_search_beats(tiny: Problem) -> None:
+    """Every bound, and every choice of devices, against all orders and all choices of pairs."""
+    least = optimum(tiny)
+    assert_below(tiny, least)
+    for devices in choices(tiny):
+        assert search(tiny, devices, least).answer is HorizonAnswer.FOUND
+
+
+def test_a_pair_needs_the_memory_of_both_its_passes() -> None:
+    """A V of four, room for three chunks: 86 ms, which is reached, where a closed form says 60."""
+    placement = [0, 1, 2, 3, 3, 2, 1, 0]
+    given = problem(
+        [stage(d, 1, 1, 1, activation_bytes=1) for d in placement],
+        [bus(memory_bytes=3)] * 4,
+        m=8,
+        format="optpipe/problem/v2",
+        pairs=[
+            {"forward": a, "backward": b, "hidden_ms": 1.0} for a in range(8) for b in (a, 7 - a)
+        ],
+    )
+    assert lower_bound(given).ms == 60
+    assert search(given, (0, 3), 85.5).answer is HorizonAnswer.NONE
 
 
 def three_in_room_for_two(**fields: Any) -> Problem:
@@ -122,6 +150,25 @@ def test_offload_and_recompute_help_as_much_as_they_cost() -> None:
     assert shortest(three_in_room_for_two(), 0) < plain
     again = three_in_room_for_two(offload_bytes=0, recompute_ms=1, checkpoint_bytes=0)
     assert shortest(again, 0) < plain
+
+
+def in_pairs(stages: list[dict[str, Any]], room: int, letter: str, **fields: Any) -> Problem:
+    """Three micro-batches, F of stage 0 may hide 1 ms beside a backward of it, bytes are cells."""
+    held = [one | {"activation_bytes": 1 - at} for at, one in enumerate(stages)]
+    pair = {"forward": 0, "backward": 0, "with": letter, "hidden_ms": 1.0}
+    devices = [bus(memory_bytes=room), bus()][: len(stages)]
+    return problem(held, devices, m=3, format="optpipe/problem/v2", pairs=[pair], **fields)
+
+
+@pytest.mark.parametrize("letter", ["I", "B"])
+def test_an_f_is_short_only_beside_a_backward(letter: str) -> None:
+    """Alone on its device as short as all programs are; with none back in time all F take 2 ms."""
+    for room in (1, 2, 3):
+        alone = in_pairs([stage(0, 2, 1, 1)], room, letter)
+        assert shortest(alone, 0) == optimum(alone)
+    links = [{"from": 0, "to": 1, "latency_ms": 6.0}]
+    given = in_pairs([stage(0, 2, 1, 0), stage(1, 0, 0, 0)], 3, letter, links=links)
+    assert shortest(given, 0) == 3 * 2 + 12 + 1
 
 
 @st.composite

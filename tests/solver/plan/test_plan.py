@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from examples.make_llama3_8b import MODEL_FILE, make_model
-from optpipe import InputError, Problem, check_schedule, dump_problem, load_problem
+from optpipe import InputError, Problem, check_schedule, dump_problem, load_problem, simulate
 from optpipe.formats.json import dump_model
 from optpipe_solver import Progress, SolveStatus
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
+from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_one_f_one_b, build_serial
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.plan import Fate, PlanResult, plan
@@ -30,6 +32,7 @@ from tests.strategies import few
 if TYPE_CHECKING:
     from optpipe.model import Model
     from optpipe_solver import Progress
+    from optpipe_solver.plan.lines import PlacementKind
 
 
 def check_result(found: Model, result: PlanResult) -> None:
@@ -76,6 +79,32 @@ def test_it_finds_the_best_cut_of_all_by_brute_force() -> None:
     assert result.schedule.objective_ms == best
     assert result.bound_ms is not None
     assert result.bound_ms <= best
+
+
+def test_a_plan_in_pairs_is_as_short_as_can_be() -> None:
+    """Eight layers whose F hides wholly, on four devices with room for nine: a V, at its bound."""
+    given = model([layer(hidden_ms=1.0, repeat=8)], gpus(4, memory_bytes=90), m=10)
+    found = plan(given, work_limit=6.0, time_limit_s=600, chunks=(1, 2))
+    check_result(given, found)
+    assert found.schedule is not None
+    assert found.schedule.makespan_ms == found.schedule.bound_ms == 51
+    assert any(action.paired for program in found.schedule.programs for action in program)
+
+
+@pytest.mark.parametrize("placement", ["v", "loop"])
+def test_a_plan_is_never_worse_than_published_schedules_in_pairs(placement: PlacementKind) -> None:
+    """Of the cut that it chose, even where there was no time to look at anything."""
+    layers = [layer(hidden_ms=0.8, repeat=7), layer(2)]
+    given = model(layers, gpus(2, memory_bytes=300), m=8)
+    found = plan(given, work_limit=0.001, time_limit_s=600, chunks=(2,), placements=(placement,))
+    assert found.schedule is not None
+    assert found.problem is not None
+    families = [one for one in FAMILIES if one.name in {"dualpipe-v", "1f1b-overlap"}]
+    lengths = []
+    for family in families:
+        with suppress(NotApplicable):
+            lengths.append(simulate(found.problem, family.build(found.problem)).makespan_ms)
+    assert found.schedule.makespan_ms <= min(lengths, default=math.inf)
 
 
 def test_a_huge_head_gets_an_uneven_cut() -> None:
