@@ -52,7 +52,7 @@ from optpipe.cli.files import (
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem
 from optpipe.presets import Configuration, Training, find_gpus, train_command
-from optpipe.presets.commands import PASTED_FILES
+from optpipe.presets.configuration import PASTED_FILES
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ gives a problem to solve, a model to cut otherwise, and what a step takes.
 
 from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
 from optpipe.presets.catalogue import MODELS, find_model, shape_from_config
-from optpipe.presets.commands import train_command
-from optpipe.presets.configuration import Configuration
+from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.machine import Machine
 from optpipe.presets.megatron import megatron_arguments, megatron_yaml

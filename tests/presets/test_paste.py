@@ -16,8 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
-from optpipe.presets.commands import train_command
-from optpipe.presets.configuration import Configuration
+from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.megatron import _FLAGS, _NEGATIVE_FLAGS, megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.shape import PRECISIONS

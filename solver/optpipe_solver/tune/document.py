@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from optpipe_solver.tune.tune import TuneResult
 
 __all__ = [
-    "PASTE_FORMS",
     "AskedTune",
     "calibrated",
     "checkpoint_of",
@@ -65,9 +64,6 @@ _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZe
 _MOST_KEPT = 11
 _VERSION = 7
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
-
-PASTE_FORMS = ("arguments", "yaml", "python", "csv")
-"""Megatron-LM's arguments, Megatron-Core's YAML, a torchtitan config, its schedule for torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +390,8 @@ def paste(row: TuneRow, form: str, csv: str = "schedule.csv") -> str:
     Parameters
     ----------
     form
-        One of `PASTE_FORMS`.
+        Megatron-LM's ``arguments``, Megatron-Core's ``yaml``, a torchtitan config (``python``), its
+        schedule for torch (``csv``).
     csv
         Where a torchtitan config finds the schedule, unless torchtitan has it by name.
 

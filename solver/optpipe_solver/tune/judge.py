@@ -14,8 +14,7 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.presets import estimate, step_estimate
-from optpipe.presets.commands import train_command
-from optpipe.presets.configuration import Configuration
+from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.estimate import SlicedCut
 from optpipe.presets.overlap import model_phases, most_hidden, with_pairs
 from optpipe.presets.step import RankMemory
