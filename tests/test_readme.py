@@ -98,6 +98,7 @@ def test_the_shell_commands_run_as_they_stand(workplace, monkeypatch, capsys) ->
     assert "legal" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
     (block,) = (block for block in blocks("sh") if "optpipe estimate" in block)
     install, command = block.split("\n", 1)

@@ -111,6 +111,7 @@ def test_what_anybody_may_send_is_answered_as_documented(server, tmp_path) -> No
     check(server, tmp_path, f"--phases={PHASES}")
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(3600)
 def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
     """Ids are those of a job, one that planned, so that it has a model, and so on."""

@@ -8,9 +8,7 @@ import { ask, askJson } from "./http.js";
 import { address, go } from "./link.js";
 import { countsBar, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
 
-const GIB = 2 ** 30;
-const MOST_ROWS = 11;
-const SOON_MS = 200;
+const GIB = 2 ** 30, MOST_ROWS = 11, SOON_MS = 200;
 const PASTES = {
   megatron: [["arguments", "Megatron-LM arguments", "arguments.sh"], ["yaml", "Megatron-Core YAML", "megatron.yaml"]],
   torchtitan: [["python", "torchtitan config", "optpipe_config.py"], ["csv", "Schedule, CSV", "schedule.csv"]],

@@ -174,9 +174,8 @@ def test_64_devices_and_512_micro_batches_are_proven_optimal_at_one_activation_p
     assert lower_bound(given).ms == pytest.approx(length_ms, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "transfer_ms", [*(pytest.param(ms, marks=pytest.mark.extended) for ms in (1, 4)), 20]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("transfer_ms", [1, 4, 20])
 def test_a_link_that_queues_is_a_device_in_between(transfer_ms: int) -> None:
     """What a link is said to need at least is needed where each message occupies a device."""
     ends = stage(0, 2, 3, 1), stage(1, 1, 2, 1)

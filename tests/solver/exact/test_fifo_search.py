@@ -92,7 +92,7 @@ def pipelines(draw: st.DrawFn) -> Problem:
     return problem(stages, [{"memory_bytes": room} for room in rooms], m=3)
 
 
-@few(8)
+@few(4)
 @given(pipelines())
 def test_its_optimum_is_what_the_milp_says(given: Problem) -> None:
     """Two proofs that share no search: neither is above the other's schedule."""

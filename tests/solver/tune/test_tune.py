@@ -347,7 +347,7 @@ def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumber
 
 
 @given(data=st.data(), cut=st.sampled_from([(2, 1, 3), (3, 1, 6), (2, 2, 4), (2, 3, 4), (3, 2, 6)]))
-@few(15)
+@few(8)
 def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
     """Nor, of layers of two kinds, what prices of other numbers of the same order say of it."""
     share, sent = data.draw(st.floats(0.2, 0.5)), data.draw(st.floats(0.0, 1.0))
