@@ -46,6 +46,7 @@ from optpipe.runtime.demo_model import (
     ModelConfig,
     chain,
     launch_ranks,
+    leave_ranks,
     make_stages,
     random_tokens,
     step_alone,
@@ -104,7 +105,7 @@ def main() -> None:
             else:
                 row = _train(torch.device(name), TINY if size == "tiny" else REAL)
     finally:
-        dist.destroy_process_group()
+        leave_ranks()
     if row is not None:
         Path(result).write_text(json.dumps(row))
 

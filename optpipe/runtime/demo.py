@@ -23,6 +23,7 @@ from optpipe.runtime.demo_model import (
     ModelConfig,
     chain,
     join_ranks,
+    leave_ranks,
     make_stages,
     random_tokens,
     step_alone,
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptPipeError as error:
         return _refuse(error)
     finally:
-        dist.destroy_process_group()
+        leave_ranks()
 
 
 def _refuse(error: OptPipeError) -> int:

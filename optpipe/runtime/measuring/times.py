@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError, PreflightError
 from optpipe.measurements import DeviceFacts, Transfer
-from optpipe.runtime.demo_model import join_ranks
+from optpipe.runtime.demo_model import join_ranks, leave_ranks
 from optpipe.runtime.messages import layout_of, shard_of
 from optpipe.runtime.offload import host_memory_bytes
 from optpipe.runtime.preflight import as_tensors, describe, gather, made_on, untouched
@@ -551,7 +551,7 @@ def joined(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        leave_ranks()
 
 
 @contextmanager
