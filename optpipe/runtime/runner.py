@@ -438,8 +438,9 @@ class PipelineRunner:
     def close(self) -> None:
         """Give the stages back as they were, and end what runs in the background, a thread.
 
-        Nothing runs after it. Layers that other runners of the same stages split stay split until
-        the last of them is closed.
+        Its messages and their group go, too: a group that outlives ``destroy_process_group`` can
+        abort the process at its end. Nothing runs after it. Layers that other runners of the same
+        stages split stay split until the last of them is closed.
         """
         self._watch.close()
         if not self._is_closed:
@@ -447,6 +448,7 @@ class PipelineRunner:
             if not self._gradients.num_runners:
                 for module in self._spec.stages.values():
                     unsplit_linears(module)
+        self._pipelines, self._training, self._pool = {}, None, None
         self._is_closed = True
 
     def _run_batch(

@@ -131,6 +131,7 @@ def _count_second(
         runner.observe(counter)
         with outside:
             step()
+    boundary = runner._training.boundary
     runner.close()
     return Counted(
         counter.moments,
@@ -139,7 +140,7 @@ def _count_second(
         runner.offloaded_bytes - before,
         {
             action: BoundaryLevel(level.during - slots, level.after - slots)
-            for action, level in runner._training.boundary.items()
+            for action, level in boundary.items()
         },
     )
 

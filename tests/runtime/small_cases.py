@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -334,6 +335,18 @@ def take_turns(schedules: Sequence[Schedule]) -> Turns:
     return Turns(found.worst_difference, min(deferred))
 
 
+def messages_held(schedule: Schedule) -> tuple[int, int]:
+    """Count the messages that hold a group before and after a runner, which lives on, is closed."""
+    _, runner = small_runner(schedule)
+    runner.step(*small_data(num_microbatches_of(schedule), seed=0))
+    counts = []
+    for end in (lambda: None, runner.close):
+        end()
+        gc.collect()
+        counts.append(sum(isinstance(one, dist.P2POp) for one in gc.get_objects()))
+    return counts[0], counts[1]
+
+
 class Deferred:
     """Looks, after every I, at what is put aside for its W."""
 
@@ -432,9 +445,9 @@ def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:
     for schedule in schedules:
         _, runner = small_runner(schedule)
         runner.step(*small_data(num_microbatches_of(schedule), seed=0))
-        runner.close()
         assert runner._training is not None
         found.append(runner._training.runtime.orders)
+        runner.close()
     return found
 
 

@@ -61,6 +61,15 @@ def test_compiled_blocks_train_alike_and_leave_weight_gradients_to_w(ranks):
         assert outcome.deferred_bytes > 0
 
 
+def test_a_closed_runner_holds_no_group(ranks):
+    """One that does, in a cycle, would abort its process where the interpreter ends."""
+    problem = schedules.make_problem(schedules.LINEAR, 6)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 6))
+    for before, after in ranks.run(small_cases.messages_held, schedule):
+        assert before > 0
+        assert after == 0
+
+
 @pytest.mark.parametrize("seed", [16, 18])
 def test_modules_that_delay_their_weight_gradients_make_them_at_w(ranks, seed):
     """As Transformer Engine's do; W's in any order, and behind a fused backward at once."""
