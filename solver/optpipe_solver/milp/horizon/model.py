@@ -17,7 +17,6 @@ from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
 from optpipe_solver.milp.horizon.constraints import all_constraints
 from optpipe_solver.milp.horizon.items import HorizonChoice, num_order_pairs
-from optpipe_solver.milp.horizon.objective import length
 from optpipe_solver.milp.horizon.orders import HorizonItems
 from optpipe_solver.milp.horizon.variables import HorizonVariables
 
@@ -82,7 +81,7 @@ class HorizonModel:
             return
         self.variables = HorizonVariables(problem, self.items, self.model)
         self.variables.length.lowBound = floor_ms
-        self.model.minimise(length(self.variables))
+        self.model.minimise(self.variables.length)
         for number, constraint in enumerate(all_constraints(self.variables)):
             self.model.add(constraint)
             if number % _ROWS_BETWEEN_LOOKS == 0 and should_stop():
