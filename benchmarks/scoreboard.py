@@ -26,8 +26,9 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,7 @@ from optpipe.presets.shape import Training
 from optpipe.presets.step import PipelineCut, step_estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from optpipe.presets.accelerators import Hardware
     from optpipe.presets.shape import ModelShape
@@ -91,6 +92,46 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
+_AT_LEAST = {
+    **dict.fromkeys(("num_gpus", "global_batch", "micro_batch", "sequence", "layers"), 1),
+    **dict.fromkeys(("tp", "pp", "data_parallel", "microbatches"), 1),
+    **dict.fromkeys(("cp", "ep", "vp", "fsdp", "offloaded_layers"), 0),
+}  # fmt: skip
+_MEASURED = ("step_s", "step_ms", "tokens_per_s_per_gpu", "peak_gib")
+_TEXTS = ("model", "gpu", "precision", "schedule", "source", "container", "note", "dispatcher")
+
+
+def _check(row: dict[str, Any]) -> None:
+    """Refuse a row whose fields are not of their kinds; null is what was not printed."""
+    kinds: list[tuple[Iterable[str], Callable[[Any], bool], str]] = [
+        ((name,), partial(_is_whole, least=least), f"a whole number >= {least}")
+        for name, least in _AT_LEAST.items()
+    ]
+    kinds += [
+        (_MEASURED, _is_measured, "a number > 0"),
+        (_TEXTS, lambda value: isinstance(value, str), "a text"),
+        (("cuda_graphs", "ep_overlap"), lambda value: isinstance(value, bool), "true or false"),
+        (("recompute_modules",), _is_list_of_texts, "a list of texts"),
+    ]
+    for names, holds, kind in kinds:
+        for name in names:
+            value = row.get(name)
+            if value is not None and not holds(value):
+                raise InputError(f"{name} = {value!r}: must be {kind}, or null; correct it")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_measured(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < inf
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
 def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> PublishedRun:
     """Return the run of a row of either form; ``notes`` are those of its source's other rows.
 
@@ -99,6 +140,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     InputError
         If the row leaves out what an estimate needs, or has what no estimate can be asked for.
     """
+    _check(row)
     needed = ("model", "gpu", "num_gpus", "precision", "global_batch", "micro_batch", "sequence")
     missing = [name for name in (*needed, "tp", "pp") if row.get(name) is None]
     if missing:
@@ -118,8 +160,13 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     if row.get("offload") or "OFFLOADED" in note or "states on CPU" in note:
         raise InputError("offloads what an estimate cannot say")
     dp = row.get("data_parallel") or row["num_gpus"] // (tp * pp * cp)
+    if tp * pp * cp * dp != row["num_gpus"]:
+        raise InputError(
+            f"num_gpus = {row['num_gpus']}: must be tp x pp x cp x data_parallel = {tp} x {pp} x "
+            f"{cp} x {dp}; correct one of them"
+        )
     batch = row["micro_batch"] * dp
-    if row["global_batch"] % batch or not dp:
+    if row["global_batch"] % batch:
         raise InputError(f"global batch {row['global_batch']} is no multiple of {batch}")
     shape = _shape(row, note)  # dropped out scores are older than flash attention
     training = Training(
@@ -393,9 +440,15 @@ def line(score: Score) -> str:
 
 def published(file: Path = PUBLISHED) -> list[dict[str, Any]]:
     """Return the rows of a file."""
-    data = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file}: {error}; give a JSON file of runs") from error
     if not isinstance(data, dict) or not isinstance(data.get("runs"), list):
         raise SystemExit(f"{file}: must be an object with a list of rows under runs; correct it")
+    for index, row in enumerate(data["runs"]):
+        if not isinstance(row, dict):
+            raise SystemExit(f"{file}: runs[{index}] must be an object; correct it")
     rows: list[dict[str, Any]] = data["runs"]
     return rows
 

@@ -168,7 +168,7 @@ class PipelineCut:
     Parameters
     ----------
     pp, chunks, num_microbatches
-        PipelineCut ranks, stages of each, micro-batches of a step and replica.
+        Pipeline ranks, stages of each, micro-batches of a step and replica.
     placement
         Where stages stand: ``linear``, ``loop`` or ``v``.
     layout
@@ -200,6 +200,11 @@ class PipelineCut:
         if self.schedule not in get_args(Schedule):
             known = ", ".join(get_args(Schedule))
             raise InputError(f"schedule {self.schedule!r}: must be one of {known}; choose one")
+        if self.schedule != "1f1b" and self.chunks > 1:
+            raise InputError(
+                f"schedule {self.schedule!r}: has one stage per rank, and chunks = {self.chunks}; "
+                "set chunks = 1, or take 1f1b"
+            )
 
     @property
     def stages(self) -> tuple[int, ...]:

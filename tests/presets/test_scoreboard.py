@@ -157,3 +157,23 @@ def test_the_files_are_of_the_form_that_is_read() -> None:
     """Every row of the published file says the same fields."""
     rows = json.loads(PUBLISHED.read_text("utf-8"))["runs"]
     assert len({tuple(sorted(row)) for row in rows}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"micro_batch": 0}, "micro_batch = 0: must be a whole number >= 1, or null"),
+        ({"tp": "4"}, "tp = '4': must be a whole number >= 1, or null"),
+        ({"step_s": "20"}, "step_s = '20': must be a number > 0, or null"),
+        ({"cuda_graphs": 1}, "cuda_graphs = 1: must be true or false, or null"),
+        ({"recompute_modules": "mlp"}, "recompute_modules = 'mlp': must be a list of texts"),
+        ({"gpu": 100}, "gpu = 100: must be a text, or null"),
+        ({"num_gpus": 65}, "num_gpus = 65: must be tp x pp x cp x data_parallel = 4 x 8 x 1 x 2"),
+        ({"schedule": "zb-1p"}, "schedule 'zb-h1': has one stage per rank, and chunks = 5"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_shown_with_its_fault(fit, changes, told) -> None:
+    """Whatever a file says: never a traceback, never a guess."""
+    found, left = scores([published()[0] | changes, published()[1]], fit)
+    assert len(found) == 1
+    assert told in left[0]
