@@ -51,9 +51,11 @@ __all__ = [
     "ErrorBand",
     "Estimate",
     "SlicedCut",
+    "check_can_be",
     "error_band",
     "error_class",
     "estimate",
+    "utilisation",
 ]
 
 _DIGITS = 5
@@ -223,7 +225,7 @@ def estimate(
     _check_slices(slices, training, pairs=pairs)
     base = step_estimate(shape, machines, pipeline)
     factor = _factor(
-        _utilisation(shape, machines),
+        utilisation(shape, machines),
         base.step_ms,
         mfu=mfu,
         time_factor=time_factor,
@@ -259,7 +261,7 @@ def estimate(
         sizes=step.sizes,
         problem=problem,
         step=step,
-        mfu=_utilisation(shape, machines),
+        mfu=utilisation(shape, machines),
         factor=factor,
         error=error_band(shape, ranks),
         notes=tuple(_notes(shape, problem, step)),
@@ -485,7 +487,7 @@ def _grouped(
     return groups[::-1]
 
 
-def _utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
+def utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
     """Return the model's FLOPs of a micro-batch over the peak of its devices while they work.
 
     With several kinds of accelerators of one pipeline, as if each had all of it, on the average.
@@ -500,7 +502,7 @@ def _utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
     return sum(found) / len(found)
 
 
-def _factor(utilisation: float, step_ms: float, **given: float | None) -> float:
+def _factor(reached: float, step_ms: float, **given: float | None) -> float:
     """Return what multiplies all times, from the field that asks for it; 1 where none does."""
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) > 1:
@@ -514,13 +516,28 @@ def _factor(utilisation: float, step_ms: float, **given: float | None) -> float:
             raise AskedError(
                 Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
             )
-        return utilisation / mfu
+        return reached / mfu
     for name in asked:
         value = given[name] or 0.0
         if not 0 < value < 1e6:
             raise AskedError(Field(name, value), ": must be above 0 and below 1000000; correct it")
-        return value if name == "time_factor" else 1e3 * value / step_ms
+        factor = value if name == "time_factor" else 1e3 * value / step_ms
+        check_can_be(reached / factor, Field(name, value))
+        return factor
     return 1.0
+
+
+def check_can_be(reached: float, field: Field) -> None:
+    """Refuse a time that makes devices faster than their peak; ``reached`` is their `utilisation`.
+
+    Raises `AskedError`.
+    """
+    if reached > 1:
+        raise AskedError(
+            field,
+            f": these GPUs would compute at {100 * reached:,.0f} % of their peak, and cannot above "
+            "100 %; correct it, or what it is a time of",
+        )
 
 
 # --- The problem's devices, layers and links.

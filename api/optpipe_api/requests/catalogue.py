@@ -9,8 +9,9 @@ from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads 
 
 from optpipe.errors import rule_broken
 from optpipe.presets import GPUS, MODELS, Hardware, ModelShape, total_parameters
-from optpipe.presets.shape import PRECISIONS, Dispatcher, Precision
+from optpipe.presets.shape import PRECISIONS, Dispatch, Dispatcher, Precision
 from optpipe.problem import Problem
+from optpipe.stage import MOST_COSTS
 from optpipe.sweep import AXES
 from optpipe.wire import JobOptions
 from optpipe_api.errors import RequestError
@@ -184,7 +185,11 @@ class EstimateBody(StrictBody):
     cuda_graphs: bool = Field(default=False, strict=True)
     ep_overlap: bool = Field(default=False, strict=True)
     dispatcher: Dispatcher = "alltoall"
+    dispatch: Dispatch = Field(default="bf16", description="Precision of tokens to experts.")
     overlap: bool = Field(default=True, strict=True)
+    offloaded_layers: Annotated[int, Field(ge=0, le=4096, strict=True)] = Field(
+        default=0, description="Layers whose activations stay in host memory."
+    )
     network: Name | None = Field(
         default=None, description="Between nodes: infiniband, ethernet or tcp, and `:GBIT`."
     )
@@ -207,6 +212,19 @@ class EstimateBody(StrictBody):
         strict=True,
         description="Forwards and backwards may run together, experts' exchange hidden.",
     )
+    modes: Annotated[int, Field(ge=0, le=64, strict=True)] = Field(
+        default=0, description="Most modes per stage; 0: keep, offload, recompute as v1 has them."
+    )
+    slices: Annotated[int, Field(ge=1, le=256, strict=True)] = Field(
+        default=1, description="Slices of each sequence, each a micro-batch of the problem."
+    )
+    lengths: list[Annotated[list[Size], Field(min_length=1)]] = Field(
+        default=[],
+        description="Unequal micro-batches: of each the lengths of the sequences packed into it.",
+    )
+    costs: Annotated[int, Field(ge=1, le=MOST_COSTS, strict=True)] = Field(
+        default=8, description="With lengths: most kinds of micro-batches, rounded up."
+    )
     values: Values = Field(default={}, description=_VALUES)
 
     readers: ClassVar[Readers] = {"model": not_null, "config": not_null}
@@ -215,6 +233,15 @@ class EstimateBody(StrictBody):
     def _one_of_two(self) -> Self:
         if (self.model is None) == (self.config is None):
             raise rule_broken("an estimate is of a model or of a config", "give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_say_it(self) -> Self:
+        said = {"sequence", "micro_batch", "num_microbatches"} & self.model_fields_set
+        if self.lengths and said:
+            raise rule_broken(f"lengths say {min(said)}, too", "leave one of them out")
+        if "costs" in self.model_fields_set and not self.lengths:
+            raise rule_broken("costs say how lengths are grouped", "give lengths, or leave it out")
         return self
 
 

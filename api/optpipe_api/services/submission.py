@@ -366,7 +366,9 @@ _TRAINING = (
     "cuda_graphs",
     "ep_overlap",
     "dispatcher",
+    "dispatch",
     "overlap",
+    "offloaded_layers",
 )
 
 
@@ -432,7 +434,7 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
         hardware,
         Training(**{name: getattr(body, name) for name in _TRAINING}),
         pp=body.pp,
-        num_microbatches=body.num_microbatches,
+        num_microbatches=len(body.lengths) or body.num_microbatches,
         chunks=body.chunks,
         placement=body.placement or ("linear" if body.chunks == 1 else "loop"),
         layout=body.layout,
@@ -441,7 +443,11 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
         time_factor=body.time_factor,
         measured_step_s=body.measured_step_s,
         memory_bytes=body.memory_bytes,
+        modes=body.modes,
         pairs=body.pairs,
+        slices=body.slices,
+        lengths=body.lengths,
+        costs=body.costs,
     )
 
 

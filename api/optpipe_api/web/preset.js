@@ -6,10 +6,10 @@ import { askJson } from "./http.js";
 import { choiceField, numberField } from "./controls.js";
 
 const NUMBERS = ["pp", "tp", "sequence", "micro_batch", "num_microbatches", "chunks", "cp", "ep",
-  "dp", "zero"];
+  "dp", "zero", "modes", "slices"];
 const FIRST = { model: "llama3-8b", gpu: "h100", pp: 4, tp: 1, sequence: 4096, micro_batch: 1,
   num_microbatches: 16, chunks: 1, placement: "", precision: "bf16", cp: 1, ep: 1, dp: 1, zero: 1,
-  pairs: "" };
+  modes: 0, slices: 1, pairs: "" };
 
 /** The form; `body` is what `/v1/estimates` takes. */
 export class Preset {
@@ -49,6 +49,10 @@ export class Preset {
           numberField("dp", "Data (dp)", FIRST.dp),
           choiceField("precision", "Precision", precisions, FIRST.precision),
           choiceField("zero", "ZeRO", [0, 1, 2, 3], FIRST.zero),
+          numberField("modes", "Modes", FIRST.modes, { min: 0, max: 64,
+            title: "Most modes per stage: what of it is kept, offloaded, recomputed; 0: the whole" }),
+          numberField("slices", "Slices", FIRST.slices, { max: 256,
+            title: "Slices of each sequence, each a micro-batch" }),
           choiceField("pairs", "Pairs", [["", "none"], ["any", "F with B"]], FIRST.pairs,
             { title: "Forwards and backwards may run together: experts' exchange is hidden" }))));
   }

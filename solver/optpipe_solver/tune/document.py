@@ -26,6 +26,8 @@ from optpipe.presets import (
     torchtitan_config,
 )
 from optpipe.presets.configuration import Configuration
+from optpipe.presets.estimate import check_can_be, utilisation
+from optpipe.presets.shape import AskedError, Field
 from optpipe.presets.step import RankMemory
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
@@ -128,12 +130,11 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
             current = current_configuration(question, asked["current"])
         else:
             current = read_current(question, asked["current_file"])
-        measured = calibrated(question, current, measured_step_s or 1.0)
+        calibrated(question, current, None)
     except InputError as error:
         is_elsewhere = error.pointers == ("/sequence",)
         raise error if is_elsewhere else error.inside(f"/{names[0]}") from None
-    if measured_step_s is not None:
-        question = measured
+    question = calibrated(question, current, measured_step_s)
     return AskedTune(question=question, current=current)
 
 
@@ -184,24 +185,29 @@ def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, 
 
 
 def calibrated(
-    question: TuneQuestion, current: Configuration, measured_step_s: float
+    question: TuneQuestion, current: Configuration, measured_step_s: float | None
 ) -> TuneQuestion:
     """Return the question with every time multiplied so that a step of today's takes so long.
+
+    None leaves the times as they are.
 
     Raises
     ------
     InputError
         If that many seconds are out of range, or the model is not split so.
     """
-    if not 0 < measured_step_s < 1e6:
-        raise InputError(
-            f"measured_step_s = {measured_step_s}: must be above 0 and below 1000000; correct it"
-        )
+    field = Field("measured_step_s", measured_step_s)
+    if measured_step_s is not None and not 0 < measured_step_s < 1e6:
+        raise AskedError(field, ": must be above 0 and below 1000000; correct it")
     ranks = question.ranks(current.kinds, current.pipeline.pp)
     machines = [question.machine(current.training, one) for one in ranks]
     sizes = current.sizes or None
     estimated_ms = step_estimate(question.shape, machines, current.pipeline, sizes=sizes).step_ms
-    return replace(question, time_factor=1e3 * measured_step_s / estimated_ms)
+    if measured_step_s is None:
+        return question
+    factor = 1e3 * measured_step_s / estimated_ms
+    check_can_be(utilisation(question.shape, machines) / factor, field)
+    return replace(question, time_factor=factor)
 
 
 def _shape(asked: Mapping[str, Any]) -> ModelShape:

@@ -56,18 +56,50 @@ def test_an_estimate_is_the_one_of_the_package(http) -> None:
     assert view["usable_bytes"] == usable
 
 
-def test_an_estimate_has_the_pairs_that_are_asked_for(http) -> None:
-    """Of a model with experts, as the command line writes them."""
-    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "pp": 4, "chunks": 2, "ep": 8, "dp": 8}
-    view = http.post("/v1/estimates", json={**asked, "pairs": True}).json()
-    training = Training(ep=8, dp=8)
-    model, gpu = find_model("qwen3-30b-a3b"), find_gpu("h100")
+LENGTHS = [[4000, 96], [1024], [8000, 100, 92]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ({"pairs": True}, lambda problem: problem.pairs),
+        ({"modes": 4}, lambda problem: all(len(stage.modes) > 1 for stage in problem.stages)),
+        ({"slices": 4}, lambda problem: problem.num_microbatches == 64),
+        ({"lengths": LENGTHS, "costs": 2}, lambda problem: problem.num_costs == 2),
+    ],
+)
+def test_an_estimate_has_what_is_asked_for(http, asked, holds) -> None:
+    """Of a model with experts, as the command line writes it."""
+    given = {"model": "qwen3-30b-a3b", "gpu": "h100", "pp": 4, "chunks": 2, "ep": 8, "dp": 8}
+    view = http.post("/v1/estimates", json=given | {"dispatch": "fp8"} | asked).json()
     expected = estimate(
-        model, gpu, training, pp=4, num_microbatches=16, chunks=2, placement="loop", pairs=True
+        find_model("qwen3-30b-a3b"),
+        find_gpu("h100"),
+        Training(ep=8, dp=8, dispatch="fp8"),
+        pp=4,
+        num_microbatches=len(asked.get("lengths", ())) or 16,
+        chunks=2,
+        placement="loop",
+        **asked,
     )
     assert Problem.parse(view["problem"]) == expected.problem
-    assert Problem.parse(view["problem"]).pairs
-    assert "pairs" not in http.post("/v1/estimates", json=asked).json()["problem"]
+    assert holds(expected.problem)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"lengths": LENGTHS, "sequence": 4096}, "lengths say sequence, too"),
+        ({"lengths": LENGTHS, "num_microbatches": 3}, "lengths say num_microbatches, too"),
+        ({"costs": 4}, "costs say how lengths are grouped"),
+        ({"lengths": LENGTHS, "modes": 4}, "modes beside lengths"),
+        ({"measured_step_s": 0.001}, "% of their peak, and cannot above"),
+    ],
+)
+def test_what_an_estimate_cannot_be_is_refused(http, asked, told) -> None:
+    answer = http.post("/v1/estimates", json={"model": "llama3-8b", "gpu": "h100"} | asked)
+    assert answer.status_code == 422
+    assert told in answer.json()["detail"]
 
 
 def test_an_estimate_can_be_varied_at_once(http) -> None:
