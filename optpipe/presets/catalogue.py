@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
 from optpipe.formats.json import parse_json
+from optpipe.model import MAX_LAYERS
 from optpipe.presets.shape import Experts, LatentAttention, ModelShape, pick
 
 if TYPE_CHECKING:
@@ -437,9 +438,13 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
 
 
 def _common(config: _Config) -> dict[str, Any]:
-    heads = config.number("num_attention_heads")
+    heads, layers = config.number("num_attention_heads"), config.number("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise InputError(
+            f"config: num_hidden_layers = {layers}: must be at most {MAX_LAYERS}; correct it"
+        )
     return {
-        "num_layers": config.number("num_hidden_layers"),
+        "num_layers": layers,
         "hidden": config.number("hidden_size"),
         "num_heads": heads,
         "num_kv_heads": config.number("num_key_value_heads", heads),
@@ -525,6 +530,8 @@ def _llama4(config: _Config) -> dict[str, Any]:
     """A chunk of n tokens costs what a window of n / 2 does: what a token sees on the average."""
     fields = _llama(config) | config.windows("attention_chunk_size", 4)
     step = config.number("interleave_moe_layer_step", 1)
+    if step < 1:
+        raise InputError(f"config: interleave_moe_layer_step = {step}: must be >= 1; correct it")
     layers = config.listed("moe_layers")
     if layers is not None and layers != list(range(step - 1, fields["num_layers"], step)):
         raise InputError(f"config: moe_layers do not follow from every {step}th; correct them")

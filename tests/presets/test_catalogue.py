@@ -1,6 +1,7 @@
 """Shapes: by name against the publishers' parameters, or from the config.json they publish."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -367,6 +368,7 @@ def test_gpt2_is_read() -> None:
     ("change", "named"),
     [
         ({"model_type": "mamba"}, "model_type = 'mamba' is not understood"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000: must be at most 4096"),
         ({"model_type": None}, "model_type = None"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not understood"),
         ({"attention_bias": True}, "attention_bias = True is not understood"),
@@ -385,9 +387,15 @@ def test_what_is_not_understood_is_refused_by_name(change, named) -> None:
 
 
 def test_a_sparse_step_is_refused() -> None:
-    """Layers that take turns cannot be told apart by what is read."""
+    """Layers that take turns cannot be told apart by what is read; nor what is no step at all."""
     with pytest.raises(InputError, match="decoder_sparse_step = 2"):
         shape_from_config(json.dumps(QWEN3_30B | {"decoder_sparse_step": 2}))
+    llama4 = next(one for one in WRITTEN.values() if "interleave_moe_layer_step" in str(one))
+    text = re.sub(
+        r'"interleave_moe_layer_step": \d+', '"interleave_moe_layer_step": 0', json.dumps(llama4)
+    )
+    with pytest.raises(InputError, match="interleave_moe_layer_step = 0: must be >= 1"):
+        shape_from_config(text)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', ""])
