@@ -54,7 +54,7 @@ from optpipe.stage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
@@ -841,6 +841,12 @@ class Problem(FileValue):
     def busy_ms(self) -> float:
         """Compute time of the busiest device (DESIGN section 2: the numerator of bubble rates)."""
         return max(self.device_busy_ms)
+
+    def with_pairs(self, pairs: Iterable[LicensedPair]) -> Problem:
+        """Return the problem in format v2 where these may run together; raises as `parse`."""
+        listed = [pair.model_dump(by_alias=True) for pair in pairs]
+        fields = self.model_dump(by_alias=True)
+        return Problem.parse(fields | {"format": "optpipe/problem/v2", "pairs": listed})
 
     @cached_property
     def problem_hash(self) -> str:

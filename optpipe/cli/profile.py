@@ -129,6 +129,13 @@ def profile(
             help="Most modes per stage; 0 = keep, offload, recompute, of everything.",
         ),
     ] = 8,
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Runs pairs, e.g. optpipe.runtime.overlap:interleave: what they hide is measured.",
+        ),
+    ] = None,
     link_latency_ms: LinkLatency = None,
     link_gb_per_s: LinkRate = None,
     threads: Annotated[
@@ -154,10 +161,18 @@ def profile(
     check_writable(samples_out)
     check_apart(output, samples_out)
     given = _given(link_latency_ms, link_gb_per_s)
-    from optpipe.runtime.measuring import Effort, computing_with, device_named, joined, load_stages
+    from optpipe.runtime.measuring import (
+        Effort,
+        computing_with,
+        device_named,
+        joined,
+        load_function,
+        load_stages,
+    )
     from optpipe.runtime.measuring import measure as measure_stages
 
     homes = _homes(placement)
+    runs_pairs = None if overlap is None else load_function("--overlap", overlap)
     found, where = load_stages(stages, microbatch), device_named(device)
     with computing_with(threads), joined(where):
         measured = measure_stages(
@@ -173,6 +188,7 @@ def profile(
             recompute=recompute,
             modes=modes,
             links=given.link_latency_ms is None and given.link_gb_per_s is None,
+            overlap=runs_pairs,
         )
     if os.environ.get("RANK", "0") != "0":
         return
@@ -221,7 +237,10 @@ def _show(console: Console, measured: Profile) -> None:
     console.print()
     console.print(table)
     menus = [result.menu for result in measured.results if result.menu is not None]
-    for shown in (_groups_table(menus), _modes_table(measured)) if menus else ():
+    tables = [_groups_table(menus), _modes_table(measured)] if menus else []
+    if measured.pairs:
+        tables.append(_pairs_table(measured))
+    for shown in tables:
         console.print()
         console.print(shown)
 
@@ -237,6 +256,17 @@ def _groups_table(menus: Iterable[StageMenu]) -> Table:
             label = "" if row else str(index)
             ms = format_ms(one.recompute_ms)
             table.add_row(label, one.name, str(one.num_modules), *sizes, ms)
+    return table
+
+
+def _pairs_table(measured: Profile) -> Table:
+    table = text_table("hidden\nms", texts=("F of", "with"))
+    for pair in measured.pairs:
+        table.add_row(
+            f"stage {pair.forward}",
+            f"{pair.with_} of stage {pair.backward}",
+            format_ms(pair.hidden_ms),
+        )
     return table
 
 
@@ -592,11 +622,7 @@ def _built(
             "(kernels of an all-to-all), or no computation beside it, or --gpu-time busy leaves "
             "it out; leave --pairs out, or trace a run with experts on several ranks"
         )
-    fields = built.problem.model_dump(by_alias=True) | {
-        "format": "optpipe/problem/v2",
-        "pairs": [pair.model_dump(by_alias=True) for pair in listed],
-    }
-    return BuiltProblem(Problem.parse(fields), (*built.notes, _PAIRS_NOTE))
+    return BuiltProblem(built.problem.with_pairs(listed), (*built.notes, _PAIRS_NOTE))
 
 
 def _finish(

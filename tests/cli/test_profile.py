@@ -1,5 +1,6 @@
 """``optpipe profile``: from a function that makes stages to a problem file."""
 
+import importlib
 import subprocess
 import sys
 from functools import partial
@@ -155,3 +156,20 @@ def test_without_torch_the_pip_command_is_said() -> None:
     assert done.returncode == 1
     assert "pip install 'optpipe[runtime]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_pairs_are_measured_with_who_runs_them(profile, tmp_path, monkeypatch) -> None:
+    """No exchange hides on one CPU process: what a pair saves is given here."""
+    measuring = importlib.import_module("optpipe.runtime.measuring.measure")
+    monkeypatch.setattr(measuring, "time_pairs", lambda *_, **__: (0.001, 0.002))
+    path, interleave = tmp_path / "problem.json", "optpipe.runtime.overlap:interleave"
+    given = (*QUICK, "--modes", 0, "--placement", "0,1,1,0", "--overlap")
+    code, out, err = profile(TINY, "-o", path, *given, interleave)
+    assert code == 0, err
+    assert "B of stage 3" in out
+    pairs = load_problem(path.read_text()).pairs
+    assert len(pairs) == 2 * 2 * 2 * 2
+    assert {one.hidden_ms for one in pairs} == {0.0015}
+    code, _, err = profile(TINY, *given, "optpipe.runtime.overlap:none")
+    assert code == 2
+    assert "--overlap optpipe.runtime.overlap:none" in err

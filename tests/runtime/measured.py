@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from optpipe import Problem, Schedule
 from optpipe.measurements import Measurements
-from optpipe.runtime import ActionTimer, PreflightError
+from optpipe.runtime import ActionTimer, PreflightError, overlap
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.offload import PlainCopies
 from tests.runtime.small_model import small_data, small_runner
@@ -193,3 +195,38 @@ def time_training(
         assert timer.gather() == steps
     runner.close()
     return steps, measurements, trace, losses
+
+
+class _Swapping(nn.Module):
+    """Halves of what is computed change places between two ranks, there and back."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.inner = perceptron(6, 900)
+        self.group = group
+
+    def forward(self, state: Tensor) -> Tensor:
+        there = overlap.exchange(self.inner(state), (1, 1), (1, 1), self.group)
+        return overlap.exchange(there.tanh(), (1, 1), (1, 1), self.group)
+
+
+def measure_pairs() -> tuple[int, int]:
+    """Measure a stage of two ranks, twice side by side; count the exchanges within pairs."""
+    experts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([rank]) for rank in range(4)]
+    rank = dist.get_rank()
+    handed_over = []
+    hand_over = overlap._Turns.hand_over
+
+    def seen(turns: Any, side: int) -> None:
+        handed_over.append(side)
+        hand_over(turns, side)
+
+    with mock.patch.object(overlap._Turns, "hand_over", seen):
+        profile = measure(
+            [_Swapping(experts[rank // 2])], torch.rand(2, 6), group=alone[rank],
+            effort=Effort(2, 1), links=False, overlap=overlap.interleave,
+        )  # fmt: skip
+    for group in (experts[rank // 2], alone[rank]):
+        dist.destroy_process_group(group)
+    return len(handed_over), len(profile.pairs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from optpipe import Provenance, evaluate
@@ -343,6 +343,68 @@ def test_stages_may_share_devices() -> None:
     problem = profile.problem(2)
     assert problem.placement == (0, 1, 1, 0)
     assert {(link.source, link.target) for link in problem.links} == {(0, 1), (1, 0)}
+
+
+class Paced(nn.Module):
+    """Takes 4 ms forward and 6 ms backward of a clock."""
+
+    def __init__(self, clock: measured.TurnClock) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.clock = clock
+
+    def forward(self, state: Tensor) -> Tensor:
+        self.clock.now += 4
+        made: Tensor = _PacedBack.apply(state * self.weight, self.clock)
+        return made
+
+
+class _PacedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, state: Tensor, clock: measured.TurnClock) -> Tensor:
+        ctx.clock = clock
+        return state.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.clock.now += 6
+        return gradient, None
+
+
+def _measure_paced(saved_ms: float):
+    clock = measured.TurnClock()
+
+    def overlap(forward, backward) -> None:
+        backward.run()
+        forward.run()
+        clock.now -= saved_ms if forward.action.stage == 0 else 0
+
+    return measure(
+        [Paced(clock) for _ in range(3)], torch.ones(2), placement=(0, 1, 0), clock=clock,
+        effort=Effort(3, 1), links=False, overlap=overlap,
+    )  # fmt: skip
+
+
+def test_what_a_pair_hides_is_how_much_shorter_it_was() -> None:
+    """Of stages of one device, with the executor that was given; never more than a pass takes."""
+    profile = _measure_paced(1.5)
+    found = [(one.forward, one.backward, one.with_, one.hidden_ms) for one in profile.pairs]
+    assert found == [(0, 0, "B", 1.5), (0, 2, "B", 1.5)]
+    problem = profile.problem(4, Given(link_latency_ms=0, link_gb_per_s=10))
+    assert problem.pairs == profile.pairs
+    assert problem.format == "optpipe/problem/v2"
+    assert {one.hidden_ms for one in _measure_paced(9.0).pairs} == {4.0}
+    slower = _measure_paced(-1.0)
+    assert slower.pairs == ()
+    assert "No pair was shorter" in slower.measurements.notes[-1]
+
+
+def test_experts_on_several_ranks_measure_their_pairs_together(ranks) -> None:
+    """Each pipeline is a group of its own; exchanges of a pair go on in both while they measure."""
+    for handed_over, num_pairs in ranks.run(measured.measure_pairs):
+        # Of one stage beside itself: B, and I, in a warm-up and two rounds; two exchanges each way.
+        assert handed_over == 2 * 3 * 4
+        assert num_pairs <= 2
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 2), (0, 1, 2), (1, 1), (-1, 0)])

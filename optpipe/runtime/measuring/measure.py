@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from optpipe.errors import InputError
 from optpipe.measurements import Given, Measurements, Sample, StageFacts
+from optpipe.problem import LicensedPair
 from optpipe.runtime.measuring.memory import (
     Footprint,
     StageMemory,
@@ -32,6 +33,7 @@ from optpipe.runtime.measuring.times import (
     measure_bandwidths,
     message_sizes,
     ping_pong,
+    time_pairs,
     time_passes,
     undisturbed,
 )
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.runtime.measuring.times import Clock
     from optpipe.runtime.messages import Layout
+    from optpipe.runtime.overlap import Overlap
 
 __all__ = ["Effort", "Profile", "StageResult", "measure"]
 
@@ -81,6 +84,11 @@ class StageResult(NamedTuple):
 
 _ADAM_MOMENTS = 2.0
 _DEFAULT_EFFORT = Effort()
+_NO_PAIRS = (
+    "No pair was shorter than its two passes one after the other: none is listed. Only exchanges "
+    "of experts on several ranks hide (optpipe.runtime.overlap.exchange), or what runs on streams "
+    "of its own."
+)
 _NO_LOSS = "There was no loss: the last stage's output was summed up in its place."
 
 
@@ -100,6 +108,7 @@ def measure(
     recompute: bool = True,
     modes: int = 0,
     links: bool = True,
+    overlap: Overlap | None = None,
     clock: Clock | None = None,
 ) -> Profile:
     """Measure stages one after another, each alone, on its rank or on this process's device.
@@ -140,6 +149,11 @@ def measure(
         keep, offload and recompute, each of everything.
     links
         Whether links are measured: between ranks, or as copies on the one device there is.
+    overlap
+        Who runs pairs, as `PipelineRunner` takes it: an F and a B or I of stages of one device are
+        then run as pairs, too. Those that are shorter than one after the other, in 19 of 20 rounds,
+        are listed with what that hides. Experts on several ranks: each has a ``group`` of its own,
+        and all measure together.
     clock
         Takes the times; that of the device if None.
 
@@ -161,7 +175,7 @@ def measure(
     flowing: tuple[_Crossing, ...] = tuple(
         (None, tensor) for tensor in as_tensors(sample, "the sample")
     )
-    results = []
+    results, bare = [], []
     for index, (module, home) in enumerate(zip(stages, homes, strict=True)):
         is_last = index == len(stages) - 1
         stage = StageUnderTest(
@@ -172,6 +186,7 @@ def measure(
             loss=(loss_fn or _sum) if is_last else None,
             target=target if is_last else None,
         )
+        bare.append((stage, flowing))
         result, flowing = ranks.tell(
             home,
             partial(
@@ -189,6 +204,16 @@ def measure(
         results.append(result)
     transfers = _transfers(ranks, homes, results, clock, effort) if links else ()
     notes = [*_notes_on(ranks, homes, results), *([] if loss_fn is not None else [_NO_LOSS])]
+    pairs: list[LicensedPair] = []
+    if overlap is not None:
+        timed = partial(
+            time_pairs, overlap=overlap, clock=clock,
+            repeats=effort.repeats, warmups=effort.warmups,
+        )  # fmt: skip
+        for home in range(1 + max(homes)):
+            own = [one for one, at in zip(bare, homes, strict=True) if at == home]
+            pairs += ranks.tell(home, partial(_measure_pairs, own, results, timed, device))
+        notes += [] if pairs else [_NO_PAIRS]
     measurements = Measurements(
         source=f"{len(stages)} stages on {device_name(device)}",
         samples=tuple(_samples(homes, results)),
@@ -198,7 +223,7 @@ def measure(
         transfers=transfers,
         notes=tuple(notes),
     )
-    return Profile(measurements, tuple(results))
+    return Profile(measurements, tuple(results), tuple(pairs))
 
 
 def _sum(output: Any, _target: Any) -> Tensor:
@@ -241,14 +266,7 @@ def _measure_stage(
     """Return a stage's numbers and, on the CPU, what it sends on; the module is left as it was."""
     check_delaying({stage.index: stage.module})
     split_linears(stage.module, stage.gradients)
-    target = None if stage.target is None else stage.target.to(device)
-    meshes = meshes_of(stage.index, {stage.index: stage.module}, None)
-    shards = [shard.to(device) for _, shard in received]
-    inputs = tuple(
-        shard if layout is None else layout.whole(shard, layout.mesh_among(meshes))
-        for (layout, _), shard in zip(received, shards, strict=True)
-    )
-    stage = replace(stage, inputs=inputs, target=target)
+    stage = _with_inputs(stage, received, device)
     with _moved_to(stage.module, device), undisturbed(stage.module, device):
         footprint = measure_footprint(stage, min_bytes)
         memory = measure_memory(stage, footprint.held_bytes)
@@ -285,6 +303,61 @@ def _measure_stage(
     result = StageResult(footprint, memory, durations, bandwidths, waiting, menu)
     shards = [shard.detach().cpu() for shard in sent.outputs]
     return result, tuple(zip(sent.layouts, shards, strict=True))
+
+
+def _with_inputs(
+    stage: StageUnderTest, received: Sequence[_Crossing], device: torch.device
+) -> StageUnderTest:
+    """Return the stage with what it receives, and its target, on a device."""
+    target = None if stage.target is None else stage.target.to(device)
+    meshes = meshes_of(stage.index, {stage.index: stage.module}, None)
+    shards = [shard.to(device) for _, shard in received]
+    inputs = tuple(
+        shard if layout is None else layout.whole(shard, layout.mesh_among(meshes))
+        for (layout, _), shard in zip(received, shards, strict=True)
+    )
+    return replace(stage, inputs=inputs, target=target)
+
+
+def _measure_pairs(
+    own: Sequence[tuple[StageUnderTest, Sequence[_Crossing]]],
+    results: Sequence[StageResult],
+    timed: Callable[..., tuple[float, ...]],
+    device: torch.device,
+) -> list[LicensedPair]:
+    """Return which passes of one device's stages are shorter together, and by how much."""
+    found = []
+    with ExitStack() as moved:
+        stages = []
+        for stage, received in own:
+            split_linears(stage.module, stage.gradients)
+            moved.enter_context(_moved_to(stage.module, device))
+            moved.enter_context(undisturbed(stage.module, device))
+            stages.append(_with_inputs(stage, received, device))
+        for forward, backward in product(stages, repeat=2):
+            for letter in _letters(results[backward.index]):
+                hidden = sorted(timed(forward, backward, letter))
+                if hidden[len(hidden) // 20] > 0:
+                    kinds = (ActionType.FORWARD, ActionType(letter))
+                    passes = zip((forward, backward), kinds, strict=True)
+                    shorter = min(
+                        statistics.median(results[one.index].durations[kind])
+                        for one, kind in passes
+                    )
+                    found.append(
+                        LicensedPair(
+                            forward=forward.index,
+                            backward=backward.index,
+                            with_=letter,
+                            hidden_ms=round(min(shorter, statistics.median(hidden)), 6),
+                        )
+                    )
+    return found
+
+
+def _letters(result: StageResult) -> tuple[Literal["B", "I"], ...]:
+    """Return the backwards of a stage: I only where it leaves something to W."""
+    return ("B", "I") if result.deferred_bytes else ("B",)
 
 
 @contextmanager
@@ -393,10 +466,13 @@ class Profile(NamedTuple):
         Samples, sizes, devices and transfers, without the batch.
     results
         Per stage, everything, also what no problem has a place for.
+    pairs
+        What may run together, where that was measured.
     """
 
     measurements: Measurements
     results: tuple[StageResult, ...]
+    pairs: tuple[LicensedPair, ...] = ()
 
     def problem(self, num_microbatches: int, given: Given | None = None) -> Problem:
         """Return the problem of training with so many micro-batches.
@@ -412,7 +488,8 @@ class Profile(NamedTuple):
             If something is missing that a problem needs.
         """
         given = (given or Given()).model_copy(update={"num_microbatches": num_microbatches})
-        return self.with_reserved(num_microbatches).problem(given)
+        found = self.with_reserved(num_microbatches).problem(given)
+        return found.with_pairs(self.pairs) if self.pairs else found
 
     def with_reserved(self, num_microbatches: int) -> Measurements:
         """Return the measurements with bytes reserved on each device for what is no activation.

@@ -17,7 +17,7 @@ from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["StageSet", "load_stages", "tiny_gpt"]
+__all__ = ["StageSet", "load_function", "load_stages", "tiny_gpt"]
 
 
 _FORM = "module:function, as in --stages my_model:stages"
@@ -54,7 +54,7 @@ def load_stages(name: str, microbatch: int | None = None) -> StageSet:
     microbatch
         Samples of the micro-batch; handed to the function as ``microbatch=`` if given.
     """
-    function = _find(name)
+    function = load_function("--stages", name)
     arguments = {} if microbatch is None else {"microbatch": microbatch}
     _check_call(name, function, microbatch)
     return _checked(name, function(**arguments))
@@ -74,11 +74,12 @@ def _check_call(name: str, function: Callable[..., Any], microbatch: int | None)
         ) from None
 
 
-def _find(name: str) -> Callable[..., Any]:
+def load_function(option: str, name: str) -> Callable[..., Any]:
+    """Return what ``module:function`` names; an `InputError` speaks of the option that said it."""
     module_name, separator, function_name = name.partition(":")
     is_name = all(part.isidentifier() for part in module_name.split("."))
     if not (separator and is_name and function_name.isidentifier()):
-        raise InputError(f"--stages {name}: must name a function; write {_FORM}")
+        raise InputError(f"{option} {name}: must name a function; write {_FORM}")
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds texts
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     try:
@@ -87,7 +88,7 @@ def _find(name: str) -> Callable[..., Any]:
         if error.name is None or not module_name.startswith(error.name):
             raise
         raise InputError(
-            f"--stages {name}: there is no module {error.name}; run this where it can be "
+            f"{option} {name}: there is no module {error.name}; run this where it can be "
             "imported, or correct the name"
         ) from None
     function = getattr(module, function_name, None)
@@ -95,7 +96,7 @@ def _find(name: str) -> Callable[..., Any]:
         offered = sorted(key for key, value in vars(module).items() if callable(value))
         near = ", ".join(key for key in offered if not key.startswith("_")) or "none"
         raise InputError(
-            f"--stages {name}: {module_name} has no function {function_name} (it has: {near}); "
+            f"{option} {name}: {module_name} has no function {function_name} (it has: {near}); "
             "correct the name"
         )
     found: Callable[..., Any] = function

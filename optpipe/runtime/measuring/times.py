@@ -7,10 +7,10 @@ import os
 import socket
 import statistics
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,10 @@ from optpipe.measurements import DeviceFacts, Transfer
 from optpipe.runtime.demo_model import join_ranks, leave_ranks
 from optpipe.runtime.messages import layout_of, shard_of
 from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.overlap import PairedPass
 from optpipe.runtime.preflight import as_tensors, describe, gather, made_on, untouched
 from optpipe.runtime.torch_names import backends
-from optpipe.schedule import ActionType
+from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from optpipe.runtime.messages import Layout
     from optpipe.runtime.offload import Copies, Fence
+    from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import WeightGradients
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "measure_bandwidths",
     "message_sizes",
     "ping_pong",
+    "time_pairs",
     "time_passes",
     "undisturbed",
 ]
@@ -299,6 +302,58 @@ def _run(stage: StageUnderTest, clock: Clock) -> list[tuple[ActionType, Mark, Ma
     result = timed(ActionType.RECOMPUTE, recompute)
     timed(ActionType.FULL_BACKWARD, partial(stage.backward, result))
     return taken
+
+
+def time_pairs(
+    forward: StageUnderTest,
+    backward: StageUnderTest,
+    letter: Literal["B", "I"],
+    overlap: Overlap,
+    clock: Clock,
+    *,
+    repeats: int,
+    warmups: int,
+) -> tuple[float, ...]:
+    """Run an F and a backward one after the other and then as a pair, again and again.
+
+    Returns by how many ms the pair was shorter, in each of the rounds that are kept.
+    """
+    kind = ActionType.BACKWARD_INPUT if letter == "I" else ActionType.FULL_BACKWARD
+    rounds = []
+    for _ in range(warmups + repeats):
+        marks = []
+        for run in (_in_turn, overlap):
+            result = backward.forward(backward.receive())
+            received = forward.receive()
+            with backward.gradients.collect() if letter == "I" else nullcontext():
+                passes = (
+                    PairedPass(
+                        Action(forward.index, ActionType.FORWARD, 1),
+                        forward.module,
+                        partial(forward.forward, received),
+                    ),
+                    PairedPass(
+                        Action(backward.index, kind, 0),
+                        backward.module,
+                        partial(backward.backward, result),
+                    ),
+                )
+                marks.append(clock.mark())
+                run(*passes)
+                marks.append(clock.mark())
+                for one in passes:
+                    one.expect_run()
+                if letter == "I":
+                    backward.gradients.take()()
+        rounds.append(marks)
+    return tuple(
+        clock.ms_between(*marks[:2]) - clock.ms_between(*marks[2:]) for marks in rounds[warmups:]
+    )
+
+
+def _in_turn(forward: PairedPass, backward: PairedPass) -> None:
+    forward.run()
+    backward.run()
 
 
 # --- How fast activations go to the host and come back: alone, both ways together, and under
