@@ -197,10 +197,6 @@ def clip_together(parameters: list[nn.Parameter]) -> float:
     return norm.item()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 LARGEST_NORM = 1.0
 """To which gradients are clipped."""
 
@@ -293,3 +289,7 @@ def make_batch(num_samples: int, length: int, seed: int) -> tuple[Tensor, Tensor
     tokens = torch.tensor([ALPHABET.index(letter) for letter in text])
     tokens = tokens.view(num_samples, length + 1)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

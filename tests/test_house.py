@@ -69,3 +69,10 @@ def test_packages_are_at_most_three_deep() -> None:
     """A module's folders, its own package counted."""
     deep = [name for name in modules() if name.count(".") > 3]
     assert not deep
+
+
+def test_a_script_begins_once_all_of_it_is_there() -> None:
+    """What stands below its ``if __name__`` would be unknown while it runs."""
+    for name, tree in modules().items():
+        guards = [node for node in tree.body if ast.unparse(node).startswith("if __name__ ==")]
+        assert not guards or tree.body[-1] is guards[-1], name

@@ -223,10 +223,6 @@ def through_the_host() -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
-    main()
-
-
 class _Size(NamedTuple):
     layers: int
     hidden: int
@@ -394,3 +390,7 @@ def _model(size: _Size, device: torch.device) -> nn.Module:
     model = Float16Module(config, model.to(device))
     made: nn.Module = DistributedDataParallel(config, settings, model)
     return made
+
+
+if __name__ == "__main__":
+    main()
