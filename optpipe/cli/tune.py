@@ -53,13 +53,15 @@ from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem
 from optpipe.presets import Configuration, Training, find_gpus, train_command
 from optpipe.presets.configuration import PASTED_FILES
+from optpipe.presets.megatron import check_arguments_have
+from optpipe.presets.torchtitan import titan_model
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.presets.shape import Dispatch, Dispatcher, Precision
+    from optpipe.presets.shape import Dispatch, Dispatcher, ModelShape, Precision
     from optpipe_solver.tune import Framework, TuneQuestion, TuneResult, TuneRow
 
 __all__ = ["tune"]
@@ -67,6 +69,7 @@ __all__ = ["tune"]
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
 _LEAST_WIDTH = 120
+_YAML = {".yaml", ".yml"}
 _DEGREES = ("tp", "cp", "pp", "chunks", "ep", "etp", "dp", "micro_batch", "zero")
 _FIXABLE = (*_DEGREES, "pairs", "slices")
 
@@ -170,10 +173,8 @@ def tune(
     check_schedule_file(output)
     check_writable(problem_out)
     check_writable(paste)
-    read = Path(current) if current is not None and "=" not in current else None
+    read = _file_of(current)
     check_apart(output, problem_out, paste, inputs=[config, read])
-    if paste is not None and framework == "any":
-        raise InputError("--paste needs --framework megatron or torchtitan; say which")
     with named_as_flags():
         shape = asked_shape(model, config)
         given_gpus = find_gpus(gpu or [], network, oversubscription)
@@ -199,10 +200,15 @@ def tune(
                 global_batch=global_batch,
                 training=common,
                 framework=cast("Framework", framework),
-                fixed=_numbers("--fix", ",".join(fix or []), _FIXABLE),
+                fixed={
+                    name: number
+                    for one in fix or []
+                    for name, number in _numbers("--fix", one, _FIXABLE).items()
+                },
                 memory_bytes=memory_of(memory_gb),
                 headroom=headroom,
             )
+            _check_pastable(shape, framework, paste)
             today = None
             if read is not None:
                 today = _read_today(question, read)
@@ -226,7 +232,11 @@ def tune(
                     should_stop=given["should_stop"],
                 )
     if result.best is None:
-        raise nothing_found("unknown", f"no schedule was found that fits: {result.certificate}")
+        proven = result.counts.do_not_fit == result.counts.total
+        state, none = (
+            ("infeasible", "nothing") if proven else ("unknown", "no schedule was found that")
+        )
+        raise nothing_found(state, f"{none} fits: {result.certificate}")
     if as_json:
         stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
     else:
@@ -240,6 +250,18 @@ def tune(
 # --- What is run today.
 
 
+def _file_of(current: str | None) -> Path | None:
+    """Return the file that --current names, if it names one: degrees have ``=``, as paths may."""
+    if current is None:
+        return None
+    if not current.strip():
+        raise InputError(
+            "--current '': must be NAME=NUMBER,... or a file; give one, or leave it out"
+        )
+    path = Path(current)
+    return path if "=" not in current or path.is_file() else None
+
+
 def _numbers(option: str, text: str, names: tuple[str, ...] = _DEGREES) -> dict[str, Any]:
     """Return ``tp=4,pp=8`` as numbers by name."""
     found: dict[str, Any] = {}
@@ -248,9 +270,11 @@ def _numbers(option: str, text: str, names: tuple[str, ...] = _DEGREES) -> dict[
         name = name.strip().replace("-", "_")
         if name not in names or not (number.isascii() and number.strip().isdigit()):
             raise InputError(
-                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(names)}; "
-                "correct it"
+                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(names)}"
+                f"{' (or recompute, layers)' if option == '--current' else ''}; correct it"
             )
+        if name in found:
+            raise InputError(f"{option}: {name} is said twice; give it once")
         found[name] = int(number)
     return found
 
@@ -366,7 +390,9 @@ def _headline(result: TuneResult, today: Configuration | None) -> str:
 
 def _rows(result: TuneResult) -> Table:
     """Return what is run today, the winner, and the next ones."""
-    table = text_table("step ms", "gain", "tokens/s/GPU", "MFU", "GiB", texts=("configuration",))
+    table = text_table(
+        "step ms", "gain", "tokens/s/GPU", "bf16 MFU", "GiB", texts=("configuration",)
+    )
     table.add_column("schedule")
     shown = list(result.rows[:_SHOWN_ROWS])
     if result.current is not None:
@@ -410,12 +436,24 @@ def _say_command(console: Console, result: TuneResult, paste: Path | None) -> No
         console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
+def _check_pastable(shape: ModelShape, framework: str, path: Path | None) -> None:
+    """Refuse before the search what no configuration of a model could be written as."""
+    if path is None:
+        return
+    if framework == "any":
+        raise InputError("--paste needs --framework megatron or torchtitan; say which")
+    if framework == "torchtitan":
+        titan_model(shape)
+    elif path.suffix not in _YAML:
+        check_arguments_have(shape)
+
+
 def _pasted(best: TuneRow, framework: str, path: Path) -> str:
     """Return the winner as its framework takes it; a schedule of its own goes as a CSV beside."""
     from optpipe_solver.tune.document import needs_csv, paste
 
     if framework == "megatron":
-        return paste(best, "yaml" if path.suffix in {".yaml", ".yml"} else "arguments")
+        return paste(best, "yaml" if path.suffix in _YAML else "arguments")
     csv = path.with_suffix(".csv")
     if needs_csv(best):
         write_file(csv, paste(best, "csv"))

@@ -64,6 +64,15 @@ _NEGATIVE_FLAGS = {
 }
 
 
+def check_arguments_have(shape: ModelShape) -> None:
+    """Refuse a model that Megatron-LM's arguments cannot say; raises `InputError`."""
+    if shape.norms != 2:
+        raise InputError(
+            f"model {shape.name!r} has {shape.norms} norms in a layer: Megatron-LM's arguments "
+            "have two; write the YAML, for a Megatron-Bridge recipe of the model"
+        )
+
+
 def megatron_arguments(configuration: Configuration) -> list[str]:
     """Return Megatron-LM's command-line arguments, unquoted: ``shlex.join`` makes a line of them.
 
@@ -87,11 +96,7 @@ def megatron_arguments(configuration: Configuration) -> list[str]:
         that its switches do not have.
     """
     shape = configuration.shape
-    if shape.norms != 2:
-        raise InputError(
-            f"model {shape.name!r} has {shape.norms} norms in a layer: Megatron-LM's arguments "
-            "have two; write the YAML, for a Megatron-Bridge recipe of the model"
-        )
+    check_arguments_have(shape)
     arguments: list[str] = []
     for section in _sections(configuration).values():
         for name, value in section.items():

@@ -183,12 +183,19 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
 
 def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
     experts = 0 if shape.experts is None else shape.experts.num
-    for name, own in (
+    sizes = [
         ("num_layers", shape.num_layers),
         ("hidden_size", shape.hidden),
         ("num_attention_heads", shape.num_heads),
         ("num_moe_experts", experts),
-    ):
+    ]
+    if shape.experts is None:
+        sizes.append(("ffn_hidden_size", shape.ffn))
+    else:
+        sizes.append(("moe_ffn_hidden_size", shape.experts.ffn))
+    if shape.latent is None:
+        sizes += [("kv_channels", shape.width), ("num_query_groups", shape.num_kv_heads)]
+    for name, own in sizes:
         value = said.integer(name, own)
         if value != own:
             raise InputError(
@@ -225,6 +232,11 @@ def _stages_said(
     chunks = said.degree("virtual_pipeline_model_parallel_size", 1)
     if said.has("num_layers_per_virtual_pipeline_stage"):
         each = said.degree("num_layers_per_virtual_pipeline_stage", 1)
+        if padded % (pp * each):
+            raise InputError(
+                f"num_layers_per_virtual_pipeline_stage = {each}: {padded} layers are no multiple "
+                f"of {pp} ranks x {each}; correct it"
+            )
         chunks = padded // (pp * each)
     if pp == 1 or not any(parts.values()):
         return (), max(chunks, 1)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optpipe.presets.accelerators import Hardware
     from optpipe.presets.shape import Dispatcher, ModelShape, Precision
 
-__all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "torchtitan_config"]
+__all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "titan_model", "torchtitan_config"]
 
 
 class TitanModel(NamedTuple):
@@ -107,7 +107,7 @@ def torchtitan_config(
     InputError
         If torchtitan cannot run it so, or has no such model.
     """
-    model = _titan_model(configuration.shape)
+    model = titan_model(configuration.shape)
     schedule = _schedule_name(configuration.pipeline, schedule, csv)
     for broken, sentence in _refusals(configuration, model, has_order=csv is not None):
         if broken:
@@ -157,7 +157,8 @@ def torchtitan_config(
 # --- What is written.
 
 
-def _titan_model(shape: ModelShape) -> TitanModel:
+def titan_model(shape: ModelShape) -> TitanModel:
+    """Return torchtitan's model of a shape; raises `InputError` where it has none."""
     for name, model in TITAN_MODELS.items():
         own = MODELS[name]
         same = {"name": shape.name, "source": shape.source, "left_out": shape.left_out}
@@ -421,6 +422,13 @@ def read_torchtitan(
                 f"parallelism.{name}: is not read; give module_fqns_per_model_part, and a "
                 "schedule by name"
             )
+    own = TITAN_MODELS.get(shape.name.removesuffix("-mtp"))
+    flavor = said.value("model.flavor", None)
+    if own is not None and flavor not in (None, own.flavor):
+        raise InputError(
+            f"model.flavor = {flavor!r}: {shape.name!r} is {own.flavor}; correct it, or name the "
+            "model that the text trains"
+        )
     tp, cp, pp, ep = (
         said.integer(f"parallelism.{name}_parallel_degree", 1)
         for name in ("tensor", "context", "pipeline", "expert")

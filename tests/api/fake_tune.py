@@ -84,6 +84,6 @@ def _result(
         current=current,
         bound_ms=0.9 * rows[0].step_ms if rows else float("inf"),
         counts=counts,
-        error=error_band(question.shape, (question.hardware,)),
+        error=error_band(question.shape, (question.hardware,), question.training.precision),
         seconds=0.5,
     )

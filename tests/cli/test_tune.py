@@ -45,7 +45,7 @@ def test_json_has_every_row_with_its_layers(optpipe) -> None:
     assert sum(best["layers"]) == 34
     assert (best["tp"], best["pp"]) == (2, 4)
     assert found["bound_ms"] <= best["step_ms"]
-    assert found["error"]["num_rows"] == 17
+    assert found["error"]["num_rows"] == 51
     assert best["command"].endswith("torchrun --nproc-per-node 8 pretrain_gpt.py $DATA_ARGS")
 
 
@@ -70,6 +70,17 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--measured-step-s", "3"], "--current takes; give both"),
         (["--headroom", "1.5"], "must be in [0, 1)"),
         (["--gpu", "abacus"], "abacus"),
+        (["--fix", "dp=1,dp=2"], "--fix: dp is said twice"),
+        (["--current", " "], "--current '': must be NAME=NUMBER,... or a file"),
+        (["--current", "pp=4,dp=8,measured=1"], "(or recompute, layers)"),
+        (
+            ["--model", "gemma2-9b", "--paste", "x.sh"],
+            "4 norms in a layer: Megatron-LM's arguments",
+        ),
+        (
+            ["--framework", "torchtitan", "--model", "gpt3-175b", "--paste", "x.py"],
+            "no model of its",
+        ),
         (["--gpu", "a100"], "with several kinds each needs its number; write h100:8"),
     ],
 )
@@ -88,3 +99,29 @@ def test_what_runs_today_needs_no_room_in_the_model(optpipe) -> None:
     assert re.search(r"what you run needs \d+\.\d GiB of 37\.3: bytes are estimates too", text)
     assert "today: tp 1 pp 1 dp 8 mb 1" in text
     assert re.match(r"\d+\.\d % more time per step than what you run: nothing was found", text)
+
+
+def test_a_file_of_another_step_is_not_compared_and_other_numbers_are_named(
+    optpipe, tmp_path
+) -> None:
+    """Fewer tokens per step would be called a gain; FP8 beside BF16 is one, and said to be."""
+    folder = tmp_path / "lr=3e-4"
+    folder.mkdir()
+    script = folder / "train.sh"
+    text = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 "
+        "--global-batch-size 16 --seq-length {} --bf16 --sequence-parallel"
+    )
+    script.write_text(text.format(4096))
+    done = optpipe(*SMALL, "--current", script)
+    assert done.code == 2
+    told = " ".join(done.err.split())
+    assert "a step of it is 16 sequences of 4,096 tokens, asked are 16 of 8,192" in told
+    script.write_text(text.format(8192))
+    given = ("--precision", "fp8", "--measured-step-s", "60")
+    done = optpipe(*SMALL, "--current", script, *given)
+    assert done.code == 0, done.err
+    told = " ".join(done.out.split())
+    assert "today: tp 2 pp 4 dp 1 mb 1 zero 0" in told
+    assert "what you run has precision bf16 and not fp8: the gain is that of changing this" in told
+    assert re.search(r"the measured step is \d+\.?\d* times its estimate", told)

@@ -282,6 +282,10 @@ TITAN = (
          r"the stages hold 32 . embedding \+ head: must be one embedding, the 32 layers"),
         (BASE + "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9",
          "num_layers_in_first_pipeline_stage = 9: 32 layers do not come out whole on 4 ranks"),
+        ("--ffn-hidden-size 11008", "ffn_hidden_size = 11008: 'llama3-8b' has 14336"),
+        ("--num-query-groups 64", "num_query_groups = 64: 'llama3-8b' has 8"),
+        ("--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 "
+         "--seq-length 64 --num-layers-per-virtual-pipeline-stage 3", "32 layers are no multiple"),
         ("a.seq_length = 5\nb.seq_length = 6\nmicro_batch_size = 1\nglobal_batch_size = 16",
          "seq_length = 5, and 6: give one"),
     ],
@@ -301,6 +305,7 @@ def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> No
     [
         ("a b c", r"neither TOML nor Python \(line 1: .*\); give a torchtitan config"),
         ("x = 1", "local_batch_size: is missing; give it"),
+        (TOML + 'flavor = "70B"', "model.flavor = '70B': 'llama3-8b' is 8B; correct it"),
         ("config.training.local_batch_size = n()", r"local_batch_size = n\(\): is not read, since"),
         ("config.training.local_batch_size = 2.5", "= 2.5: must be a whole number >= 1"),
         (TITAN.replace("'none'", "'selective'"), "activation_checkpoint = selective: what"),

@@ -24,7 +24,7 @@ from optpipe.presets import (
 )
 from optpipe.presets.accelerators import PRIORS, Efficiency
 from optpipe.presets.costs import model_flops
-from optpipe.presets.estimate import ERROR_BANDS
+from optpipe.presets.estimate import ERROR_BANDS, WIDE_BANDS
 from optpipe.presets.shape import Field, flag, plain
 from optpipe.presets.step import asked_placement, balanced_sizes
 from optpipe.simulate import simulate
@@ -198,10 +198,11 @@ def test_experts_fold_over_all_ranks_of_a_stage() -> None:
 
 
 def test_an_estimate_says_how_far_its_class_was_off() -> None:
-    """By generation and class; nothing where nothing was compared."""
-    assert estimated().error == ERROR_BANDS["dense"]
+    """By generation, class and precision; nothing where nothing was compared."""
+    assert estimated().error == WIDE_BANDS["dense"]
+    assert estimated(training=Training(precision="fp8")).error == ERROR_BANDS["dense"]
     moe = find_model("qwen3-30b-a3b")
-    assert estimated(moe).error == ERROR_BANDS["experts, other"]
+    assert estimated(moe).error == WIDE_BANDS["experts, other"]
     assert estimated(moe, find_gpu("gb200")).error == ERROR_BANDS["experts, NVLink-72"]
     assert estimated(gpu=find_gpu("a100")).error is None
     assert {GPUS[name].generation for name in ("h200", "gb200", "b300")} == set(PRIORS)

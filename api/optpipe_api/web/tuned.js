@@ -77,7 +77,7 @@ export class Tuned {
   get facts() {
     const best = this.result?.rows[0];
     if (!best) return [];
-    return [["Tokens/s/GPU", whole.format(best.tokens_per_s_per_gpu)], ["MFU", share(best.mfu)],
+    return [["Tokens/s/GPU", whole.format(best.tokens_per_s_per_gpu)], ["MFU (bf16 peak)", share(best.mfu)],
       ["Fullest rank", `${(peak(best) / GIB).toFixed(1)} of ${(this.result.memory_bytes / GIB).toFixed(1)} GiB`]];
   }
 
@@ -150,7 +150,7 @@ export class Tuned {
         text: (row) => (current === null || same(row) ? "" : share(1 - row.step_ms / current.step_ms)) },
       { title: "Tokens/s/GPU", number: true, of: (row) => row.tokens_per_s_per_gpu,
         text: (row) => whole.format(row.tokens_per_s_per_gpu) },
-      { title: "MFU", number: true, of: (row) => row.mfu, text: (row) => share(row.mfu) },
+      { title: "bf16 MFU", number: true, of: (row) => row.mfu, text: (row) => share(row.mfu) },
       { title: "GiB", number: true, of: peak, text: (row) => (peak(row) / GIB).toFixed(1) },
       { title: "Schedule", of: (row) => row.method, text: (row) => row.method },
     ].map((column) => this.sortable({ key: column.title, ...column }));

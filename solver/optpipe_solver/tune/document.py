@@ -148,7 +148,7 @@ def read_current(
     Raises
     ------
     InputError
-        As `optpipe.presets.read_megatron`.
+        As `optpipe.presets.read_megatron`, and if a step of it has another batch or sequence.
     """
     if is_torchtitan is None:
         is_torchtitan = question.framework == "torchtitan" or (
@@ -163,6 +163,14 @@ def read_current(
         global_batch=question.global_batch,
         sequence=question.training.sequence,
     )
+    said = current.global_batch, current.training.sequence
+    asked = question.global_batch, question.training.sequence
+    if said != asked:
+        raise InputError(
+            f"a step of it is {said[0]} sequences of {said[1]:,} tokens, asked are {asked[0]} of "
+            f"{asked[1]:,}, and two such steps cannot be compared; ask for the same global batch "
+            "and sequence"
+        )
     return replace(current, kinds=_kinds_today(question, current.training))
 
 

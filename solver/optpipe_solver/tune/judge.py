@@ -126,7 +126,7 @@ class TuneRow:
         groups = [(one.name, len(list(same))) for one, same in groupby(self.configuration.kinds)]
         if groups:
             parts.append("on " + " then ".join(f"{number} {name}" for name, number in groups))
-        if training.zero > 1:
+        if training.zero != 1:
             parts.append(f"zero {training.zero}")
         if training.recompute:
             parts.append(f"recompute {','.join(sorted(training.recompute))}")

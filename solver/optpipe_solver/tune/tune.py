@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from optpipe.presets import PipelineCut, StepEstimate
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.estimate import ErrorBand
+    from optpipe.presets.shape import Training
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.bounds import CutPrices
     from optpipe_solver.tune.judge import TuneCheckpoint
@@ -199,6 +200,8 @@ class TuneResult:
     def notes(self) -> tuple[str, ...]:
         """What is not searched though it might be faster, and what the best rests on."""
         found = left_out(self.question)
+        if self.current is not None:
+            found += _beside(self.question, self.current.configuration.training)
         if self.best is not None and self.best.configuration.pipeline.pairs:
             found += (
                 "its pairs hide what an interleaving at full speed would, which is the most they "
@@ -225,6 +228,36 @@ class TuneResult:
             "stopped_by": self.stopped_by,
             "seconds": self.seconds,
         }
+
+
+_GIVEN = ("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch")
+"""Of a training, what is the same for all that is searched."""
+_FAR = 3.0
+"""A measured step that many times longer or shorter than estimated is said to be."""
+
+
+def _beside(question: TuneQuestion, today: Training) -> tuple[str, ...]:
+    """Return in what today's run differs from all that is searched, and from its own estimate."""
+    asked = question.training
+    differ = [name for name in _GIVEN if getattr(today, name) != getattr(asked, name)]
+    found: tuple[str, ...] = ()
+    if differ:
+        told = ", ".join(
+            f"{name.replace('_', ' ')} {_told(getattr(today, name))} and not "
+            f"{_told(getattr(asked, name))}"
+            for name in differ
+        )
+        found += (f"what you run has {told}: the gain is that of changing this, too",)
+    if not 1 / _FAR <= question.time_factor <= _FAR:
+        found += (
+            f"the measured step is {question.time_factor:.3g} times its estimate: see that it is "
+            "in seconds, and of what you run",
+        )
+    return found
+
+
+def _told(value: object) -> str:
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def tune(
@@ -700,7 +733,9 @@ class _TuneSearch:
             current=self.current,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
-            error=error_band(self.question.shape, self.question.all_kinds),
+            error=error_band(
+                self.question.shape, self.question.all_kinds, self.question.training.precision
+            ),
             seconds=self.stop.seconds(),
             work=self.stop.spent,
             stopped_by=self._why(best_ms, bound_ms) if self.ended_by else None,
