@@ -325,12 +325,18 @@ class ConfigurationJudge:
         return table.cut_numbers(self.cut, boundaries(model, self.made.placement))
 
     def by_cut(
-        self, best_ms: float, stop: Stop | None = None, *, relaxed: bool = False
+        self,
+        best_ms: float,
+        stop: Stop | None = None,
+        *,
+        relaxed: bool = False,
+        least_ms: float = 0.0,
     ) -> tuple[TuneRow | None, float, CutPrices | None]:
         """Return the schedule of the cut that `best_cut` finds, its bound in ms, and its prices.
 
         The bound is of the pipeline alone, whatever its cut, 0 where nothing is known. Nothing is
-        simulated where no step is below ``best_ms``, or where it is ``relaxed``.
+        simulated where no step is below ``best_ms``, or where it is ``relaxed``. ``least_ms``: a
+        bound of a step that is known.
         """
         cut = self.cut
         table = LayerTable(self.question, self.training, cut.pp, self.kinds, pairs=cut.pairs)
@@ -338,7 +344,8 @@ class ConfigurationJudge:
         if numbers is None:
             return None, 0.0, None
         stop = stop or Stop(inf)
-        found = best_cut(numbers, best_ms - table.after_ms, stop, relaxed=relaxed)
+        enough_ms, least_ms = (ms - table.after_ms for ms in (best_ms, least_ms))
+        found = best_cut(numbers, enough_ms, stop, relaxed=relaxed, least_ms=least_ms)
         sizes, row = found.sizes, None
         if sizes and min(sizes) >= 1 and found.bound_ms + table.after_ms < best_ms:
             row = self.by_families(self.walked(sizes, stop)) or self.by_families(sizes)

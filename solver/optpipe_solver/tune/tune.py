@@ -65,6 +65,9 @@ _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
 """Of what is left, and at most and at least in seconds or units of work, for a closer look."""
 
+_WORTH = 0.1
+"""Of what lies between a bound and the best: where a program said that much, it is asked again."""
+
 _NUM_ROWS = 11
 _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
 """The best and the ten next; of the limit, and at least and at most in units, to fill them up."""
@@ -317,7 +320,7 @@ what bounds others of its order."""
 
 
 class _Task(NamedTuple):
-    """A closer look at a candidate: which, how much where it is a program, what to beat."""
+    """A closer look at a candidate: which, how much where it is a program, and what is known."""
 
     question: TuneQuestion
     candidate: TuneCandidate
@@ -325,6 +328,7 @@ class _Task(NamedTuple):
     seconds: float
     work: float | None
     best_ms: float
+    least_ms: float
     seed: int
 
 
@@ -339,7 +343,8 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
         return made.simulated(), 0.0, len(LAYOUTS) * simulating, None
     if task.level in (_Level.RELAXED, _Level.CUT):
         relaxed = task.level is _Level.RELAXED
-        row, bound_ms, prices = made.by_cut(task.best_ms, stop, relaxed=relaxed)
+        least_ms = 0.0 if relaxed else task.least_ms
+        row, bound_ms, prices = made.by_cut(task.best_ms, stop, relaxed=relaxed, least_ms=least_ms)
         return row, bound_ms, stop.spent + (row is not None) * simulating, prices
     return (*made.planned(stop), stop.spent, None)
 
@@ -542,7 +547,7 @@ class _TuneSearch:
         """Return whether what was learnt of others of its order raises a candidate's bound."""
         cut, known = entry.candidate.cut(), self.prices.get(_order_of(entry.candidate), [])
         new, entry.num_prices = known[entry.num_prices :], len(known)
-        if not new or entry.level >= _Level.CUT:
+        if not new:
             return False
         training, kinds = entry.candidate.training, entry.candidate.kinds
         numbers = ConfigurationJudge(self.question, training, cut, kinds=kinds).cut_numbers(
@@ -633,7 +638,16 @@ class _TuneSearch:
         else:
             work = share
         level, seed = self._next(entry), self.stop.seed
-        return _Task(self.question, entry.candidate, level, seconds, work, self.best_ms, seed)
+        return _Task(
+            question=self.question,
+            candidate=entry.candidate,
+            level=level,
+            seconds=seconds,
+            work=work,
+            best_ms=self.best_ms,
+            least_ms=entry.bound_ms,
+            seed=seed,
+        )
 
     def _take(self, entry: _Entry, found: _Found) -> None:
         """Take in the schedule and the bound of a closer look."""
@@ -646,9 +660,16 @@ class _TuneSearch:
         if prices is not None and len(known) < _MOST_PRICES and self.stop.work is None:
             known.append(prices)
         self.num_unfit += bound_ms == inf
-        entry.bound_ms = max(entry.bound_ms, bound_ms + entry.table.after_ms)
+        before_ms = entry.bound_ms
+        entry.bound_ms = max(before_ms, bound_ms + entry.table.after_ms)
+        if entry.level is _Level.CUT and self._is_worth_more(before_ms, entry.bound_ms):
+            entry.level = _Level.SIMULATED
         self._offer(entry, row)
         self._wait(entry)
+
+    def _is_worth_more(self, before_ms: float, bound_ms: float) -> bool:
+        """Whether a cut program raised a bound so far that it may raise it again."""
+        return before_ms + _WORTH * (self.best_ms - before_ms) < bound_ms < self.best_ms
 
     def _offer(self, entry: _Entry, row: TuneRow | None) -> None:
         if row is None or row.step_ms >= _step_of(entry.row):
