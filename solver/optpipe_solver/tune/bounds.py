@@ -90,9 +90,9 @@ _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
 _MOST_CELLS = 70_000
 _WHOLE = 1e-4
-_HALVINGS = 12
-_HALVED = 0.7
-_SEPARATED, _MOST_ROWS, _SEEN = 4, 600, 40
+_HALVINGS = 20
+_STEPPED, _FOUND, _FIRST_STEP, _TURN = 0.3, 0.4, 0.25, 0.6
+_SEPARATED, _MOST_ROWS, _SEEN, _MOST_SOLVED = 4, 600, 40, 50
 _CELLS, _BUILD = 1e6, 10.0
 """Cells of longest paths that are a unit of work (see `Stop`), and how many are as much as one."""
 
@@ -470,8 +470,8 @@ def best_cut(
 ) -> BestCut:
     """Return the bound of all cuts and a good one, found once for the same numbers and limits.
 
-    The bound alone, and quickly, with layers in parts, where it is ``relaxed``. ``least_ms``: a
-    bound that is known.
+    The bound alone, and quickly, with layers in parts, where it is ``relaxed``. ``least_ms``:
+    where it is above 0, a bound that is known, and all that is done is to raise it.
     """
     stop = stop or Stop(inf)
     limit = stop.limit_s if stop.work is None else stop.left_work
@@ -620,35 +620,42 @@ class _CutProgram:
     ) -> tuple[float, tuple[int, ...]]:
         """Add paths to the relaxation, then to the program itself, while that says more.
 
-        ``least_ms``: a bound that is known.
+        ``least_ms``: a bound that is known, from which the program itself goes on, if above 0.
         """
         stop.spend(_BUILD * self.cells)
         said_ms, sizes = self._said(stop, enough_ms, 0.0, is_integer=False)
         if said_ms == inf or relaxed:
             return said_ms * (1 - _TOLERANCE), sizes
-        said_ms, sizes = self._halved(stop.turn(_HALVED), max(said_ms, least_ms), enough_ms)
-        if not sizes and said_ms * (1 - _TOLERANCE) < enough_ms:
-            said_ms, sizes = self._said(stop, enough_ms, said_ms, is_integer=True)
+        is_again = least_ms > 0.0
+        turn = stop.turn(1.0 if is_again else _STEPPED)
+        said_ms, sizes = self._stepped(turn, max(said_ms, least_ms), enough_ms)
+        if not sizes and not is_again and said_ms * (1 - _TOLERANCE) < enough_ms:
+            turn = stop.turn(_FOUND)
+            said_ms, sizes = self._said(turn, enough_ms, said_ms, is_integer=True)
         return said_ms * (1 - _TOLERANCE), sizes
 
-    def _halved(
+    def _stepped(
         self, stop: Stop, said_ms: float, enough_ms: float
     ) -> tuple[float, tuple[int, ...]]:
-        """Halve what lies between a bound and what is enough: no cut is as short, or one may be."""
+        """Go from a bound to what is enough: no cut is as short as some length, or one may be.
+
+        In steps that double, and are a quarter of that where a turn was over before its end.
+        """
         most_ms, sizes, top_ms = enough_ms * (1 + 2 * _TOLERANCE), _NO_CUT, self.length.upBound
+        step = _FIRST_STEP
         while said_ms < most_ms < inf and not stop.is_over():
-            is_last = most_ms - said_ms <= _ENOUGH * most_ms
-            if is_last and sizes:
+            left_ms = most_ms - said_ms
+            is_last = step >= 1.0 or left_ms <= _ENOUGH * most_ms
+            if (is_last and sizes) or (step * left_ms < _ENOUGH * most_ms / 4):
                 break
-            within = _CutsWithin(self, most_ms if is_last else (said_ms + most_ms) / 2)
-            if within.is_empty(stop):
-                said_ms = within.most_ms
+            within = _CutsWithin(self, most_ms if is_last else said_ms + step * left_ms)
+            if within.is_empty(stop.turn(_TURN)):
+                said_ms, step = within.most_ms, min(2 * step, 0.5 if sizes else 1.0)
             elif within.found is not None:
-                most_ms, sizes = within.most_ms, self._sizes(within.found)
+                length_ms = self.paths_of(within.found)[0].length_ms
+                most_ms, sizes, step = min(most_ms, length_ms), self._sizes(within.found), 0.5
             else:
-                break
-            if is_last:
-                break
+                step /= 4
         self.rows.minimise({self.length: 1.0})
         self.rows.bound(self.length, 0.0, top_ms)
         for one in (one for group in self.sums for one in group):
@@ -711,7 +718,7 @@ class _CutProgram:
         factors = np.einsum("ks,stk->st", path.counts[self.kinds], self.all_passes)
         of_ends = float((path.counts * self.of_ends).sum())
         used = factors != 0.0
-        columns = np.append(self.columns[used], self.length_column).astype(np.int32)
+        columns = np.append(self.columns[used], self.length_column)
         low = path.constant_ms + of_ends
         self.rows.add_row(columns, np.append(-factors[used], 1.0), low)
 
@@ -726,44 +733,46 @@ class _CutsWithin:
 
     def __init__(self, program: _CutProgram, most_ms: float) -> None:
         self.program, self.most_ms, self.rows = program, most_ms, program.rows
-        kinds = (
-            []
-            if len(program.given.layers[0]) == 1
-            else [one for row in program.layers for one in row]
-        )
+        layers = [one for row in program.layers for one in row]
+        # Where there is one kind, its numbers are the stages'.
+        kinds = layers if len(program.given.layers[0]) > 1 else []
         self.groups = [group for group in (*reversed(program.sums), kinds) if group]
         self.bounds = {one: (0.0, float(one.upBound)) for group in self.groups for one in group}
         self.seen: list[Mapping[Variable, float]] = []
         self.found: Floats | None = None
-        self.nodes = 0
         self.rows.bound(program.length, 0.0, most_ms)
         self._set(self.bounds, is_new=True)
 
     def is_empty(self, stop: Stop) -> bool:
         """Return True where there is none; False where one was ``found``, or the work is over."""
-        self.nodes += 1
         if self._is_rounded_away(stop):
             return True
-        which = None
-        while which is None:
+        for _ in range(_MOST_SOLVED):
             outcome, is_exact = self._extreme({self.program.length: 1.0}, stop)
-            point = outcome.values
             if outcome.status is MilpStatus.INFEASIBLE:
                 return True
-            if outcome.status is not MilpStatus.OPTIMAL or stop.is_over():
+            point = outcome.values
+            if outcome.status is not MilpStatus.OPTIMAL or point is None or stop.is_over():
                 return False
-            if point is None:
-                return False
-            off = [
-                max((abs(point[one] - round(point[one])), -at) for at, one in enumerate(group))
-                for group in self.groups
-            ]
-            which = next((at for at, (most, _) in enumerate(off) if most > _WHOLE), None)
-            if which is None and is_exact:
+            one = self._least_whole(point)
+            if one is not None:
+                return self._is_empty_on_both_sides(one, float(floor(point[one])), stop)
+            if is_exact:
                 self.found = np.round([[point[one] for one in row] for row in self.program.layers])
                 return False
-        one, known = self.groups[which][-off[which][1]], self.bounds
-        (low, high), middle = known[one], float(floor(point[one]))
+        return False
+
+    def _least_whole(self, point: Mapping[Variable, float]) -> Variable | None:
+        """Return the number that is farthest from whole, of the first group that has any."""
+        for group in self.groups:
+            one = max(group, key=lambda one: abs(point[one] - round(point[one])))
+            if abs(point[one] - round(point[one])) > _WHOLE:
+                return one
+        return None
+
+    def _is_empty_on_both_sides(self, one: Variable, middle: float, stop: Stop) -> bool:
+        known = self.bounds
+        low, high = known[one]
         for half in ((low, middle), (middle + 1, high)):
             self._set(known | {one: half})
             if not self.is_empty(stop):

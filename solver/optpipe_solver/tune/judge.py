@@ -73,7 +73,7 @@ _MOST_OF_V = 2
 
 _MOST_CHUNKS = 8
 """That `optpipe_solver.plan` takes."""
-_MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
+_MOST_SIMULATED, _MOST_PLANNED, _MOST_OF_PATTERN = 150_000, 40_000, 3_000
 _LEAST_WORK = 0.1
 _WALKS, _WALK = 3, 2.0
 """Annealings of a cut, and units of work that they take at most."""
@@ -344,7 +344,7 @@ class ConfigurationJudge:
         if numbers is None:
             return None, 0.0, None
         stop = stop or Stop(inf)
-        enough_ms, least_ms = (ms - table.after_ms for ms in (best_ms, least_ms))
+        enough_ms, least_ms = best_ms - table.after_ms, max(0.0, least_ms - table.after_ms)
         found = best_cut(numbers, enough_ms, stop, relaxed=relaxed, least_ms=least_ms)
         sizes, row = found.sizes, None
         if sizes and min(sizes) >= 1 and found.bound_ms + table.after_ms < best_ms:
@@ -481,7 +481,7 @@ class ConfigurationJudge:
         if self.cut.pairs or self.cut.slices > 1:
             return None, 0.0  # plans know neither
         if self.question.framework == "megatron":
-            return self._by_pattern(stop)
+            return self._by_pattern(stop) if self.num_cells <= _MOST_OF_PATTERN else (None, 0.0)
         return self._by_plan(stop)
 
     def _by_plan(self, stop: Stop) -> tuple[TuneRow | None, float]:
