@@ -9,13 +9,21 @@ fused backwards nothing after the backwards of that. With one stage per rank in 
 loads b satisfy C >= m b_r + a (b_0 + ... + b_(r-1)), where a is 1 with fused backwards, and the
 least share of F in a layer else. All p inequalities are tightest when equal, then
 C = a B / (1 - (1 - a/m)^p). With several stages per rank only one layer per stage is ahead for
-certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quickest layer).
+certain, the embedding in the first: of the ranks' mean, C >= m B / p + a times the mean of what is
+ahead. Rank by rank it says more of whole layers: of 16 ranks that share 126 all but one have 8 of
+them, so that one of these has what 13 stages or more do ahead of it.
 
 Cut. Of 1F1B and interleaved 1F1B an integer program says more (`best_cut`): how many layers each
 stage has, within each rank's memory, against the longest paths of the order, messages included,
 added where they are longer than it says, layers of different kinds in any order. What its
 relaxation rests on, a mean of paths and prices of memory, bounds by arithmetic every other
-configuration of the same order (`CutPrices`).
+configuration of the same order (`CutPrices`); and what is proven of one holds for every other whose
+numbers are all at least as bad.
+
+Refuted. Whether any cut is as short as some length is a harder question with a better answer than
+how short the shortest is: within that length a rank's layers are at most a linear program's maximum
+rounded down, which leaves others more, and so on (`_CutsWithin`). Where rounding ends, a number's
+range is halved. Lengths go up from the bound to the best step; each is refuted, or a cut found.
 
 What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
 so that its largest is at least that of a rank with the mean.

@@ -3,8 +3,9 @@
 Every configuration has a bound that holds for all its cuts and schedules (`bounds`). The one with
 the least bound is looked at next, each time more closely: whole layers are dealt out; a formula
 says what 1F1B would take; families are simulated; a linear program deals layers to the stages of
-fused orders, and its prices bound others of the same order; then whole layers are dealt; the plan
-MILP, or `optpipe_solver.plan`, looks for the best cut and schedule and raises the bound. What has a
+fused orders, and its prices bound others of the same order; then whole layers are dealt, and more
+and more lengths below the best step refuted; the plan MILP of few cells, or `optpipe_solver.plan`,
+looks for the best cut and schedule and raises the bound. What has a
 bound above the best schedule found is excluded by proof. So the certificate holds for every
 configuration of the space (`candidates`), whatever its cut, within the estimate's model.
 
