@@ -460,6 +460,8 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
 
     best_ms = least_ms(here)
     assert best_ms < inf
+    slower = best_cut(worse, 2.0 * best_ms, Stop(inf, work=50.0)).prices
+    assert slower is None or slower.bound_ms(here) <= best_ms * (1 + 1e-9)
     for share_of_best in (0.9, 0.997, 1.003, 1.2):
         enough_ms = share_of_best * best_ms
         bound_ms, answered, _, prices = best_cut(here, enough_ms, Stop(inf, work=50.0))
