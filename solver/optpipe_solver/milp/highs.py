@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
+    from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.budget import Stop
 
 __all__ = [
@@ -459,6 +460,39 @@ class RowByRow:
         low = -math.inf if constraint.sense == pulp.LpConstraintLE else side
         high = math.inf if constraint.sense == pulp.LpConstraintGE else side
         self._highs.addRow(low, high, len(columns), columns, factors)
+
+    def columns_of(self, variables: Sequence[Variable]) -> Ints:
+        """Return where variables stand."""
+        return np.array([self._column[one] for one in variables], dtype=np.int64)
+
+    def add_row(self, columns: Ints, factors: Floats, low: float) -> None:
+        """Add that a sum of factor x column is at least ``low``."""
+        self._highs.addRow(low, math.inf, len(columns), columns.astype(np.int32), factors)
+
+    def minimise(self, factors: Mapping[Variable, float]) -> None:
+        """Set another objective; what is not named costs nothing."""
+        costs = np.zeros(len(self._variables))
+        for variable, factor in factors.items():
+            costs[self._column[variable]] = factor
+        columns = np.arange(costs.size, dtype=np.int32)
+        self._highs.changeColsCost(costs.size, columns, costs)
+
+    def bound(self, variable: Variable, low: float, high: float) -> None:
+        """Set what a variable is at least and at most."""
+        self._highs.changeColBounds(self._column[variable], low, high)
+
+    def thin(self, first: int, most: int) -> None:
+        """Drop the rows from ``first`` on that the last solution is farthest from, down to so many.
+
+        Rows are those of the model and then those that were added, as `prices` counts them.
+        """
+        num_rows = self._highs.getNumRow()
+        if num_rows - first <= most:
+            return
+        lows = np.array(self._highs.getLp().row_lower_[first:])
+        slack = np.array(self._highs.getSolution().row_value[first:num_rows]) - lows
+        dropped = first + np.sort(np.argsort(slack, kind="stable")[most:])
+        self._highs.deleteRows(dropped.size, dropped.astype(np.int32))
 
     def start_from(self, values: Mapping[Variable, float]) -> None:
         """Give integer solves a solution to start from, where it keeps the rows there are then."""

@@ -9,13 +9,21 @@ fused backwards nothing after the backwards of that. With one stage per rank in 
 loads b satisfy C >= m b_r + a (b_0 + ... + b_(r-1)), where a is 1 with fused backwards, and the
 least share of F in a layer else. All p inequalities are tightest when equal, then
 C = a B / (1 - (1 - a/m)^p). With several stages per rank only one layer per stage is ahead for
-certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quickest layer).
+certain, the embedding in the first: of the ranks' mean, C >= m B / p + a times the mean of what is
+ahead. Rank by rank it says more of whole layers: of 16 ranks that share 126 all but one have 8 of
+them, so that one of these has what 13 stages or more do ahead of it.
 
 Cut. Of 1F1B and interleaved 1F1B an integer program says more (`best_cut`): how many layers each
 stage has, within each rank's memory, against the longest paths of the order, messages included,
 added where they are longer than it says, layers of different kinds in any order. What its
 relaxation rests on, a mean of paths and prices of memory, bounds by arithmetic every other
-configuration of the same order (`CutPrices`).
+configuration of the same order (`CutPrices`); and what is proven of one holds for every other whose
+numbers are all at least as bad.
+
+Refuted. Whether any cut is as short as some length is a harder question with a better answer than
+how short the shortest is: within that length a rank's layers are at most a linear program's maximum
+rounded down, which leaves others more, and so on (`_CutsWithin`). Where rounding ends, a number's
+range is halved. Lengths go up from the bound to the best step; each is refuted, or a cut found.
 
 What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
 so that its largest is at least that of a rank with the mean.
@@ -47,7 +55,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import floor, inf
 from operator import ge, mul
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,7 +86,7 @@ if TYPE_CHECKING:
     from optpipe.presets import Hardware, Machine, ModelShape, PipelineCut, Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
-    from optpipe_solver.milp.highs import Constraint, Linear
+    from optpipe_solver.milp.highs import Constraint, Linear, MilpOutcome, Variable
     from optpipe_solver.milp.plan.pattern import Boundary, LongestPath, MemoryMoment
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
@@ -89,6 +97,10 @@ _TOLERANCE = 1e-5
 _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
 _MOST_CELLS = 70_000
+_WHOLE = 1e-4
+_HALVINGS = 20
+_STEPPED, _FOUND, _FIRST_STEP, _TURN = 0.3, 0.4, 0.25, 0.6
+_SEPARATED, _MOST_ROWS, _SEEN, _MOST_SOLVED = 4, 600, 40, 50
 _CELLS, _BUILD = 1e6, 10.0
 """Cells of longest paths that are a unit of work (see `Stop`), and how many are as much as one."""
 
@@ -212,6 +224,10 @@ class LayerTable:
             for usable in (question.usable_bytes_of(one),)
         }
         self.rooms = [room_of[one] for one in self.ranks]
+        firsts = [self.parts_on[one][0].whole_ms for one in self.ranks[:1]]
+        inner = (min(p.whole_ms for p in self.parts_on[one][1:-1]) for one in self.ranks[1:-1])
+        # The embedding in the first stage, a layer in each of the others before a rank's own.
+        self.ahead_ms = [0.0, *accumulate((*firsts, *inner))][:pp]
         self.after_ms = _after_ms(_sum(layers), list(machines.values()), is_pipelined=pp > 1) / pp
 
     def quick_ms(self, candidate: TuneCandidate) -> float:
@@ -223,10 +239,8 @@ class LayerTable:
         if candidate.chunks == 1:
             pipeline = self.whole_ms / _most_work(self.slow, self.share, m)
         else:
-            quickest = {k: min(p.whole_ms for p in parts) for k, parts in self.parts_on.items()}
             speeds = [1 / slow for slow in self.slow]
-            ahead = accumulate((quickest[one] for one in self.ranks[:-1]), initial=0.0)
-            filled = sum(map(mul, speeds, ahead))
+            filled = sum(map(mul, speeds, self.ahead_ms))
             pipeline = (m * self.whole_ms + self.share * filled) / sum(speeds)
         whole = sum(
             same[0].number * min(part.whole_ms for part in same)
@@ -307,18 +321,36 @@ class CutNumbers(NamedTuple):
         return part.passes[: len(self.kinds)]
 
     @property
-    def _all_passes(self) -> Floats:
+    def all_passes(self) -> Floats:
         """By stage, kind of layer and kind of duration, in ms."""
         return np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
 
+    def is_no_better_than(self, other: CutNumbers) -> bool:
+        """Whether no cut is shorter here or fits here alone: each number is at least as bad."""
+        if (*self[:3], self.pairs) != (*other[:3], other.pairs) or any(
+            a.number != b.number for a, b in zip(self.layers[0], other.layers[0], strict=False)
+        ):
+            return False
+        return bool((self._costs >= other._costs).all())
+
+    @property
+    def _costs(self) -> Floats:
+        """What a cut is shorter, or fits better, with less of."""
+        parts = [part for rank in self.layers for part in rank] + list(self.ends)
+        costs = [
+            (*self.passes(one), one.kept, one.static, one.forward_workspace, one.back_workspace)
+            for one in parts
+        ]
+        return np.array([*_flat(self.links), *(-room for room in self.rooms), *chain(*costs)])
+
     def of_layers(self, counts: Floats) -> Floats:
         """Return by stage and kind of layer how much longer one makes a path."""
-        return np.asarray(np.einsum("ks,stk->st", counts[list(self.kinds)], self._all_passes))
+        return np.asarray(np.einsum("ks,stk->st", counts[list(self.kinds)], self.all_passes))
 
     def durations(self, layers: Floats) -> Floats:
         """Return what stages take, by kind of duration and stage, from layers by stage and kind."""
         found = np.zeros((NUM_DURATIONS + 2 * self.pairs, self.pp * self.chunks))
-        found[list(self.kinds)] = np.einsum("st,stk->ks", layers, self._all_passes)
+        found[list(self.kinds)] = np.einsum("st,stk->ks", layers, self.all_passes)
         for stage, end in zip((0, -1), self.ends, strict=True):
             found[list(self.kinds), stage] += self.passes(end)
         return found
@@ -381,12 +413,16 @@ class CutPrices(NamedTuple):
         What else it takes, with what lies between the stages.
     moments
         Rank, moment, price in ms of a rank's whole memory, and of a layer's place.
+    given, least_ms
+        What it was solved for, and what no cut of that undercuts.
     """
 
     counts: Floats
     constant_ms: float
     links: tuple[Boundary, ...]
     moments: tuple[tuple[int, MemoryMoment, float, float], ...]
+    given: CutNumbers
+    least_ms: float = 0.0
 
     def bound_ms(self, given: CutNumbers) -> float:
         """Return what no cut of other numbers of the same order undercuts, in ms of the pipeline.
@@ -409,7 +445,8 @@ class CutPrices(NamedTuple):
         least = cost.min(axis=0)
         found += float(least @ [part.number for part in given.layers[0]])
         found += float((cost - least)[1:-1].min(axis=1).sum())
-        return found * (1 - _TOLERANCE)
+        found *= 1 - _TOLERANCE
+        return max(found, self.least_ms) if given.is_no_better_than(self.given) else found
 
 
 def _flat(links: Sequence[Boundary]) -> Iterator[float]:
@@ -432,22 +469,31 @@ class BestCut(NamedTuple):
 
 
 def best_cut(
-    given: CutNumbers, enough_ms: float = inf, stop: Stop | None = None, *, relaxed: bool = False
+    given: CutNumbers,
+    enough_ms: float = inf,
+    stop: Stop | None = None,
+    *,
+    relaxed: bool = False,
+    least_ms: float = 0.0,
 ) -> BestCut:
     """Return the bound of all cuts and a good one, found once for the same numbers and limits.
 
-    The bound alone, and quickly, with layers in parts, where it is ``relaxed``.
+    The bound alone, and quickly, with layers in parts, where it is ``relaxed``. ``least_ms``:
+    where it is above 0, a bound that is known, and all that is done is to raise it.
     """
     stop = stop or Stop(inf)
     limit = stop.limit_s if stop.work is None else stop.left_work
-    kept = _kept(given, enough_ms, limit, stop.work is None, relaxed)
+    kept = _kept(given, enough_ms, limit, stop.work is None, (relaxed, least_ms))
     if kept:
         stop.spend(kept[0].work)
         return kept[0]
     before = stop.spent
     program = _CutProgram(given)
-    bound_ms, sizes = program.solved(stop, enough_ms, relaxed=relaxed)
-    found = BestCut(bound_ms, sizes, stop.spent - before, program.prices)
+    bound_ms, sizes = program.solved(stop, enough_ms, relaxed=relaxed, least_ms=least_ms)
+    prices = program.prices
+    if prices is not None:
+        prices = prices._replace(least_ms=bound_ms)
+    found = BestCut(bound_ms, sizes, stop.spent - before, prices)
     if not stop.is_told() and (stop.work is None or stop.left_s() > 0):
         kept.append(found)
     return found
@@ -459,7 +505,7 @@ def _kept(
     enough_ms: float,  # noqa: ARG001
     limit: float,  # noqa: ARG001
     is_timed: bool,  # noqa: ARG001
-    relaxed: bool,  # noqa: ARG001
+    asked: tuple[bool, float],  # noqa: ARG001
 ) -> list[BestCut]:
     """Return where an answer is kept, empty before it is there."""
     return []
@@ -503,10 +549,13 @@ class _CutProgram:
             model.add(at_least(total(list(row)), 1.0))
         # What a rank has in all its stages is whole too: branching on that decides most.
         ranks = [[s for s in self.stages if given.placement[s] == r] for r in range(given.pp)]
-        number = sum(kind.number for kind in kinds)
-        for rank, own in enumerate(ranks if chunks > 1 else ()):
-            held = model.whole(f"rank_{rank}", 0, number)
-            model.add(total([one for s in own for one in self.layers[s]]) == held)
+        self.sums = [
+            [self._sum(model, f"stage_{s}", [s]) for s in self.stages],
+            [
+                self._sum(model, f"rank_{r}", own)
+                for r, own in enumerate(ranks if chunks > 1 else ())
+            ],
+        ]
         # Rows of memory, to which `_priced` comes back: where they begin, and which they are.
         self.first = len(model.constraints)
         self.held: list[tuple[int, list[MemoryMoment]]] = []
@@ -522,7 +571,21 @@ class _CutProgram:
             model.add(at_least(total(list(held)), -float(most)))
         self.num_rows = len(model.constraints)
         self.rows = RowByRow(model)
+        self.columns = np.array([self.rows.columns_of(row) for row in self.layers])
+        self.length_column = self.rows.columns_of([self.length])
+        self.kinds, self.all_passes = list(given.kinds), given.all_passes
+        self.of_ends = given.durations(np.zeros(self.columns.shape))
         self.paths: list[LongestPath] = []
+
+    def _sum(self, model: MilpModel, name: str, stages: Sequence[int]) -> Variable:
+        """Return how many layers some stages have, of all kinds."""
+        parts = [one for s in stages for one in self.layers[s]]
+        if len(parts) == 1:
+            return parts[0]
+        most = sum(kind.number for kind in self.given.layers[0])
+        found = model.whole(name, 0, most)
+        model.add(total(parts) == found)
+        return found
 
     def _fits(self, rank: int, moment: MemoryMoment) -> Constraint:
         """Return that a rank fits at a moment, in shares of its memory."""
@@ -557,20 +620,58 @@ class _CutProgram:
             constant_ms=float(sum(price * path.constant_ms for path, price in used)),
             links=self.given.links,
             moments=tuple(moments),
+            given=self.given,
         )
 
     def solved(
-        self, stop: Stop, enough_ms: float, *, relaxed: bool = False
+        self, stop: Stop, enough_ms: float, *, relaxed: bool = False, least_ms: float = 0.0
     ) -> tuple[float, tuple[int, ...]]:
-        """Add paths to the relaxation, then to the program itself, while that says more."""
-        stop.spend(_BUILD * self._cells)
+        """Add paths to the relaxation, then to the program itself, while that says more.
+
+        ``least_ms``: a bound that is known, from which the program itself goes on, if above 0.
+        """
+        stop.spend(_BUILD * self.cells)
         said_ms, sizes = self._said(stop, enough_ms, 0.0, is_integer=False)
-        if said_ms < inf and not relaxed:
-            said_ms, sizes = self._said(stop, enough_ms, said_ms, is_integer=True)
+        if said_ms == inf or relaxed:
+            return said_ms * (1 - _TOLERANCE), sizes
+        is_again = least_ms > 0.0
+        turn = stop.turn(1.0 if is_again else _STEPPED)
+        said_ms, sizes = self._stepped(turn, max(said_ms, least_ms), enough_ms)
+        if not sizes and not is_again and said_ms * (1 - _TOLERANCE) < enough_ms:
+            turn = stop.turn(_FOUND)
+            said_ms, sizes = self._said(turn, enough_ms, said_ms, is_integer=True)
         return said_ms * (1 - _TOLERANCE), sizes
 
+    def _stepped(
+        self, stop: Stop, said_ms: float, enough_ms: float
+    ) -> tuple[float, tuple[int, ...]]:
+        """Go from a bound to what is enough: no cut is as short as some length, or one may be.
+
+        In steps that double, and are a quarter of that where a turn was over before its end.
+        """
+        most_ms, sizes, top_ms = enough_ms * (1 + 2 * _TOLERANCE), _NO_CUT, self.length.upBound
+        step = _FIRST_STEP
+        while said_ms < most_ms < inf and not stop.is_over():
+            left_ms = most_ms - said_ms
+            is_last = step >= 1.0 or left_ms <= _ENOUGH * most_ms
+            if (is_last and sizes) or (step * left_ms < _ENOUGH * most_ms / 4):
+                break
+            within = _CutsWithin(self, most_ms if is_last else said_ms + step * left_ms)
+            if within.is_empty(stop.turn(_TURN)):
+                said_ms, step = within.most_ms, min(2 * step, 0.5 if sizes else 1.0)
+            elif within.found is not None:
+                length_ms = self.paths_of(within.found)[0].length_ms
+                most_ms, sizes, step = min(most_ms, length_ms), self._sizes(within.found), 0.5
+            else:
+                step /= 4
+        self.rows.minimise({self.length: 1.0})
+        self.rows.bound(self.length, 0.0, top_ms)
+        for one in (one for group in self.sums for one in group):
+            self.rows.bound(one, 0.0, one.upBound)
+        return said_ms, sizes
+
     @property
-    def _cells(self) -> float:
+    def cells(self) -> float:
         return len(self.stages) * self.given.num_microbatches / _CELLS
 
     def _said(
@@ -592,8 +693,8 @@ class _CutProgram:
             if centre is not None and not is_integer:
                 # Between what the program says and the best known, where rows cut off most.
                 layers = 0.4 * layers + 0.6 * centre
-            paths = self.pattern.longest_paths(self.given.durations(layers))
-            stop.spend(self._cells)
+            paths = self.paths_of(layers)
+            stop.spend(self.cells)
             if paths[0].length_ms < known_ms:
                 known_ms, centre = paths[0].length_ms, layers
                 if is_integer:
@@ -603,7 +704,7 @@ class _CutProgram:
                 break
             recent = [*recent, said_ms][-_PATIENCE:]
             for path in paths:
-                self.rows.add(self._no_shorter(path))
+                self.add_path(path)
                 self.paths.append(path)
         return said_ms, sizes
 
@@ -614,13 +715,136 @@ class _CutProgram:
         sizes[-1] += 1
         return tuple(sizes)
 
-    def _no_shorter(self, path: LongestPath) -> Constraint:
-        """Return that the length is at least that of a path."""
-        given, counts = self.given, np.asarray(path.counts, dtype=np.float64)
-        factors = given.of_layers(counts)
-        terms: list[Linear] = [self.length]
-        terms += [-float(factors[s, t]) * self.layers[s][t] for s, t in np.argwhere(factors)]
-        return at_least(total(terms), path.length_of(self.given.durations(np.zeros(factors.shape))))
+    def paths_of(self, layers: Floats) -> list[LongestPath]:
+        """Return the longest paths of layers by stage and kind."""
+        durations = self.of_ends.copy()
+        durations[self.kinds] += np.einsum("st,stk->ks", layers, self.all_passes)
+        return self.pattern.longest_paths(durations)
+
+    def add_path(self, path: LongestPath) -> None:
+        """Add that the length is at least that of a path."""
+        factors = np.einsum("ks,stk->st", path.counts[self.kinds], self.all_passes)
+        of_ends = float((path.counts * self.of_ends).sum())
+        used = factors != 0.0
+        columns = np.append(self.columns[used], self.length_column)
+        low = path.constant_ms + of_ends
+        self.rows.add_row(columns, np.append(-factors[used], 1.0), low)
+
+
+class _CutsWithin:
+    """The cuts that take at most ``most_ms``: whether there are any.
+
+    How many layers each rank has at most is a linear program's maximum, rounded down, in turn and
+    each within what is known of the others, until nothing changes; then two halves of a number that
+    is not whole, a rank's or, where those all are, a stage's, are looked at by themselves.
+    """
+
+    def __init__(self, program: _CutProgram, most_ms: float) -> None:
+        self.program, self.most_ms, self.rows = program, most_ms, program.rows
+        layers = [one for row in program.layers for one in row]
+        # Where there is one kind, its numbers are the stages'.
+        kinds = layers if len(program.given.layers[0]) > 1 else []
+        self.groups = [group for group in (*reversed(program.sums), kinds) if group]
+        self.bounds = {one: (0.0, float(one.upBound)) for group in self.groups for one in group}
+        self.seen: list[Mapping[Variable, float]] = []
+        self.found: Floats | None = None
+        self.rows.bound(program.length, 0.0, most_ms)
+        self._set(self.bounds, is_new=True)
+
+    def is_empty(self, stop: Stop) -> bool:
+        """Return True where there is none; False where one was ``found``, or the work is over."""
+        if self._is_rounded_away(stop):
+            return True
+        for _ in range(_MOST_SOLVED):
+            outcome, is_exact = self._extreme({self.program.length: 1.0}, stop)
+            if outcome.status is MilpStatus.INFEASIBLE:
+                return True
+            point = outcome.values
+            if outcome.status is not MilpStatus.OPTIMAL or point is None or stop.is_over():
+                return False
+            one = self._least_whole(point)
+            if one is not None:
+                return self._is_empty_on_both_sides(one, float(floor(point[one])), stop)
+            if is_exact:
+                self.found = np.round([[point[one] for one in row] for row in self.program.layers])
+                return False
+        return False
+
+    def _least_whole(self, point: Mapping[Variable, float]) -> Variable | None:
+        """Return the number that is farthest from whole, of the first group that has any."""
+        for group in self.groups:
+            one = max(group, key=lambda one: abs(point[one] - round(point[one])))
+            if abs(point[one] - round(point[one])) > _WHOLE:
+                return one
+        return None
+
+    def _is_empty_on_both_sides(self, one: Variable, middle: float, stop: Stop) -> bool:
+        known = self.bounds
+        low, high = known[one]
+        for half in ((low, middle), (middle + 1, high)):
+            self._set(known | {one: half})
+            if not self.is_empty(stop):
+                return False
+        self._set(known)
+        return True
+
+    def _set(self, bounds: dict[Variable, tuple[float, float]], *, is_new: bool = False) -> None:
+        for one, pair in bounds.items():
+            if is_new or pair != self.bounds[one]:
+                self.rows.bound(one, *pair)
+        self.bounds = bounds
+
+    def _is_rounded_away(self, stop: Stop) -> bool:
+        """Round down the most that ranks have until nothing changes; whether nothing is left."""
+        before: dict[Variable, tuple[float, float]] = {}
+        while before != self.bounds and not stop.is_over():
+            before = self.bounds
+            for one in self.groups[0]:
+                low, high = self.bounds[one]
+                if low == high or self._is_reached(one, high):
+                    continue
+                outcome, _ = self._extreme({one: -1.0}, stop)
+                if outcome.status is MilpStatus.INFEASIBLE:
+                    return True
+                if outcome.status is not MilpStatus.OPTIMAL or outcome.values is None:
+                    continue
+                most = float(floor(outcome.values[one] + _WHOLE))
+                if most < low:
+                    return True
+                self._set(self.bounds | {one: (low, min(most, high))})
+        return False
+
+    def _is_reached(self, one: Variable, high: float) -> bool:
+        """Whether a point that was seen is so near that nothing can be rounded off."""
+        return any(
+            point[one] > high - 1 + _WHOLE
+            and all(a - _WHOLE <= point[k] <= b + _WHOLE for k, (a, b) in self.bounds.items())
+            for point in self.seen
+        )
+
+    def _extreme(self, factors: Mapping[Variable, float], stop: Stop) -> tuple[MilpOutcome, bool]:
+        """Minimise, and add the longest paths where they are longer than they may be.
+
+        Whether none is at the end, too.
+        """
+        program = self.program
+        self.rows.minimise(factors)
+        for _ in range(_SEPARATED):
+            outcome = self.rows.solve(stop, integer=False)
+            if outcome.values is None or outcome.status is not MilpStatus.OPTIMAL:
+                break
+            values = outcome.values
+            layers = np.array([[values[one] for one in row] for row in program.layers])
+            paths = program.paths_of(layers)
+            stop.spend(program.cells)
+            longer = [one for one in paths if one.length_ms > self.most_ms * (1 + _TOLERANCE)]
+            if not longer:
+                self.seen = [*self.seen[-_SEEN:], {one: values[one] for one in self.bounds}]
+                return outcome, True
+            self.rows.thin(program.num_rows, _MOST_ROWS)
+            for path in longer:
+                program.add_path(path)
+        return outcome, False
 
 
 def _fullest(
@@ -652,6 +876,8 @@ class _Packing:
         self.number = self.layers[0].number
         self.is_all = self.number == sum(part.number for part in table.parts[1:-1])
         self.held = [self._counts(rank, candidate) for rank in range(self.pp)]
+        m = candidate.num_microbatches
+        self.ahead_ms = [table.share * ahead_ms / m for ahead_ms in table.ahead_ms]
 
     def _counts(self, rank: int, candidate: TuneCandidate) -> tuple[int, ...]:
         """Return how many micro-batches each stage of a rank holds at once, at least."""
@@ -660,7 +886,7 @@ class _Packing:
         return (1,) * candidate.chunks
 
     def least_ms(self) -> float:
-        """Return what the busiest rank computes of a micro-batch at least."""
+        """Return the least that a rank which computes longest takes, and waits, by micro-batch."""
         if min(layer.whole_ms for layer in self.layers) <= 0:
             return 0.0
         alike = dict.fromkeys(zip(self.layers, self.firsts, self.lasts, strict=True))
@@ -678,20 +904,30 @@ class _Packing:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(values[middle]) else (middle + 1, high)
-        return values[low]
+        least_ms, most_ms = values[low], values[low] + self.ahead_ms[-1]
+        if self._fits(least_ms, self.ahead_ms):
+            return least_ms
+        for _ in range(_HALVINGS):
+            middle_ms = (least_ms + most_ms) / 2
+            if self._fits(middle_ms, self.ahead_ms):
+                most_ms = middle_ms
+            else:
+                least_ms = middle_ms
+        return least_ms
 
-    def _fits(self, ms: float) -> bool:
-        """Whether all layers find a rank that computes no longer than this."""
-        both = self._most(0, (self.firsts[0], self.lasts[0]), ms)
+    def _fits(self, within_ms: float, ahead_ms: Sequence[float] = ()) -> bool:
+        """Whether all layers find a rank that computes no longer than this, what is ahead apart."""
+        left_ms = [within_ms - ahead for ahead in ahead_ms or (0.0,) * self.pp]
+        both = self._most(0, (self.firsts[0], self.lasts[0]), left_ms[0])
         if self.pp == 1:
             return both >= self.number
-        plain = [max(0, self._most(rank, (), ms)) for rank in range(self.pp)]
+        plain = [max(0, self._most(rank, (), left_ms[rank])) for rank in range(self.pp)]
         total, found = sum(plain), -1
         if both >= 0:
             found = total - plain[0] + both
-        begins = self._most(0, (self.firsts[0],), ms)
+        begins = self._most(0, (self.firsts[0],), left_ms[0])
         for rank in range(1, self.pp) if begins >= 0 else ():
-            ends = self._most(rank, (self.lasts[rank],), ms)
+            ends = self._most(rank, (self.lasts[rank],), left_ms[rank])
             if ends >= 0:
                 found = max(found, total - plain[0] - plain[rank] + begins + ends)
         return found >= self.number

@@ -64,7 +64,7 @@ _ASKED = ("num_gpus", "global_batch", "framework", "memory_bytes", "headroom")
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MOST_KEPT = 11
-_VERSION = 7
+_VERSION = 8
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
 
 

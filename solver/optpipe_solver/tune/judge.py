@@ -73,7 +73,7 @@ _MOST_OF_V = 2
 
 _MOST_CHUNKS = 8
 """That `optpipe_solver.plan` takes."""
-_MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
+_MOST_SIMULATED, _MOST_PLANNED, _MOST_OF_PATTERN = 150_000, 40_000, 3_000
 _LEAST_WORK = 0.1
 _WALKS, _WALK = 3, 2.0
 """Annealings of a cut, and units of work that they take at most."""
@@ -325,12 +325,18 @@ class ConfigurationJudge:
         return table.cut_numbers(self.cut, boundaries(model, self.made.placement))
 
     def by_cut(
-        self, best_ms: float, stop: Stop | None = None, *, relaxed: bool = False
+        self,
+        best_ms: float,
+        stop: Stop | None = None,
+        *,
+        relaxed: bool = False,
+        least_ms: float = 0.0,
     ) -> tuple[TuneRow | None, float, CutPrices | None]:
         """Return the schedule of the cut that `best_cut` finds, its bound in ms, and its prices.
 
         The bound is of the pipeline alone, whatever its cut, 0 where nothing is known. Nothing is
-        simulated where no step is below ``best_ms``, or where it is ``relaxed``.
+        simulated where no step is below ``best_ms``, or where it is ``relaxed``. ``least_ms``: a
+        bound of a step that is known.
         """
         cut = self.cut
         table = LayerTable(self.question, self.training, cut.pp, self.kinds, pairs=cut.pairs)
@@ -338,7 +344,8 @@ class ConfigurationJudge:
         if numbers is None:
             return None, 0.0, None
         stop = stop or Stop(inf)
-        found = best_cut(numbers, best_ms - table.after_ms, stop, relaxed=relaxed)
+        enough_ms, least_ms = best_ms - table.after_ms, max(0.0, least_ms - table.after_ms)
+        found = best_cut(numbers, enough_ms, stop, relaxed=relaxed, least_ms=least_ms)
         sizes, row = found.sizes, None
         if sizes and min(sizes) >= 1 and found.bound_ms + table.after_ms < best_ms:
             row = self.by_families(self.walked(sizes, stop)) or self.by_families(sizes)
@@ -474,7 +481,7 @@ class ConfigurationJudge:
         if self.cut.pairs or self.cut.slices > 1:
             return None, 0.0  # plans know neither
         if self.question.framework == "megatron":
-            return self._by_pattern(stop)
+            return self._by_pattern(stop) if self.num_cells <= _MOST_OF_PATTERN else (None, 0.0)
         return self._by_plan(stop)
 
     def _by_plan(self, stop: Stop) -> tuple[TuneRow | None, float]:

@@ -3,8 +3,9 @@
 Every configuration has a bound that holds for all its cuts and schedules (`bounds`). The one with
 the least bound is looked at next, each time more closely: whole layers are dealt out; a formula
 says what 1F1B would take; families are simulated; a linear program deals layers to the stages of
-fused orders, and its prices bound others of the same order; then whole layers are dealt; the plan
-MILP, or `optpipe_solver.plan`, looks for the best cut and schedule and raises the bound. What has a
+fused orders, and its prices bound others of the same order; then whole layers are dealt, and more
+and more lengths below the best step refuted; the plan MILP of few cells, or `optpipe_solver.plan`,
+looks for the best cut and schedule and raises the bound. What has a
 bound above the best schedule found is excluded by proof. So the certificate holds for every
 configuration of the space (`candidates`), whatever its cut, within the estimate's model.
 
@@ -65,6 +66,10 @@ __all__ = ["TuneCounts", "TuneResult", "tune"]
 _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
 """Of what is left, and at most and at least in seconds or units of work, for a closer look."""
+
+_WORTH, _MORE, _MOST_TRIES = 0.1, 2.0, 3
+"""Of what lies between a bound and the best: where a refutation said that much, it goes on; and
+how many times as much work as other looks it may do, again where it failed, and how often."""
 
 _NUM_ROWS = 11
 _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
@@ -327,7 +332,7 @@ def tune(
 class _Level(IntEnum):
     """How closely a candidate was looked at."""
 
-    QUICK, PACKED, LOOKED, RELAXED, SIMULATED, CUT, PLANNED = range(7)
+    QUICK, PACKED, LOOKED, RELAXED, SIMULATED, CUT, REFUTED, PLANNED = range(8)
 
 
 @dataclass(slots=True)
@@ -342,6 +347,7 @@ class _Entry:
     is_solved: bool = False
     is_waiting: bool = True
     num_prices: int = 0
+    num_tries: int = 0
 
 
 _Found = tuple["TuneRow | None", float, float, "CutPrices | None"]
@@ -350,7 +356,7 @@ what bounds others of its order."""
 
 
 class _Task(NamedTuple):
-    """A closer look at a candidate: which, how much where it is a program, what to beat."""
+    """A closer look at a candidate: which, how much where it is a program, and what is known."""
 
     question: TuneQuestion
     candidate: TuneCandidate
@@ -358,6 +364,7 @@ class _Task(NamedTuple):
     seconds: float
     work: float | None
     best_ms: float
+    least_ms: float
     seed: int
 
 
@@ -370,9 +377,10 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     simulating = made.num_cells * len(made.families) / _CELLS
     if task.level is _Level.SIMULATED:
         return made.simulated(), 0.0, len(LAYOUTS) * simulating, None
-    if task.level in (_Level.RELAXED, _Level.CUT):
+    if task.level in (_Level.RELAXED, _Level.CUT, _Level.REFUTED):
         relaxed = task.level is _Level.RELAXED
-        row, bound_ms, prices = made.by_cut(task.best_ms, stop, relaxed=relaxed)
+        least_ms = task.least_ms if task.level is _Level.REFUTED else 0.0
+        row, bound_ms, prices = made.by_cut(task.best_ms, stop, relaxed=relaxed, least_ms=least_ms)
         return row, bound_ms, stop.spent + (row is not None) * simulating, prices
     return (*made.planned(stop), stop.spent, None)
 
@@ -465,10 +473,7 @@ class _TuneSearch:
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
         is_next = self.stop.work is None or all(e.level <= _Level.SIMULATED for e in self.entries)
         if first is not None and first.row is not None and first.row is self.best and is_next:
-            # Plans know no pairs: there the best cut is looked for by its own program.
-            first.level = max(
-                first.level, _Level.SIMULATED if first.candidate.pairs else _Level.CUT
-            )
+            first.level = max(first.level, _Level.SIMULATED)
             self._work(_one_by_one([first]), self.stop.is_told)
         self._work(self._least, self._is_over)
         self.ended_by = self.stop.why if self._is_over() else "looked_at"
@@ -575,7 +580,7 @@ class _TuneSearch:
         """Return whether what was learnt of others of its order raises a candidate's bound."""
         cut, known = entry.candidate.cut(), self.prices.get(_order_of(entry.candidate), [])
         new, entry.num_prices = known[entry.num_prices :], len(known)
-        if not new or entry.level >= _Level.CUT:
+        if not new:
             return False
         training, kinds = entry.candidate.training, entry.candidate.kinds
         numbers = ConfigurationJudge(self.question, training, cut, kinds=kinds).cut_numbers(
@@ -655,18 +660,31 @@ class _TuneSearch:
             return _Level.SIMULATED
         if fused and entry.level < _Level.CUT:
             return _Level.RELAXED if entry.level < _Level.RELAXED else _Level.CUT
+        if fused and entry.level is _Level.CUT:
+            return _Level.REFUTED
         return _Level.PLANNED
 
     def _job(self, entry: _Entry) -> _Task:
         """Return what the next closer look at a candidate takes."""
         left, seconds, work = self.stop.left, self.stop.left_s(), None
+        level, seed = self._next(entry), self.stop.seed
         share = max(0.0, min(left, _PLAN_MOST, max(_PLAN_LEAST, _PLAN_SHARE * left)))
+        if level is _Level.REFUTED:
+            share = max(0.0, min(left, _MORE ** (1 + entry.num_tries) * share))
         if self.stop.work is None:
             seconds = share
         else:
             work = share
-        level, seed = self._next(entry), self.stop.seed
-        return _Task(self.question, entry.candidate, level, seconds, work, self.best_ms, seed)
+        return _Task(
+            question=self.question,
+            candidate=entry.candidate,
+            level=level,
+            seconds=seconds,
+            work=work,
+            best_ms=self.best_ms,
+            least_ms=entry.bound_ms,
+            seed=seed,
+        )
 
     def _take(self, entry: _Entry, found: _Found) -> None:
         """Take in the schedule and the bound of a closer look."""
@@ -679,9 +697,22 @@ class _TuneSearch:
         if prices is not None and len(known) < _MOST_PRICES and self.stop.work is None:
             known.append(prices)
         self.num_unfit += bound_ms == inf
-        entry.bound_ms = max(entry.bound_ms, bound_ms + entry.table.after_ms)
+        before_ms = entry.bound_ms
+        entry.bound_ms = max(before_ms, bound_ms + entry.table.after_ms)
+        if entry.level is _Level.REFUTED and entry.bound_ms < self.best_ms:
+            self._try_again(entry, before_ms)
         self._offer(entry, row)
         self._wait(entry)
+
+    def _try_again(self, entry: _Entry, before_ms: float) -> None:
+        """Let a refutation go on where it raised the bound; else with twice the work, some times.
+
+        Not where work is limited: a checkpoint does not know how often it was tried.
+        """
+        if entry.bound_ms > before_ms + _WORTH * (self.best_ms - before_ms):
+            entry.level, entry.num_tries = _Level.CUT, 0
+        elif self.stop.work is None and entry.num_tries < _MOST_TRIES:
+            entry.level, entry.num_tries = _Level.CUT, entry.num_tries + 1
 
     def _offer(self, entry: _Entry, row: TuneRow | None) -> None:
         if row is None or row.step_ms >= _step_of(entry.row):
