@@ -118,7 +118,7 @@ class _Rounds:
         choices = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
         sizes = sorted({len(choice.devices) for choice in choices})
         turns = [(size + level, size) for size in sizes for level in range(len(_MOST_IN_LAYER))]
-        in_turn = {size: _in_turn(best.problem, size) for size in sizes}
+        in_turn = {size: list(_in_turn(best.problem, size)) for size in sizes}
         self.waiting: deque[tuple[_DeviceSubset | _InTurn, int]] = deque()
         for turn, size in sorted(turns):
             most = _MOST_IN_LAYER[turn - size]
@@ -167,28 +167,30 @@ class _Rounds:
 
     def _raise_in_turn(self, asked: _InTurn, most_in_layer: int) -> None:
         """Raise the bound in steps, as long as they are large enough to be worth it."""
-        share = _FIRST_SHARE
+        share, too_long_ms = _FIRST_SHARE, asked.ceiling_ms
         while share >= _LEAST_SHARE and not self._is_over():
             goal = Goal.of(self.best.problem, self.best.objective_ms)
             horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
-            if self.best.bound_ms < horizon_ms < asked.ceiling_ms:
-                found = search_in_turn(
-                    self.best.problem,
-                    asked.choices,
-                    horizon_ms,
-                    most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
-                    most_in_layer=most_in_layer,
-                    should_stop=self._is_over,
-                )
-                self.stop.spend(found.num_states)
-                if found.answer is HorizonAnswer.NONE:
-                    proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
-                    self.best.offer_bound(proven_ms, _IN_TURN)
-                    share = min(1.0, 2 * share)
-                    continue
-                if found.answer is HorizonAnswer.FOUND:
-                    asked.ceiling_ms = horizon_ms
             share /= 2
+            if not self.best.bound_ms < horizon_ms < too_long_ms:
+                continue
+            found = search_in_turn(
+                self.best.problem,
+                asked.choices,
+                horizon_ms,
+                most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
+                most_in_layer=most_in_layer,
+                should_stop=self._is_over,
+            )
+            self.stop.spend(found.num_states)
+            if found.answer is HorizonAnswer.NONE:
+                proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
+                self.best.offer_bound(proven_ms, _IN_TURN)
+                share = min(1.0, 4 * share)
+                continue
+            too_long_ms = horizon_ms
+            if found.answer is HorizonAnswer.FOUND:
+                asked.ceiling_ms = horizon_ms
 
     def _ask(self, choice: _DeviceSubset, horizon_ms: float, most_in_layer: int) -> HorizonAnswer:
         search = search_cells if choice.method == _CELLS else search_general
@@ -259,9 +261,9 @@ def search_in_turn(
     """
     model = relaxed(problem)
     known, origin = nothing_known(model), np.zeros(len(problem.stages))
-    stages = {devices: np.isin(model.device, devices) for devices in choices}
-    waiting, met, is_known = deque(choices), 0, True
-    while waiting and met < most_states and not should_stop():
+    before = heads_beside(model, refill(model), origin, known)
+    waiting, met = deque(choices), 0
+    while waiting:
         devices = waiting.popleft()
         found = search_general(
             problem,
@@ -273,22 +275,19 @@ def search_in_turn(
             known=known,
         )
         met += found.num_states
-        if found.answer is HorizonAnswer.NONE:
-            return LayeredOutcome(HorizonAnswer.NONE, met)
-        is_known = is_known and found.earliest is not None
         if found.earliest is None:
-            continue
-        before = heads_beside(model, refill(model), origin, known)
+            return LayeredOutcome(found.answer, met)
         known = Events(*map(np.maximum, known, found.earliest))
         after = heads_beside(model, refill(model), origin, known)
-        learnt = np.zeros(len(problem.stages), dtype=np.bool_)
-        for old, new in zip(before, after, strict=True):
-            learnt |= (new > old + _LEARNT * horizon_ms).any(axis=0)
-        for other in choices:
-            if other != devices and other not in waiting and learnt[stages[other]].any():
-                waiting.append(other)
-    is_known = is_known and not waiting
-    return LayeredOutcome(HorizonAnswer.FOUND if is_known else HorizonAnswer.UNKNOWN, met)
+        later = [new > old + _LEARNT * horizon_ms for old, new in zip(before, after, strict=True)]
+        learnt = set(model.device[np.any(later, axis=(0, 1))])
+        before = after
+        waiting += [
+            other
+            for other in choices
+            if other != devices and other not in waiting and not learnt.isdisjoint(other)
+        ]
+    return LayeredOutcome(HorizonAnswer.FOUND, met)
 
 
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
