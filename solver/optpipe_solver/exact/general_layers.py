@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GeneralLayer",
-    "Steps",
+    "NotedSteps",
     "chain_general",
     "expand_general",
     "least_end",
@@ -77,8 +77,8 @@ class GeneralLayer(NamedTuple):
     size: Ints
 
 
-class Steps(NamedTuple):
-    """Steps between states, ``size[0]`` rows of five numbers.
+class NotedSteps(NamedTuple):
+    """NotedSteps between states, ``size[0]`` rows of five numbers.
 
     From which row to which row (or to one that was nowhere earlier than its own), of a layer how
     many on; of which pass (`_number_of`), and when it starts.
@@ -88,9 +88,9 @@ class Steps(NamedTuple):
     size: Ints
 
 
-def make_steps(most: int) -> Steps:
+def make_steps(most: int) -> NotedSteps:
     """Return room for so many steps; where there is none they are not remembered."""
-    return Steps(np.zeros((most, 5), dtype=np.int32), np.zeros(1, dtype=np.int64))
+    return NotedSteps(np.zeros((most, 5), dtype=np.int32), np.zeros(1, dtype=np.int64))
 
 
 @lean
@@ -161,7 +161,7 @@ def chain_general(layer: GeneralLayer) -> None:
 def expand_general(
     model: GeneralProblem,
     layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
-    work: tuple[GeneralState, GeneralLoads, GeneralLoads, Steps],
+    work: tuple[GeneralState, GeneralLoads, GeneralLoads, NotedSteps],
     begin: int,
     most: int,
 ) -> int:
@@ -184,7 +184,7 @@ def _expand_row(
     model: GeneralProblem,
     layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
     state: GeneralState,
-    work: tuple[GeneralState, GeneralLoads, GeneralLoads, Steps],
+    work: tuple[GeneralState, GeneralLoads, GeneralLoads, NotedSteps],
     known: tuple[int, int],
 ) -> bool:
     """Add the state after each event to its layer if it is worth it; False = no room.
@@ -270,7 +270,7 @@ def _way_of(event: tuple[int, int, int]) -> int:
 
 
 @lean
-def _note(steps: Steps, way: tuple[int, int, int], number: int, start: int) -> bool:
+def _note(steps: NotedSteps, way: tuple[int, int, int], number: int, start: int) -> bool:
     """Remember a step where steps are; False = no room."""
     i, most = steps.size[0], len(steps.rows)
     if 0 < i == most:

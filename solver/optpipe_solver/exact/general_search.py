@@ -89,7 +89,7 @@ _EXACT_SLICE = 200
 """States that an exact search expands between two looks at whether to stop."""
 
 _STEPS_EACH = 6
-"""Steps to remember of a layer, per state that there may be in it."""
+"""NotedSteps to remember of a layer, per state that there may be in it."""
 
 _BEAM_SLICE = 50
 """States that a beam expands between two looks at whether to stop, and whether there is room."""

@@ -68,8 +68,8 @@ _LEARNT = 1e-9
 
 _SHARES = (0.25, 0.5, 0.75)
 _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
-"""How far up to the best schedule known choices are asked in turn; twice as far where they prove
-something, else half as far."""
+"""How far up to the best schedule known choices are asked in turn, and how far at least: half as
+far where they prove nothing, else twice as far, or as far if they go first and it was not easy."""
 
 SMALL = 15
 """Cells (stages x micro-batches) up to which a problem is small."""
@@ -90,9 +90,14 @@ class _DeviceSubset:
 
 @dataclass(slots=True)
 class _InTurn:
-    """Choices that are told what the others know, and a horizon at which that is no obstacle."""
+    """Choices that are told what the others know, and a horizon at which that is no obstacle.
+
+    ``is_first``: asked before the choices alone, as of three of many devices one alone takes so
+    many states that the first horizons should be low (measured on `ends-p8-m16`).
+    """
 
     choices: tuple[tuple[int, ...], ...]
+    is_first: bool
     ceiling_ms: float = float("inf")
 
 
@@ -122,8 +127,10 @@ class _Rounds:
         self.waiting: deque[tuple[_DeviceSubset | _InTurn, int]] = deque()
         for turn, size in sorted(turns):
             most = _MOST_IN_LAYER[turn - size]
-            self.waiting += [(one, most) for one in choices if len(one.devices) == size]
-            self.waiting += [(all_, most) for all_ in in_turn[size]]
+            groups: list[list[_DeviceSubset] | list[_InTurn]]
+            groups = [[one for one in choices if len(one.devices) == size], in_turn[size]]
+            for group in groups[::-1] if any(one.is_first for one in in_turn[size]) else groups:
+                self.waiting += [(one, most) for one in group]
 
     def run(self, stop: Stop) -> bool:
         """Search until the turn is over; return whether anything is left to ask."""
@@ -186,7 +193,8 @@ class _Rounds:
             if found.answer is HorizonAnswer.NONE:
                 proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
                 self.best.offer_bound(proven_ms, _IN_TURN)
-                share = min(1.0, 4 * share)
+                is_easy = not asked.is_first or found.num_states < most_in_layer
+                share = min(1.0, (4 if is_easy else 2) * share)
                 continue
             too_long_ms = horizon_ms
             if found.answer is HorizonAnswer.FOUND:
@@ -240,7 +248,7 @@ def _in_turn(problem: Problem, size: int) -> Iterator[_InTurn]:
     chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
     choices = tuple(devices for devices in chosen if general_can_search(problem, devices))
     if len(choices) > 1 and problem.objective == "makespan":
-        yield _InTurn(choices)
+        yield _InTurn(choices, is_first=len(used) > _FEW and size > 2)
 
 
 def search_in_turn(
