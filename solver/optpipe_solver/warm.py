@@ -26,7 +26,11 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
 from optpipe_solver.dealing import orders
-from optpipe_solver.exact.rounds import improve_by_beam, improve_by_exact_search
+from optpipe_solver.exact.rounds import (
+    improve_by_beam,
+    improve_by_exact_search,
+    search_in_turn,
+)
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.annealing import anneal
@@ -200,6 +204,7 @@ def _compile_models() -> None:
     small = _serial([0, 1])
     improve_by_beam(small, _least())
     improve_by_exact_search(small, _least())
+    search_in_turn(small.problem, [(0,), (1,)], 1e3, most_states=100, most_in_layer=100)
     shared = _serial([0, 1]).problem
     half = tuple(d.model_copy(update={"half_duplex": True}) for d in shared.devices)
     lanes = Incumbent(shared.model_copy(update={"devices": half}))

@@ -105,13 +105,14 @@ class Events(NamedTuple):
 
 
 class _HeadLoads(NamedTuple):
-    """Per stage, in ms: the origin, and the ends of the loads of rule 3 so far.
+    """Per stage, in ms: the origin, what is known, and the ends of the loads of rule 3 so far.
 
     ``forwards`` is that of the forwards, ``both`` that of forwards and gradient pieces,
     ``gradients`` that of gradient pieces alone. ``refilled`` is what `refill` gives.
     """
 
     origin: Floats
+    known: Events
     forwards: Floats
     both: Floats
     gradients: Floats
@@ -129,9 +130,20 @@ class _HeadRelief(NamedTuple):
     time: Floats
 
 
-@jitted
 def heads(model: Relaxed, turnover: Turnover, origin: Floats) -> Events:
     """Return the earliest starts; ``origin[s]`` is the earliest start of anything on stage s."""
+    return heads_beside(model, turnover, origin, nothing_known(model))
+
+
+def nothing_known(model: Relaxed) -> Events:
+    """Return starts that say nothing."""
+    shape = model.num_microbatches, len(model.forward)
+    return Events(*(np.full(shape, ANYTIME) for _ in range(3)))
+
+
+@jitted
+def heads_beside(model: Relaxed, turnover: Turnover, origin: Floats, known: Events) -> Events:
+    """Return the earliest starts where no F and I can start before what is ``known`` of it."""
     m, num_stages = model.num_microbatches, len(model.forward)
     events = Events(np.zeros((m, num_stages)), np.zeros((m, num_stages)), np.zeros((m, num_stages)))
     relief = _HeadRelief(
@@ -143,6 +155,7 @@ def heads(model: Relaxed, turnover: Turnover, origin: Floats) -> Events:
     )
     loads = _HeadLoads(
         origin,
+        known,
         np.full(num_stages, ANYTIME),
         np.full(num_stages, ANYTIME),
         np.full(num_stages, ANYTIME),
@@ -162,7 +175,7 @@ def heads(model: Relaxed, turnover: Turnover, origin: Floats) -> Events:
 @jitted
 def _head_of_forward(model: Relaxed, events: Events, loads: _HeadLoads, k: int, s: int) -> None:
     """Rules 1 to 3 for F_k(s)."""
-    at = loads.origin[s]
+    at = max(loads.origin[s], loads.known.forward[k, s])
     if k > 0:
         at = max(at, events.forward[k - 1, s] + model.forward[s])
     if s > 0:
@@ -217,6 +230,7 @@ def _head_of_gradient(model: Relaxed, events: Events, loads: _HeadLoads, k: int,
     """Rules 1 to 3 for I_k(s) and W_k(s)."""
     first, last = model.first[s], model.last[s]
     at = events.forward[k, s] + model.forward[s] + model.there[s]
+    at = max(at, loads.known.gradient[k, s])
     if s + 1 < len(model.forward):
         at = max(at, events.gradient[k, s + 1] + model.gradient[s + 1] + model.back[s])
     if k > 0:

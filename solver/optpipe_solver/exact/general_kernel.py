@@ -78,11 +78,12 @@ class GeneralProblem(NamedTuple):
     RECOMPUTE; ``room`` is per device.
     ``there[s]`` and ``back[s]`` are the least times between the passes of s and those of the next
     kept stage, behind the last one ``there`` to its own backward; ``head`` is that before the
-    first. ``rest[q]`` is the least time from the start of the q-th pass of a micro-batch, on its
-    way up and down the stages, to the end of the schedule. ``head_f[k, s]`` is the earliest start
-    of the k-th F of s, ``last_f[k, s]`` the least time after the end of the k-th last, k from 0;
-    ``last_i`` and ``last_w`` those after the pieces ``gradient`` and ``weight`` (see
-    `bounds.relaxation`). ``horizon`` is the longest schedule looked for.
+    first. ``has_modes``: whether anything can be offloaded or recomputed. ``rest[q]`` is the least
+    time from the start of the q-th pass of a micro-batch, on its way up and down the stages, to the
+    end of the schedule. ``head_f[k, s]`` is the earliest start of the k-th F of s, ``last_f[k, s]``
+    the least time after the end of the k-th last, k from 0; ``head_i[k, s]`` the earliest start of
+    the k-th I or B, ``last_i`` and ``last_w`` the times after the pieces ``gradient`` and
+    ``weight`` (see `bounds.relaxation`). ``horizon`` is the longest schedule looked for.
     """
 
     num_microbatches: int
@@ -99,6 +100,7 @@ class GeneralProblem(NamedTuple):
     again: Ints
     may_fuse: Flags
     may_leave: Flags
+    has_modes: bool
     activation: Ints
     context: Ints
     checkpoint: Ints
@@ -113,6 +115,7 @@ class GeneralProblem(NamedTuple):
     head: int
     rest: Ints
     head_f: Ints
+    head_i: Ints
     last_f: Ints
     last_i: Ints
     last_w: Ints
@@ -267,6 +270,8 @@ def start_of(
         start = max(start, model.head_f[loads.forwards[s], s])
     if kind <= FUSED:
         start = max(start, ready_at(model, state, j, s))
+        if kind >= GRADIENT:
+            start = max(start, model.head_i[loads.gradients[s], s])
     return int(start)
 
 
@@ -344,6 +349,8 @@ def _wastes_gradient(
         s = last - at
         if model.device[s] != device or model.may_fuse[s] or model.split_i[s] == 0:
             continue
+        if model.has_modes and not _may_go_first(model, loads.gradients[s], s, start):
+            continue
         mode = mode_of(state.codes[j], s)
         if mode in (AWAY, CHECKPOINT) or model.context[s] > model.activation[s]:
             continue
@@ -351,6 +358,16 @@ def _wastes_gradient(
         if begin >= 0 and begin + model.split_i[s] <= start:
             return True
     return False
+
+
+@lean
+def _may_go_first(model: GeneralProblem, k: int, s: int, start: int) -> bool:
+    """Whether all I of s from the k-th on may each be one number later, as none starts sooner."""
+    for number in range(k, model.num_microbatches - 1):
+        least = max(start + (number - k) * model.split_i[s], model.head_i[number, s])
+        if least < model.head_i[number + 1, s]:
+            return False
+    return True
 
 
 @lean

@@ -39,13 +39,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GeneralLayer",
+    "NotedSteps",
     "chain_general",
     "expand_general",
     "least_end",
     "least_end_by",
     "make_general_layer",
+    "make_steps",
     "rate",
     "set_out",
+    "sweep",
 ]
 
 
@@ -69,8 +72,49 @@ class GeneralLayer(NamedTuple):
     way: NDArray[np.int32]
     alive: Flags
     link: NDArray[np.int32]
+    instead: NDArray[np.int32]
     first: NDArray[np.int32]
     size: Ints
+
+
+class NotedSteps(NamedTuple):
+    """NotedSteps between states, ``size[0]`` rows of five numbers.
+
+    From which row to which row (or to one that was nowhere earlier than its own), of a layer how
+    many on; of which pass (`_number_of`), and when it starts.
+    """
+
+    rows: NDArray[np.int32]
+    size: Ints
+
+
+def make_steps(most: int) -> NotedSteps:
+    """Return room for so many steps; where there is none they are not remembered."""
+    return NotedSteps(np.zeros((most, 5), dtype=np.int32), np.zeros(1, dtype=np.int64))
+
+
+@lean
+def sweep(
+    steps: NDArray[np.int32],
+    instead: NDArray[np.int32],
+    reach: Flags,
+    following: tuple[Flags, Flags],
+    least: Ints,
+) -> None:
+    """Note which rows of a layer reach the end, and the least start of every pass on the way.
+
+    ``following`` says it of the next two layers, ``instead`` which row a row was dropped for.
+    """
+    for i in range(len(steps)):
+        source, target, wide, number, start = steps[i]
+        reaches = following[0][target] if wide == 1 else following[1][target]
+        if reaches:
+            reach[source] = True
+            if number >= 0:
+                least[number] = min(least[number], start)
+    for row in range(len(reach) - 1, -1, -1):
+        if instead[row] >= 0:
+            reach[row] = reach[instead[row]]
 
 
 def make_general_layer(
@@ -90,6 +134,7 @@ def make_general_layer(
         way=np.zeros(most, dtype=np.int32),
         alive=np.zeros(most, dtype=np.bool_),
         link=np.full(most, -1, dtype=np.int32),
+        instead=np.full(most, -1, dtype=np.int32),
         first=np.full(slots, -1, dtype=np.int32),
         size=np.zeros(1, dtype=np.int64),
     )
@@ -116,7 +161,7 @@ def chain_general(layer: GeneralLayer) -> None:
 def expand_general(
     model: GeneralProblem,
     layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
-    work: tuple[GeneralState, GeneralLoads, GeneralLoads],
+    work: tuple[GeneralState, GeneralLoads, GeneralLoads, NotedSteps],
     begin: int,
     most: int,
 ) -> int:
@@ -139,14 +184,14 @@ def _expand_row(
     model: GeneralProblem,
     layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
     state: GeneralState,
-    work: tuple[GeneralState, GeneralLoads, GeneralLoads],
+    work: tuple[GeneralState, GeneralLoads, GeneralLoads, NotedSteps],
     known: tuple[int, int],
 ) -> bool:
     """Add the state after each event to its layer if it is worth it; False = no room.
 
     ``known`` is the bound and the row of the state.
     """
-    new, loads, other = work
+    new, loads, other, made = work
     end, row = known
     survey(model, state, loads)
     num_stages = len(model.forward)
@@ -166,7 +211,9 @@ def _expand_row(
             continue
         # A kept F counts for the RELOAD or RECOMPUTE it saves, a B for I and W.
         steps = 2 if event[0] == KEEP or event[0] == FUSED else 1
-        if not _keep(layers[steps], new, (least, row, _way_of(event))):
+        target = _keep(layers[steps], new, (least, row, _way_of(event)))
+        of = _number_of(model, loads, event)
+        if target < 0 or not _note(made, (row, target, steps), of, start):
             return False
     return True
 
@@ -223,8 +270,35 @@ def _way_of(event: tuple[int, int, int]) -> int:
 
 
 @lean
-def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int]) -> bool:
-    """Add a state unless another with its codes and W is nowhere later; False = no room.
+def _note(steps: NotedSteps, way: tuple[int, int, int], number: int, start: int) -> bool:
+    """Remember a step where steps are; False = no room."""
+    i, most = steps.size[0], len(steps.rows)
+    if 0 < i == most:
+        return False
+    if i < most:
+        for column in range(3):
+            steps.rows[i, column] = way[column]
+        steps.rows[i, 3], steps.rows[i, 4] = number, start
+        steps.size[0] += 1
+    return True
+
+
+@lean
+def _number_of(model: GeneralProblem, loads: GeneralLoads, event: tuple[int, int, int]) -> int:
+    """Return k x stages + s of the k-th F of s, m x stages more of its k-th I or B, else -1."""
+    kind, _, s = event
+    if kind <= DROP:
+        return int(loads.forwards[s] * len(model.forward) + s)
+    if kind <= FUSED:
+        return int((model.num_microbatches + loads.gradients[s]) * len(model.forward) + s)
+    return _NONE
+
+
+@lean
+def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int]) -> int:
+    """Add a state unless another with its codes and W is nowhere later; return whose row is kept.
+
+    -1 = no room.
 
     ``known`` is its bound, the row before it, and the way from there.
     """
@@ -233,13 +307,14 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
     while at >= 0:
         if layer.alive[at] and _same(layer, at, state):
             if not_later(layer.times[at], state.times):
-                return True
+                return int(at)
             if not_later(state.times, layer.times[at]):
                 layer.alive[at] = False
+                layer.instead[at] = layer.size[0]
         at = layer.link[at]
     row = layer.size[0]
     if row == len(layer.alive):
-        return False
+        return -1
     for i in range(len(state.codes)):
         layer.codes[row, i] = state.codes[i]
     for i in range(len(state.weights)):
@@ -248,9 +323,10 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
         layer.times[row, i] = state.times[i]
     layer.end[row], layer.parent[row], layer.way[row] = known
     layer.alive[row] = True
+    layer.instead[row] = _NONE
     layer.link[row], layer.first[slot] = layer.first[slot], row
     layer.size[0] += 1
-    return True
+    return int(row)
 
 
 @lean
@@ -347,7 +423,8 @@ def _by_positions(model: GeneralProblem, state: GeneralState, loads: GeneralLoad
             ready = min(ready, before + come)
         left += loads.num_at[q]
         if left > 0:
-            begin = max(ready, free)
+            heads = model.head_f if is_forward else model.head_i
+            begin = max(ready, free, heads[m - left, s])
             before = begin + (model.forward[s] if is_forward else model.gradient[s])
             tails = model.last_f if is_forward else model.last_i
             least = max(least, before + tails[left - 1, s])

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.schedule import Action, ActionType
-from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
+from optpipe_solver.bounds.heads_tails import (
+    ANYTIME,
+    Events,
+    drain,
+    heads_beside,
+    nothing_known,
+    refill,
+    tails,
+)
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.general_kernel import (
     DROP,
@@ -37,8 +45,10 @@ from optpipe_solver.exact.general_layers import (
     chain_general,
     expand_general,
     make_general_layer,
+    make_steps,
     rate,
     set_out,
+    sweep,
 )
 from optpipe_solver.exact.layers import (
     HorizonAnswer,
@@ -58,7 +68,6 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Floats, Ints
-    from optpipe_solver.bounds.heads_tails import Events
     from optpipe_solver.bounds.relaxation import Relaxed
     from optpipe_solver.exact.general_layers import GeneralLayer
 
@@ -78,6 +87,9 @@ __all__ = [
 
 _EXACT_SLICE = 200
 """States that an exact search expands between two looks at whether to stop."""
+
+_STEPS_EACH = 6
+"""NotedSteps to remember of a layer, per state that there may be in it."""
 
 _BEAM_SLICE = 50
 """States that a beam expands between two looks at whether to stop, and whether there is room."""
@@ -116,7 +128,7 @@ def copies_are_equal(problem: Problem, device: int) -> bool:
 
 
 def general_problem_of(
-    problem: Problem, horizon_ms: float, devices: Sequence[int]
+    problem: Problem, horizon_ms: float, devices: Sequence[int], known: Events | None = None
 ) -> GeneralProblem:
     """Return the problem of some devices with every time rounded down to whole units.
 
@@ -128,7 +140,7 @@ def general_problem_of(
     horizon = floor(horizon_ms / unit + _ALL_ROUNDING)
     units = partial(_units, unit=unit, most=horizon + 1)
     model = relaxed(problem)
-    before, after = _clock(problem, model, devices)
+    before, after = _clock(problem, model, devices, known)
     kept = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
     stages = [problem.stages[s] for s in kept]
     index = {device: k for k, device in enumerate(devices)}
@@ -153,6 +165,7 @@ def general_problem_of(
         again=units(_again_ms(problem, s) for s in kept),
         may_fuse=np.array([fusing_may_pay(problem, s) or (s, "B") in licensed for s in kept]),
         may_leave=np.array([_copy(problem, s).moved > 0 for s in kept]),
+        has_modes=any(_copy(problem, s).moved > 0 or _again_ms(problem, s) >= 0 for s in kept),
         activation=whole(s.activation_bytes for s in stages),
         context=whole(s.weight_context_bytes for s in stages),
         checkpoint=whole(s.checkpoint_bytes or 0 for s in stages),
@@ -172,6 +185,7 @@ def general_problem_of(
         head=0 if problem.objective == "span" else int(units([head])[0]),
         rest=_rest(forward, gradient, there_units, back_units, int(last_i[0, 0])),
         head_f=_grid(before.forward[:, kept], unit),
+        head_i=_grid(before.gradient[:, kept], unit),
         last_f=_grid(after.forward[:, kept], unit),
         last_i=last_i,
         last_w=_grid(after.weight[:, kept], unit),
@@ -179,12 +193,15 @@ def general_problem_of(
     )
 
 
-def _clock(problem: Problem, model: Relaxed, devices: Sequence[int]) -> tuple[Events, Events]:
+def _clock(
+    problem: Problem, model: Relaxed, devices: Sequence[int], known: Events | None
+) -> tuple[Events, Events]:
     """Return heads and tails on the clock of the schedule, or under span on that of the device."""
     origin = np.zeros(len(problem.stages))
     if problem.objective == "span":
         origin = np.where(model.device == devices[0], 0.0, ANYTIME)
-    return heads(model, refill(model), origin), tails(model, drain(model), origin)
+    before = heads_beside(model, refill(model), origin, known or nothing_known(model))
+    return before, tails(model, drain(model), origin)
 
 
 def _copy(problem: Problem, s: int) -> _Copy:
@@ -290,16 +307,24 @@ def search_general(
     most_states: int,
     most_in_layer: int,
     should_stop: Callable[[], bool] = lambda: False,
+    known: Events | None = None,
 ) -> LayeredOutcome:
     """Ask whether some devices can be through within ``horizon_ms``, the others being no obstacle.
 
     ``NONE`` proves that no schedule of the problem is that short. Unknown if more than
-    ``most_states`` are met, ``most_in_layer`` in one layer, or if told to stop.
+    ``most_states`` are met, ``most_in_layer`` in one layer, or if told to stop. ``known`` are
+    starts of F and I that no schedule within the horizon is sooner than; with them the answer says
+    what the search adds to them.
     """
-    search = _GeneralSearch(problem, devices, horizon_ms, most_in_layer)
+    most_steps = 0 if known is None else _STEPS_EACH * most_in_layer
+    search = _GeneralSearch(
+        problem, devices, horizon_ms, most_in_layer, known=known, most_steps=most_steps
+    )
     answer = search.walk(should_stop, most_states)
-    found_ms = search.least_ms() if answer is HorizonAnswer.FOUND else None
-    return LayeredOutcome(answer, search.num_states, found_ms=found_ms)
+    if answer is not HorizonAnswer.FOUND:
+        return LayeredOutcome(answer, search.num_states)
+    earliest = None if known is None else search.earliest()
+    return LayeredOutcome(answer, search.num_states, found_ms=search.least_ms(), earliest=earliest)
 
 
 def search_beam(
@@ -332,7 +357,10 @@ def search_beam(
 
 
 class _GeneralSearch(LayeredSearch["GeneralLayer"]):
-    """``most_new`` states at most are made of a beam's slice: so many must have room."""
+    """``most_new`` states at most are made of a beam's slice: so many must have room.
+
+    Where ``most_steps`` of each layer have room, steps are remembered, for `earliest`.
+    """
 
     def __init__(
         self,
@@ -343,8 +371,14 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
         *,
         width: int | None = None,
         most_new: int = 0,
+        known: Events | None = None,
+        most_steps: int = 0,
     ) -> None:
-        self.general = general_problem_of(problem, horizon_ms, devices)
+        self.general = general_problem_of(problem, horizon_ms, devices, known)
+        self.problem = problem
+        self.kept = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
+        self.steps = make_steps(most_steps)
+        self.made: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
         self.unit_ms = unit_ms(problem, horizon_ms)
         self.most_new = most_new
         size = problem.num_microbatches, len(self.general.forward), len(devices)
@@ -356,8 +390,30 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
             make_general_state(*size),
             make_general_loads(*size[1:]),
             make_general_loads(*size[1:]),
+            self.steps,
         )
         set_out(layers[0], self.general)
+
+    def _leave(self, layer: GeneralLayer) -> None:
+        if len(self.steps.rows):
+            made = self.steps.rows[: int(self.steps.size[0])].copy()
+            self.made.append((made, layer.instead[: int(layer.size[0])].copy()))
+            self.steps.size[0] = 0
+        super()._leave(layer)
+
+    def earliest(self) -> Events:
+        """Return the earliest starts of F and I on the ways that reach the last layer, in ms."""
+        m, num_kept = self.general.num_microbatches, len(self.kept)
+        least = np.full(2 * m * num_kept, self.general.horizon, dtype=np.int64)
+        last = np.ones(int(self.layers[0].size[0]), dtype=np.bool_)
+        following = last, last
+        for made, instead in reversed(self.made):
+            reach = np.zeros(len(instead), dtype=np.bool_)
+            sweep(made, instead, reach, following, least)
+            following = reach, following[0]
+        starts = np.full((2, m, len(self.problem.stages)), ANYTIME)
+        starts[:, :, self.kept] = least.reshape(2, m, num_kept) * self.unit_ms
+        return Events(starts[0], starts[1], np.full_like(starts[0], ANYTIME))
 
     def least_ms(self) -> float:
         """Return the length of the shortest relaxed schedule in the last layer."""

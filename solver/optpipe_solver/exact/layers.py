@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Ints
+    from optpipe_solver.bounds.heads_tails import Events
 
 __all__ = ["HorizonAnswer", "LayeredOutcome", "LayeredSearch", "keep_rows", "whole"]
 
@@ -38,13 +39,16 @@ class LayeredOutcome:
     """The end of a search and how many states it met, or a beam expanded.
 
     ``programs`` are there where some were found and can be told; ``found_ms``, where some devices
-    alone were asked for, is the length of a relaxed schedule: none as short need exist.
+    alone were asked for, is the length of a relaxed schedule: none as short need exist. Then
+    ``earliest`` may be there: no schedule within the horizon starts the k-th F or I of one of their
+    stages sooner.
     """
 
     answer: HorizonAnswer
     num_states: int
     programs: Programs | None = None
     found_ms: float | None = None
+    earliest: Events | None = None
 
 
 class _SearchLayer(Protocol):

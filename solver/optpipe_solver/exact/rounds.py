@@ -5,7 +5,8 @@ found so far, the others being waiting times. No bound beyond it can come of thi
 that ends in no schedule just below the ceiling, or just below the best schedule known, settles the
 choice, and the latter the problem. Small choices go first, and often settle what all devices
 together are too many for: the obstacle to a shorter schedule is mostly the memory of one device,
-two or three.
+two or three. Where each of several choices has a short schedule, they may have none together: what
+one says of when its passes start at the earliest, the others are told (`search_in_turn`).
 
 Beams keep all devices, and of each layer only the most promising states; each is wider than the
 last. States, dominance and bound are those of `fifo_search` or `general_search`.
@@ -20,7 +21,11 @@ from itertools import combinations
 from math import floor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from optpipe_solver.bounds.configurations import configurations_ms
+from optpipe_solver.bounds.heads_tails import Events, heads_beside, nothing_known, refill
+from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.cell_search import cells_can_search, search_cells
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
@@ -30,7 +35,7 @@ from optpipe_solver.exact.general_search import (
     search_beam,
     search_general,
 )
-from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from optpipe_solver.feasibility import knows_menu
 from optpipe_solver.incumbent import Goal
 
@@ -38,18 +43,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from optpipe.problem import Problem
-    from optpipe_solver.exact.layers import LayeredOutcome
     from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["SMALL", "improve_by_beam", "improve_by_exact_search", "prove_by_few_devices"]
+__all__ = [
+    "SMALL",
+    "improve_by_beam",
+    "improve_by_exact_search",
+    "prove_by_few_devices",
+    "search_in_turn",
+]
 
 
 _GENERAL, _CELLS, _ROUNDS = "general-search", "cell-search", "few devices"
+_IN_TURN = "search-in-turn"
 _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
 _MOST_STATES = 50_000_000
+_MOST_IN_TURN = 3_000_000
+"""States met for one answer, at most: of each device's the steps between them are remembered."""
+
+_LEARNT = 1e-9
+"""Share of the horizon that a start must be later to be news."""
+
 _SHARES = (0.25, 0.5, 0.75)
+_FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
+"""How far up to the best schedule known choices are asked in turn, and how far at least: half as
+far where they prove nothing, else twice as far, or as far if they go first and it was not easy."""
+
 SMALL = 15
 """Cells (stages x micro-batches) up to which a problem is small."""
 
@@ -65,6 +86,19 @@ class _DeviceSubset:
     method: str
     ceiling_ms: float = float("inf")
     is_settled: bool = False
+
+
+@dataclass(slots=True)
+class _InTurn:
+    """Choices that are told what the others know, and a horizon at which that is no obstacle.
+
+    ``is_first``: asked before the choices alone, as of three of many devices one alone takes so
+    many states that the first horizons should be low (measured on `ends-p8-m16`).
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+    is_first: bool
+    ceiling_ms: float = float("inf")
 
 
 def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
@@ -89,18 +123,24 @@ class _Rounds:
         choices = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
         sizes = sorted({len(choice.devices) for choice in choices})
         turns = [(size + level, size) for size in sizes for level in range(len(_MOST_IN_LAYER))]
-        self.waiting = deque(
-            (choice, _MOST_IN_LAYER[turn - size])
-            for turn, size in sorted(turns)
-            for choice in choices
-            if len(choice.devices) == size
-        )
+        in_turn = {size: list(_in_turn(best.problem, size)) for size in sizes}
+        self.waiting: deque[tuple[_DeviceSubset | _InTurn, int]] = deque()
+        for turn, size in sorted(turns):
+            most = _MOST_IN_LAYER[turn - size]
+            groups: list[list[_DeviceSubset] | list[_InTurn]]
+            groups = [[one for one in choices if len(one.devices) == size], in_turn[size]]
+            for group in groups[::-1] if any(one.is_first for one in in_turn[size]) else groups:
+                self.waiting += [(one, most) for one in group]
 
     def run(self, stop: Stop) -> bool:
         """Search until the turn is over; return whether anything is left to ask."""
         self.stop = stop
         while self.waiting and not self._is_over():
-            self._raise(*self.waiting[0])
+            asked, most_in_layer = self.waiting[0]
+            if isinstance(asked, _InTurn):
+                self._raise_in_turn(asked, most_in_layer)
+            else:
+                self._raise(asked, most_in_layer)
             if not self._is_over():
                 self.waiting.popleft()
         return bool(self.waiting)
@@ -131,6 +171,34 @@ class _Rounds:
                 return
             proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
             self.best.offer_bound(proven_ms, choice.method)
+
+    def _raise_in_turn(self, asked: _InTurn, most_in_layer: int) -> None:
+        """Raise the bound in steps, as long as they are large enough to be worth it."""
+        share, too_long_ms = _FIRST_SHARE, asked.ceiling_ms
+        while share >= _LEAST_SHARE and not self._is_over():
+            goal = Goal.of(self.best.problem, self.best.objective_ms)
+            horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
+            share /= 2
+            if not self.best.bound_ms < horizon_ms < too_long_ms:
+                continue
+            found = search_in_turn(
+                self.best.problem,
+                asked.choices,
+                horizon_ms,
+                most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
+                most_in_layer=most_in_layer,
+                should_stop=self._is_over,
+            )
+            self.stop.spend(found.num_states)
+            if found.answer is HorizonAnswer.NONE:
+                proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
+                self.best.offer_bound(proven_ms, _IN_TURN)
+                is_easy = not asked.is_first or found.num_states < most_in_layer
+                share = min(1.0, (4 if is_easy else 2) * share)
+                continue
+            too_long_ms = horizon_ms
+            if found.answer is HorizonAnswer.FOUND:
+                asked.ceiling_ms = horizon_ms
 
     def _ask(self, choice: _DeviceSubset, horizon_ms: float, most_in_layer: int) -> HorizonAnswer:
         search = search_cells if choice.method == _CELLS else search_general
@@ -172,6 +240,62 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
         for devices in chosen:
             for method in _methods(problem, devices):
                 yield devices, method
+
+
+def _in_turn(problem: Problem, size: int) -> Iterator[_InTurn]:
+    """Yield the choices of so many neighbours, where several have one clock."""
+    used = [device for device, held in enumerate(problem.stages_of) if held]
+    chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
+    choices = tuple(devices for devices in chosen if general_can_search(problem, devices))
+    if len(choices) > 1 and problem.objective == "makespan":
+        yield _InTurn(choices, is_first=len(used) > _FEW and size > 2)
+
+
+def search_in_turn(
+    problem: Problem,
+    choices: Sequence[tuple[int, ...]],
+    horizon_ms: float,
+    *,
+    most_states: int,
+    most_in_layer: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> LayeredOutcome:
+    """Ask whether devices can be through within ``horizon_ms``, each choice knowing of the others.
+
+    A choice says when its F and I start at the earliest in any schedule within the horizon. What
+    follows for other devices (`bounds.heads_tails`) is known to the next choice; one that comes to
+    know more is asked again. ``NONE`` proves that no schedule of the problem is that short;
+    ``FOUND``: nobody learns any more. Unknown where a choice has too many states, or told to stop.
+    """
+    model = relaxed(problem)
+    known, origin = nothing_known(model), np.zeros(len(problem.stages))
+    before = heads_beside(model, refill(model), origin, known)
+    waiting, met = deque(choices), 0
+    while waiting:
+        devices = waiting.popleft()
+        found = search_general(
+            problem,
+            devices,
+            horizon_ms,
+            most_states=most_states - met,
+            most_in_layer=most_in_layer,
+            should_stop=should_stop,
+            known=known,
+        )
+        met += found.num_states
+        if found.earliest is None:
+            return LayeredOutcome(found.answer, met)
+        known = Events(*map(np.maximum, known, found.earliest))
+        after = heads_beside(model, refill(model), origin, known)
+        later = [new > old + _LEARNT * horizon_ms for old, new in zip(before, after, strict=True)]
+        learnt = set(model.device[np.any(later, axis=(0, 1))])
+        before = after
+        waiting += [
+            other
+            for other in choices
+            if other != devices and other not in waiting and not learnt.isdisjoint(other)
+        ]
+    return LayeredOutcome(HorizonAnswer.FOUND, met)
 
 
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:

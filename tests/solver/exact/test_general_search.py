@@ -4,24 +4,32 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
 from optpipe_solver.bounds import lower_bound
+from optpipe_solver.bounds.heads_tails import nothing_known
+from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.general_search import general_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.bounds.judging import assert_below
 from tests.solver.exhaustive import optimum, tiny_problems, tiny_problems_with_pairs
-from tests.strategies import Case, cases, few
+from tests.strategies import B, Case, F, I, cases, few
 
 
-def search(given: Problem, devices: Sequence[int], horizon_ms: float) -> LayeredOutcome:
-    """A search with room enough for small problems."""
-    return search_general(given, devices, horizon_ms, most_states=10**6, most_in_layer=50_000)
+def search(
+    given: Problem, devices: Sequence[int], horizon_ms: float, *, knows: bool = False
+) -> LayeredOutcome:
+    """A search with room enough for small problems; ``knows``: when passes start is asked too."""
+    known = nothing_known(relaxed(given)) if knows else None
+    return search_general(
+        given, devices, horizon_ms, most_states=10**6, most_in_layer=50_000, known=known
+    )
 
 
 def shortest(given: Problem, *devices: int) -> float:
@@ -73,6 +81,26 @@ def test_nearly_all_legal_schedules_are_found() -> None:
     ask()
     assert len(said) > 100
     assert said.count(HorizonAnswer.FOUND) >= 0.95 * len(said)
+
+
+@given(cases(tight=True))
+def test_no_pass_starts_before_it_is_said_to(case: Case) -> None:
+    """At the length of any schedule there is: its k-th F and I of each stage, in order of time."""
+    if case.problem.objective == "span":
+        return
+    run = simulate(case.problem, case.programs)
+    starts: dict[tuple[int, bool], list[float]] = {}
+    for program, times in zip(case.programs, run.times, strict=True):
+        for action, at in zip(program, times, strict=True):
+            if action.type in {F, I, B}:
+                starts.setdefault((action.stage, action.type is F), []).append(at.start)
+    for devices in choices(case.problem):
+        earliest = search(case.problem, devices, run.makespan_ms, knows=True).earliest
+        if earliest is None:
+            continue
+        for (s, is_forward), true in starts.items():
+            said = earliest.forward if is_forward else earliest.gradient
+            assert (said[:, s] <= np.sort(true) + 1e-6).all()
 
 
 @given(tiny_problems(menus=True))
