@@ -227,7 +227,7 @@ class PlanSearch:
                 self._tell(candidate)
 
     def _patterns(self, line: PlacementLine) -> list[Pattern]:
-        """Return the patterns of a line, with places for what its layers' menus ask; pairs first."""
+        """Return the patterns of a line, with places for its layers' menus; pairs first."""
         menus = [mode for stage in self.model.stages_on[0] for mode in stage.menu]
         found = patterns_of(
             line.placement,
