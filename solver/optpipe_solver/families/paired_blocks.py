@@ -669,7 +669,7 @@ _LOOKS = (
 
 PAIR_POLICIES = tuple(
     PairPolicy(*policy)
-    for policy in product((0.0, 0.5), (2, 4, 1_000_000), (0, 1, 2), (1.0, 0.5), (ALWAYS, IN_DRAIN))
+    for policy in product((0.0, 0.5), (2, 4, 1_000_000), (2, 1, 0), (0.5, 1.0), (ALWAYS, IN_DRAIN))
 )
 
 

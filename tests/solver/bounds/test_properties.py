@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
-from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.bounds import lower_bound, lower_bounds
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.feasibility import smallest_memory
 from optpipe_solver.incumbent import grid_ms
@@ -54,7 +54,7 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"), [("v", 9), ("v", 7), ("v", 4), ("loop", 9), ("loop", 5)]
+    ("shape", "room"), [("v", 9), ("v", 7), ("v", 6), ("v", 4), ("loop", 9), ("loop", 5)]
 )
 @pytest.mark.parametrize("hidden_ms", [1.0, 0.6])
 def test_every_bound_is_below_good_schedules_in_pairs(
@@ -78,6 +78,8 @@ def test_every_bound_is_below_good_schedules_in_pairs(
     assert_below(given, best)
     if (shape, room, hidden_ms) == ("v", 9, 1.0):
         assert best == max(bound.ms for bound in lower_bounds(given)) == 51
+    if (room, hidden_ms) == (6, 0.6):
+        assert lower_bound(given).method == "memory with pairs"
 
 
 @given(cases(menus=True), st.sampled_from([1.0, 0.75]))
