@@ -11,7 +11,7 @@ import numpy as np
 from optpipe.simulate import link_loads
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
-from optpipe_solver.bounds.pairs import paired_load_ms, shortened
+from optpipe_solver.bounds.pairs import paired_load_ms, paired_memory_ms, shortened
 from optpipe_solver.bounds.relaxation import Paths, relaxed
 from optpipe_solver.bounds.window import window_ms
 
@@ -173,6 +173,7 @@ def _bounds_with_pairs(problem: Problem, should_stop: Callable[[], bool]) -> lis
     ]
     if problem.objective == "makespan":
         found.append(Bound(paired_load_ms(problem), "load with pairs"))
+        found.append(Bound(paired_memory_ms(problem), "memory with pairs"))
     return found
 
 

@@ -7,7 +7,9 @@ will be before the wait costs more than the pair hides. So one rule thins DualPi
 beside each other in a V or a loop, and runs alone what has no partner.
 
 A forward is admitted only if what the device holds could still be finished, oldest micro-batch
-first (the banker's rule): no order gets stuck for want of memory. Ignored: offload, recompute,
+first (the banker's rule): no order gets stuck for want of memory. One that comes before its turn,
+alone or in a pair, must moreover leave room for all that it jumps, each W right behind its I: else
+the first chunk's forwards fill what the order keeps for the other's. Ignored: offload, recompute,
 gradient reductions, messages that wait for each other; micro-batches go first in, first out.
 """
 
@@ -25,7 +27,7 @@ from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CODES, CompiledProblem, program_of
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.squeeze import BuildingBlock, Order, uniform_block, unroll
-from optpipe_solver.families.v_shape import candidate_blocks
+from optpipe_solver.families.v_shape import candidate_blocks, distance
 from optpipe_solver.jit import jitted, lean
 
 if TYPE_CHECKING:
@@ -223,7 +225,7 @@ def _announce(
 def _first_able(rules: PairRules, order: Order, state: PairState, now: float) -> int:
     """Return the first device that can run anything now, in whatever order; -1: none."""
     for device in range(rules.num_held.size):
-        if _first_ready(device, now, rules, order, state) != _WAIT or (
+        if _first_ready(device, now, rules, order, state, True) != _WAIT or (
             _waiting_weight(device, rules, state) >= 0
         ):
             return device
@@ -257,7 +259,7 @@ def _try_pair(
     for at in range(rules.num_held[device]):
         a = rules.held[device, at]
         place = _place(FORWARD, a, order, state)
-        if place > furthest or not _admits(device, a, rules, state):
+        if place > furthest or not _leaves_room(device, a, rules, order, state):
             continue
         for other in range(rules.num_held[device]):
             b = rules.held[device, other]
@@ -378,7 +380,9 @@ def _advance(device: int, order: Order, state: PairState) -> None:
 
 
 @lean
-def _first_ready(device: int, now: float, rules: PairRules, order: Order, state: PairState) -> int:
+def _first_ready(
+    device: int, now: float, rules: PairRules, order: Order, state: PairState, any_order: bool
+) -> int:
     """Return the first pass in block order that can run now, 2 * stage + kind, or wait."""
     m = order.num_microbatches
     best, found = np.iinfo(np.int64).max, _WAIT
@@ -389,27 +393,30 @@ def _first_ready(device: int, now: float, rules: PairRules, order: Order, state:
             if j >= m or state.ready[kind, stage, j] > now:
                 continue
             place = order.place[2 * stage + kind, j]
-            if place < best and (
-                _admits(device, stage, rules, state)
-                if kind == FORWARD
-                else state.memory[device] + rules.rises[FULL, stage] <= rules.limit[device]
-            ):
+            if place >= best:
+                continue
+            if kind == 1:
+                fits = state.memory[device] + rules.rises[FULL, stage] <= rules.limit[device]
+            elif any_order:
+                fits = _admits(device, stage, rules, state)
+            else:
+                fits = _leaves_room(device, stage, rules, order, state)
+            if fits:
                 best, found = place, 2 * stage + kind
     return found
 
 
 @lean
 def _following(device: int, rules: PairRules, order: Order, state: PairState) -> tuple[int, float]:
-    """Return the first pass of the order that memory admits, and when its input arrives."""
+    """Return the next pass of the order and when its input arrives; wait, inf if it cannot run."""
     _advance(device, order, state)
-    last = min(order.length[device], state.head[device] + _SCANNED)
-    for at in range(state.head[device], last):
-        code = order.sequence[device, at]
-        stage, kind = code // 2, code % 2
-        j = state.done[kind, stage]
-        if order.place[code, j] == at and (kind != FORWARD or _admits(device, stage, rules, state)):
-            return code, state.ready[kind, stage, j]
-    return _WAIT, np.inf
+    if state.head[device] >= order.length[device]:
+        return _WAIT, np.inf
+    code = order.sequence[device, state.head[device]]
+    stage, kind = code // 2, code % 2
+    if kind == FORWARD and not _admits(device, stage, rules, state):
+        return _WAIT, np.inf
+    return code, state.ready[kind, stage, state.done[kind, stage]]
 
 
 @lean
@@ -428,7 +435,7 @@ def _alone(
         gap = arrives - now
         following = _WAIT
         if policy.early > 0 or any_order:
-            following = _first_ready(device, now, rules, order, state)
+            following = _first_ready(device, now, rules, order, state, any_order)
         if following != _WAIT and not any_order:
             length = rules.duration[FORWARD if following % 2 == 0 else INPUT, following // 2]
             if policy.patience * length > gap:
@@ -511,6 +518,24 @@ def _fill(
     code = WEIGHT * rules.device_of.size * m + stage * m + j
     _note(device, code, now, rules.duration[WEIGHT, stage], state)
     _count(device, WEIGHT, stage, rules, state)
+    return True
+
+
+@lean
+def _leaves_room(device: int, s: int, rules: PairRules, order: Order, state: PairState) -> bool:
+    """Whether F of a stage is admitted, and all passes that it jumps still fit after it."""
+    place = order.place[2 * s, state.done[FORWARD, s]]
+    if place - state.head[device] > _SCANNED or not _admits(device, s, rules, state):
+        return False
+    held = state.in_flight[device] + rules.delta[FORWARD, s]
+    for at in range(state.head[device], place):
+        code = order.sequence[device, at]
+        stage, kind = code // 2, code % 2
+        if order.place[code, state.done[kind, stage]] > at:
+            continue
+        if held + rules.rises[FORWARD if kind == FORWARD else FULL, stage] > rules.limit[device]:
+            return False
+        held += rules.delta[FORWARD, stage] * (1 if kind == FORWARD else -1)
     return True
 
 
@@ -639,12 +664,12 @@ _FEWEST, _FINALISTS = 6, 5
 _LOOKS = (
     PairPolicy(wait=0.0),
     PairPolicy(wait=0.0, reach=4),
-    PairPolicy(wait=0.0, reach=2, early=0),
+    PairPolicy(wait=0.0, reach=2, early=2, patience=0.5),
 )
 
 PAIR_POLICIES = tuple(
     PairPolicy(*policy)
-    for policy in product((0.0, 0.5), (2, 4, 1_000_000), (0, 1, 2), (1.0, 0.5), (ALWAYS, IN_DRAIN))
+    for policy in product((0.0, 0.5), (2, 4, 1_000_000), (2, 1, 0), (0.5, 1.0), (ALWAYS, IN_DRAIN))
 )
 
 
@@ -703,8 +728,12 @@ def _affordable(problem: Problem, num_microbatches: int) -> int:
 
 
 def paired_candidates(problem: Problem) -> list[BuildingBlock]:
-    """Return the blocks to try: those of pairs and those of `candidate_blocks` in turn."""
-    alternately = zip_longest(_of_pairs(problem), candidate_blocks(problem))
+    """Return the blocks to try: those of pairs and those of `candidate_blocks` in turn.
+
+    Of each those come first whose memory is closest to the limits.
+    """
+    pairs = sorted(_of_pairs(problem), key=lambda block: distance(problem, block))
+    alternately = zip_longest(pairs, candidate_blocks(problem))
     return [block for both in alternately for block in both if block is not None]
 
 

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.families.squeeze import BuildingBlock, Squeezed
 
-__all__ = ["build_building_blocks", "build_v_half", "build_v_min", "build_zb_v", "candidate_blocks"]
+__all__ = [
+    "build_building_blocks",
+    "build_v_half",
+    "build_v_min",
+    "build_zb_v",
+    "candidate_blocks",
+    "distance",
+]
 
 
 _WORK = 2_000_000
@@ -92,7 +99,7 @@ def build_building_blocks(problem: Problem) -> Programs:
 def candidate_blocks(problem: Problem) -> list[BuildingBlock]:
     """Return the blocks to try, those whose memory is closest to the limits first."""
     blocks = [*_on_the_grid(problem), *_in_real_time(problem), *_ever_slower(problem)]
-    return sorted(blocks, key=lambda block: _distance(problem, block))
+    return sorted(blocks, key=lambda block: distance(problem, block))
 
 
 def _search(problem: Problem, *, fused: bool) -> list[Squeezed]:
@@ -122,7 +129,7 @@ def _simulated_ms(compiled: CompiledProblem, squeezed: Squeezed) -> float:
     return compiled.objective_ms(encoded(compiled.problem, squeezed.codes, fused=squeezed.fused))
 
 
-def _distance(problem: Problem, block: BuildingBlock) -> float:
+def distance(problem: Problem, block: BuildingBlock) -> float:
     """Return how far, in orders of magnitude, the block's estimated memory is from the limit."""
     lifespans = np.maximum(1, np.ceil((block.backward - block.forward) / block.period))
     fullest = 0.0

@@ -22,7 +22,14 @@ from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
-from optpipe_solver.milp.plan import boundaries, layer_kinds, patterns_of, plan_pattern
+from optpipe_solver.milp.plan import (
+    PAIRED_PATTERNS,
+    PATTERNS,
+    boundaries,
+    layer_kinds,
+    patterns_of,
+    plan_pattern,
+)
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
 from optpipe_solver.plan.hand import hand_cuts, hand_plans
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
@@ -219,16 +226,18 @@ class PlanSearch:
                 candidate.best.offer(found.programs, f"plan-milp {found.pattern}")
                 self._tell(candidate)
 
-    def _patterns(self, line: PlacementLine) -> Iterator[Pattern]:
-        """Yield the patterns of a line, with places for what its layers' menus ask."""
+    def _patterns(self, line: PlacementLine) -> list[Pattern]:
+        """Return the patterns of a line, with places for its layers' menus; pairs first."""
         menus = [mode for stage in self.model.stages_on[0] for mode in stage.menu]
-        return patterns_of(
+        found = patterns_of(
             line.placement,
             self.model.num_microbatches,
             boundaries(self.model, line.placement),
             transfers=any(mode.offload_bytes for mode in menus),
             recompute=any(mode.recompute == "apart" for mode in menus),
+            names=(*(PAIRED_PATTERNS if self.model.has_pairs else ()), *PATTERNS),
         )
+        return sorted(found, key=lambda pattern: not pattern.has_pairs)
 
     def _gather(self, phase: Stop) -> None:
         """Add the best cuts of every line, and raise the lines' bounds."""
@@ -358,7 +367,7 @@ class PlanSearch:
         """Try the published schedules in pairs on the cut that won, however little time is left."""
         best = self.best
         if best is not None and best.problem.pairs and not best.is_solved:
-            for start in all_starts(best.problem, _IN_PAIRS):
+            for start in all_starts(best.problem, PAIRED_PATTERNS):
                 if start.programs is not None and start.legal:
                     best.best.offer(start.programs, start.method)
             self._tell(best)
@@ -531,7 +540,6 @@ class CutCandidate:
 
 # --- A quick value of a candidate: the families that are cheap, programs of relatives, a search.
 
-_IN_PAIRS = ("dualpipe-v", "1f1b-overlap")
 _SLOW = frozenset({"greedy"})
 _SLOW_FROM_CELLS = 300
 """Families that take longer than all others together, and from which size on they are left out."""

@@ -74,9 +74,7 @@ from optpipe_solver.milp.plan.pattern import (
     NUM_DURATIONS,
     PAIRED_BACK,
     PAIRED_FORWARD,
-    PAIRED_PATTERN,
     kind_number,
-    paired_pattern,
     patterns_of,
 )
 
@@ -110,7 +108,7 @@ _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_B
 def fused_family(chunks: int, *, pairs: bool = False) -> str:
     """Return the fused order that frameworks have for so many stages of each rank."""
     if pairs:
-        return PAIRED_PATTERN
+        return "1f1b-overlap"
     return "1f1b" if chunks == 1 else "interleaved"
 
 
@@ -517,18 +515,10 @@ class _CutProgram:
     def __init__(self, given: CutNumbers) -> None:
         self.given = given
         chunks, m = given.chunks, given.num_microbatches
-        self.pattern = (
-            paired_pattern(given.placement, m, given.links)
-            if given.pairs
-            else next(
-                patterns_of(
-                    given.placement,
-                    m,
-                    given.links,
-                    transfers=False,
-                    recompute=False,
-                    names=(fused_family(chunks),),
-                )
+        name = fused_family(chunks, pairs=given.pairs)
+        self.pattern = next(
+            patterns_of(
+                given.placement, m, given.links, transfers=False, recompute=False, names=(name,)
             )
         )
         self.prices: CutPrices | None = None

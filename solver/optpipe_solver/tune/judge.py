@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.presets import estimate, step_estimate
@@ -19,18 +16,11 @@ from optpipe.presets.estimate import SlicedCut
 from optpipe.presets.overlap import model_phases, most_hidden, with_pairs
 from optpipe.presets.step import RankMemory
 from optpipe.problem import placement_of
-from optpipe.schedule import ActionType
 from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.plan.model import plan_pattern
-from optpipe_solver.milp.plan.pattern import (
-    PAIRED_PATTERN,
-    boundaries,
-    kind_number,
-    paired_pattern,
-    patterns_of,
-)
+from optpipe_solver.milp.plan.pattern import PAIRED_PATTERNS, boundaries, patterns_of
 from optpipe_solver.milp.plan.variables import PlanChoice, PlanTables, as_counts, durations_of
 from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
 from optpipe_solver.plan import plan
@@ -43,7 +33,6 @@ if TYPE_CHECKING:
     from optpipe.presets.step import Layout
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
-    from optpipe_solver.arrays import Floats
     from optpipe_solver.milp.plan.pattern import Boundary, Pattern
     from optpipe_solver.plan import PlacementKind
     from optpipe_solver.tune.bounds import CutNumbers, CutPrices
@@ -65,7 +54,7 @@ LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
 """How frameworks cut, without asking a search."""
 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy", "paired-blocks"}), 300
-_PAIRED = frozenset({PAIRED_PATTERN, "dualpipe-v", "paired-blocks"})
+_PAIRED = frozenset({*PAIRED_PATTERNS, "paired-blocks"})
 _UNLIMITED = 2**50
 _ID_CHARS = 12
 _MOST_OF_V = 2
@@ -358,16 +347,14 @@ class ConfigurationJudge:
         pair lasts as long as its passes less the most that either can hide, as in `best_cut`.
         """
         given = boundaries(self.model, self.made.placement)
-        placement, m = self.made.placement, self.cut.num_microbatches
+        placement = self.made.placement
         hidden: list[list[tuple[float, float]]] = []
         if self.cut.pairs:
-            pattern = paired_pattern(placement, m, given)
             machines = [self.question.machine(self.training, one) for one in self.ranks]
             shape, pp = self.question.shape, self.cut.pp
             hidden = [most_hidden(model_phases(shape, one, pp)) for one in machines]
-        else:
-            pattern = self._pattern(given)
-        tables = _PairTables(self.model, placement, False, False, hidden)
+        pattern = self._pattern(given)
+        tables = PlanTables(self.model, placement, False, False, hidden)
         memory = PlanMemory.of(pattern, tables)
         starts: list[tuple[float, PlanChoice]] = []
         for start in (sizes, *map(self.sizes, LAYOUTS)):
@@ -448,9 +435,9 @@ class ConfigurationJudge:
         return self._row(best)
 
     def _pattern(self, links: tuple[Boundary, ...]) -> Pattern:
-        """Return the framework's fused order without pairs."""
+        """Return the framework's fused order."""
         placement, m = self.made.placement, self.cut.num_microbatches
-        names = (fused_family(self.cut.chunks),)
+        names = (fused_family(self.cut.chunks, pairs=self.cut.pairs),)
         found = patterns_of(placement, m, links, transfers=False, recompute=False, names=names)
         return next(found)
 
@@ -541,26 +528,6 @@ class ConfigurationJudge:
             problem=problem,
             programs=best.programs,
         )
-
-
-@dataclass(frozen=True)
-class _PairTables(PlanTables):
-    """With what passes last in pairs; ``hidden`` by device and layer: the most that F and B hide.
-
-    It is empty where there are no pairs.
-    """
-
-    hidden: list[list[tuple[float, float]]]
-
-    @cached_property
-    def durations(self) -> Floats:
-        """As of `PlanTables`, and F and B without the most that they hide."""
-        alone: Floats = super().durations
-        if not self.hidden:
-            return alone
-        most = [[self.hidden[d][kind.first] for kind in self.kinds] for d in self.placement]
-        passes = alone[[kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)]]
-        return np.concatenate([alone, passes - np.moveaxis(np.array(most), 2, 0)[..., None]])
 
 
 def _with_peak(memory: RankMemory, peak_bytes: int) -> RankMemory:

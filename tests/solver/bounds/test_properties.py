@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
-from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.bounds import lower_bound, lower_bounds
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.feasibility import smallest_memory
 from optpipe_solver.incumbent import grid_ms
@@ -38,8 +38,8 @@ def test_every_bound_is_below_the_best_of_all_programs(problem: Problem) -> None
     assert_below(problem, optimum(problem))
 
 
-@few(15)
-@given(cases(tight=True))
+@few(20)
+@given(st.one_of(cases(tight=True), cases(tight=True, pairs=True)))
 def test_every_bound_is_below_all_families(case: Case) -> None:
     """Families look for good schedules, random programs do not."""
     assert_below(case.problem, min(of_families(case.problem)))
@@ -54,18 +54,22 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"), [("v", 9), ("v", 7), ("v", 4), ("loop", 9), ("loop", 5)]
+    ("shape", "room", "m"),
+    [("v", 9, 10), ("v", 9, 60), ("v", 7, 10), ("v", 4, 10), ("loop", 9, 10), ("loop", 5, 10)],
 )
 @pytest.mark.parametrize("hidden_ms", [1.0, 0.6])
 def test_every_bound_is_below_good_schedules_in_pairs(
-    shape: str, room: int, hidden_ms: float
+    shape: str, room: int, m: int, hidden_ms: float
 ) -> None:
-    """DualPipeV and building blocks; a V with room for nine chunks is as short as can be."""
+    """DualPipeV and building blocks; a V with room for nine chunks is as short as can be.
+
+    On a loop with room for five what pairs hold says most.
+    """
     back = [3, 2, 1, 0] if shape == "v" else [0, 1, 2, 3]
     given = problem(
         [stage(d, 1, 1, 1, activation_bytes=1) for d in (0, 1, 2, 3, *back)],
         [{"memory_bytes": room}] * 4,
-        m=10,
+        m=m,
         format="optpipe/problem/v2",
         pairs=[
             {"forward": a, "backward": b, "hidden_ms": hidden_ms}
@@ -76,8 +80,10 @@ def test_every_bound_is_below_good_schedules_in_pairs(
     )
     best = min(of_families(given))
     assert_below(given, best)
-    if (shape, room, hidden_ms) == ("v", 9, 1.0):
+    if (shape, room, m, hidden_ms) == ("v", 9, 10, 1.0):
         assert best == max(bound.ms for bound in lower_bounds(given)) == 51
+    if (shape, room) == ("loop", 5):
+        assert lower_bound(given).method == "memory with pairs"
 
 
 @given(cases(menus=True), st.sampled_from([1.0, 0.75]))

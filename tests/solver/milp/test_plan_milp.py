@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from optpipe import find_violations, simulate
 from optpipe.model import Model
 from optpipe.problem import placement_of
 from optpipe_solver.budget import Stop
-from optpipe_solver.milp.plan import PatternPlan, boundaries, patterns_of, plan_pattern
+from optpipe_solver.families import FAMILIES
+from optpipe_solver.milp.plan import (
+    PAIRED_PATTERNS,
+    PatternPlan,
+    boundaries,
+    patterns_of,
+    plan_pattern,
+)
 from optpipe_solver.milp.plan.model import _PatternSearch
 from optpipe_solver.milp.plan.variables import PlanChoice, as_counts
 from optpipe_solver.milp.plan.walk import walked
@@ -200,3 +208,66 @@ def test_chunks_are_simulated_as_the_path_says_where_nothing_is_moved(
             assert bool(found.difference) == (
                 abs(found.objective_ms - found.path_ms) > 1e-9 * found.path_ms
             )
+
+
+def model_in_pairs(room_mb: int, first_hides_ms: float) -> Model:
+    """Layers that hide 0.5 to 2 ms, and workspaces of which a pair needs two; times are dyadic."""
+    work = {
+        "forward_workspace_bytes": 3 * MB, "backward_workspace_bytes": 4 * MB,
+        "backward_input_workspace_bytes": 2 * MB, "backward_weight_workspace_bytes": MB,
+        "activation_bytes": 10 * MB, "static_bytes": MB, "output_bytes": MB, "grad_sync_ms": 1,
+    }  # fmt: skip
+    times = [(1, 0.5, 0.75, first_hides_ms, 1), (2, 2.5, 1.5, 1.5, 5), (3, 2, 2, 2, 1)]
+    layers = [
+        {"forward_ms": f, "backward_input_ms": i, "backward_weight_ms": w, "hidden_ms": x,
+         "repeat": count, **work}
+        for f, i, w, x, count in times
+    ]  # fmt: skip
+    return Model.parse(
+        {
+            "num_microbatches": 24,
+            "devices": [{"memory_bytes": room_mb * MB}] * 2,
+            "layers": layers,
+            "default_link": {"latency_ms": 0.25, "bandwidth_gb_per_s": 4.0},
+        }
+    )
+
+
+@pytest.mark.parametrize("first_hides_ms", [0.5, 0.0])
+@pytest.mark.parametrize("room_mb", [900, 160, 120, 40])
+@pytest.mark.parametrize(("shape", "name"), [("v", "dualpipe-v"), ("loop", "1f1b-overlap")])
+def test_in_pairs_it_is_the_best_of_all_cuts_as_simulated(
+    shape: str, name: str, room_mb: int, first_hides_ms: float
+) -> None:
+    """Each cut fits where the family's programs do, and lasts as long, to the last bit.
+
+    Where a stage hides nothing its pairs are none, and what is simulated may be shorter.
+    """
+    model = model_in_pairs(room_mb, first_hides_ms)
+    placement = placement_of(shape, 2, 2)
+    links = boundaries(model, placement)
+    (pattern,) = patterns_of(placement, 24, links, transfers=True, recompute=True,
+                             names=PAIRED_PATTERNS)  # fmt: skip
+    assert pattern.name == name
+    family = next(one for one in FAMILIES if one.name == name)
+    search, best_ms = _PatternSearch(model, pattern, Stop(60)), inf
+    for choice in _all_choices(search):
+        problem = model.problem(placement, choice.sizes)
+        programs = family.build(problem)
+        fits = not find_violations(problem, programs)
+        assert search._fits(choice) == fits
+        length_ms, simulated_ms = search._length_ms(choice), simulate(problem, programs).makespan_ms
+        assert simulated_ms <= length_ms
+        assert simulated_ms == length_ms or (first_hides_ms == 0.0 and choice.sizes[0] == 1)
+        best_ms = min(best_ms, length_ms if fits else inf)
+    search.run()
+    assert search.bound_ms <= best_ms * (1 + 1e-9)
+    found = search.result()
+    if isinstance(found, float):
+        assert best_ms == found == inf
+        return
+    assert found.path_ms == best_ms
+    assert found.bound_ms >= best_ms * (1 - 2e-4)
+    assert any(action.paired for program in found.programs for action in program)
+    assert bool(found.difference) == (found.objective_ms < found.path_ms)
+    assert first_hides_ms == 0.0 or found.difference == ""

@@ -32,12 +32,7 @@ from optpipe.problem import placement_of
 from optpipe_solver import solve
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import RowByRow
-from optpipe_solver.milp.plan.pattern import (
-    HELD,
-    Pattern,
-    paired_pattern,
-    patterns_of,
-)
+from optpipe_solver.milp.plan.pattern import HELD, Pattern, patterns_of
 from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
 from optpipe_solver.tune.bounds import (
@@ -47,6 +42,7 @@ from optpipe_solver.tune.bounds import (
     _LayerNumbers,
     _most_work,
     best_cut,
+    fused_family,
 )
 from optpipe_solver.tune.judge import ConfigurationJudge
 from optpipe_solver.tune.space import TuneCandidate, candidates
@@ -320,21 +316,20 @@ def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
     assert num_planned > 1
 
 
-def fused(pp: int, chunks: int, m: int, links) -> Pattern:
+def fused(pp: int, chunks: int, m: int, links, *, pairs: bool = False) -> Pattern:
     """1F1B, or interleaved 1F1B."""
     placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
-    names = ("1f1b",) if chunks == 1 else ("interleaved",)
+    names = (fused_family(chunks, pairs=pairs),)
     return next(patterns_of(placement, m, links, transfers=False, recompute=False, names=names))
 
 
 def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumbers:
     """Equal layers of 1 ms and room for a cut of them, as it is."""
     links = (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1)
-    placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
-    paired = paired_pattern(placement, m, links) if changes.get("pairs") else None
+    pattern = fused(pp, chunks, m, links, pairs=changes.get("pairs", False))
     needs = [
         sum((3 + held[HELD]) * sizes[rank + chunk * pp] for chunk, held in enumerate(moment.counts))
-        for rank, moments in enumerate((paired or fused(pp, chunks, m, links)).moments)
+        for rank, moments in enumerate(pattern.moments)
         for moment in moments
     ]
     nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

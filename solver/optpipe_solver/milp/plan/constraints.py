@@ -109,5 +109,5 @@ def memory_fits(v: PlanVariables, device: int, moment: MemoryMoment) -> Constrai
             most = once[k] + (tables.inside_bytes[s, k] if inside else 0)
             if most:
                 terms.append(-float(most / _GIB) * chosen)
-    room = limit - tables.workspace_bytes[moment.stage, moment.kind]
+    room = limit - tables.beside_bytes(moment)
     return at_least(total(terms), -room / _GIB)

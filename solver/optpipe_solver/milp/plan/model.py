@@ -146,9 +146,9 @@ class _PatternSearch:
     ) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
         self.turn, self.num_cells = stop, len(pattern.problem.placement) * model.num_microbatches
-        self.tables = PlanTables(
-            model, pattern.problem.placement, pattern.transfers, pattern.recompute
-        )
+        placement, moves = pattern.problem.placement, pattern.transfers
+        hidden = [[(ms, ms) for ms in own] for own in model.hidden_on] if pattern.has_pairs else ()
+        self.tables = PlanTables(model, placement, moves, pattern.recompute, hidden)
         self.has_chunks = len(self.tables.placement) > len(set(self.tables.placement))
         self.memory = PlanMemory.of(pattern, self.tables)
         self.best: tuple[float, PlanChoice] | None = None
@@ -470,7 +470,11 @@ class _PatternSearch:
         except IllegalScheduleError:  # a host is full: the model knows none
             return self.bound_ms
         same = abs(made.makespan_ms - path_ms) <= 1e-9 * path_ms
-        why = "transfers that move nothing wait for their lane in the pattern, not in the schedule"
+        what = (
+            "passes that hide nothing wait for each other"
+            if self.pattern.has_pairs
+            else ("transfers that move nothing wait for their lane")
+        )
         return PatternPlan(
             pattern=self.pattern.name,
             sizes=choice.sizes,
@@ -480,7 +484,7 @@ class _PatternSearch:
             programs=programs,
             objective_ms=made.makespan_ms,
             bound_ms=min(self.bound_ms, path_ms),
-            difference="" if same else why,
+            difference="" if same else f"{what} in the pattern, not in the schedule",
         )
 
 
@@ -499,7 +503,10 @@ def _neighbours(choice: PlanChoice, tables: PlanTables, stages: set[int]) -> Ite
 
 
 def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Programs:
-    """Return the pattern's programs with what the modes ask for, named where they must be."""
+    """Return the pattern's programs with what the modes ask for, named where they must be.
+
+    What the problem does not let run in a pair runs one after the other.
+    """
     chosen = []
     for menu, name in zip(problem.menus, names, strict=True):
         chosen.append(next((n for n, mode in enumerate(menu) if mode.name == name), 0))
@@ -514,10 +521,14 @@ def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Pro
 
     return tuple(
         tuple(
-            action._replace(mode=chosen[action.stage])
-            if action.type is ActionType.FORWARD and problem.stages[action.stage].modes
-            else action
-            for action in program
+            action._replace(
+                mode=chosen[action.stage]
+                if action.type is ActionType.FORWARD and problem.stages[action.stage].modes
+                else action.mode,
+                paired=action.paired
+                and (before.stage, action.stage, action.type.value) in problem.hidden_ms,
+            )
+            for before, action in zip((*program[:1], *program), program, strict=False)
             if is_asked(action)
         )
         for program in pattern.programs

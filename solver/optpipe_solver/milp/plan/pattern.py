@@ -44,7 +44,7 @@ __all__ = [
     "NUM_DURATIONS",
     "PAIRED_BACK",
     "PAIRED_FORWARD",
-    "PAIRED_PATTERN",
+    "PAIRED_PATTERNS",
     "PATTERNS",
     "RESTORED",
     "STATES",
@@ -56,7 +56,6 @@ __all__ = [
     "boundaries",
     "heads_of",
     "kind_number",
-    "paired_pattern",
     "patterns_of",
     "traced",
 ]
@@ -65,8 +64,8 @@ __all__ = [
 PATTERNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "gis", "gis-h", "zb-v", "v-half", "v-min")
 """Families whose order looks at no duration and no limit."""
 
-PAIRED_PATTERN = "1f1b-overlap"
-"""The one with pairs; the plan MILP does not know what they take."""
+PAIRED_PATTERNS = ("1f1b-overlap", "dualpipe-v")
+"""Those that run in pairs what every problem of a model's cuts may run so."""
 
 _F, _I, _W, _B = (
     ActionType.FORWARD,
@@ -143,36 +142,22 @@ def patterns_of(
     transfers, recompute
         Whether any mode moves bytes, recomputes apart.
     names
-        Of `PATTERNS`: those that are wanted.
+        Of `PATTERNS` and `PAIRED_PATTERNS`: those that are wanted. The latter have no places for
+        transfers and recomputations.
     """
-    problem = _equal_stages(placement, num_microbatches)
     for family in FAMILIES:
-        if family.name in PATTERNS and family.name in names:
+        pairs = family.name in PAIRED_PATTERNS
+        if family.name in names and (pairs or family.name in PATTERNS):
+            problem = _equal_stages(placement, num_microbatches, pairs=pairs)
             try:
                 programs = family.build(problem)
             except NotApplicable:
                 continue
-            yield Pattern(family.name, problem, programs, tuple(links), transfers, recompute)
+            places = transfers and not pairs, recompute and not pairs
+            yield Pattern(family.name, problem, programs, tuple(links), *places)
 
 
-def paired_pattern(
-    placement: Sequence[int], num_microbatches: int, links: Sequence[Boundary]
-) -> Pattern:
-    """Return the pattern of 1F1B whose forwards and backwards run in pairs (`PAIRED_PATTERN`).
-
-    Raises
-    ------
-    NotApplicable
-        If the placement is neither one stage nor a loop of at least two rounds.
-    """
-    problem = _equal_stages(placement, num_microbatches, pairs=True)
-    family = next(one for one in FAMILIES if one.name == PAIRED_PATTERN)
-    return Pattern(family.name, problem, family.build(problem), tuple(links), False, False)
-
-
-def _equal_stages(
-    placement: Sequence[int], num_microbatches: int, *, pairs: bool = False
-) -> Problem:
+def _equal_stages(placement: Sequence[int], num_microbatches: int, *, pairs: bool) -> Problem:
     stage = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
     numbered = list(enumerate(placement))
     licensed = [
@@ -207,13 +192,15 @@ class MemoryMoment(NamedTuple):
     """An action of a device: cells of its stages by state, and what runs.
 
     ``counts`` is by stage of the device, in model order, and state; ``stage`` and ``kind`` are
-    those of the action, whose workspace, and whose recomputation inside, is there beside.
+    those of the action, whose workspace, and whose recomputation inside, is there beside. Of the
+    backward of a pair so is the workspace of the F of stage ``forward``, -1 for none.
     """
 
     counts: tuple[tuple[int, ...], ...]
     stage: int
     kind: ActionType
     with_inside: bool
+    forward: int = -1
 
 
 @dataclass(frozen=True)
@@ -278,7 +265,12 @@ class Pattern:
     @property
     def num_durations(self) -> int:
         """How many kinds last."""
-        return NUM_DURATIONS + 2 * (self.name == PAIRED_PATTERN)
+        return NUM_DURATIONS + 2 * self.has_pairs
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the family runs pairs."""
+        return bool(self.problem.pairs)
 
     @property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -306,21 +298,22 @@ class Pattern:
                 row[to] += 1
                 state[action.cell] = to
 
-        def moment(action: Action, *, with_inside: bool = False) -> MemoryMoment:
+        def moment(action: Action, forward: int, *, with_inside: bool = False) -> MemoryMoment:
             held = tuple(tuple(row) for row in counts)
-            return MemoryMoment(held, action.stage, action.type, with_inside)
+            return MemoryMoment(held, action.stage, action.type, with_inside, forward)
 
-        for action in self.programs[device]:
-            kind = action.type
+        program = self.programs[device]
+        for before, action in zip((*program[:1], *program), program, strict=False):
+            kind, forward = action.type, before.stage if action.paired else -1
             if kind in _TAKES:
                 shift(action, _TAKES[kind])
-                yield moment(action)
+                yield moment(action, forward)
             elif kind in (_I, _B):
-                yield moment(action, with_inside=True)
+                yield moment(action, forward, with_inside=True)
                 shift(action, CONTEXT if kind is _I else None)
-                yield moment(action)
+                yield moment(action, forward)
             elif kind is _W:
-                yield moment(action)
+                yield moment(action, forward)
                 shift(action, None)
             elif kind is ActionType.RELEASE:
                 shift(action, AWAY)

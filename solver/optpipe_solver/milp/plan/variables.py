@@ -23,6 +23,7 @@ from optpipe_solver.milp.plan.pattern import (
     CONTEXT,
     HELD,
     NUM_DURATIONS,
+    PAIRED_FORWARD,
     RESTORED,
     STATES,
     SYNC,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from optpipe.stage import CellMode, Stage
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.milp.highs import Expression, Variable
+    from optpipe_solver.milp.plan.pattern import MemoryMoment
 
 __all__ = [
     "LayerKind",
@@ -74,6 +76,7 @@ class PlanChoice(NamedTuple):
     modes: tuple[int, ...]
 
 
+_FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 _WORKSPACE = {
     ActionType.FORWARD: "forward_workspace_bytes",
     ActionType.BACKWARD_INPUT: "backward_input_workspace_bytes",
@@ -95,12 +98,15 @@ class PlanTables:
         Device of each stage.
     transfers, recompute
         Whether there are places for what moves bytes, and for what recomputes apart.
+    hidden
+        Where there are pairs: the most ms that F and B of a layer hide, by device and layer.
     """
 
     model: Model
     placement: tuple[int, ...]
     transfers: bool
     recompute: bool
+    hidden: Sequence[Sequence[tuple[float, float]]] = ()
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -152,7 +158,7 @@ class PlanTables:
 
     @cached_property
     def durations(self) -> Floats:
-        """In ms, by kind of duration, stage, run and mode."""
+        """In ms, by kind of duration, stage, run and mode; with pairs two kinds more."""
         shape = (NUM_DURATIONS, len(self.placement), len(self.kinds), len(self.names))
         table = np.zeros(shape)
         for s, device in enumerate(self.placement):
@@ -174,16 +180,19 @@ class PlanTables:
                     for action, ms in lasts.items():
                         table[kind_number(action), s, t, k] = ms
                     table[SYNC, s, t, k] = layer.grad_sync_ms
-        return table
+        if not self.hidden:
+            return table
+        most = [[self.hidden[d][kind.first] for kind in self.kinds] for d in self.placement]
+        passes = table[[_FORWARD, _BACK]]
+        return np.concatenate([table, passes - np.moveaxis(np.array(most), 2, 0)[..., None]])
 
     @cached_property
     def busy_ms(self) -> Floats:
-        """In ms, by stage, run and mode: F and the shorter backward of a layer, at least."""
+        """In ms, by stage, run and mode: F, less what it hides, and the shorter backward."""
         split = (ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
         apart = sum(self.durations[kind_number(kind)] for kind in split)
-        fused = self.durations[kind_number(ActionType.FULL_BACKWARD)]
-        forward = self.durations[kind_number(ActionType.FORWARD)]
-        return np.asarray(forward + np.minimum(fused, apart))
+        forward = self.durations[PAIRED_FORWARD if self.hidden else _FORWARD]
+        return np.asarray(forward + np.minimum(self.durations[_BACK], apart))
 
     @cached_property
     def long_runs(self) -> tuple[int, ...]:
@@ -257,6 +266,11 @@ class PlanTables:
                 found[s, kind] = max(found[s, kind], getattr(mode, name))
         return found
 
+    def beside_bytes(self, moment: MemoryMoment) -> int:
+        """Return the workspaces that are there at a moment, two of them beside a pair."""
+        beside = self.workspace_bytes.get((moment.forward, ActionType.FORWARD), 0)
+        return beside + self.workspace_bytes[moment.stage, moment.kind]
+
     @cached_property
     def inside_bytes(self) -> Floats:
         """By stage and mode, the most that recomputation inside a backward holds."""
@@ -299,7 +313,7 @@ class PlanVariables:
         self.done = [[milp.binary(f"u_{s}_{t}") for t in kinds] for s in stages]
         self.durations = [
             [milp.continuous(f"d_{kind}_{s}", 0.0, most_ms) for s in stages]
-            for kind in range(NUM_DURATIONS)
+            for kind in range(tables.durations.shape[0])
         ]
         self.on_device = {
             (device, t): milp.whole(f"h_{device}_{t}", 0, most)

@@ -75,7 +75,7 @@ class PlanMemory(NamedTuple):
         counts = np.zeros((len(moments), width, len(STATES)))
         for row, moment in zip(counts, moments, strict=True):
             row[: len(moment.counts)] = moment.counts
-        beside = [tables.workspace_bytes[moment.stage, moment.kind] for moment in moments]
+        beside = [tables.beside_bytes(moment) for moment in moments]
         inside_at = [moment.stage if moment.with_inside else -1 for moment in moments]
         return cls(
             first=np.cumsum([0, *map(len, pattern.moments)]),
