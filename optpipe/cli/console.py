@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import measure_renderables
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -99,6 +100,16 @@ class _Console(Console):
 
     _is_data = False
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; a table that does not fit is wider than the console before a number is cut."""
+        width = self.width
+        tables = (thing for thing in objects if isinstance(thing, Table))
+        self.width = max(width, *(_least_width(self, table) for table in tables), 0)
+        try:
+            super().print(*objects, **options)
+        finally:
+            self.width = width
+
     def out(self, *objects: Any, **options: Any) -> None:
         """Print data, such as JSON."""
         self._is_data = not self.is_terminal
@@ -141,11 +152,24 @@ def print_error(error: OptPipeError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
+_LEAST_TEXT = 12
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Return how wide a table must be for columns that do not wrap: numbers, and what is drawn."""
+    wide, (_, right, _, left) = console.options.update(width=10_000), table.padding
+    needed = 0
+    for column in table.columns:
+        size = measure_renderables(console, wide, [column.header, *column.cells])
+        needed += size.maximum if column.no_wrap else min(size.minimum, _LEAST_TEXT)
+    return needed + (left + right) * len(table.columns)
+
+
 def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
-    """Return a table without lines: columns of texts, then of numbers, by their names."""
+    """Return a table without lines: columns of texts, which wrap, then of numbers, by names."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in texts:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
