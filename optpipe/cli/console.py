@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -205,14 +207,25 @@ def noise_of(robust: str | None, jitter: float | None, stragglers: float | None)
     return {} if robust is None else {"robust": robust, **noise}
 
 
+_SAME_INTERRUPT_S = 1.0
+
+
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """Let a first Ctrl-C ask for the best so far, and a second one end the program."""
+    """Let a first Ctrl-C ask for the best so far, and a second one end the program.
+
+    What comes within a second of the first is the same one: `timeout` signals a process, and then
+    its group.
+    """
     stop = Event()
+    first_s = math.inf
 
     def ask(_number: int, _frame: object) -> None:
+        nonlocal first_s
+        if time.monotonic() > first_s + _SAME_INTERRUPT_S:
+            raise KeyboardInterrupt
+        first_s = min(first_s, time.monotonic())
         stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.signal(signal.SIGINT, ask)
     try:
