@@ -211,10 +211,10 @@ class MissingExtraError(WorldError):
 
 _RULES = {
     "missing": ("is missing", "give it"),
-    "float_type": ("must be a number", "write it without quotes"),
+    "float_type": ("must be a number", "give one"),
     "float_parsing": ("must be a number", "write it without quotes"),
     "finite_number": ("must be finite", "NaN and infinities are refused; give a measured number"),
-    "int_type": ("must be a whole number", "write it without quotes"),
+    "int_type": ("must be a whole number", "give one"),
     "int_parsing": ("must be a whole number", "write it without quotes"),
     "int_from_float": ("must be a whole number", "round it"),
     "bool_type": ("must be true or false", "write true or false"),
@@ -224,6 +224,10 @@ _RULES = {
     "dict_type": ("must be an object", "put it in { }"),
     "model_type": ("must be an object", "put it in { }"),
     "model_attributes_type": ("must be an object", "put it in { }"),
+}
+_IN_DIGITS = {
+    str: "write it without quotes",
+    float: "write it in digits alone, without a point or an exponent",
 }
 _SHOWN_ERRORS = 8
 _SHOWN_CHARS = 60
@@ -273,6 +277,8 @@ def _line(item: Any, model: type[BaseModel]) -> str:
         return f"{path}: {context['error']}"
     if kind in _RULES:
         rule, fix = _RULES[kind]
+        if kind in ("float_type", "int_type"):
+            fix = _IN_DIGITS.get(type(item["input"]), fix)
         return f"{path} = {value}: {rule}; {fix}"
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         sign = {"greater_than_equal": ">=", "greater_than": ">"}.get(

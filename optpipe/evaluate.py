@@ -32,7 +32,8 @@ def evaluate(
     Parameters
     ----------
     bound_ms
-        Proven lower bound of the problem's objective, in ms; None = nothing proven.
+        Proven lower bound of the problem's objective, in ms; None = nothing proven. Above the
+        objective by rounding alone it is the objective.
     stopped_by
         Why the search ended; replaced by ``optimal`` when the gap says so.
     run
@@ -64,7 +65,7 @@ def evaluate(
         objective=problem.objective,
         makespan_ms=run.makespan_ms,
         span_ms=run.span_ms,
-        bound_ms=bound_ms,
+        bound_ms=None if bound_ms is None else min(bound_ms, objective_ms),
         gap=gap,
         peak_bytes=tuple(
             device_peak_bytes(problem, device, program) for device, program in enumerate(programs)

@@ -63,7 +63,8 @@ def _number(value: Any) -> Any:
             "must be a number", "write the number alone, in the unit of the field's name"
         )
     if isinstance(value, bool | str):
-        raise rule_broken("must be a number", "write it without quotes")
+        fix = "give one" if isinstance(value, bool) else "write it without quotes"
+        raise rule_broken("must be a number", fix)
     if isinstance(value, float) and not math.isfinite(value):
         raise rule_broken("must be finite", "give a measured number")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

@@ -264,6 +264,12 @@ def test_an_address_that_is_none_is_refused(url) -> None:
         Client(url)
 
 
+@pytest.mark.parametrize("thing", ["problem.json", ["problem.json"], None])
+def test_what_is_no_problem_never_leaves_the_client(client, thing) -> None:
+    with pytest.raises(InputError, match=r"^problem = .*must be a Problem or a Model; read it"):
+        client(Script()).submit(thing)
+
+
 @pytest.mark.parametrize("job_id", ["", "../jobs", "a/b", "a?b"])
 def test_an_id_that_is_none_never_leaves_the_client(client, job_id: str) -> None:
     with pytest.raises(InputError, match="not the id of a job"):

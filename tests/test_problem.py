@@ -48,9 +48,9 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("num_microbatches",), "2",
      "num_microbatches = '2': must be a number; write it without quotes"),
     (("num_microbatches",), True,
-     "num_microbatches = True: must be a number; write it without quotes"),
+     "num_microbatches = True: must be a number; give one"),
     (("num_microbatches",), None,
-     "num_microbatches = None: must be a whole number; write it without quotes"),
+     "num_microbatches = None: must be a whole number; give one"),
     (("num_microbatches",), 10**9,
      "stages x num_microbatches = 2 x 1000000000 = 2000000000 exceeds 2000000; "
      "lower num_microbatches; a schedule of that size repeats itself"),
@@ -72,7 +72,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "devices[0].memory_bytes = '80 GiB': must be a number; "
      "write the number alone, in the unit of the field's name"),
     ((*S0, "forward_ms"), [],
-     "stages[0].forward_ms = []: must be a number; write it without quotes"),
+     "stages[0].forward_ms = []: must be a number; give one"),
     ((*S0, "static_bytes"), -1, "stages[0].static_bytes = -1: must be >= 0; stay in range"),
     ((*S0, "static_bytes"), 0.5, "stages[0].static_bytes = 0.5: must be a whole number; round it"),
     ((*S0, "static_bytes"), 2**53 + 1,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import measure_renderables
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -99,6 +102,16 @@ class _Console(Console):
 
     _is_data = False
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; a table that does not fit is wider than the console before a number is cut."""
+        width = self.width
+        tables = (thing for thing in objects if isinstance(thing, Table))
+        self.width = max(width, *(_least_width(self, table) for table in tables), 0)
+        try:
+            super().print(*objects, **options)
+        finally:
+            self.width = width
+
     def out(self, *objects: Any, **options: Any) -> None:
         """Print data, such as JSON."""
         self._is_data = not self.is_terminal
@@ -141,11 +154,24 @@ def print_error(error: OptPipeError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
+_LEAST_TEXT = 12
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Return how wide a table must be for columns that do not wrap: numbers, and what is drawn."""
+    wide, (_, right, _, left) = console.options.update(width=10_000), table.padding
+    needed = 0
+    for column in table.columns:
+        size = measure_renderables(console, wide, [column.header, *column.cells])
+        needed += size.maximum if column.no_wrap else min(size.minimum, _LEAST_TEXT)
+    return needed + (left + right) * len(table.columns)
+
+
 def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
-    """Return a table without lines: columns of texts, then of numbers, by their names."""
+    """Return a table without lines: columns of texts, which wrap, then of numbers, by names."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in texts:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -181,14 +207,25 @@ def noise_of(robust: str | None, jitter: float | None, stragglers: float | None)
     return {} if robust is None else {"robust": robust, **noise}
 
 
+_SAME_INTERRUPT_S = 1.0
+
+
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """Let a first Ctrl-C ask for the best so far, and a second one end the program."""
+    """Let a first Ctrl-C ask for the best so far, and a second one end the program.
+
+    What comes within a second of the first is the same one: `timeout` signals a process, and then
+    its group.
+    """
     stop = Event()
+    first_s = math.inf
 
     def ask(_number: int, _frame: object) -> None:
+        nonlocal first_s
+        if time.monotonic() > first_s + _SAME_INTERRUPT_S:
+            raise KeyboardInterrupt
+        first_s = min(first_s, time.monotonic())
         stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.signal(signal.SIGINT, ask)
     try:

@@ -375,7 +375,9 @@ def asked_shape(model: str | None, config: Path | None) -> ModelShape:
         shape = shape_from_config(read_text(config))
     except InputError as error:
         raise in_file(config, error) from None
-    return replace(shape, name=config.absolute().parent.name[:80] or "config")
+    path = config.absolute()
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return replace(shape, name=name[:80] or "config")
 
 
 def _replicas(kinds: list[Accelerators], dp: int | None, of_one: int) -> int:
@@ -483,10 +485,10 @@ def _step_lines(found: Estimate) -> Iterator[str]:
             f"{found.factor:.4g} carries that to other configurations"
         )
     elif error is None:
-        yield "error: not known; no published run of such accelerators was compared"
+        yield "accuracy: not known; no published run of such accelerators was compared"
     else:
         yield (
-            f"error: published runs of this class were met within {format_share(error.median)} "
+            f"accuracy: published runs of this class were met within {format_share(error.median)} "
             f"(median of {error.num_rows}, the worst {format_share(error.worst)}; "
             "python -m benchmarks.scoreboard)"
         )

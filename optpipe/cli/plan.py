@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from optpipe.cli.console import (
     AsJson,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
     from optpipe.model import Model
     from optpipe_solver.plan import PlacementKind, PlanResult, PlanRow
@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
-_LEAST_WIDTH = 100
-_SHOWN_ROWS, _SHOWN_DEVICES, _DRAWN_LAYERS = 12, 64, 72
+_SHOWN_ROWS, _SHOWN_DEVICES, _DRAWN_LAYERS = 12, 64, 48
 
 ModelFile = Annotated[
     Path,
@@ -155,8 +154,6 @@ def _read_model(path: Path) -> Model:
 
 
 def _show(console: Console, model: Model, result: PlanResult) -> None:
-    # Narrower, cuts would be broken up; files and pipes count as 80 columns.
-    console.width = max(console.width, _LEAST_WIDTH)
     chosen = result.chosen
     if chosen is None or result.schedule is None:
         return
@@ -175,10 +172,9 @@ def _show(console: Console, model: Model, result: PlanResult) -> None:
 
 
 def _candidate_table(result: PlanResult, shown: Sequence[PlanRow]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name, unit in (("placement", ""), ("layers per stage", ""), ("bound", "ms"),
-                       ("quick", "ms"), ("best", "ms"), ("outcome", "")):  # fmt: skip
-        table.add_column(f"{name}\n{unit}", justify="right" if unit else "left", no_wrap=not unit)
+    texts = ("placement", "layers per stage")
+    table = text_table("bound\nms", "quick\nms", "best\nms", texts=texts)
+    table.add_column("outcome")
     for row in shown:
         label = f"{row.label} (even)" if row.is_even else row.label
         sizes = " ".join(map(str, row.sizes))
@@ -201,7 +197,8 @@ def _cut_table(model: Model, chosen: PlanRow) -> Table:
     ]
     step = -(-len(owners) // _DRAWN_LAYERS)
     layers = "layers" if step == 1 else f"layers, {step} to a block"
-    table = text_table(texts=("device", layers))
+    table = text_table(texts=("device",))
+    table.add_column(layers, no_wrap=True)
     table.add_column("stages: layers")
     for index, device in enumerate(model.devices[:_SHOWN_DEVICES]):
         bar = "".join(

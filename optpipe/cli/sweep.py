@@ -223,8 +223,10 @@ def _show(rows: Sequence[SweepRow]) -> None:
     table = Table(box=None, pad_edge=False)
     columns = [column for column in sweep_columns(rows) if column.name != "message"]
     for column in columns:
-        justify = "right" if column.is_number else "left"
-        table.add_column(column.name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        if column.is_number:
+            table.add_column(column.name, justify="right", no_wrap=True)
+        else:
+            table.add_column(column.name, overflow="fold")
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)
     console.print(table, markup=False)

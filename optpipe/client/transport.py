@@ -46,6 +46,7 @@ from optpipe.errors import (
     ServiceUnreachableError,
 )
 from optpipe.formats.json import load_schedule
+from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.wire import Event, EventKind, Job
 
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
     from httpx_sse import ServerSentEvent
 
-    from optpipe.model import Model
     from optpipe.schedule import Schedule
 
 __all__ = [
@@ -339,7 +339,15 @@ def checked_id(thing: Job | str, kind: str = "job") -> str:
 
 
 def document(thing: Problem | Model) -> dict[str, Any]:
-    """Return a problem or model as it stands in a request."""
+    """Return a problem or model as it stands in a request.
+
+    Raises `InputError` if it is neither, such as the name of a file.
+    """
+    if not isinstance(thing, Problem | Model):
+        raise InputError(
+            f"problem = {thing!r:.60}: must be a Problem or a Model; read it with "
+            "optpipe.load_problem or load_model"
+        )
     return thing.model_dump(mode="json", by_alias=True)
 
 

@@ -278,7 +278,8 @@ _NEUTRAL = frozenset({
     # what single models add
     "attn_logit_softcapping", "attn_scale", "attn_temperature_tuning", "cache_implementation",
     "experts_per_token", "final_logit_softcapping", "floor_scale", "for_llm_compressor",
-    "initial_context_length", "no_rope_layer_interval", "no_rope_layers", "qk_head_dim",
+    "initial_context_length", "no_rope_layer_interval", "no_rope_layers",
+    "original_max_position_embeddings", "partial_rotary_factor", "qk_head_dim",
     "query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit",
     "use_qk_norm",
 })  # fmt: skip
@@ -361,6 +362,17 @@ class _Config:
                 "n-th has full attention and the others a window"
             )
         return {"window": self.number(window) if every > 1 else 0, "full_every": every}
+
+    def renamed(self, old: str, new: str) -> None:
+        """Read a field under the name that early files give it; both must say the same."""
+        if not self.given(old):
+            return
+        if self._data.get(new) not in (None, self._data[old]):
+            raise InputError(
+                f"config: {old} = {self._data[old]!r} and {new} = {self._data[new]!r}: must be the "
+                "same; correct one of them"
+            )
+        self._data[new] = self._data[old]
 
     def listed(self, name: str) -> list[Any] | None:
         """Return a list, None if it is missing or null."""
@@ -469,6 +481,14 @@ def _qwen3(config: _Config) -> dict[str, Any]:
     return _llama(config, 128) | {"qk_norm": True}
 
 
+def _mistral(config: _Config) -> dict[str, Any]:
+    """All layers have the window, where there is one."""
+    fields = _llama(config)
+    if config.given("sliding_window"):
+        fields |= config.windows("sliding_window", fields["num_layers"] + 1)
+    return fields
+
+
 def _mixtral(config: _Config) -> dict[str, Any]:
     fields = _llama(config)
     experts = Experts(
@@ -490,7 +510,6 @@ def _qwen3_moe(config: _Config) -> dict[str, Any]:
 
 
 def _deepseek(config: _Config) -> dict[str, Any]:
-    inner = config.number("moe_intermediate_size")
     latent = LatentAttention(
         query_rank=config.number("q_lora_rank") if config.given("q_lora_rank") else None,
         kv_rank=config.number("kv_lora_rank"),
@@ -499,8 +518,28 @@ def _deepseek(config: _Config) -> dict[str, Any]:
         value=config.number("v_head_dim"),
     )
     config.number("head_dim", 0)  # transformers 5 writes the rotated width
+    fields = _common(config) | {"latent": latent, "experts": _routed(config)}
+    if config.number("num_nextn_predict_layers", 0):
+        fields["left_out"] = ("the multi-token prediction module, which deepseek-v3-mtp has",)
+    return fields
+
+
+def _glm4_moe(config: _Config) -> dict[str, Any]:
+    fields = _llama(config) | {
+        "experts": _routed(config),
+        "bias": "qkv" if config.flag("attention_bias", default=False) else "none",
+        "qk_norm": config.flag("use_qk_norm", default=False),
+    }
+    if config.number("num_nextn_predict_layers", 0):
+        fields["left_out"] = ("the multi-token prediction module",)
+    return fields
+
+
+def _routed(config: _Config) -> Experts:
+    """Return experts with shared ones and a gate by groups, behind some dense layers."""
+    inner = config.number("moe_intermediate_size")
     groups, chosen = config.number("n_group", 1), config.number("topk_group", 1)
-    experts = Experts(
+    return Experts(
         num=config.number("n_routed_experts"),
         active=config.number("num_experts_per_tok"),
         ffn=inner,
@@ -508,10 +547,6 @@ def _deepseek(config: _Config) -> dict[str, Any]:
         dense_layers=config.number("first_k_dense_replace", 0),
         max_nodes=chosen if groups > chosen > 0 else 0,
     )
-    fields = _common(config) | {"latent": latent, "experts": experts}
-    if config.number("num_nextn_predict_layers", 0):
-        fields["left_out"] = ("the multi-token prediction module, which deepseek-v3-mtp has",)
-    return fields
 
 
 def _gpt_oss(config: _Config) -> dict[str, Any]:
@@ -553,6 +588,7 @@ def _gemma(config: _Config) -> dict[str, Any]:
 
 
 def _gemma2(config: _Config) -> dict[str, Any]:
+    config.renamed("sliding_window_size", "sliding_window")
     return _gemma(config) | {"norms": 4} | config.windows("sliding_window", 2)
 
 
@@ -582,7 +618,7 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "llama": _llama,
-    "mistral": _llama,
+    "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
@@ -593,11 +629,13 @@ _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
+    "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek,
     "llama4": _llama4,
     "llama4_text": _llama4,
+    "phi3": _mistral,
 }
 
 MODEL_TYPES = tuple(sorted(_READERS))

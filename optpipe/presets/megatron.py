@@ -295,8 +295,7 @@ def _recompute_refusals(configuration: Configuration) -> Iterator[tuple[bool, st
         "full" in asked and len(asked) > 1,
         f"recompute {sorted(asked)}: full is all of it; give full alone, or modules",
     )
-    absent = asked & {"moe", "moe_act", "shared_experts"} if shape.experts is None else set()
-    absent |= asked & {"mla_up_proj"} if shape.latent is None else set()
+    absent = asked & shape.without
     yield (
         bool(absent),
         f"recompute {sorted(absent)}: {shape.name!r} has no such modules; leave them out",

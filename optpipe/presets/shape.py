@@ -128,7 +128,8 @@ class ModelShape:
         Whether attention has a learned sink per head (GPT-OSS).
     window, full_every
         Attention looks back ``window`` tokens (0: at all), but in the last of each ``full_every``
-        layers at all of them (GPT-OSS 2, Gemma 3 6, Llama 4 4); 1 = everywhere at all of them.
+        layers at all of them (GPT-OSS 2, Gemma 3 6, Llama 4 4); 1 = everywhere at all of them,
+        more than there are layers = nowhere (Mistral 7B v0.1).
     mtp
         Multi-token prediction modules behind the last layer (DeepSeek-V3, section 2.2): each a
         projection of two hidden vectors into one, a layer, and the head again.
@@ -195,6 +196,16 @@ class ModelShape:
     def value_width(self) -> int:
         """Width of a head's value."""
         return self.width if self.latent is None else self.latent.value
+
+    @property
+    def without(self) -> frozenset[str]:
+        """Those of `RECOMPUTABLE` that the model does not have."""
+        absent = set() if self.latent else {"mla_up_proj"}
+        if self.experts is None:
+            absent |= {"moe", "moe_act"}
+        if self.experts is None or not self.experts.shared_ffn:
+            absent.add("shared_experts")
+        return frozenset(absent)
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerForm, ...]:
@@ -414,7 +425,8 @@ class Training:
         return self.tokens // (self.tp if self.sequence_parallel else 1)
 
     def check_divides(self, shape: ModelShape) -> None:
-        """Refuse degrees that do not divide what they split."""
+        """Refuse degrees that do not divide what they split, and what the model does not have."""
+        self._check_held(shape)
         split = {"heads": ("tp", shape.num_heads)}
         if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
             split["ffn"] = ("tp", shape.ffn)
@@ -441,6 +453,27 @@ class Training:
                 Field("ep", self.ep),
                 f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
                 "does (1 where there are none)",
+            )
+
+    def _check_held(self, shape: ModelShape) -> None:
+        """Refuse more layers or positions than the model has, and modules that it has not."""
+        if self.offloaded_layers > shape.num_layers:
+            raise AskedError(
+                Field("offloaded_layers", self.offloaded_layers),
+                f": {shape.name!r} has {shape.num_layers} layers; lower it",
+            )
+        absent = shape.without & self.recompute
+        if absent:
+            raise AskedError(
+                Field("recompute", min(absent)),
+                f": {shape.name!r} has no such modules; leave it out",
+            )
+        longest = max(self.lengths, default=self.sequence)
+        if 0 < shape.positions < longest:
+            raise AskedError(
+                Field("lengths" if self.lengths else "sequence", longest),
+                f": {shape.name!r} has {shape.positions} learned positions; make it at most that, "
+                "or give a shape with more of them",
             )
 
 

@@ -333,7 +333,12 @@ def _layers(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) ->
     if training.offloaded_layers:
         copied = round(min(1.0, training.offloaded_layers / shape.num_layers) * kept.offload_bytes)
         kept = kept._replace(activation_bytes=kept.activation_bytes - copied)
-        kept = kept._replace(offload_bytes=min(kept.offload_bytes, kept.activation_bytes))
+        left = kept.activation_bytes
+        # What stays where nearly all is copied is less than a recomputation would keep.
+        kept = kept._replace(
+            offload_bytes=min(kept.offload_bytes, left),
+            checkpoint_bytes=min(kept.checkpoint_bytes, left),
+        )
     return StagePart(
         name="expert layer" if kind.is_moe else "layer",
         repeat=count,

@@ -111,13 +111,23 @@ def test_table_keeps_the_order_and_says_what_does_not_fit_and_why_not(run, answe
     assert "P50, P95: step time when every duration varies by +-10 %" in done.out
 
 
-def test_the_widest_table_is_not_cut_at_100_columns(run, answering) -> None:
+def test_the_widest_table_is_wider_than_100_columns_before_it_is_cut(run, answering) -> None:
     wide = row("interleaved-1f1b+offload", placement="loop x2", tokens_per_s=1234567.0, mfu=0.456)
     answering([wide, row("b", over_limit=True, tokens_per_s=1.0, mfu=0.1)])
     done = run()
-    assert max(map(len, done.out.splitlines())) <= WIDTH
+    assert WIDTH < max(map(len, done.out.splitlines())) <= WIDTH + 14
     assert "…" not in done.out
-    for cell in ("loop x2", "1,234,567", "12,345.7", "512.0", "45.6", "over", "as given"):
+    for cell in (
+        "interleaved",
+        "offload",
+        "loop x2",
+        "1,234,567",
+        "12,345.7",
+        "512.0",
+        "45.6",
+        "over",
+        "as given",
+    ):
         assert cell in done.out
 
 
@@ -223,11 +233,12 @@ def test_a_terminal_sees_a_clock_while_it_runs(run, monkeypatch) -> None:
 
 
 def test_ctrl_c_prints_what_there_is_and_leaves_with_130(run, monkeypatch) -> None:
-    """The comparison is asked to stop, not torn down."""
+    """The comparison is asked to stop, not torn down; `timeout` sends two signals at once."""
 
     def compare(_problem: object, *, should_stop: Any, **_: object) -> list[ComparisonRow]:
         assert not should_stop()
-        os.kill(os.getpid(), signal.SIGINT)
+        for _signal in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
         assert should_stop()
         return [row("first")]
 
@@ -243,6 +254,7 @@ def test_a_second_ctrl_c_leaves_at_once_without_a_stack_trace(run, monkeypatch) 
     def compare(*_: object, **__: object) -> list[ComparisonRow]:
         for _attempt in range(2):
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.1)
         raise AssertionError("the second one should have ended it")
 
     monkeypatch.setattr(sys.modules["optpipe_solver.compare"], "compare", compare)

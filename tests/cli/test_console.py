@@ -17,6 +17,7 @@ from optpipe.cli.console import (
     show_schedule,
     stderr,
     stdout,
+    text_table,
 )
 from optpipe.cli.service import _Lines
 from optpipe.client import Improvement, Job, JobOptions
@@ -78,6 +79,19 @@ def test_a_name_commands_no_terminal_at_the_end_of_a_pipe(capsys) -> None:
     """What people read is shown; a table in a log would else colour, clear or retitle."""
     stdout().print(NAME)
     assert not set(capsys.readouterr().out) & set("\x1b\x07\r\x9b\x7f")
+
+
+def test_a_table_of_numbers_is_wider_than_the_console_before_one_is_cut(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    table = text_table(*(f"number {index}" for index in range(5)), texts=("text",))
+    table.add_row("a text of many words " * 9, *(["1,234,567.8 ms"] * 5))
+    (console := stdout()).print(table)
+    shown = capsys.readouterr().out
+    assert shown.count("1,234,567.8 ms") == 5
+    assert shown.count("words") == 9
+    assert console.width == 40
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_nvidias_recipe_of_qwen3_is_typed_in(optpipe, tmp_path) -> None:
     assert problem.context is not None
     assert problem.context.parallelism["dp"] == 16
     assert "tokens/s/GPU on 256 GPUs" in out
-    assert "error: published runs of this class were met within 7.2 % (median of 8" in out
+    assert "accuracy: published runs of this class were met within 7.2 % (median of 8" in out
     assert "of it: experts" in out
     for kind in ("weights", "gradients", "optimizer", "activations", "buffers", "reserved"):
         assert kind in out
@@ -170,7 +170,7 @@ def test_two_kinds_of_accelerators(optpipe, tmp_path) -> None:
     assert code == 0, err
     sizes = [device.memory_bytes for device in load_problem(path.read_text()).devices]
     assert sizes[0] == sizes[1] > sizes[2] == sizes[3]
-    assert "error: not known" in out
+    assert "accuracy: not known" in out
 
 
 def test_lengths_make_unequal_micro_batches(optpipe, tmp_path) -> None:
@@ -229,11 +229,12 @@ def test_lengths_that_say_nothing_are_refused(optpipe, tmp_path, batch, argument
     assert named in err
 
 
-def test_a_config_is_read(optpipe, tmp_path) -> None:
-    folder = tmp_path / "my-llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
-    code, out, err = optpipe("estimate", "--config", folder / "config.json", "--gpu", "h100")
+@pytest.mark.parametrize("file", ["my-llama/config.json", "c/my-llama.json"])
+def test_a_config_is_read(optpipe, tmp_path, file) -> None:
+    """And named by its folder, or where it has a name of its own by that."""
+    (path := tmp_path / file).parent.mkdir()
+    path.write_text(json.dumps(LLAMA3_8B))
+    code, out, err = optpipe("estimate", "--config", path, "--gpu", "h100")
     assert code == 0, err
     assert "my-llama: 8.03 billion parameters" in out
 
@@ -262,6 +263,9 @@ def test_the_list_names_everything_with_sources(optpipe) -> None:
         (("--model", "llama3-8b", "--gpu", "h101"), "did you mean"),
         ((*SMALL, "--memory-gb", 0), "--memory-gb"),
         ((*SMALL, "--mfu", 2), "--mfu 2.0"),
+        ((*SMALL, "--offloaded-layers", 99), "--offloaded-layers 99: 'gpt3-125m' has 12 layers"),
+        ((*SMALL, "--recompute", "moe"), "--recompute 'moe': 'gpt3-125m' has no such modules"),
+        (("--model", "gpt3-13b", "--gpu", "h100"), "--sequence 4096: 'gpt3-13b' has 2048 learned"),
         ((*SMALL, "--pcie-efficiency", 0), "efficiency pcie"),
         ((*SMALL, "--precision", "bf8"), "--precision 'bf8'"),
         ((*SMALL, "--placement", "zigzag"), "--placement 'zigzag'"),

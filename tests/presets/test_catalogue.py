@@ -289,6 +289,32 @@ DEEPSEEK_LITE = DEEPSEEK_V3 | {
     "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
     "vocab_size": 102400, "num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+    "hidden_act": "silu", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+PHI3 = {
+    "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064,
+    "hidden_act": "silu", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "sliding_window": 2047,
+    "attention_bias": False, "rope_scaling": None, "tie_word_embeddings": False,
+}  # fmt: skip
+GLM_AIR = {
+    "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "head_dim": 128,
+    "vocab_size": 151552, "hidden_act": "silu", "num_attention_heads": 96, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "attention_bias": True,
+    "use_qk_norm": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "n_routed_experts": 128, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}  # fmt: skip
+GLM = GLM_AIR | {
+    "hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 92, "use_qk_norm": True,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 GPT2 = {
     "model_type": "gpt2", "activation_function": "gelu_new", "n_embd": 768, "n_head": 12,
     "n_layer": 12, "n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257, "resid_pdrop": 0.1,
@@ -355,6 +381,46 @@ def test_layers_that_all_have_full_attention_are_what_no_list_means() -> None:
     """As transformers writes them today."""
     today = QWEN3_8B | {"layer_types": ["full_attention"] * 36}
     assert shape_from_config(json.dumps(today)) == shape_from_config(json.dumps(QWEN3_8B))
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "windows"),
+    [
+        (MISTRAL, 7_241_732_096, {4096}),
+        (MISTRAL | {"sliding_window": None}, 7_241_732_096, {0}),
+        (PHI3, 3_821_079_552, {2047}),
+        (GLM_AIR, 106_852_245_504, {0}),
+        (GLM, 352_797_814_784, {0}),
+    ],
+)
+def test_a_config_beside_the_catalogue_has_the_parameters_of_its_model(
+    config, total, windows
+) -> None:
+    """Counted in transformers' own models; GLM's 355 billion are with multi-token prediction."""
+    found = shape_from_config(json.dumps(config))
+    assert total_parameters(found) == total
+    assert {kind.window for kind in found.layer_kinds} == windows
+    assert bool(found.left_out) == (config["model_type"] == "glm4_moe")
+
+
+def test_a_window_under_its_older_name_is_read() -> None:
+    """As the first files of Gemma 2 have it, alone or beside the present one."""
+    today = {
+        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256,
+        "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+        "vocab_size": 256000,
+    }  # fmt: skip
+    for names in (
+        ["sliding_window_size"],
+        ["sliding_window"],
+        ["sliding_window", "sliding_window_size"],
+    ):
+        found = shape_from_config(json.dumps(today | dict.fromkeys(names, 4096)))
+        assert replace(found, name="gemma2-2b", source="") == replace(
+            find_model("gemma2-2b"), source=""
+        )
+    with pytest.raises(InputError, match="sliding_window_size = 1 and sliding_window = 4096: must"):
+        shape_from_config(json.dumps(today | {"sliding_window_size": 1, "sliding_window": 4096}))
 
 
 def test_gpt2_is_read() -> None:

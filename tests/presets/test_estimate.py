@@ -406,6 +406,24 @@ def test_an_error_is_its_plain_sentence() -> None:
     assert caught.value.sentence.told(flag).startswith("--zero 7:")
 
 
+@pytest.mark.parametrize("n", [31, 32])
+def test_nearly_all_layers_may_be_offloaded(n) -> None:
+    """What then stays is less than a recomputation keeps of a layer's input."""
+    stages = estimated(training=Training(sequence=2048, offloaded_layers=n)).problem.stages
+    plain = estimated(training=Training(sequence=2048)).problem.stages
+    for stage, whole in zip(stages[1:-1], plain[1:-1], strict=True):
+        assert stage.activation_bytes < 0.1 * whole.activation_bytes
+
+
+def test_packed_sequences_share_learned_positions() -> None:
+    """Each begins at the first one; the longest must find its own."""
+    shape = find_model("gpt3-125m")
+    training = Training(sequence=4096, lengths=(2048, 2048))
+    training.check_divides(shape)
+    with pytest.raises(AskedError, match=r"^lengths = 2049: 'gpt3-125m' has 2048 learned posit"):
+        replace(training, lengths=(2049, 2047)).check_divides(shape)
+
+
 def test_every_field_has_a_flag() -> None:
     """A sentence never sends people to an option that the command has not."""
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}

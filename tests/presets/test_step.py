@@ -70,7 +70,7 @@ def test_more_work_takes_longer_and_less_kept_is_less(name, degrees, gpu) -> Non
     """More micro-batches, a slower network, no overlap and recomputation never make a step shorter;
     recomputation and a spread optimizer never make a rank fuller."""
     shape, hardware = MODELS[name], find_gpu(gpu)
-    training = Training(sequence=2048, **degrees)
+    training = Training(sequence=1024, **degrees)
     cut = PipelineCut(pp=2, num_microbatches=4)
 
     def of(changed=training, pipeline=cut, on=hardware):
@@ -84,7 +84,7 @@ def test_more_work_takes_longer_and_less_kept_is_less(name, degrees, gpu) -> Non
     assert of(on=hardware.on_network("tcp:10")).step_ms >= plain.step_ms - eps
     assert of(replace(training, overlap=False)).step_ms >= plain.step_ms - eps
     for modules in ({"full"}, {"core_attn"}, {"layernorm"}, {"mlp", "moe"}, {"moe_act"}):
-        again = of(replace(training, recompute=frozenset(modules)))
+        again = of(replace(training, recompute=frozenset(modules - shape.without)))
         assert again.step_ms >= plain.step_ms - eps
         assert again.memory[0].activations <= plain.memory[0].activations
     spread = [of(replace(training, zero=zero)).memory[0] for zero in (0, 1, 2, 3)]

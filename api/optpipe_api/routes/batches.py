@@ -19,6 +19,7 @@ from optpipe_api.requests.http import (
 )
 from optpipe_api.requests.jobs import FrontierView
 from optpipe_api.routes.common import (
+    KNOWN_ALONE,
     NO_SCRIPTS,
     Accept,
     Answers,
@@ -115,7 +116,9 @@ async def submit(
         return await _answer(request, service, who, batch, wait)
 
 
-@router.get("", responses=documented(404), summary="List batches, newest first")
+@router.get(
+    "", dependencies=KNOWN_ALONE, responses=documented(404), summary="List batches, newest first"
+)
 def list_batches(
     service: Serving, who: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> BatchList:

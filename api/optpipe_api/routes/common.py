@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
 
 from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.service import Service
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from optpipe.wire import WireModel
 
 __all__ = [
+    "KNOWN_ALONE",
     "NO_SCRIPTS",
     "Accept",
     "Answers",
@@ -78,6 +80,27 @@ Cursor = Annotated[
 ]
 IfNoneMatch = Annotated[str | None, Header(description="`ETag` of the known one.")]
 Limit = Annotated[int, Query(ge=1, le=200)]
+
+
+async def _known_alone(request: Request) -> None:
+    """Refuse parameters that a list does not have: a filter with a typo would list everything."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    unknown = [
+        {
+            "type": "extra_forbidden",
+            "loc": ("query", name),
+            "msg": f"is no parameter of this list; remove it, or give one of {', '.join(known)}",
+            "input": value,
+        }
+        for name, value in request.query_params.items()
+        if name not in known
+    ]
+    if unknown:
+        raise RequestValidationError(unknown)
+
+
+KNOWN_ALONE = [Depends(_known_alone)]
+"""For routes that list: what else is asked for is refused."""
 
 
 def idempotency_key(effect: str) -> Any:

@@ -11,6 +11,7 @@ from optpipe.wire import DeploymentList, DeploymentView, VersionList
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.http import etag_of, known_number, read_body, require_json
 from optpipe_api.routes.common import (
+    KNOWN_ALONE,
     Cursor,
     Limit,
     Reader,
@@ -67,7 +68,12 @@ async def register(
     )
 
 
-@router.get("", responses=documented(404), summary="List deployments, newest first")
+@router.get(
+    "",
+    dependencies=KNOWN_ALONE,
+    responses=documented(404),
+    summary="List deployments, newest first",
+)
 def list_deployments(
     service: Serving, who: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> DeploymentList:

@@ -30,6 +30,7 @@ from optpipe_api.requests.http import (
 )
 from optpipe_api.requests.jobs import Resumption, Tag
 from optpipe_api.routes.common import (
+    KNOWN_ALONE,
     NO_SCRIPTS,
     Accept,
     Answers,
@@ -179,7 +180,9 @@ def comparison(
     return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
 
 
-@router.get("", responses=documented(404), summary="List jobs, newest first")
+@router.get(
+    "", dependencies=KNOWN_ALONE, responses=documented(404), summary="List jobs, newest first"
+)
 def list_jobs(
     *,
     service: Serving,

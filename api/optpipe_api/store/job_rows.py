@@ -88,6 +88,7 @@ ASKED_LIMIT = "asked_time_limit_s"
 """In a resumed job's options: the time limit that was asked for when it was submitted."""
 
 _EQUAL = 1e-9
+_VALUES = ("bound_ms", "objective_ms")
 """Objectives that differ by no more than this share of them are equal."""
 _OPTIONS = frozenset(item.name for item in fields(JobOptions))
 # Made once: to put a query together takes longer than to answer it.
@@ -661,7 +662,8 @@ def keep(
 
     A schedule at least as good replaces the one before, and with it goes the problem that was
     chosen; a higher bound replaces the one before, and so does what a tune has ``found``, unless it
-    comes with a schedule that is worse. History tells what
+    comes with a schedule that is worse. A bound that is above the schedule, which the solver makes
+    sure is by rounding alone, is the schedule's objective. History tells what
     improved: a start that is found again under its old length, schedules on the way up to it, and
     those that are as long and hold less memory would only be noise there. ``is_chosen``: the
     schedule was chosen for another reason than its length.
@@ -674,6 +676,9 @@ def keep(
         if problem is not None:
             put(connection, problems, row.position, problem)
         values |= {"objective_ms": point.objective_ms, "num_schedules": row.num_schedules + 1}
+    bound_ms, objective_ms = (values.get(name, getattr(row, name)) for name in _VALUES)
+    if bound_ms is not None and objective_ms is not None and bound_ms > objective_ms:
+        values["bound_ms"] = objective_ms
     if found is not None and (schedule is None or "objective_ms" in values):
         put(connection, tuned, row.position, found)
     _note_improvement(connection, row, point, now, values)

@@ -1,6 +1,7 @@
 """The HTTP surface: what each route answers, and how it refuses."""
 
 import json
+import re
 from http.client import HTTPConnection
 from typing import Any
 
@@ -285,6 +286,16 @@ def test_an_illegal_wait_is_refused(http, query: str) -> None:
 )
 def test_an_illegal_page_is_refused(http, query: str) -> None:
     fault(http.get(f"/v1/jobs?{query}"), 422, "request.invalid")
+
+
+@pytest.mark.parametrize("of", ["jobs", "batches", "deployments"])
+def test_a_list_refuses_parameters_that_it_does_not_have(http, of: str) -> None:
+    """A typo in a filter would list everything."""
+    known = r"query.stat = 'queued': is no parameter of this list; .* one of .*limit, cursor$"
+    found = fault(http.get(f"/v1/{of}?limit=1&stat=queued"), 422, "request.invalid")
+    assert re.search(known, found["detail"])
+    assert found["pointers"] == ["/query/stat"]
+    assert http.get(f"/v1/{of}?limit=1").is_success
 
 
 def test_other_forms_routes_and_methods_are_problem_details(http) -> None:

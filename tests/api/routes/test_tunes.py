@@ -251,6 +251,8 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
         ({"config": {"model_type": "llama"}}, "", "a tune is of a model or of a config"),
         ({"gpu": "h9"}, "/gpu", "gpu = 'h9'"),
         ({"num_gpus": 0}, "/num_gpus", "must be >= 1"),
+        ({"num_gpus": 1e9}, "/num_gpus", "= 1000000000.0: must be a whole number; write it in dig"),
+        ({"num_gpus": "8"}, "/num_gpus", "= '8': must be a whole number; write it without quotes"),
         ({"gpu": "h100:8,a100:4"}, "/num_gpus", "gpu = 'h100:8,a100:4' are 12"),
         ({"gpu": "h100:4,a100"}, "/gpu", "with several kinds each needs its number"),
         ({"gpu": "h100:4,a100:4", "current": {"tp": 8}}, "/current", "stand on two kinds"),

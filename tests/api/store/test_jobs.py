@@ -289,6 +289,16 @@ def test_a_heartbeat_and_a_record_keep_a_lease(store, clock: Clock) -> None:
     assert store.expire(3) == []
 
 
+def test_a_bound_is_never_above_the_schedule_by_rounding(store) -> None:
+    """Proven from sums in another order, before a schedule that meets it."""
+    lease = claimed(store).lease
+    store.record(lease, point(bound_ms=14.520000000000003), LEASE_S)
+    job = store.record(lease, point(14.519999999999998, 14.519999999999998), LEASE_S, schedule="S")
+    assert (job.bound_ms, job.objective_ms) == (14.519999999999998, 14.519999999999998)
+    job = store.record(lease, point(bound_ms=14.520000000000001), LEASE_S)
+    assert job.bound_ms == job.objective_ms
+
+
 def test_a_lapsed_job_starts_again_from_its_incumbent(store, clock: Clock) -> None:
     old = claimed(store).lease
     store.record(old, point(7.0, 3.0), LEASE_S, schedule="S")
