@@ -426,7 +426,7 @@ class Training:
 
     def check_divides(self, shape: ModelShape) -> None:
         """Refuse degrees that do not divide what they split, and what the model does not have."""
-        self._check_held(shape)
+        self.check_held(shape)
         split = {"heads": ("tp", shape.num_heads)}
         if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
             split["ffn"] = ("tp", shape.ffn)
@@ -455,7 +455,7 @@ class Training:
                 "does (1 where there are none)",
             )
 
-    def _check_held(self, shape: ModelShape) -> None:
+    def check_held(self, shape: ModelShape) -> None:
         """Refuse more layers or positions than the model has, and modules that it has not."""
         if self.offloaded_layers > shape.num_layers:
             raise AskedError(

@@ -71,6 +71,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--headroom", "1.5"], "must be in [0, 1)"),
         (["--gpu", "abacus"], "abacus"),
         (["--fix", "dp=1,dp=2"], "--fix: dp is said twice"),
+        (["--model", "gpt3-175b"], "8192: 'gpt3-175b' has 2048 learned positions"),
         (["--current", " "], "--current '': must be NAME=NUMBER,... or a file"),
         (["--current", "pp=4,dp=8,measured=1"], "(or recompute, layers)"),
         (
@@ -78,7 +79,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
             "4 norms in a layer: Megatron-LM's arguments",
         ),
         (
-            ["--framework", "torchtitan", "--model", "gpt3-175b", "--paste", "x.py"],
+            ["--framework", "torchtitan", "--model", "mixtral-8x7b", "--paste", "x.py"],
             "no model of its",
         ),
         (["--gpu", "a100"], "with several kinds each needs its number; write h100:8"),

@@ -101,6 +101,7 @@ class TuneQuestion:
                 raise InputError(
                     f"{name} = {getattr(self, name)}: must be 1 to {2**20}; correct it"
                 )
+        self.training.check_held(self.shape)
         numbers = [number for _, number in self.kinds]
         if numbers and (
             sum(numbers) != self.num_gpus
