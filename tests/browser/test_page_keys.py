@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from optpipe_api.access import Role
-from tests.api.live import make_settings, running, two_stages
+from tests.api.live import make_settings, running, two_stages, until
 from tests.browser.visit import DRAWN, READY, SCHEDULE, taken, visiting
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ def test_who_may_only_read_estimates_and_is_told_what_solving_needs(
         made = httpx.post(f"{url}/v1/jobs?wait=60", json=body, headers=submitting, timeout=90)
         keys.revoke("looker")
         key = keys.create("looker", Role.READ)[1]
+        reading = {"Authorization": f"Bearer {key}"}
+        # A key that nobody knew is looked for once a second at most.
+        until(
+            lambda: httpx.get(f"{url}/v1/key", headers=reading),
+            lambda answer: answer.status_code == 200,
+        )
         with visiting(chromium, url) as visit:
             page = visit.page
             page.add_init_script(f"sessionStorage.setItem('optpipe-key', {key!r})")

@@ -82,7 +82,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
                 "form": SCHEDULE,
                 "running": f"?job={running_id}",
                 "tuned": f"?job={tuned}",
-                "row": f"?job={tuned}&row={rows[-1]['id']}",
+                "row": f"?job={tuned}&row={rows[:11][-1]['id']}",
                 "solved": f"?job={solved}",
                 "beside": f"?job={solved}&beside=method%3A1f1b",
                 "what-if": f"?job={solved}&what_if={what_if}",
