@@ -177,8 +177,8 @@ class PlanSearch:
         key = (line.placement, sizes)
         if key not in self.candidates:
             self.turn.spend(len(sizes) * self.model.num_microbatches / _BOUND_CELLS)
-            self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even)
-            self._note_work(self.candidates[key])
+            work = None if self.stop.work is None else self.stop.spent
+            self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even, work=work)
         return self.candidates[key]
 
     def _note_work(self, candidate: CutCandidate) -> None:
@@ -479,10 +479,18 @@ class CutCandidate:
         What makes the problem.
     is_even
         Whether this is the naive cut all others are held against.
+    work
+        Units done so far, where they are limited: the bound stands in the trace by them.
     """
 
     def __init__(
-        self, model: Model, line: PlacementLine, sizes: tuple[int, ...], *, is_even: bool = False
+        self,
+        model: Model,
+        line: PlacementLine,
+        sizes: tuple[int, ...],
+        *,
+        is_even: bool = False,
+        work: float | None = None,
     ) -> None:
         self.line, self.sizes, self.is_even = line, sizes, is_even
         self.problem: Problem = model.problem(line.placement, sizes)
@@ -490,6 +498,7 @@ class CutCandidate:
         self.misfit, self.needs = feasible.message, feasible.needs
         self.bound_ms = math.inf if self.misfit else lower_bound(self.problem).ms
         self.best = Incumbent(self.problem)
+        self.best.work = work
         if not self.misfit:
             self.best.offer_bound(self.bound_ms, "bounds")
         self.quick_ms: float | None = None
