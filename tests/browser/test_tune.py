@@ -64,6 +64,8 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
         assert "today: tp 2 pp 4" in page.inner_text("#configuration tr[data-today]")
         assert page.inner_text("#objective dt") == "Step"
         assert f"{found['rows'][0]['step_ms']:,.1f} ms" in page.inner_text("#objective dd")
+        page.wait_for_selector("#problem tbody")
+        assert "\N{EN DASH}" not in page.inner_text("#problem tbody")
 
 
 def test_rows_are_sorted_by_a_column_and_the_focus_stays(visit: Visit, url: str) -> None:

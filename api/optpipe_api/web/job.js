@@ -118,7 +118,8 @@ export class JobView {
     }
     if (this.isComparison) return;
     this.tuned.show().catch(showFault);
-    if (this.job.has_schedule) await why(this.why, `${this.path}/explanation`, this.stop.signal);
+    const title = this.isTune ? "Why the fastest takes as long as it does" : "Why";
+    if (this.job.has_schedule) await why(this.why, `${this.path}/explanation`, title, this.stop.signal);
     if (!this.isTune) await this.whatIf.ended();
   }
 

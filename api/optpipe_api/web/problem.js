@@ -5,15 +5,17 @@ import { billions, bytes, ms, share } from "./format.js";
 
 const SHOWN = 24;
 const COLUMNS = ["Stage", "Device", "Layers", "F ms", "I ms", "W ms", "Activation", "Offloadable",
-  "Static", "Usable"].map((title) => ({ title, number: title !== "Device" }));
+  "Modes", "Static", "Usable"].map((title) => ({ title, number: title !== "Device" }));
 
 /** Return the summary of what `/v1/estimates` or `/v1/variants` answered. */
 export function problemSummary(view) {
   const { problem } = view;
   const hasSizes = Boolean(view.sizes);
-  const columns = COLUMNS.filter(({ title }) => hasSizes || title !== "Layers");
+  const hasMenus = problem.stages.some((stage) => menuOf(stage).length > 1);
+  const columns = COLUMNS.filter(({ title }) => (hasSizes || title !== "Layers")
+    && (hasMenus || title !== "Modes"));
   const rows = problem.stages.slice(0, SHOWN).map((stage, index) => ({
-    cells: rowOf(view, stage, index, hasSizes),
+    cells: rowOf(view, stage, index, { hasSizes, hasMenus }),
   }));
   const left = problem.stages.length - rows.length;
   return el("section", { id: "problem", "data-hash": view.problem_hash },
@@ -21,17 +23,26 @@ export function problemSummary(view) {
       button("Save as JSON", () => saveProblem(problem), { class: "quiet", id: "save-problem" })),
     el("dl", { class: "facts" }, factsOf(view)),
     table("Stages of the problem", columns, rows),
+    problem.stages.some(({ costs }) => costs?.length > 1)
+      ? el("p", { class: "hint" }, "Micro-batches differ in cost: the first is shown.") : null,
     left > 0 ? el("p", { class: "hint" }, `and ${left} more stages`) : null,
     (view.notes ?? []).map((note) => el("p", { class: "hint" }, note)));
 }
 
-function rowOf(view, stage, index, hasSizes) {
-  const cells = [String(index), view.problem.devices[stage.device].name, ms(stage.forward_ms),
-    ms(stage.backward_input_ms), ms(stage.backward_weight_ms), bytes(stage.activation_bytes),
-    bytes(stage.offload_bytes), bytes(stage.static_bytes), bytes(view.usable_bytes[stage.device])];
-  if (hasSizes) cells.splice(2, 0, String(view.sizes[index]));
-  return cells;
+function rowOf(view, stage, index, { hasSizes, hasMenus }) {
+  const [cost, menu] = [costOf(stage), menuOf(stage)];
+  const offloaded = cost.offload_bytes ?? Math.max(0, ...menu.map((mode) => mode.offload_bytes));
+  return [String(index), view.problem.devices[stage.device].name,
+    ...(hasSizes ? [String(view.sizes[index])] : []), ms(cost.forward_ms),
+    ms(cost.backward_input_ms), ms(cost.backward_weight_ms), bytes(cost.activation_bytes),
+    bytes(offloaded), ...(hasMenus ? [String(menu.length)] : []), bytes(stage.static_bytes),
+    bytes(view.usable_bytes[stage.device])];
 }
+
+/** What a stage takes: of v1 it says so itself, of v2 the first of its costs does. */
+const costOf = (stage) => stage.costs?.[0] ?? stage;
+
+const menuOf = (stage) => costOf(stage).modes ?? [];
 
 function factsOf(view) {
   const { problem } = view;

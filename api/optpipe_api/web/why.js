@@ -7,10 +7,10 @@ const NONE = [404, 413, 429];
 const SHOWN = 2;
 
 /** Show the explanation of a path in a place; where there is none the place stays hidden. */
-export async function why(place, path, signal) {
+export async function why(place, path, title, signal) {
   try {
     const { sentences = [] } = await askJson(path, { signal });
-    place.replaceChildren(el("h2", {}, "Why"), ...[...byTopic(sentences)].map(partOf));
+    place.replaceChildren(el("h2", {}, title), ...[...byTopic(sentences)].map(partOf));
     place.hidden = sentences.length === 0;
   } catch (error) {
     if (!(error instanceof Fault) || !NONE.includes(error.status)) throw error;

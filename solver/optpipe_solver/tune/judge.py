@@ -28,6 +28,8 @@ from optpipe_solver.portfolio import all_starts
 from optpipe_solver.tune.bounds import LayerTable, best_cut, fused_family
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe.model import Model
     from optpipe.presets import Estimate, Hardware, PipelineCut, StepEstimate, Training
     from optpipe.presets.step import Layout
@@ -423,15 +425,25 @@ class ConfigurationJudge:
         return with_pairs(question.shape, machines, problem, sizes) if cut.pairs else problem
 
     def by_names(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> TuneRow | None:
-        """Return the fastest schedule of some families that fits, of a cut."""
-        problem = self._problem(sizes)
+        """Return the fastest schedule of some families that fits, of a cut.
+
+        Where memory does not limit, its problem has as much of it as the schedule needs, if the
+        GPUs have less.
+        """
+        given = self._problem(sizes)
+        problem = given
         if not self.is_limited:
-            devices = [d.model_copy(update={"memory_bytes": _UNLIMITED}) for d in problem.devices]
-            problem = problem.model_copy(update={"devices": tuple(devices)})
+            problem = _with_memory(given, [_UNLIMITED] * len(given.devices))
         best = Incumbent(problem)
         for start in all_starts(problem, list(names)):
             if start.programs is not None and start.legal:
                 best.offer(start.programs, start.method)
+        if not self.is_limited and best.programs is not None and best.metrics is not None:
+            peaks = zip(best.metrics.peak_bytes, given.devices, strict=True)
+            needed = [max(one.memory_bytes, int(peak) + one.reserved_bytes) for peak, one in peaks]
+            programs, method = best.programs, best.method
+            best = Incumbent(_with_memory(given, needed))
+            best.offer(programs, method)
         return self._row(best)
 
     def _pattern(self, links: tuple[Boundary, ...]) -> Pattern:
@@ -554,3 +566,12 @@ def _placed(cut: PipelineCut, problem: Problem) -> PipelineCut:
     names: tuple[str, ...] = ("linear",) if chunks == 1 else ("loop", "v")
     found = [n for n in names if placement_of(n, cut.pp, chunks) == problem.placement]
     return replace(cut, chunks=chunks, placement=found[0] if found else cut.placement)
+
+
+def _with_memory(problem: Problem, memory_bytes: Sequence[int]) -> Problem:
+    """Return the problem with so much memory per device."""
+    devices = [
+        device.model_copy(update={"memory_bytes": one})
+        for device, one in zip(problem.devices, memory_bytes, strict=True)
+    ]
+    return problem.model_copy(update={"devices": tuple(devices)})

@@ -538,6 +538,12 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert row.configuration.sizes == (2, 1, 1, 2)
     result = tune(question, current=today, time_limit_s=20)
     assert result.current == row
+    for small in (question, asked(memory_bytes=max(row.peak_bytes) - 1)):
+        again = judge(small, today)
+        assert again is not None
+        assert again.step_ms == row.step_ms
+        memory = [device.memory_bytes for device in again.problem.devices]
+        assert memory == [max(small.whole_bytes, peak) for peak in again.peak_bytes]
     assert result.best is not None
     assert result.gain == pytest.approx(1 - result.best.step_ms / row.step_ms)
     assert result.best.step_ms < row.step_ms
