@@ -8,9 +8,15 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, find_violations, simulate
 from optpipe.errors import InputError
-from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.presets import Machine, Training, estimate, find_gpu, find_model
 from optpipe.presets.estimate import Estimate
-from optpipe.presets.overlap import LanePhase, PassPhases, most_hidden, together_ms
+from optpipe.presets.overlap import (
+    LanePhase,
+    PassPhases,
+    layer_phases,
+    most_hidden,
+    together_ms,
+)
 from optpipe_solver import solve
 
 H100 = find_gpu("h100")
@@ -122,6 +128,20 @@ def test_experts_exchange_hides_and_the_rest_of_the_problem_is_what_it_was() -> 
     assert least is not None
     assert any(action.paired for row in schedule.programs for action in row)
     assert simulate(given, schedule.programs).makespan_ms < least
+
+
+@pytest.mark.parametrize(("dispatch", "there"), [("bf16", 1 / 2), ("fp8", 1 / 3)])
+def test_phases_are_the_layer_and_the_exchange_is_divided_as_its_bytes(dispatch, there) -> None:
+    shape, training = find_model("qwen3-235b-a22b"), Training(tp=2, ep=8, dp=4, dispatch=dispatch)
+    machine = Machine(H100, H100.efficiency, training)
+    kind, _ = shape.kinds[0]
+    forward, back, weight = machine.layer(shape, kind)
+    found = layer_phases(shape, machine, kind)
+    parts = (found.forward, sum(forward)), (found.backward_input, sum(back))
+    for phases, whole in (*parts, (found.backward, sum(back) + sum(weight))):
+        assert sum(phase.ms for phase in phases) == pytest.approx(whole)
+    exchanges = [phase.ms for phase in found.forward if phase.exchanges]
+    assert exchanges == pytest.approx([there * forward.experts, (1 - there) * forward.experts])
 
 
 def test_what_has_nothing_to_hide_is_refused() -> None:

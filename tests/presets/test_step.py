@@ -61,6 +61,17 @@ def test_the_causes_add_up_to_the_step() -> None:
     assert found.idle_ms > 0
 
 
+def test_utilisation_is_by_the_published_convention() -> None:
+    """6 FLOPs per parameter and token, 12 s h per layer of attention (PaLM, appendix B)."""
+    found = step(training=Training(tp=8, dp=2, sequence=8192))
+    num_gpus, tokens = 8 * 8 * 2, 16 * 2 * 8192
+    assert found.num_gpus == num_gpus
+    rate = tokens / (found.step_ms / 1000) / num_gpus
+    assert found.tokens_per_s_per_gpu == pytest.approx(rate)
+    flops_per_token = 6 * 70.55e9 + 12 * 80 * 8192 * 8192
+    assert found.mfu == pytest.approx(rate * flops_per_token / 989e12, rel=0.02)
+
+
 DEGREES = st.sampled_from([{"tp": 1}, {"tp": 2}, {"cp": 2}, {"dp": 8}, {"tp": 2, "dp": 4}])
 
 
