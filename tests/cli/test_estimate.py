@@ -183,6 +183,8 @@ def test_lengths_make_unequal_micro_batches(optpipe, tmp_path) -> None:
     assert code == 0, err
     assert "unequal micro-batches: 1 of " in out
     made = load_problem(path.read_text())
+    assert made.context is not None
+    assert made.context.tokens_per_microbatch == round((4 * 8192 + 16_384) / 5)
     ids = made.cost_of
     assert (made.num_costs, len(set(ids)), ids[1] == ids[4]) == (4, 4, True)
     for at in (0, 3):
