@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.check import check
-from optpipe.cli.console import ProblemFile, ScheduleFile, baseline_programs, needs_extra, stdout
-from optpipe.cli.files import (
+from optpipe.cli.console import (
+    ProblemFile,
+    ScheduleFile,
+    baseline_programs,
     check_apart,
     check_writable,
+    needs_extra,
     read_problem,
     read_programs,
     say_written,
+    stdout,
     write_file,
 )
 from optpipe.errors import InputError

@@ -19,11 +19,14 @@ from optpipe.cli.console import (
     LinkLatency,
     LinkRate,
     ProblemOut,
+    check_apart,
+    check_writable,
+    read_problem,
     stderr,
     stdout,
     text_table,
+    write_file,
 )
-from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
 from optpipe.errors import InputError, explain
 from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (

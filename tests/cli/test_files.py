@@ -16,8 +16,8 @@ from optpipe import (
     load_csv,
     load_schedule,
 )
-from optpipe.cli import files as reading
-from optpipe.cli.files import check_apart, check_writable, write_file
+from optpipe.cli import console as reading
+from optpipe.cli.console import check_apart, check_writable, write_file
 from optpipe.errors import IllegalScheduleError, InputError, ScheduleMismatchError
 from tests.cli.conftest import PLAIN
 from tests.plot.conftest import make_small_problem
