@@ -31,7 +31,7 @@ from optpipe_api import http_errors
 from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
-from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
+from optpipe_api.requests.catalogue import Comparison, EstimateBody, TuneBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import (
     BatchBody,
@@ -42,7 +42,6 @@ from optpipe_api.requests.jobs import (
     Resumption,
     Submission,
 )
-from optpipe_api.requests.tunes import TuneBody
 from optpipe_api.routes import batches, catalogue, deployments, jobs, system, tunes
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
