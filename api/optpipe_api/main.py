@@ -42,7 +42,7 @@ from optpipe_api.requests.jobs import (
     Resumption,
     Submission,
 )
-from optpipe_api.routes import batches, catalogue, deployments, jobs, system, tunes
+from optpipe_api.routes import batches, catalogue, deployments, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
 from optpipe_api.store import open_stores
@@ -253,8 +253,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(catalogue.presets_router)
     app.include_router(catalogue.router)
     app.include_router(jobs.comparisons_router)
-    app.include_router(tunes.tunes_router)
-    app.include_router(tunes.configurations_router)
+    app.include_router(catalogue.tunes_router)
+    app.include_router(catalogue.configurations_router)
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)
