@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.tuned import PasteForm  # noqa: TC001 - FastAPI reads it
 from optpipe.wire import (
     Job,
-    MethodList,  # noqa: TC001 - FastAPI reads it
+    MethodList,
 )
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.catalogue import Catalogue, EstimateView, VariantView
