@@ -16,8 +16,7 @@ from optpipe.formats.zero_bubble import dump_python_list
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Action, ActionType, cells_of, parse_cell
 from optpipe_solver import solve
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
+from optpipe_solver.arrays.encoding import CompiledProblem, evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.families.classic import build_dualpipe_v
 from tests.building import problem, stage

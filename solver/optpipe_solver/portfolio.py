@@ -15,8 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
+from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe.schedule import ActionType
-from optpipe_solver.arrays.encoding import program_of
-from optpipe_solver.arrays.evaluate import within_hosts
+from optpipe_solver.arrays.encoding import program_of, within_hosts
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, chunks_of_loop
 from optpipe_solver.families.list_scheduling import ListPolicy, list_schedule
