@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
     from optpipe_solver.families.registry import Shape
+    from optpipe_solver.incumbent import Result
     from optpipe_solver.portfolio import FamilyStart
-    from optpipe_solver.result import Result
 
 __all__ = [
     "AS_GIVEN",

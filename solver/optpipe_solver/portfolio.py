@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Limits, Stop
     from optpipe_solver.families.common import NotApplicableReason
     from optpipe_solver.families.registry import Family
-    from optpipe_solver.result import Progress
+    from optpipe_solver.incumbent import Progress
 
 __all__ = [
     "MILP_PLAN",

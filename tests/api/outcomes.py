@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from optpipe_solver.result import Progress, Result, SolveStatus
+from optpipe_solver.incumbent import Progress, Result, SolveStatus
 
 __all__ = ["Progress", "Result", "SolveStatus"]
 

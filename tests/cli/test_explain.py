@@ -25,7 +25,7 @@ from optpipe import (
 )
 from optpipe.explain import Explanation, explain
 from optpipe_solver.families.list_scheduling import build_greedy
-from optpipe_solver.result import Result, SolveStatus
+from optpipe_solver.incumbent import Result, SolveStatus
 from tests.cli.conftest import LEGAL, PLAIN, write
 from tests.plot.conftest import make_small_problem
 

@@ -20,7 +20,7 @@ from optpipe_solver.compare import (
     what_if,
 )
 from optpipe_solver.families import FAMILIES
-from optpipe_solver.result import Result, SolveStatus
+from optpipe_solver.incumbent import Result, SolveStatus
 from tests.building import bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.solver.milp.test_horizon import parked_problem
 from tests.strategies import Case, cases
