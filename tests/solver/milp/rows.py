@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from optpipe import Action, ActionType, simulate
 from optpipe.memory import host_walk
 from optpipe_solver.milp.highs import MilpModel, Variable, value_of
-from optpipe_solver.milp.horizon.items import HorizonChoice
+from optpipe_solver.milp.horizon.variables import HorizonChoice
 
 if TYPE_CHECKING:
     from optpipe import Problem, Programs
     from optpipe.simulate import Times
-    from optpipe_solver.milp.horizon.items import HorizonItem
-    from optpipe_solver.milp.horizon.variables import HorizonVariables
+    from optpipe_solver.milp.horizon.variables import HorizonItem, HorizonVariables
 
 
 def shares_lanes(problem: Problem) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.feasibility import memory_binds
-from optpipe_solver.milp.horizon.items import HorizonChoice, draw_items, openings_of
 from optpipe_solver.milp.horizon.presolve import (
     Cells,
     Facts,
@@ -19,12 +18,13 @@ from optpipe_solver.milp.horizon.presolve import (
     put_before,
     shave,
 )
+from optpipe_solver.milp.horizon.variables import HorizonChoice, draw_items, openings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
-    from optpipe_solver.milp.horizon.items import Cell, HorizonItem, Opening
+    from optpipe_solver.milp.horizon.variables import Cell, HorizonItem, Opening
 
 __all__ = ["HorizonItems", "cells_of", "facts_of"]
 
