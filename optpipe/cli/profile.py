@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import LinkFit, MeasuredAction
     from optpipe.runtime.measuring import Profile
-    from optpipe.runtime.measuring.menus import StageMenu
+    from optpipe.runtime.measuring.memory import StageMenu
 
 __all__ = ["Form", "import_measurements", "measurements_as_json", "profile", "show_measurements"]
 

@@ -11,7 +11,7 @@ from optpipe.formats.json import dump_problem
 from optpipe.menus import choose
 from optpipe.runtime import groups
 from optpipe.runtime.measuring import Effort, computing_with, measure
-from optpipe.runtime.measuring.menus import Candidate
+from optpipe.runtime.measuring.memory import Candidate
 from optpipe.runtime.offload import EVERYTHING
 from optpipe.runtime.treatments import Treatment, parse_treatment
 from tests.runtime import measured
