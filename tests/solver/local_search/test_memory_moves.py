@@ -11,7 +11,7 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.budget import Stop
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import Table, take_back
-from optpipe_solver.local_search.memory_moves import Stretch, make_room, relax, settle, trim
+from optpipe_solver.local_search.moves import Stretch, make_room, relax, settle, trim
 from optpipe_solver.local_search.search import improve_by_local_search
 from tests.building import problem, programs
 from tests.solver.local_search.boards import read, set_out
