@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.measurements import Transfer, fit_links
-from optpipe.measurements.values import TimeSpread, spread
+from optpipe.measurements.to_problem import TimeSpread, spread
 
 
 def test_the_spread_of_eleven_times() -> None:
