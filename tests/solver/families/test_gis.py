@@ -9,7 +9,7 @@ from hypothesis import given
 from optpipe import Problem, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
-from optpipe_solver.families.pipeoffload import (
+from optpipe_solver.families.list_scheduling import (
     build_gis,
     build_gis_h,
     grouped_interleaved,

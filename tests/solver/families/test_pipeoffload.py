@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optpipe import ActionType, Problem, Programs, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
-from optpipe_solver.families.pipeoffload import (
+from optpipe_solver.families.list_scheduling import (
     build_ada_offload,
     build_gis,
     build_gis_h,
