@@ -25,8 +25,7 @@ from optpipe.errors import WorldError
 from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.tuned import Tuned
-from optpipe.wire import Event, MethodRowList, SweepRowList
+from optpipe.wire import Event, MethodRowList, SweepRowList, Tuned
 from optpipe_api import http_errors
 from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
 from optpipe_api.engine.engine import open_solvers

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParameter
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.tuned import PasteForm  # noqa: TC001 - FastAPI reads it
 from optpipe.wire import (
     Job,
     MethodList,
+    PasteForm,
 )
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.catalogue import Catalogue, EstimateView, VariantView
