@@ -28,7 +28,7 @@ from rich.text import Text
 from optpipe.check import check
 from optpipe.errors import IllegalScheduleError, InputError, MissingExtraError
 from optpipe.evaluate import verify
-from optpipe.formats.csv import dump_csv, load_csv
+from optpipe.formats.exports import dump_csv, load_csv
 from optpipe.formats.json import dump_schedule, load_problem, load_schedule, read_text
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.plot.terminal import ScheduleView

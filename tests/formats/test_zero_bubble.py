@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, Problem, Programs, ScheduleFormatError, check
-from optpipe.formats.zero_bubble import dump_python_list
+from optpipe.formats.exports import dump_python_list
 from optpipe.problem import placement_of
 from optpipe.schedule import Pass, input_of, pass_of
 from optpipe.simulate import simulate

@@ -1,30 +1,60 @@
-"""A schedule as a Python object list: the ``ScheduledNode`` of the public zero-bubble runtime.
+"""Schedules as other programs read them: torch, Megatron-Core, the zero-bubble runtime, Perfetto.
 
-The node is defined in ``megatron/core/pipeline_parallel/zerobubble/scheduler/graph.py`` of the
-zero-bubble repository (and of AMD's Primus, which has the offload nodes too); what it makes the
-runtime do, in ``zerobubble/runtime.py``. docs/exports.md says which versions were read. The words
-differ from ours: their *stage* is our device, their *layer group* our stage; their B is our I,
-their BW our B.
+*CSV*: programs, one row per device: torch.distributed.pipelining's own form. Without offload and
+recompute actions the text is a torch ``compute_only`` schedule, which torch and torchtitan
+(``pipeline_parallel_schedule_csv``) read; ``dump_csv(..., for_torch=True)`` makes sure that they
+run it right. Empty cells, which torch's files use to line time steps up, are skipped.
+
+*Megatron-Core*: the cut of a pipeline as its arguments: who holds which layers. Written for
+``PipelineParallelLayerLayout`` in ``megatron/core/transformer/pipeline_parallel_layer_layout.py``
+of NVIDIA/Megatron-LM (read at commit 00caa53): one text per virtual stage in model order, stage k
+on rank k mod p; E embedding, t transformer layer, m layer of multi-token prediction, L head and
+loss. What its ``validate_layer_layout`` refuses is refused here.
+
+*Zero bubble*: a Python object list, the ``ScheduledNode`` of the public runtime. The node is
+defined in ``megatron/core/pipeline_parallel/zerobubble/scheduler/graph.py`` of the zero-bubble
+repository (and of AMD's Primus, which has the offload nodes too); what it makes the runtime do, in
+``zerobubble/runtime.py``. docs/exports.md says which versions were read. The words differ from
+ours: their *stage* is our device, their *layer group* our stage; their B is our I, their BW our B.
+
+*Chrome trace*: JSON that ui.perfetto.dev and chrome://tracing open. The JSON Object Format of the
+Trace Event Format: complete events (``X``) for what runs, counters (``C``) for memory, metadata
+(``M``) for names. A device is a process, its lanes are threads, and a link on which messages queue
+a process of its own; times are microseconds, rounded to the nanosecond so that neighbours on a lane
+never overlap.
 """
 
 from __future__ import annotations
 
+import csv
 import heapq
+import io
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optpipe.errors import ScheduleFormatError
+from optpipe.errors import ActionSyntaxError, ScheduleFormatError
 from optpipe.problem import placement_of
-from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of
+from optpipe.schedule import (
+    Action,
+    ActionType,
+    Pass,
+    Programs,
+    cells_of,
+    input_of,
+    parse_action,
+    parse_cell,
+    pass_of,
+)
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe.problem import Problem
-    from optpipe.schedule import Program, Programs
+    from optpipe.schedule import Program
     from optpipe.simulate import Simulation, Times
 
-__all__ = ["dump_python_list"]
+__all__ = ["dump_csv", "dump_python_list", "load_csv"]
 
 
 _NAMES = {
@@ -384,3 +414,110 @@ def _expect_queues(device: int, program: Program) -> None:
 
 def _refused(device: int, index: int, action: Action, why: str) -> ScheduleFormatError:
     return ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
+
+
+_UNKNOWN_TO_TORCH = frozenset(
+    {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE}
+)
+
+
+def dump_csv(programs: Programs, *, for_torch: bool = False) -> str:
+    """Return programs as CSV text.
+
+    Parameters
+    ----------
+    for_torch
+        Whether torch's own schedule runtime will run it: then programs that it cannot run, or
+        would run with wrong gradients, are refused. `optpipe.runtime` runs all of them.
+
+    Raises
+    ------
+    ScheduleFormatError
+        For torch only: with the first cell of an action that torch lacks, or of a forward of the
+        last stage that is not in the order of the micro-batches; or with an empty row.
+    """
+    if for_torch:
+        _expect_for_torch(programs)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for program in programs:
+        writer.writerow(cells_of(program))
+    return out.getvalue()
+
+
+def _expect_for_torch(programs: Programs) -> None:
+    last = max((action.stage for program in programs for action in program), default=0)
+    for row, program in enumerate(programs, start=1):
+        if not program:
+            raise ScheduleFormatError(
+                f"row {row} is empty, but torch's runtime needs an action on every rank; leave "
+                "that device out of the problem, and solve again"
+            )
+        num_losses = column = 0
+        for action in program:
+            column += not action.paired
+            if action.type in _UNKNOWN_TO_TORCH or action.mode:
+                raise _unknown_to_torch(row, column, action)
+            if action.stage == last and action.type is ActionType.FORWARD:
+                if action.microbatch != num_losses:
+                    raise _out_of_order(row, column, action, num_losses)
+                num_losses += 1
+
+
+def _unknown_to_torch(row: int, column: int, action: Action) -> ScheduleFormatError:
+    what = "modes" if action.mode else action.type.value
+    return ScheduleFormatError(
+        f"row {row}, column {column}: torch's runtime has no {what} ({action}), and "
+        "without it the program needs more memory than was planned; run it with optpipe.runtime, "
+        "or solve a problem without bandwidths, recompute_ms and modes"
+    )
+
+
+def _out_of_order(row: int, column: int, action: Action, expected: int) -> ScheduleFormatError:
+    return ScheduleFormatError(
+        f"row {row}, column {column}: {action} stands where torch's runtime expects "
+        f"{action._replace(microbatch=expected)}; it takes the losses of the last stage for those "
+        "of the micro-batches in their order, and would make wrong gradients silently; run it with "
+        "optpipe.runtime, or use a schedule that keeps the order"
+    )
+
+
+def load_csv(text: str) -> Programs:
+    """Return the programs of a CSV text.
+
+    Raises
+    ------
+    ScheduleFormatError
+        If a cell is not exactly one action; says row and column.
+    """
+    programs = []
+    try:
+        # Spreadsheets put a byte order mark in front.
+        rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True))
+    except csv.Error as error:
+        raise ScheduleFormatError(f"not CSV: {error}; write one row per device") from None
+    for row_number, row in enumerate(rows, start=1):
+        program: list[Action] = []
+        for column, cell in enumerate(row, start=1):
+            if not cell.strip():
+                continue
+            try:
+                program.extend(parse_cell(cell.strip()))
+            except ActionSyntaxError as error:
+                place = f"row {row_number}, column {column}"
+                hint = "; separate cells by commas" if _are_actions(cell) else ""
+                raise ScheduleFormatError(f"{place}: {error}{hint}") from None
+        programs.append(tuple(program))
+    if not programs:
+        raise ScheduleFormatError("the CSV is empty; write one row per device")
+    return tuple(programs)
+
+
+def _are_actions(cell: str) -> bool:
+    """Whether a cell is a row of a table that separates cells otherwise."""
+    first, *others = re.split(r"[;\t]", cell.strip())
+    try:
+        parse_action(first.strip())
+    except ActionSyntaxError:
+        return False
+    return bool(others)
