@@ -23,8 +23,8 @@ from optpipe.cli.console import (
     write_file,
 )
 from optpipe.errors import InputError
+from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
-from optpipe.formats.megatron import megatron_layout
 from optpipe.presets import (
     GPUS,
     MODELS,

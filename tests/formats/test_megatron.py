@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.formats.megatron import check_num_layers, megatron_layout, read_layout
+from optpipe.formats.exports import check_num_layers, megatron_layout, read_layout
 from optpipe.presets import MODELS, Training, estimate, find_gpu
 from tests.building import problem, stage
 from tests.strategies import few
