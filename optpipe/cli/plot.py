@@ -22,8 +22,13 @@ from optpipe.cli.console import (
     write_file,
 )
 from optpipe.errors import InputError
-from optpipe.formats.chrome_trace import dump_chrome_trace
-from optpipe.formats.exports import check_num_layers, dump_csv, dump_python_list, megatron_layout
+from optpipe.formats.exports import (
+    check_num_layers,
+    dump_chrome_trace,
+    dump_csv,
+    dump_python_list,
+    megatron_layout,
+)
 from optpipe.plot.image import FRONTIER_SUFFIXES, save_figure
 from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe.plot.terminal import ScheduleView

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.formats.chrome_trace import dump_chrome_trace
+from optpipe.formats.exports import dump_chrome_trace
 from optpipe.measurements import Given, MeasurementError, read_kineto
 from tests import building
 from tests.measurements.samples import medians
