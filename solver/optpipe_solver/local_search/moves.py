@@ -766,8 +766,6 @@ def trim(board: Board, undo: Undo, device: int) -> None:
 # Where a cell's mode changes, all of its actions that hold other bytes then are changed places.
 
 
-
-
 _REPAIRS = 4
 _REACH = 60
 """Places looked along for an action that frees memory."""
