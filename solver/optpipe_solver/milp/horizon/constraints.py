@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 from optpipe.schedule import Action, ActionType, Pass
 from optpipe_solver.milp.highs import at_least, total
-from optpipe_solver.milp.horizon.variables import HorizonChoice, exclusive
+from optpipe_solver.milp.horizon.items import HorizonChoice
+from optpipe_solver.milp.horizon.variables import exclusive
 from optpipe_solver.milp.horizon.variables import relaxed as _relaxed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
-    from optpipe_solver.milp.horizon.variables import Cell, HorizonItem, HorizonVariables
+    from optpipe_solver.milp.horizon.items import HorizonItem
+    from optpipe_solver.milp.horizon.variables import Cell, HorizonVariables
 
 __all__ = [
     "all_constraints",

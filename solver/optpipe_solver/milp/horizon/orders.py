@@ -14,14 +14,15 @@ import numpy as np
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.feasibility import memory_binds
 from optpipe_solver.jit import jitted
-from optpipe_solver.milp.horizon.variables import HorizonChoice, draw_items, openings_of
+from optpipe_solver.milp.horizon.items import HorizonChoice, draw_items, openings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
     from optpipe_solver.arrays import Flags, Floats, Ints
-    from optpipe_solver.milp.horizon.variables import Cell, HorizonItem, Opening
+    from optpipe_solver.milp.horizon.items import HorizonItem, Opening
+    from optpipe_solver.milp.horizon.variables import Cell
 
 __all__ = [
     "Cells",
