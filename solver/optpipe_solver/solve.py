@@ -18,7 +18,7 @@ from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent, Result, SolveStatus
 from optpipe_solver.last_steps import choose_robust, lower_peaks
 from optpipe_solver.milp.highs import solver_name
-from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
+from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
