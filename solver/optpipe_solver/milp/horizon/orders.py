@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe_solver.arrays import Flags, Floats, Ints
-    from optpipe_solver.milp.horizon.variables import Cell
 
 __all__ = [
     "MOST_PAIRS",
