@@ -7,7 +7,7 @@ them, and what their backwards leave.
 
 Of a menu: one F shows which storages each group saves and needs to start again; from that the bytes
 of every combination of groups follow, and from timed recomputations its time. A few are chosen by
-these numbers (`optpipe.menus.choose`) and measured as they will run.
+these numbers (`optpipe.stage.choose`) and measured as they will run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError
-from optpipe.menus import choose
 from optpipe.problem import Mode
 from optpipe.runtime.measuring.times import ForwardResult, forget_gradients
 from optpipe.runtime.offload import (
@@ -45,6 +44,7 @@ from optpipe.runtime.torch_schedule import hollow
 from optpipe.runtime.treatments import GroupCalls, Treatment, hidden_groups
 from optpipe.runtime.watch import Activity
 from optpipe.schedule import ActionType
+from optpipe.stage import choose
 from optpipe.units import format_share
 
 if TYPE_CHECKING:
