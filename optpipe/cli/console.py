@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from optpipe.errors import OptPipeError
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
-    from optpipe_solver.incumbent import Progress
+    from optpipe_solver.budget import Progress
 
 __all__ = [
     "BAD_INPUT",

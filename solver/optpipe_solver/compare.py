@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
+    from optpipe_solver.budget import Result
     from optpipe_solver.families.registry import Shape
-    from optpipe_solver.incumbent import Result
     from optpipe_solver.portfolio import FamilyStart
 
 __all__ = [

@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
-    from optpipe_solver.budget import Limits, Stop
+    from optpipe_solver.budget import Limits, Progress, Stop
     from optpipe_solver.families.common import NotApplicableReason
     from optpipe_solver.families.registry import Family
-    from optpipe_solver.incumbent import Progress
 
 __all__ = [
     "MILP_PLAN",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import ModelError
 from optpipe.model import fuse
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.budget import Stop
+from optpipe_solver.budget import Progress, Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.feasibility import feasibility
-from optpipe_solver.incumbent import Incumbent, Progress
+from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.plan import (
