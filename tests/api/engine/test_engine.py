@@ -1,6 +1,8 @@
 """The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown.
 
 The name of a lease's owner: who can see that it is gone, and who cannot.
+
+Messages between server and solver process.
 """
 
 import os
@@ -13,11 +15,13 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from optpipe.wire import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
-from optpipe_api.engine.processes import LocalSolvers
+from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
 from optpipe_api.errors import StoreUnavailableError
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
@@ -384,3 +388,18 @@ def test_where_the_system_says_nothing_nobody_is_gone(monkeypatch, tmp_path) -> 
 def _renamed(name: str, *, pid: int | None = None, started: int | None = None) -> str:
     where, own_pid, own_start, rest = name.split("-")
     return f"{where}-{pid or own_pid}-{started or own_start}-{rest}"
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+MESSAGES = st.builds(
+    Message,
+    st.sampled_from(["job", "progress", "result"]),
+    st.dictionaries(st.sampled_from(["seconds", "method"]), st.text() | st.none() | st.integers()),
+    TEXTS,
+    TEXTS,
+)
+
+
+@given(MESSAGES)
+def test_a_message_comes_back_from_its_text_as_it_was(message: Message) -> None:
+    assert decode(encode(message)) == message
