@@ -3,6 +3,8 @@
 The name of a lease's owner: who can see that it is gone, and who cannot.
 
 Messages between server and solver process.
+
+What a solver process tells the server on its way, without the process.
 """
 
 import os
@@ -12,20 +14,24 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe import Programs, load_schedule
 from optpipe.wire import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
 from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
+from optpipe_api.engine.worker import _Reporter
 from optpipe_api.errors import StoreUnavailableError
+from optpipe_solver import Progress
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
 from tests.api.live import make_settings
+from tests.building import problem, programs, stage
 
 pytestmark = pytest.mark.long
 
@@ -403,3 +409,32 @@ MESSAGES = st.builds(
 @given(MESSAGES)
 def test_a_message_comes_back_from_its_text_as_it_was(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+FULL = programs("0F0 0F1 0I0 0W0 0I1 0W1")
+LEAN = programs("0F0 0I0 0W0 0F1 0I1 0W1")
+
+
+class Heard:
+    """A channel that remembers."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    @property
+    def schedules(self) -> list[Programs]:
+        return [load_schedule(message.document).programs for message in self.messages]
+
+
+def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None:
+    """Less memory at the same length is news of the schedule, a carried start's own is none."""
+    given = problem([stage(0, layers={"transformer": 1})], m=2)
+    heard = Heard()
+    reporter = _Reporter(cast("Any", heard), 0, given)
+    reporter.carry(given, FULL, "tighter problem")
+    for number, made in enumerate((FULL, LEAN)):
+        reporter(Progress(float(number), "made", 6.0, None, made))
+    assert heard.schedules == [FULL, LEAN]
