@@ -3,18 +3,14 @@
 CSV: torch's form of programs, strictly.
 
 The layout for Megatron-Core: what its parser makes of it is the cut, layer by layer.
-
-A trace file obeys the Trace Event Format and tells the simulated times.
 """
 
-import json
 import random
 import re
 import types
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,21 +26,13 @@ from optpipe import (
     check,
     dump_csv,
     load_csv,
-    simulate,
 )
 from optpipe.errors import InputError
-from optpipe.formats.exports import (
-    check_num_layers,
-    dump_chrome_trace,
-    dump_python_list,
-    megatron_layout,
-    read_layout,
-)
+from optpipe.formats.exports import check_num_layers, dump_python_list, megatron_layout, read_layout
 from optpipe.presets import MODELS, Training, estimate, find_gpu
 from optpipe.problem import placement_of
 from optpipe.schedule import Pass, input_of, pass_of
 from optpipe.simulate import simulate
-from tests import building
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage
 from tests.strategies import B, Case, F, I, W, actions, cases, few
 
@@ -576,108 +564,3 @@ def test_layers_of_multi_token_prediction_have_their_letter_and_number() -> None
 def test_what_it_cannot_place_is_refused(layers, devices, message: str) -> None:
     with pytest.raises(InputError, match=message):
         megatron_layout(cut(*layers, devices=devices))
-
-
-METADATA = {
-    "process_name": "name",
-    "process_sort_index": "sort_index",
-    "thread_name": "name",
-    "thread_sort_index": "sort_index",
-}
-
-
-@pytest.fixture
-def problem() -> Problem:
-    """Offload, a gradient reduction, and times that are no whole microseconds."""
-    device = {"memory_bytes": 16, "d2h_gb_per_s": 7e-6, "h2d_gb_per_s": 7e-6}
-    sizes = {"activation_bytes": 6, "offload_bytes": 6}
-    stage = building.stage(0, 1 / 3, 0.1 + 0.2, 1 / 7, grad_sync_ms=0.7, **sizes)
-    return building.problem([stage], [device], m=3, name="odd")
-
-
-@pytest.fixture
-def programs():
-    """One device whose micro-batch 0 goes to the host and comes back."""
-    return load_csv("0F0,0OFFLOAD0,0RELEASE0,0F1,0F2,0I1,0W1,0I2,0W2,0RELOAD0,0B0\n")
-
-
-@pytest.fixture
-def events(problem, programs):
-    """The events of its trace, read back from the text."""
-    return json.loads(dump_chrome_trace(problem, programs))["traceEvents"]
-
-
-def test_every_event_has_the_fields_its_phase_demands(events) -> None:
-    for event in events:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert event["ts"] >= 0
-        match event["ph"]:
-            case "X":
-                assert event["dur"] >= 0
-                assert isinstance(event["cat"], str)
-            case "C":
-                assert all(isinstance(value, int) for value in event["args"].values())
-            case "M":
-                assert list(event["args"]) == [METADATA[event["name"]]]
-            case other:
-                pytest.fail(f"phase {other!r} is none that we write")
-
-
-def test_events_of_one_thread_never_overlap_even_after_rounding(events) -> None:
-    lanes: dict[int, list[dict[str, float]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            lanes.setdefault(event["tid"], []).append(event)
-    for lane in lanes.values():
-        lane.sort(key=lambda event: event["ts"])
-        for left, right in pairwise(lane):
-            assert round((left["ts"] + left["dur"]) * 1000) <= round(right["ts"] * 1000)
-
-
-def test_every_action_that_takes_time_is_there_at_its_simulated_time(
-    problem, programs, events
-) -> None:
-    run = simulate(problem, programs)
-    told = {event["name"]: event for event in events if event["ph"] == "X"}
-    for action, at in zip(programs[0], run.times[0], strict=True):
-        if action.type == "RELEASE":
-            assert str(action) not in told
-            continue
-        assert told[str(action)]["ts"] == pytest.approx(at.start * 1e3, abs=1e-3)
-        assert told[str(action)]["dur"] == pytest.approx((at.end - at.start) * 1e3, abs=2e-3)
-    assert told["gradient reduction"]["dur"] == pytest.approx(700)
-
-
-def test_threads_that_carry_events_are_named_and_others_are_not(events) -> None:
-    named = {event["tid"] for event in events if event["name"] == "thread_name"}
-    used = {event["tid"] for event in events if event["ph"] == "X"}
-    assert named == used
-
-
-def test_a_schedule_without_transfers_has_no_empty_lanes(problem) -> None:
-    compute_only = load_csv("0F0,0B0,0F1,0B1,0F2,0B2\n")
-    events = json.loads(dump_chrome_trace(problem, compute_only))["traceEvents"]
-    named = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert named == ["compute", "gradient reduction"]
-
-
-def test_the_memory_counter_reaches_the_peak_of_the_walk(events) -> None:
-    held = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
-    assert max(held) == 12
-    assert held[0] == 0
-    assert held[-1] == 0
-
-
-def test_messages_that_queue_stand_in_a_process_of_their_link() -> None:
-    link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
-    sized = [building.stage(0, output_bytes=5 * building.UNIT), building.stage(1)]
-    made = building.problem(sized, m=2, links=[link], format="optpipe/problem/v2")
-    found = json.loads(dump_chrome_trace(made, building.one_f_one_b(2, 2)))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
-    sent = [e for e in found if e.get("cat") == "message" and not e["args"]["backward"]]
-    assert [names[e["pid"]] for e in sent] == ["link 0 -> 1"] * 2
-    assert [(e["ts"], e["dur"], e["args"]["waited_ms"]) for e in sent] == [
-        (1000, 5000, 0), (6000, 5000, 4),
-    ]  # fmt: skip
