@@ -1,4 +1,4 @@
-"""PO-H, PO-F and the start after AdaOffload: programs, published memory, limits, reasons."""
+"""PO-H, PO-F and the start after AdaOffload: published memory, limits, reasons."""
 
 import json
 from itertools import product
@@ -74,27 +74,6 @@ def peak(given: Problem, made: Programs) -> float:
 
 def ms(given: Problem, made: Programs) -> float:
     return simulate(given, made).makespan_ms
-
-
-def test_golden_po_h() -> None:
-    """Two devices, two chunks: chunk 0 leaves, and is back when its I starts."""
-    given = loop(2, 2, 3, 0.25, half_duplex=False, paired=False)
-    assert dump_csv(build_po_h(given)) == (
-        "0F0,0OFFLOAD0,2F0,0RELEASE0,0F1,0OFFLOAD1,2I0,2W0,0RELEASE1,0RELOAD0,2F1,0I0,0W0,"
-        "0F2,0OFFLOAD2,2I1,2W1,0RELEASE2,0RELOAD1,2F2,0I1,0W1,2I2,0RELOAD2,2W2,0I2,0W2\n"
-        "1F0,3F0,3I0,3W0,1F1,1I0,1W0,3F1,3I1,3W1,1F2,1I1,1W1,3F2,3I2,3W2,1I2,1W2\n"
-    )
-
-
-def test_golden_po_f() -> None:
-    """The same with every chunk, and in groups of two."""
-    given = loop(2, 2, 3, 0.25, half_duplex=False, paired=False)
-    assert dump_csv(build_po_f(given)) == (
-        "0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELEASE0,2F0,0RELEASE1,2F1,2I0,2W0,0F2,0OFFLOAD2,2I1,2W1,"
-        "0RELOAD0,0I0,0W0,0RELEASE2,0RELOAD1,2F2,0I1,0W1,2I2,0RELOAD2,2W2,0I2,0W2\n"
-        "1F0,1OFFLOAD0,1F1,1OFFLOAD1,1RELEASE0,3F0,3I0,3W0,3F1,3I1,3W1,1RELEASE1,1RELOAD0,1F2,"
-        "1OFFLOAD2,1I0,1RELEASE2,1RELOAD1,1W0,1I1,1W1,3F2,3I2,1RELOAD2,3W2,1I2,1W2\n"
-    )
 
 
 @pytest.mark.parametrize("lanes", LANES)
