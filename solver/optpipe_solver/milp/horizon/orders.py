@@ -781,7 +781,7 @@ def _chained(a: Action, b: Action) -> bool:
     return first <= 2 and second >= 2 and a.stage > b.stage
 
 
-# --- Items as the arrays that `presolve` works on.
+# --- Items as arrays, for what is deduced from time.
 
 _LAST = (_W, _B)
 _FACT_ROUNDING = 1e-9
