@@ -590,6 +590,9 @@ def _nested_cost(stage: dict[str, Any]) -> dict[str, Any]:
     return {**cost, "modes": modes}
 
 
+# --- Which of many modes are worth having in a menu: those by which schedules come nearest to all.
+
+
 class MenuOption(Protocol):
     """A mode that might be on a menu, by its numbers; hashable."""
 

@@ -654,6 +654,9 @@ class MethodRowList(WireModel):
     rows: list[MethodRow]
 
 
+# --- Tunes.
+
+
 PasteForm = Literal["arguments", "yaml", "python", "csv"]
 """How a row is fetched for its framework."""
 

@@ -525,6 +525,9 @@ def _peak_text(problem: Problem, device: int, peak: int) -> str:
     return f"{format_bytes(peak)} of {format_bytes(limit)}"
 
 
+# --- Files that commands read and write.
+
+
 _PICTURES = frozenset({".svg", ".png", ".pdf", ".html"})
 
 

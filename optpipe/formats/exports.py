@@ -69,6 +69,9 @@ __all__ = [
 ]
 
 
+# --- The object list of the zero-bubble runtime.
+
+
 _NAMES = {
     ActionType.FORWARD: ("F",),
     ActionType.BACKWARD_INPUT: ("B",),
@@ -428,6 +431,9 @@ def _refused(device: int, index: int, action: Action, why: str) -> ScheduleForma
     return ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
 
 
+# --- CSV, one row per device, as torch reads it.
+
+
 _UNKNOWN_TO_TORCH = frozenset(
     {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE}
 )
@@ -533,6 +539,9 @@ def _are_actions(cell: str) -> bool:
     except ActionSyntaxError:
         return False
     return bool(others)
+
+
+# --- The layers of every virtual stage, for Megatron-Core.
 
 
 _FIELDS = {"E": "embedding", "t": "transformer", "m": "mtp", "L": "head"}
@@ -649,6 +658,9 @@ def _letters(layers: StageLayers) -> str:
     counts = ((layers.embedding, "E"), (layers.transformer, "t"), (layers.mtp, "m"))
     inner = "".join(letter if n == 1 else f"{letter}*{n}" for n, letter in counts if n)
     return inner + "L" * layers.head
+
+
+# --- Chrome traces.
 
 
 _THREADS: dict[Lane, tuple[int, str]] = {

@@ -272,6 +272,9 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return 0.0, statistics.median(time_ms / size for size, time_ms in points)
 
 
+# --- From measurements to a problem.
+
+
 Value = TypeVar("Value")
 
 

@@ -221,6 +221,9 @@ class Stop:
         return self.above is not None and self.above.is_over()
 
 
+# --- What a solve returns, and what it says on the way.
+
+
 class SolveStatus(StrEnum):
     """How a solve can end.
 

@@ -295,6 +295,9 @@ class EstimateView(VariantView):
 
 # --- What travels over HTTP about methods: their list, requests to compare them, rows.
 
+# --- What comes in to tune.
+
+
 _DEFAULT_TIME_LIMIT_S = 20.0
 
 

@@ -99,6 +99,9 @@ async def variants(request: Request, service: Serving, _who: Reader) -> Response
     return Response(text, media_type="application/json")
 
 
+# --- Tunes.
+
+
 tunes_router = APIRouter(prefix="/v1", tags=["tunes"])
 configurations_router = APIRouter(prefix="/v1/jobs", tags=["tunes"])
 

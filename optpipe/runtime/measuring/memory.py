@@ -506,6 +506,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
+# --- The menu of a stage.
+
+
 _MOST_GROUPS = 6
 """So many are combined: each may be kept, offloaded or recomputed."""
 

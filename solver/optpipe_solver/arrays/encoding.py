@@ -409,6 +409,9 @@ def program_of(
     return tuple(_action((stage, kind, microbatch, 0, False)) for stage, kind, microbatch in plain)
 
 
+# --- Whether programs are legal, how long they take and what they hold.
+
+
 _LARGE = 20_000
 """Actions from which arrays are used: where the reference takes about half a second."""
 

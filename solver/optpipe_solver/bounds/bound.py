@@ -68,6 +68,9 @@ __all__ = [
 ]
 
 
+# --- Where forwards and backwards may run in pairs.
+
+
 _TOLERANCE = 1e-6
 """Share of a linear program's optimum that its solver's tolerances may be worth."""
 
@@ -263,6 +266,9 @@ def _knapsack(items: Sequence[tuple[float, float]], number: int, room_ms: float)
         worth += value / ms * taken
         room_ms -= taken
     return worth
+
+
+# --- Idle time that memory forces on a device.
 
 
 _MOST = 96
@@ -519,6 +525,9 @@ def _after(device: _Device, tails: Events) -> _Side:
         _counts(tails.weight, now, moments),
         free + sum((forwards * device.keep).T),
     )
+
+
+# --- The best of all bounds.
 
 
 _MOST_CELLS = 131_072

@@ -333,6 +333,9 @@ def _policies(problem: Problem) -> Iterator[ListPolicy]:
                     yield ListPolicy(limits, patience, fuse, in_flight)
 
 
+# --- PipeOffload: GIS and GIS-H, PO-H and PO-F, and the start after AdaOffload.
+
+
 _LARGE = 20_000
 
 

@@ -619,6 +619,9 @@ def below(state: Draw, limit: int) -> int:
     return int(unit(state) * limit)
 
 
+# --- Around a changed place, transfers take the places that memory leaves them.
+
+
 class Stretch(NamedTuple):
     """Places low .. high - 1 of a device's program, within which transfers may move.
 

@@ -81,6 +81,9 @@ __all__ = [
 # known, the others need not be looked at again.
 
 
+# --- The compiled search over labels.
+
+
 class Scene(NamedTuple):
     """Programs that transfer nothing and do not wait in a circle, and the device looked at.
 
@@ -641,6 +644,9 @@ def _covers(labels: Labels, layer: int, row: int, done: float) -> bool:
         if ready[a] < labels.trial[a]:
             return False
     return True
+
+
+# --- What it works on, and what a board gains by it.
 
 
 _LEAST_GAIN = 1e-9
