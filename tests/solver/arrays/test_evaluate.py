@@ -111,5 +111,5 @@ def test_large_programs_are_judged_on_arrays(monkeypatch: pytest.MonkeyPatch) ->
     said = evaluate_by_reference(TWO, rows)
     monkeypatch.setattr(encoding, "_LARGE", 8)
     monkeypatch.setattr(encoding, "find_violations", None)
-    monkeypatch.setattr(encoding, "simulate", None)
+    monkeypatch.setattr(encoding, "simulate_reference", None)
     assert Evaluator(TWO)(rows) == said
