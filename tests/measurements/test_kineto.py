@@ -298,8 +298,6 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         read_kineto(paths)
 
 
-pytestmark = pytest.mark.extended
-
 ROWS = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
 SLOW_MS, FAST_MS = 60.0, 3.0
 STEPS = 3
@@ -314,6 +312,7 @@ def traces(tmp_path_factory) -> list[Path]:
         return [Path(path) for path in ranks.run(profiled.record, folder, ROWS, seconds, STEPS)]
 
 
+@pytest.mark.extended
 def test_every_run_of_every_action_is_found(traces) -> None:
     run = read_kineto(traces)
     assert run.placement == (0, 1)
@@ -326,6 +325,7 @@ def test_every_run_of_every_action_is_found(traces) -> None:
     }
 
 
+@pytest.mark.extended
 def test_times_are_the_work_and_not_the_waiting(traces) -> None:
     """The fast rank's first backward waits for the slow rank, inside its range."""
     ranges = read_trace(traces[0])[0].ranges
@@ -338,6 +338,7 @@ def test_times_are_the_work_and_not_the_waiting(traces) -> None:
     assert SLOW_MS <= spreads[1, "B"].median_ms < 2 * SLOW_MS
 
 
+@pytest.mark.extended
 def test_bytes_are_those_of_the_tensors_that_stay(traces) -> None:
     """In float32: the output of each stage; on the last one the difference that the square saves,
     and the loss, too. torch keeps outputs and losses to the end of the step.
@@ -350,6 +351,7 @@ def test_bytes_are_those_of_the_tensors_that_stay(traces) -> None:
     assert f"{output} of stage 0" in notes
 
 
+@pytest.mark.extended
 def test_it_makes_a_problem(traces) -> None:
     asked = Given.model_validate(
         {"stage": {"activation_bytes": 100}, "device": {"memory_bytes": 1000}}
