@@ -18,7 +18,7 @@ from optpipe.errors import (
     WorldError,
 )
 from optpipe.evaluate import evaluate
-from optpipe.formats.csv import dump_csv, load_csv
+from optpipe.formats.exports import dump_csv, load_csv
 from optpipe.formats.json import (
     dump_model,
     dump_problem,

@@ -18,7 +18,7 @@ from optpipe.client import (
     SolveFailedError,
 )
 from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
-from optpipe.formats.csv import load_csv
+from optpipe.formats.exports import load_csv
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
 

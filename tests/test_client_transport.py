@@ -85,7 +85,9 @@ def test_an_error_of_the_service_is_told_with_its_type(kind) -> None:
 
 def test_the_table_has_no_code_that_the_service_does_not_have() -> None:
     answered = {kind.code for kind in ANSWERED}
-    assert set(ERRORS) == answered | {"solver.nothing_found", "solver.overtime", "job.died"}
+    assert set(ERRORS) == answered | {
+        *("solver.nothing_found", "solver.memory", "solver.overtime", "job.died"),
+    }
 
 
 def test_whatever_is_worth_asking_again_is_told_as_busy() -> None:

@@ -11,13 +11,11 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from optpipe import Problem, ProblemError, Programs, simulate
 from optpipe.check import find_violations
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError
-from optpipe.formats.csv import dump_csv, load_csv
-from optpipe.formats.zero_bubble import dump_python_list
+from optpipe.formats.exports import dump_csv, dump_python_list, load_csv
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Action, ActionType, cells_of, parse_cell
 from optpipe_solver import solve
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
+from optpipe_solver.arrays.encoding import CompiledProblem, evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.families.classic import build_dualpipe_v
 from tests.building import problem, stage

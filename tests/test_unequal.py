@@ -16,8 +16,7 @@ from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.problem import Microbatch
 from optpipe.sweep import sweep
 from optpipe_solver import solve
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
+from optpipe_solver.arrays.encoding import CompiledProblem, evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.dealing import orders
 from optpipe_solver.families.classic import build_one_f_one_b, build_serial

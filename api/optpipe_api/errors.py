@@ -33,7 +33,6 @@
     |   |-- TooManyBodiesError       as many large bodies as may wait to be read
     |   |-- TooManyFormsError        as many forms of schedules as may are being made
     |-- SolverFailedError        a solver process died, or met a fault of ours
-    |-- SolverMemoryError        a solver process needs more memory than it may have
     |-- NoKeysError              keys are needed, and there is none
     `-- StoreUnavailableError    the database cannot be opened, or does not answer
 """
@@ -63,7 +62,6 @@ __all__ = [
     "ScheduleNotFoundError",
     "ServerBusyError",
     "SolverFailedError",
-    "SolverMemoryError",
     "StateConflictError",
     "StoreUnavailableError",
     "ThingNotFoundError",
@@ -333,12 +331,6 @@ class SolverFailedError(WorldError):
     """A solver process died, or met a fault of ours."""
 
     code = "solver.failed"
-
-
-class SolverMemoryError(WorldError):
-    """A solver process needs more memory than it may have."""
-
-    code = "solver.memory"
 
 
 class NoKeysError(WorldError):

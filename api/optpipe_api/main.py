@@ -25,13 +25,12 @@ from optpipe.errors import WorldError
 from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.tuned import Tuned
-from optpipe.wire import Event, MethodRowList, SweepRowList
+from optpipe.wire import Event, MethodRowList, SweepRowList, Tuned
 from optpipe_api import http_errors
 from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
-from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
+from optpipe_api.requests.catalogue import Comparison, EstimateBody, TuneBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import (
     BatchBody,
@@ -42,8 +41,7 @@ from optpipe_api.requests.jobs import (
     Resumption,
     Submission,
 )
-from optpipe_api.requests.tunes import TuneBody
-from optpipe_api.routes import batches, catalogue, deployments, jobs, system, tunes
+from optpipe_api.routes import batches, catalogue, deployments, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
 from optpipe_api.store import open_stores
@@ -254,8 +252,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(catalogue.presets_router)
     app.include_router(catalogue.router)
     app.include_router(jobs.comparisons_router)
-    app.include_router(tunes.tunes_router)
-    app.include_router(tunes.configurations_router)
+    app.include_router(catalogue.tunes_router)
+    app.include_router(catalogue.configurations_router)
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)

@@ -23,10 +23,10 @@ from optpipe.cli.console import (
     TimeLimit,
     interruptible,
     needs_extra,
+    read_problem,
     stderr,
     stdout,
 )
-from optpipe.cli.files import read_problem
 from optpipe.errors import InputError
 from optpipe.formats.tables import comparison_columns, dump_comparison, is_present
 

@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from optpipe.cli.console import stdout, text_table, warn
-from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
+from optpipe.cli.console import (
+    check_apart,
+    check_writable,
+    in_file,
+    results,
+    say_written,
+    stdout,
+    text_table,
+    warn,
+    write_file,
+)
 from optpipe.errors import InputError
+from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
-from optpipe.formats.megatron import megatron_layout
 from optpipe.presets import (
     GPUS,
     MODELS,

@@ -18,16 +18,14 @@ from optpipe.cli.console import (
     Seed,
     Threads,
     TimeLimit,
-    interruptible,
-    needs_extra,
-    stderr,
-    stdout,
-)
-from optpipe.cli.files import (
     check_writable,
+    interruptible,
     load_programs,
+    needs_extra,
     read_problem,
     read_programs,
+    stderr,
+    stdout,
     write_file,
     write_schedule,
 )

@@ -8,20 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.check import check
-from optpipe.cli.console import ProblemFile, ScheduleFile, baseline_programs, needs_extra, stdout
-from optpipe.cli.files import (
+from optpipe.cli.console import (
+    ProblemFile,
+    ScheduleFile,
+    baseline_programs,
     check_apart,
     check_writable,
+    needs_extra,
     read_problem,
     read_programs,
     say_written,
+    stdout,
     write_file,
 )
 from optpipe.errors import InputError
-from optpipe.formats.chrome_trace import dump_chrome_trace
-from optpipe.formats.csv import dump_csv
-from optpipe.formats.megatron import check_num_layers, megatron_layout
-from optpipe.formats.zero_bubble import dump_python_list
+from optpipe.formats.exports import (
+    check_num_layers,
+    dump_chrome_trace,
+    dump_csv,
+    dump_python_list,
+    megatron_layout,
+)
 from optpipe.plot.image import FRONTIER_SUFFIXES, save_figure
 from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe.plot.terminal import ScheduleView

@@ -19,11 +19,14 @@ from optpipe.cli.console import (
     LinkLatency,
     LinkRate,
     ProblemOut,
+    check_apart,
+    check_writable,
+    read_problem,
     stderr,
     stdout,
     text_table,
+    write_file,
 )
-from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
 from optpipe.errors import InputError, explain
 from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import LinkFit, MeasuredAction
     from optpipe.runtime.measuring import Profile
-    from optpipe.runtime.measuring.menus import StageMenu
+    from optpipe.runtime.measuring.memory import StageMenu
 
 __all__ = ["Form", "import_measurements", "measurements_as_json", "profile", "show_measurements"]
 

@@ -23,13 +23,17 @@ from optpipe.cli.console import (
     Threads,
     TimeLimit,
     WorkLimit,
+    check_apart,
+    check_writable,
     gap_text,
     interruptible,
     needs_extra,
+    read_problem,
+    say_written,
     stderr,
     stdout,
+    write_file,
 )
-from optpipe.cli.files import check_apart, check_writable, read_problem, say_written, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
 from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns

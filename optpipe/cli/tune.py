@@ -16,12 +16,21 @@ from optpipe.cli.console import (
     Seed,
     Threads,
     WorkLimit,
+    check_apart,
+    check_schedule_file,
+    check_writable,
+    in_file,
     needs_extra,
     nothing_found,
+    read_input,
+    results,
+    say_written,
     searching,
     stderr,
     stdout,
     text_table,
+    write_file,
+    write_schedule,
 )
 from optpipe.cli.estimate import (
     ConfigOption,
@@ -37,17 +46,6 @@ from optpipe.cli.estimate import (
     asked_shape,
     memory_of,
     named_as_flags,
-)
-from optpipe.cli.files import (
-    check_apart,
-    check_schedule_file,
-    check_writable,
-    in_file,
-    read_input,
-    results,
-    say_written,
-    write_file,
-    write_schedule,
 )
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem

@@ -20,7 +20,7 @@
 Calls that can be repeated without harm are repeated, with growing pauses, where the service cannot
 be reached or asks for patience. That is nearly all of them: each submission carries a key under
 which the service makes only one job. What is refused raises the error that
-`optpipe.client.transport` draws. What the service answers is of `optpipe.wire` and `optpipe.tuned`.
+`optpipe.client.transport` draws. What the service answers is of `optpipe.wire`.
 """
 
 from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncDeployment
@@ -34,10 +34,10 @@ from optpipe.client.transport import (
     RequestRefusedError,
     SolveFailedError,
 )
-from optpipe.tuned import CurrentDegrees, TuneArguments, Tuned, TunedRow
 from optpipe.wire import (
     BatchView,
     Cache,
+    CurrentDegrees,
     DeploymentState,
     DeploymentView,
     Event,
@@ -53,6 +53,9 @@ from optpipe.wire import (
     SearchArguments,
     SolveArguments,
     SubmissionArguments,
+    TuneArguments,
+    Tuned,
+    TunedRow,
     Version,
 )
 

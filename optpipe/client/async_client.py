@@ -37,7 +37,6 @@ from optpipe.client.transport import (
 from optpipe.errors import ServiceError
 from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.model import Model
-from optpipe.tuned import PasteForm, TuneArguments, Tuned, TunedRow
 from optpipe.wire import (
     BatchView,
     DeploymentView,
@@ -48,10 +47,14 @@ from optpipe.wire import (
     MethodList,
     MethodRow,
     MethodRowList,
+    PasteForm,
     SearchArguments,
     SolveArguments,
     SubmissionArguments,
     SweepRowList,
+    TuneArguments,
+    Tuned,
+    TunedRow,
     Version,
     VersionList,
 )
@@ -540,7 +543,7 @@ class AsyncClient:
     ) -> Job:
         """Queue the question which configuration trains a model fastest, and return its job.
 
-        ``asked`` is ``model`` or ``config``, ``gpu``, and what else `optpipe.tuned.TuneArguments`
+        ``asked`` is ``model`` or ``config``, ``gpu``, and what else `optpipe.wire.TuneArguments`
         has. Raises `RequestRefusedError` if the service cannot answer it.
         """
         headers, params = once(idempotency_key), waiting(wait_s)

@@ -10,16 +10,18 @@ from optpipe.measurements.texts import (
     read_stages_table,
     read_times,
 )
-from optpipe.measurements.to_problem import BuiltProblem, Measurements, build_problem
-from optpipe.measurements.values import (
+from optpipe.measurements.to_problem import (
+    BuiltProblem,
     DeviceFacts,
     Given,
     LinkFit,
     MeasuredAction,
+    Measurements,
     Sample,
     StageFacts,
     TimeSpread,
     Transfer,
+    build_problem,
     fit_links,
     spread,
 )

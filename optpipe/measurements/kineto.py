@@ -13,16 +13,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from optpipe.errors import MeasurementError
-from optpipe.measurements.to_problem import Measurements
+from optpipe.measurements.to_problem import DeviceFacts, Measurements, Sample, StageFacts, Transfer
 from optpipe.measurements.trace_file import read_rank_traces
-from optpipe.measurements.values import DeviceFacts, Sample, StageFacts, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from optpipe.measurements.to_problem import MeasuredAction
     from optpipe.measurements.trace_file import Process, RankTrace, TracedRange, TraceEvent
-    from optpipe.measurements.values import MeasuredAction
 
 __all__ = ["read_kineto"]
 

@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from optpipe.errors import MeasurementError, explain
-from optpipe.measurements.to_problem import Measurements
-from optpipe.measurements.values import Sample, StageFacts, Transfer
+from optpipe.measurements.to_problem import Measurements, Sample, StageFacts, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe.measurements.values import MeasuredAction
+    from optpipe.measurements.to_problem import MeasuredAction
 
 __all__ = [
     "MegatronRun",

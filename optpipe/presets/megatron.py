@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
-from optpipe.formats.megatron import layout_text
+from optpipe.formats.exports import layout_text
 from optpipe.presets.shape import RECOMPUTABLE
 
 if TYPE_CHECKING:

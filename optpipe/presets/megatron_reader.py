@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from optpipe.errors import InputError
-from optpipe.formats.megatron import read_layout
+from optpipe.formats.exports import read_layout
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING
 from optpipe.presets.settings import FrameworkSettings, read_settings

@@ -3,7 +3,7 @@
 A mode treats the layers of a stage: some are recomputed in full, of all others some modules are,
 and of what is then left nothing, half or all moves to the host. Every number is the formulas' for a
 `Training` that recomputes as much: `optpipe.presets.costs` has the bytes, `optpipe.presets.machine`
-the times. Of hundreds of such modes `optpipe.menus.choose` takes the few that a schedule can make
+the times. Of hundreds of such modes `optpipe.stage.choose` takes the few that a schedule can make
 most of. *offload* and *recompute*, as v1 has them, are on every menu.
 
 What recomputation changes in other passes than its own backward (a host that launches no faster,
@@ -18,11 +18,11 @@ from functools import reduce
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optpipe.menus import choose
 from optpipe.model import Layer, Model, fuse
 from optpipe.presets.shape import AskedError, Field
 from optpipe.presets.step import StagePart, model_parts
 from optpipe.problem import Mode, Stage
+from optpipe.stage import choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -207,7 +207,7 @@ def _single_layers(model: Model) -> list[int]:
 
 
 class _ModeOffer(NamedTuple):
-    """A mode of several layers, as `optpipe.menus.choose` looks at it.
+    """A mode of several layers, as `optpipe.stage.choose` looks at it.
 
     ``treatment`` is that of layers that are not recomputed in full; ``whole`` says of which: of the
     first ones, or by a share of each. ``backward_bytes`` are held while the backward runs.

@@ -99,8 +99,8 @@ def torchtitan_config(
         CSV what goes with the placement. A V needs ``ZBVZeroBubble`` or ``DualPipeV``, by which
         torchtitan places stages.
     csv
-        Path of a schedule that `optpipe.formats.csv.dump_csv` wrote for torch; the name then only
-        says where stages stand.
+        Path of a schedule that `optpipe.formats.exports.dump_csv` wrote for torch; the name then
+        only says where stages stand.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from optpipe.formats.chrome_trace import dump_planned_beside_measured
+from optpipe.formats.exports import dump_planned_beside_measured
 from optpipe.measurements import DeviceFacts, Measurements, Sample
 from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.preflight import gather

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
+    from optpipe_solver.budget import Result
     from optpipe_solver.families.registry import Shape
     from optpipe_solver.portfolio import FamilyStart
-    from optpipe_solver.result import Result
 
 __all__ = [
     "AS_GIVEN",

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
-from optpipe_solver.arrays.evaluate import Evaluator
+from optpipe_solver.arrays.encoding import Evaluator
+from optpipe_solver.budget import Progress
 from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.ranking import EQUAL, Contender, NoisyTimes, ranks_equals
-from optpipe_solver.result import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
-    from optpipe_solver.arrays.evaluate import Metrics
+    from optpipe_solver.arrays.encoding import Metrics
     from optpipe_solver.budget import Stop
 
 __all__ = ["Goal", "Incumbent", "grid_ms"]

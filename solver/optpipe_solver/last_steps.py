@@ -26,20 +26,19 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
 from optpipe.schedule import Action, ActionType
-from optpipe_solver.budget import Stop
+from optpipe_solver.budget import RobustChoice, Stop
 from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.portfolio import all_starts, is_large
 from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares
-from optpipe_solver.result import RobustChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Program
-    from optpipe_solver.result import Progress
+    from optpipe_solver.budget import Progress
 
 __all__ = [
     "Robust",

@@ -20,11 +20,10 @@ from optpipe.memory import modes_of
 from optpipe.schedule import ActionType
 from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import Rows
-from optpipe_solver.arrays.evaluate import keeps_limits
+from optpipe_solver.arrays.encoding import Rows, keeps_limits
 from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.local_search.board import board_of, rows_on, undo_for
-from optpipe_solver.local_search.memory_moves import Stretch, settle
+from optpipe_solver.local_search.moves import Stretch, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,8 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
+from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
@@ -35,8 +34,8 @@ from optpipe_solver.menus import (
     projections,
     with_uniform_modes,
 )
-from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
+from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.offload_fit.fit import Frame, fit
 
 if TYPE_CHECKING:
@@ -46,10 +45,9 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
-    from optpipe_solver.budget import Limits, Stop
+    from optpipe_solver.budget import Limits, Progress, Stop
     from optpipe_solver.families.common import NotApplicableReason
     from optpipe_solver.families.registry import Family
-    from optpipe_solver.result import Progress
 
 __all__ = [
     "MILP_PLAN",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Floats
-    from optpipe_solver.arrays.evaluate import Metrics
+    from optpipe_solver.arrays.encoding import Metrics
 
 __all__ = ["EQUAL", "Contender", "Noise", "NoisyTimes", "peak_shares", "ranks_equals"]
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from optpipe.errors import InputError
 from optpipe.problem import Microbatch
 from optpipe.schedule import Provenance, Schedule
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
+from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import work_bound
 from optpipe_solver.dealing import dealt, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from optpipe.errors import InputError
 from optpipe.schedule import OPTIMAL_GAP, Contribution, Provenance, Schedule, gap_of
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.budget import Limits, Result, SolveStatus, Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import choose_robust, lower_peaks
 from optpipe_solver.milp.highs import solver_name
-from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
+from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
@@ -31,7 +31,6 @@ from optpipe_solver.portfolio import (
     run_threads,
 )
 from optpipe_solver.ranking import ranks_equals
-from optpipe_solver.result import Result, SolveStatus
 from optpipe_solver.warm import ensure_warm, warm_milp
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, StoppedBy, TraceEntry
+    from optpipe_solver.budget import Progress, RobustChoice
     from optpipe_solver.last_steps import Robust
     from optpipe_solver.portfolio import FamilyStart, SearchPlan
-    from optpipe_solver.result import Progress, RobustChoice
 
 __all__ = ["METHODS", "contributions", "record", "solve"]
 

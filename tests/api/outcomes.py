@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from optpipe_solver.result import Progress, Result, SolveStatus
+from optpipe_solver.budget import Progress, Result, SolveStatus
 
 __all__ = ["Progress", "Result", "SolveStatus"]
 
@@ -20,7 +20,7 @@ def _alone() -> ModuleType:
     package = find_spec("optpipe_solver")
     assert package is not None
     assert package.submodule_search_locations is not None
-    source = Path(package.submodule_search_locations[0], "result.py")
+    source = Path(package.submodule_search_locations[0], "budget.py")
     spec = spec_from_file_location(f"{__name__}.alone", source)
     assert spec is not None
     assert spec.loader is not None

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from optpipe_api.access import Role
-from optpipe_api.requests.tunes import TuneBody
+from optpipe_api.requests.catalogue import TuneBody
 from optpipe_api.services.render import Charts
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_plan_jobs import four_layers

@@ -24,8 +24,8 @@ from optpipe import (
     load_schedule,
 )
 from optpipe.explain import Explanation, explain
+from optpipe_solver.budget import Result, SolveStatus
 from optpipe_solver.families.list_scheduling import build_greedy
-from optpipe_solver.result import Result, SolveStatus
 from tests.cli.conftest import LEGAL, PLAIN, write
 from tests.plot.conftest import make_small_problem
 

@@ -70,25 +70,26 @@ def test_check_prints_an_illegal_grid_with_the_cell_marked(optpipe, problem_file
     assert done.out == ""
 
 
+WHOLE = dump_problem(make_small_problem())
+BAD = [
+    ("{", "not JSON"),
+    ('{"format": "optpipe/problem/v1"}', "stages: is missing"),
+    (WHOLE.replace('"forward_ms": 2.0', '"forward_ms": -2'), ">= 0"),
+    (WHOLE.replace('"device": 1', '"device": 7'), "= 7 does not"),
+    (WHOLE[:-30], "is the file complete?"),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not JSON"),
-        ('{"format": "optpipe/problem/v1"}', "stages: is missing"),
-        (
-            dump_problem(make_small_problem()).replace('"forward_ms": 2.0', '"forward_ms": -2'),
-            ">= 0",
-        ),
-        (dump_problem(make_small_problem()).replace('"device": 1', '"device": 7'), "= 7 does not"),
-        (dump_problem(make_small_problem())[:-30], "is the file complete?"),
-    ],
+    ("command", "text", "message"),
+    [("solve", *bad) for bad in BAD]
+    + [(command, *BAD[-1]) for command in ("bound", "compare", "submit")],
 )
-@pytest.mark.parametrize("command", ["solve", "bound", "compare", "submit"])
 def test_a_bad_problem_is_exit_code_2_with_the_file_and_the_reason(
     optpipe, tmp_path, command: str, text: str, message: str
 ) -> None:
-    path = write(tmp_path / "bad.json", text)
-    done = optpipe(command, path)
+    """Every command reads with the same function."""
+    done = optpipe(command, write(tmp_path / "bad.json", text))
     assert done.code == 2
     assert "bad.json" in done.err
     assert message in done.err

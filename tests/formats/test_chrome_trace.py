@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from optpipe import Problem, load_csv, simulate
-from optpipe.formats.chrome_trace import dump_chrome_trace
+from optpipe.formats.exports import dump_chrome_trace
 from tests import building
 
 METADATA = {

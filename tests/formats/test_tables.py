@@ -1,13 +1,25 @@
-"""Rows of a comparison as Markdown, CSV and JSON."""
+"""Rows of a comparison as Markdown, CSV and JSON.
+
+Tables of sweeps: CSV that is read back as it was, Markdown for people.
+"""
 
 import csv
 import io
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from optpipe.formats.tables import comparison_columns, dump_comparison
+from optpipe.errors import InputError
+from optpipe.formats.tables import (
+    SweepRow,
+    comparison_columns,
+    dump_comparison,
+    dump_sweep,
+    load_sweep_csv,
+)
 
 GIB = 1024**3
 NUMBERS = {
@@ -93,3 +105,110 @@ def test_json_is_the_rows_and_never_nan() -> None:
 def test_columns_that_say_nothing_are_left_out(changes: dict[str, Any], name: str) -> None:
     assert name not in [column.name for column in comparison_columns([row("a")])]
     assert name in [column.name for column in comparison_columns([row("a"), row("b", **changes)])]
+
+
+def sweep_row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> SweepRow:
+    made: dict[str, Any] = {
+        "index": index,
+        "values": {"memory_scale": 0.5, "placement": "v"} if values is None else values,
+        "name": "p",
+        "state": "succeeded",
+        "objective_ms": 1234.5,
+        "bound_ms": 1200.0,
+        "gap": 0.028,
+        "memory_bytes": 3 * 1024**3,
+        "seconds": 1.5,
+        "problem_hash": "sha256:0",
+        "job_id": None,
+        "message": None,
+    }
+    return cast("SweepRow", made | fields)
+
+
+FAILED = sweep_row(
+    1,
+    {"memory_scale": 0.1, "placement": [0, 1, 1, 0]},
+    state="infeasible",
+    objective_ms=None,
+    bound_ms=None,
+    gap=None,
+    message="no schedule fits,\nsays | it",
+)
+
+
+def test_csv_has_a_column_per_axis_and_is_read_back() -> None:
+    text = dump_sweep([sweep_row(), FAILED], "csv")
+    first, second, *_ = text.splitlines()
+    assert first == (
+        "index,name,memory_scale,placement,state,objective_ms,bound_ms,gap,memory_bytes,seconds,"
+        "problem_hash,job_id,message"
+    )
+    assert second == ("0,p,0.5,v,succeeded,1234.5,1200.0,0.028,3221225472,1.5,sha256:0,,")
+    assert load_sweep_csv(text) == [sweep_row(), FAILED]
+
+
+def test_markdown_is_for_people() -> None:
+    """Units and shares; no hash, no id; nothing in a cell breaks the table."""
+    lines = dump_sweep([sweep_row(), FAILED], "markdown").splitlines()
+    assert lines[0].startswith("| memory_scale | placement | state | memory | objective ms |")
+    assert lines[1].startswith("| ---: | --- | --- | ---: |")
+    assert lines[2] == ("| 0.5 | v | succeeded | 3.0 GiB | 1,234.5 | 1,200.0 | 2.8 % | 1.5 |  |")
+    assert lines[3].startswith("| 0.1 | [0, 1, 1, 0] | infeasible | 3.0 GiB | - | - | - | 1.5 |")
+    assert lines[3].endswith(r"| no schedule fits, says \| it |")
+
+
+def test_without_axes_rows_are_told_by_their_names() -> None:
+    lines = dump_sweep([sweep_row(values={}), sweep_row(1, {}, name="")], "markdown").splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["problem", "---", "p", "#1"]
+
+
+def test_json_is_the_rows() -> None:
+    assert json.loads(dump_sweep([sweep_row(), FAILED], "json")) == {"rows": [sweep_row(), FAILED]}
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"), max_size=9),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+AXIS = st.text("ab[*].,\"'0 é", max_size=5)
+
+
+@given(st.lists(st.dictionaries(AXIS, JSON, max_size=3), min_size=1, max_size=4))
+@example([{"a": "12"}, {"a": 12}, {"a": "null"}, {"a": '"x"'}, {"a": ""}])
+def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
+    rows = [sweep_row(index, held) for index, held in enumerate(values)]
+    assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
+
+
+@pytest.mark.parametrize("name", ["name", "state", "index", "gap"])
+def test_an_axis_may_be_called_as_a_column_is(name: str) -> None:
+    rows = [sweep_row(values={name: 7})]
+    assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
+
+
+def test_line_ends_in_texts_leave_the_table_readable() -> None:
+    """A lone carriage return would end a line for some readers, and is an error for others."""
+    (read,) = load_sweep_csv(dump_sweep([sweep_row(name="a\rb\nc", message="x\r\ny")], "csv"))
+    assert (read["name"], read["message"]) == ("a b\nc", "x \ny")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not that of a sweep's table"),
+        ("a,b\n1,2\n", "not that of a sweep's table: 'a, b'"),
+        (dump_sweep([sweep_row()], "csv").replace("1234.5", "x"), "damaged"),
+        (dump_sweep([sweep_row()], "csv") + "1,2\n", "damaged"),
+        ("x" * 200_000, "no CSV"),
+    ],
+)
+def test_another_table_is_refused(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        load_sweep_csv(text)

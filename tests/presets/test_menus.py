@@ -9,11 +9,11 @@ import pytest
 
 from optpipe import ActionType, Problem, Programs, dump_problem, find_violations, load_problem
 from optpipe.formats.json import dump_model, load_model
-from optpipe.menus import choose
 from optpipe.model import Layer
 from optpipe.presets import AskedError, Estimate, Training, estimate, find_gpu, find_model
 from optpipe.presets.menus import layer_treatments, one_f_one_b_modes
 from optpipe.problem import CellMode, Stage, StageLayers
+from optpipe.stage import choose
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.feasibility import feasibility
 

@@ -8,12 +8,12 @@ from torch import nn
 
 from optpipe import load_problem
 from optpipe.formats.json import dump_problem
-from optpipe.menus import choose
 from optpipe.runtime import groups
 from optpipe.runtime.measuring import Effort, computing_with, measure
-from optpipe.runtime.measuring.menus import Candidate
+from optpipe.runtime.measuring.memory import Candidate
 from optpipe.runtime.offload import EVERYTHING
 from optpipe.runtime.treatments import Treatment, parse_treatment
+from optpipe.stage import choose
 from tests.runtime import measured
 from tests.runtime.measured import WorkClock
 

@@ -1,13 +1,20 @@
-"""Four ranks train by a schedule; losses and every gradient are those of the chained model."""
+"""Four ranks train by a schedule; losses and every gradient are those of the chained model.
+
+An evaluation gives one process's outputs and losses, and leaves training as it was.
+
+A step takes what trainers give: by keyword, in lists, in dicts, in several shapes.
+"""
 
 import pytest
 from torch import nn
 
+import optpipe.runtime
 from optpipe.problem import LicensedPair
 from optpipe.runtime.overlap import PairedPass
+from optpipe.runtime.runner import Evaluation
 from optpipe.schedule import Action, ActionType, parse_cell
 from optpipe_solver.families.classic import build_dualpipe_v
-from tests.runtime import cases, schedules, small_cases
+from tests.runtime import batch_cases, cases, schedules, small_cases
 from tests.runtime.ranks import Ranks
 from tests.runtime.small_cases import Trained
 
@@ -251,3 +258,90 @@ def test_an_executor_that_does_not_run_each_pass_once_is_refused(times):
     with pytest.raises(RuntimeError, match=f"0F7 of a pair was run {times} times"):
         one.expect_run()
     assert len(ran) == min(times, 1)
+
+
+@pytest.mark.parametrize("with_target", [True, False])
+@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE, schedules.IRREGULAR])
+def test_outputs_and_losses_are_those_of_one_process(ranks, placement, with_target):
+    problem = schedules.make_problem(placement, 4)
+    programs = schedules.random_programs(problem, 5, offload=0.5, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    evaluate = small_cases.evaluate_small
+    outcomes = ranks.run(_call, evaluate, schedule, 12, with_target)
+    last = placement[-1]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.outputs_equal is (True if rank == last else None)
+        assert outcome.losses_equal is (True if rank == last and with_target else None)
+        assert outcome.gradients_untouched
+        assert outcome.live_bytes == 0
+
+
+def _call(function, schedule, num_samples: int, with_target: bool):
+    return function(schedule, num_samples, with_target=with_target)
+
+
+def test_forwards_hold_no_more_for_more_microbatches(ranks):
+    peaks = []
+    for count in (4, 12):
+        problem = schedules.make_problem(schedules.LINEAR, count)
+        schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, count))
+        outcomes = ranks.run(_call, small_cases.evaluate_small, schedule, 2 * count, False)
+        peaks.append([outcome.peak_bytes for outcome in outcomes[:3]])
+    few, many = peaks
+    assert many == few
+
+
+def test_the_runtimes_public_names_are_found_where_they_are_promised():
+    """An evaluation's type among them, for whoever annotates what `eval` returns."""
+    assert optpipe.runtime.Evaluation is Evaluation
+    for name in optpipe.runtime.__all__:
+        assert getattr(optpipe.runtime, name).__module__.startswith(
+            ("optpipe.runtime", "optpipe.errors")
+        )
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        optpipe.runtime.nothing  # noqa: B018
+
+
+REFUSALS = (
+    "takes an input named colour; pass it only where a forward names it",
+    "keyword inputs were given beside kwarg_mbs=; give either",
+    "kwarg_mbs has 1 entries, the schedule 4 micro-batches; give one each",
+    "the input of micro-batch 1 has shapes",
+    "the batch given by keyword has 3 samples, which do not divide into 4 micro-batches",
+    "TypeError: 3 positional inputs and no target=",
+    "the batch holds a DTensor, but a stage is given plain tensors",
+    "the batch holds a DTensor, but a stage is given plain tensors",
+    "the target holds a DTensor, but a loss is given plain tensors",
+)
+
+
+@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE])
+def test_inputs_of_all_kinds_train_and_evaluate_like_one_process(ranks, placement):
+    """Stages return dicts of states, integers, booleans and None; two shapes take turns.
+
+    With split, offloaded and recomputed micro-batches; at the end layers are what they were.
+    """
+    problem = schedules.make_problem(placement, 4)
+    programs = schedules.random_programs(problem, 21, offload=0.3, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    for rank, told in enumerate(ranks.run(batch_cases.train_keyed, schedule)):
+        assert told.gradients < 1e-12
+        is_last = rank == placement[-1]
+        for difference in (told.losses, told.outputs):
+            assert difference is None or difference < 1e-12
+            assert (difference is not None) == is_last
+        assert told.restored
+        for text, wanted in zip(told.refusals, REFUSALS, strict=True):
+            # What is wrong on one rank is said on all.
+            assert wanted in text, text
+
+
+def test_a_last_stage_may_make_the_loss_and_a_first_one_take_keywords_alone(ranks):
+    """And who reduces gradients is told, once for each stage, when they are complete."""
+    problem = schedules.make_problem(schedules.LINEAR, 3)
+    schedule = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, 3))
+    for rank, lost in enumerate(ranks.run(batch_cases.train_to_a_loss, schedule)):
+        assert lost.done == [rank]
+        for difference in (lost.difference, lost.evaluated):
+            assert (difference is None) == (rank != 3)
+            assert difference is None or difference < 1e-15

@@ -10,6 +10,7 @@ from optpipe import Problem, Programs, Provenance, check, evaluate, parse_action
 from optpipe.explain.what_if import AS_IT_IS, Unasked
 from optpipe_solver import compare
 from optpipe_solver.bounds import lower_bound
+from optpipe_solver.budget import Result, SolveStatus
 from optpipe_solver.compare import (
     AS_GIVEN,
     OURS,
@@ -20,7 +21,6 @@ from optpipe_solver.compare import (
     what_if,
 )
 from optpipe_solver.families import FAMILIES
-from optpipe_solver.result import Result, SolveStatus
 from tests.building import bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.solver.milp.test_horizon import parked_problem
 from tests.strategies import Case, cases

@@ -10,8 +10,7 @@ from hypothesis import given
 from optpipe import ActionType, Problem, check, find_violations
 from optpipe.memory import modes_of
 from optpipe_solver import SolveStatus, solve
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import device_peaks
+from optpipe_solver.arrays.encoding import CompiledProblem, device_peaks
 from optpipe_solver.families.classic import build_gpipe
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.menus import (

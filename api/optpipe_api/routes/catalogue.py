@@ -1,20 +1,45 @@
-"""``/v1/methods``, ``/v1/presets`` and what is made of them: what one may ask for."""
+"""What one may ask for (``/v1/methods``, ``/v1/presets``), estimates made of it, and ``/v1/tunes``.
+
+A tune asks which configuration is fastest: what was found, each row, what to paste.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParameter
+from starlette.concurrency import run_in_threadpool
 
-from optpipe.wire import MethodList  # noqa: TC001 - FastAPI reads it
+from optpipe.wire import (
+    Job,
+    MethodList,
+    PasteForm,
+)
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.catalogue import Catalogue, EstimateView, VariantView
 from optpipe_api.requests.http import read_body, require_json
-from optpipe_api.routes.common import Reader, Serving, json_body
-from optpipe_api.services.submission import read_estimate, read_variant
+from optpipe_api.routes.common import (
+    Reader,
+    Serving,
+    Submitter,
+    document,
+    ended,
+    idempotency_key,
+    json_body,
+    json_content,
+    seconds_to_wait,
+)
+from optpipe_api.routes.jobs import submitted
+from optpipe_api.services.render import pasted_row, recut_row, row_of
+from optpipe_api.services.submission import read_estimate, read_tune, read_variant
 from optpipe_api.views import method_list
 
-__all__ = ["presets_router", "router"]
+if TYPE_CHECKING:
+    from optpipe_api.routes.common import Answers
+
+__all__ = ["configurations_router", "presets_router", "router", "tunes_router"]
 
 
 router = APIRouter(prefix="/v1", tags=["methods"])
@@ -72,3 +97,150 @@ async def variants(request: Request, service: Serving, _who: Reader) -> Response
     body = await read_body(request, service.settings.max_body_bytes)
     text = await service.pool.run(read_variant, body)
     return Response(text, media_type="application/json")
+
+
+# --- Tunes.
+
+
+tunes_router = APIRouter(prefix="/v1", tags=["tunes"])
+configurations_router = APIRouter(prefix="/v1/jobs", tags=["tunes"])
+
+Wait = Annotated[float, seconds_to_wait("the end")]
+Key = Annotated[str | None, idempotency_key("returns the first one's job")]
+
+
+@tunes_router.post(
+    "/tunes",
+    status_code=202,
+    response_model=Job,
+    responses={**ended(Job, "job"), **documented(403, 409, 413, 415, 429)},
+    openapi_extra=json_body("TuneBody"),
+    summary="Ask for the fastest configuration",
+)
+async def submit_tune(
+    request: Request,
+    service: Serving,
+    who: Submitter,
+    wait: Wait = 0.0,
+    idempotency_key: Key = None,
+) -> Response:
+    """Queue a job that searches degrees, cut, placement, recomputation and schedule together.
+
+    Its objective is the whole step, its schedule and problem are the winner's; what was found and
+    what is proven is its configuration.
+    """
+    return await submitted(request, service, who, read=read_tune, wait_s=wait, key=idempotency_key)
+
+
+_QUESTION: Answers = {
+    200: {"description": "What is asked, options aside.", "content": json_content("TuneBody")}
+}
+
+
+@configurations_router.get(
+    "/{job_id}/configuration",
+    response_class=Response,
+    responses={**document("Tuned"), **documented(404)},
+    summary="Fetch what a tune has found",
+)
+def configuration(job_id: str, service: Serving, who: Reader) -> Response:
+    """Return gain, rows, Pareto front and certificate; while it goes on, the best row so far."""
+    return Response(service.jobs.tuned(job_id, who), media_type="application/json")
+
+
+@configurations_router.get(
+    "/{job_id}/question",
+    response_class=Response,
+    responses={**_QUESTION, **documented(404)},
+    summary="Fetch what a tune is asked",
+)
+def question(job_id: str, service: Serving, who: Reader) -> Response:
+    """Return model, GPUs, batch and what is run today, defaults filled in; it can be sent again."""
+    return Response(service.jobs.question(job_id, who), media_type="application/json")
+
+
+RowId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$", description="Of `configuration`.")]
+_ROW_FAULTS = documented(404, 413, 429)
+_PASTES: Answers = {
+    200: {
+        "description": "As the framework takes it.",
+        "content": {"text/plain": {"schema": {"type": "string"}, "example": "--num-layers 80\n"}},
+    }
+}
+
+
+@configurations_router.get(
+    "/{job_id}/rows/{row}/problem",
+    response_class=Response,
+    responses={**document("Problem"), **_ROW_FAULTS},
+    summary="Fetch the problem of a tune's row",
+)
+async def row_problem(job_id: str, row: RowId, service: Serving, who: Reader) -> Response:
+    """Return the problem of a configuration, as that of the winner is `problem`."""
+    found = await row_of(service.jobs, service.pool, job_id, who, row)
+    return Response(found.problem, media_type="application/json")
+
+
+@configurations_router.get(
+    "/{job_id}/rows/{row}/schedule",
+    response_class=Response,
+    responses={**document("Schedule"), **_ROW_FAULTS},
+    summary="Fetch the schedule of a tune's row",
+)
+async def row_schedule(job_id: str, row: RowId, service: Serving, who: Reader) -> Response:
+    """Return the schedule of a configuration, as that of the winner is `schedule`."""
+    found = await row_of(service.jobs, service.pool, job_id, who, row)
+    return Response(found.schedule, media_type="application/json")
+
+
+@configurations_router.get(
+    "/{job_id}/rows/{row}/recut",
+    response_class=Response,
+    responses={**document("TunedRow"), **_ROW_FAULTS},
+    summary="Fetch a tune's row with other layers per stage",
+)
+async def row_recut(
+    job_id: str,
+    row: RowId,
+    service: Serving,
+    who: Reader,
+    layers: Annotated[
+        str,
+        Query(
+            pattern=r"^[0-9]{1,4}(,[0-9]{1,4}){0,511}$",
+            description="Of each stage in model order, with commas, embedding and head counted.",
+            examples=["17,17"],
+        ),
+    ],
+) -> Response:
+    """Return what the configuration would take if its stages had other numbers of layers.
+
+    By the framework's own schedules, simulated; where none fits, `peak_bytes` says by how much.
+    """
+    texts = await run_in_threadpool(service.jobs.checkpoint, job_id, who)
+    sizes = tuple(map(int, layers.split(",")))
+    text = await service.pool.run(recut_row, *texts, row, sizes, is_heavy=True)
+    return Response(text, media_type="application/json")
+
+
+@configurations_router.get(
+    "/{job_id}/rows/{row}/paste",
+    response_class=Response,
+    responses={**_PASTES, **documented(404, 406, 413, 429)},
+    summary="Fetch what a framework takes of a tune's row",
+)
+async def row_paste(
+    job_id: str,
+    row: RowId,
+    service: Serving,
+    who: Reader,
+    form: Annotated[PasteForm, Query(alias="format")] = "arguments",
+) -> Response:
+    """Return Megatron-LM's arguments, Megatron-Core's YAML, a torchtitan config, or its schedule.
+
+    406 where the framework cannot run it. A torchtitan config names `schedule.csv` where torchtitan
+    has no name for the order: fetch it as `csv` and say where it lies.
+    """
+    texts = await run_in_threadpool(service.jobs.checkpoint, job_id, who)
+    text = await service.pool.run(pasted_row, *texts, row, form, is_heavy=True)
+    return Response(text, media_type="text/plain")

@@ -16,8 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.evaluate import evaluate
 from optpipe.explain import explain
-from optpipe.formats.chrome_trace import dump_chrome_trace
-from optpipe.formats.csv import dump_csv
+from optpipe.formats.exports import dump_chrome_trace, dump_csv
 from optpipe.formats.json import load_problem, load_schedule
 from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe.schedule import Provenance

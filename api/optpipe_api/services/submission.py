@@ -33,12 +33,12 @@ from optpipe_api.requests.catalogue import (
     Comparison,
     EstimateBody,
     EstimateView,
+    TuneBody,
     VariantBody,
     VariantView,
 )
 from optpipe_api.requests.http import MAX_VALUES, decode_json
 from optpipe_api.requests.jobs import BatchBody, Registration, ReportBody, Submission, refuse_many
-from optpipe_api.requests.tunes import TuneBody
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -17,10 +17,11 @@ from optpipe.problem import LicensedPair
 from optpipe.runtime.measuring.memory import (
     Footprint,
     StageMemory,
+    StageMenu,
     measure_footprint,
     measure_memory,
+    measure_menu,
 )
-from optpipe.runtime.measuring.menus import StageMenu, measure_menu
 from optpipe.runtime.measuring.times import (
     Bandwidths,
     Durations,

@@ -1,29 +1,534 @@
-"""The best of all bounds, and what each is worth."""
+"""The best of all bounds, and what each is worth; those of idle time, and of pairs.
+
+*Idle time* that memory forces on a device before some moment u and after some moment T - v. Let
+D(u, v) be an upper bound of the work a device can do before u and after T - v together, and P all
+its work. If D(u, v) < P, some work is done in between, so u <= T - v, and all that is missing:
+
+    T >= u + v + P - D(u, v).
+
+D is what heads and tails allow and the device's memory has room for (docs/bounds.md).
+
+*Pairs*: where forwards and backwards may run in pairs, what F hides is in every bound already
+(`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
+
+*Shortened backwards.* Take every backward shorter by the most that it can hide in a pair, and allow
+no pairs. Any schedule becomes one of that problem, no longer and with the same memory at most: a
+pair of ``F + B - x`` becomes B, then F, one after the other in the same time; B ends within the
+time of the pair; all else ends no later than it did. It says more where few backwards may pair.
+
+*Pairs begin late.* On a device no pair starts before ``e``, when the first backward there can: each
+pair holds one. A path keeps its full times, for a pair lasts at least as long as each of its two
+passes (hidden_ms is at most the shorter). Before ``e``, and not before ``h``, when its first
+forward can, the device does unpaired forwards at most: whatever else must run there, less what can
+hide, runs after ``e``. What hides is at most the sum over forwards, or over backwards, of the most
+that each can hide, for each is in one pair at most. Which forwards go before ``e`` is a fractional
+knapsack of ``e - h`` ms; taking the best makes the bound valid for all.
+
+*Pairs hold memory.* What hides shortens a device's load; but a pair hands on at its end, so each
+pair also makes the ways of two micro-batches longer, and what they hold on the devices that wait
+for them is held so much longer. A linear program over how many F and backwards of each stage run in
+pairs weighs the one against the other: on each device as many F as backwards do; load, the F before
+the first backward being no more than memory has room for; and bytes times ms, of at most all memory
+from the first F on, less what filling and draining it, one pass at a time, leaves free.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from optpipe.simulate import link_loads
 from optpipe_solver.bounds.energy import energy_ms
-from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
-from optpipe_solver.bounds.pairs import paired_load_ms, paired_memory_ms, shortened
-from optpipe_solver.bounds.relaxation import Paths, relaxed
-from optpipe_solver.bounds.window import window_ms
+from optpipe_solver.bounds.heads_tails import ANYTIME, Events, drain, heads, refill, tails
+from optpipe_solver.bounds.relaxation import Paths, hidden_in_pairs, relaxed
+from optpipe_solver.jit import lean
+from optpipe_solver.milp.highs import LinearProgram
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from optpipe.problem import Problem, Stage
-    from optpipe_solver.arrays import Floats
-    from optpipe_solver.bounds.heads_tails import Events
+    from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.bounds.relaxation import Relaxed
 
-__all__ = ["Bound", "lower_bound", "lower_bounds", "work_bound"]
+__all__ = [
+    "Bound",
+    "lower_bound",
+    "lower_bounds",
+    "paired_load_ms",
+    "paired_memory_ms",
+    "shortened",
+    "window_ms",
+    "work_bound",
+]
+
+
+# --- Where forwards and backwards may run in pairs.
+
+
+_TOLERANCE = 1e-6
+"""Share of a linear program's optimum that its solver's tolerances may be worth."""
+
+
+def shortened(problem: Problem) -> Problem:
+    """Return the problem without pairs whose backwards are shorter by what they could hide."""
+    backward = _most_hidden(problem)
+    stages = []
+    for index, stage in enumerate(problem.stages):
+        changed: dict[str, object] = {
+            "backward_input_ms": _less(stage.backward_input_ms, backward[index, "I"]),
+        }
+        if backward[index, "I"] or backward[index, "B"]:
+            changed["backward_ms"] = _less(stage.fused_backward_ms, backward[index, "B"])
+        stages.append(stage.model_copy(update=changed))
+    return problem.model_copy(update={"stages": tuple(stages), "pairs": ()})
+
+
+def _less(ms: float, hidden_ms: float) -> float:
+    return max(0.0, ms - hidden_ms)
+
+
+def _most_hidden(problem: Problem) -> Mapping[tuple[int, str], float]:
+    """Return the most ms that the backward of a stage hides in a pair, by letter."""
+    most: dict[tuple[int, str], float] = defaultdict(float)
+    for pair in problem.pairs:
+        key = pair.backward, pair.with_
+        most[key] = max(most[key], pair.hidden_ms)
+    return most
+
+
+def paired_load_ms(problem: Problem) -> float:
+    """Return the bound of makespans from the load of each device, in ms (see the module)."""
+    forward, backward = hidden_in_pairs(problem), _most_hidden(problem)
+    stages, m = problem.stages, problem.num_microbatches
+    best = 0.0
+    for held, (head, first) in zip(problem.stages_of, _begins(problem), strict=True):
+        if not held:
+            continue
+        forwards = [(stages[s].forward_ms, forward[s]) for s in held]
+        work, hideable = 0.0, 0.0
+        for s in held:
+            options = _backward_options(problem, s, backward)
+            work += min(ms for ms, _ in options)
+            hideable += max(hidden for _, hidden in options)
+        before = first - head
+        # What hides is counted at the forwards, or at the backwards.
+        by_forward = m * sum(ms - hidden for ms, hidden in forwards) - _knapsack(
+            [(ms, ms - hidden) for ms, hidden in forwards], m, before
+        )
+        by_backward = m * (sum(ms for ms, _ in forwards) - hideable) - _knapsack(
+            [(ms, ms) for ms, _ in forwards], m, before
+        )
+        best = max(best, first + m * work + by_forward, first + m * work + by_backward)
+    return best
+
+
+def _begins(problem: Problem) -> list[tuple[float, float]]:
+    """Return by device when its first F can start, and its first backward, in ms; inf for none."""
+    stages = problem.stages
+    there, back = zip(*problem.boundary_ms, strict=True)
+    starts = list(accumulate((s.forward_ms + t for s, t in zip(stages, there, strict=True))))
+    heads = [0.0, *starts[:-1]]
+    turn = starts[-1] - there[-1]
+    ways = [_gradient_ms(stages[s + 1]) + back[s] for s in range(len(stages) - 1)]
+    rests = [*list(accumulate(reversed(ways)))[::-1], 0.0]
+    return [
+        (
+            min((heads[s] for s in held), default=inf),
+            min((turn + rests[s] for s in held), default=inf),
+        )
+        for held in problem.stages_of
+    ]
+
+
+def _gradient_ms(stage: Stage) -> float:
+    return min(stage.backward_input_ms, stage.fused_backward_ms)
+
+
+def paired_memory_ms(problem: Problem) -> float:
+    """Return the bound of makespans from memory that pairs hold, in ms (see the module).
+
+    It is 0 where anything may be offloaded or recomputed.
+    """
+    if any(len(menu) > 1 for menu in problem.menus):
+        return 0.0
+    stages, m = problem.stages, problem.num_microbatches
+    numbers, length = range(len(stages)), 2 * len(stages)
+    later_f, later_b = _added(problem)
+    hidden = hidden_in_pairs(problem)
+    there, back = zip(*problem.boundary_ms, strict=True)
+    hops = [stages[s].forward_ms + _gradient_ms(stages[s]) + there[s] + back[s] for s in numbers]
+    ways = [sum(hops[s:]) - there[-1] - back[-1] for s in numbers]
+    serial = m * sum(stage.forward_ms + 2 * stage.fused_backward_ms for stage in stages)
+    tops = [float(m) if ms < inf else 0.0 for ms in (*later_f, *later_b)]
+    program = LinearProgram([*([0.0] * length), -1.0], [*tops, serial + m * sum(ways)])
+    for device, (head, first) in enumerate(_begins(problem)):
+        held = problem.stages_of[device]
+        if not held:
+            continue
+        both = dict.fromkeys(held, 1.0) | {s + len(stages): -1.0 for s in held}
+        program.add_at_most(both, 0.0)
+        program.add_at_most({column: -sign for column, sign in both.items()}, 0.0)
+        room = float(problem.room_bytes(device))
+        per_byte = max(_ratio(stages[s].forward_ms, stages[s].activation_bytes) for s in held)
+        before = min(first - head, room * per_byte if per_byte < inf else inf)
+        work = m * sum(stages[s].busy_ms for s in held)
+        program.add_at_most({s: -hidden[s] for s in held} | {length: -1.0}, before - first - work)
+        free = _free(stages, held, room, work - m * sum(hidden[s] for s in held))
+        terms, needed = {length: -1.0}, head + free
+        for s in held if room > 0 else ():
+            one, bytes_ = stages[s], stages[s].activation_bytes
+            rest = max(0.0, one.busy_ms - one.forward_ms - _gradient_ms(one))
+            rest *= min(bytes_, one.weight_context_bytes)
+            needed += m * (bytes_ * ways[s] + rest) / room
+            for other in range(s, len(stages)):
+                for column, ms in ((other, later_f), (other + len(stages), later_b)):
+                    if ms[other] < inf:
+                        terms[column] = terms.get(column, 0.0) + bytes_ * ms[other] / room
+            column = s + len(stages)
+            terms[column] = terms.get(column, 0.0) - rest / room
+        program.add_at_most(terms, -needed)
+    return max(0.0, program.best()[length] * (1 - _TOLERANCE))
+
+
+def _added(problem: Problem) -> tuple[list[float], list[float]]:
+    """Return by stage the ms by which its F, and its gradient, come later in a pair, at least.
+
+    Infinite where it is in none.
+    """
+    stages = problem.stages
+    forward, backward = [inf] * len(stages), [inf] * len(stages)
+    for pair in problem.pairs:
+        here, other = stages[pair.forward], stages[pair.backward]
+        alone = other.fused_backward_ms if pair.with_ == "B" else other.backward_input_ms
+        rest = alone - pair.hidden_ms
+        forward[pair.forward] = min(forward[pair.forward], rest)
+        later = here.forward_ms + rest - _gradient_ms(other)
+        backward[pair.backward] = min(backward[pair.backward], later)
+    return forward, backward
+
+
+def _free(stages: Sequence[Stage], held: Sequence[int], room: float, least_ms: float) -> float:
+    """Return the ms for which all of a device's memory is as good as free, filling and draining.
+
+    ``least_ms`` is how long it computes at least: of it each has half at most.
+    """
+    fills, drains, largest = 0.0, 0.0, 0.0
+    for s in held:
+        one = stages[s]
+        bytes_, context = one.activation_bytes, one.weight_context_bytes
+        fills = max(fills, _ratio(bytes_, one.forward_ms))
+        drains = max(
+            drains,
+            _ratio(bytes_, one.fused_backward_ms),
+            _ratio(bytes_ - context, one.backward_input_ms),
+            _ratio(context, one.backward_weight_ms),
+        )
+        largest = max(largest, bytes_, context)
+    found, most = 0.0, room - largest
+    for rate in (fills, drains):
+        if 0 < rate < inf and most > 0:
+            ms = min(most / rate, least_ms / 2)
+            found += ms * most - rate * ms**2 / 2
+    return found / room if room > 0 else 0.0
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part <= 0:
+        return 0.0
+    return part / whole if whole > 0 else inf
+
+
+def _backward_options(
+    problem: Problem, stage: int, backward: Mapping[tuple[int, str], float]
+) -> tuple[tuple[float, float], ...]:
+    """Return the work of B, and of I and W, in ms, each with the most that it hides."""
+    held = problem.stages[stage]
+    split = held.backward_input_ms + held.backward_weight_ms
+    return (
+        (held.fused_backward_ms, backward[stage, "B"]),
+        (split, backward[stage, "I"]),
+    )
+
+
+def _knapsack(items: Sequence[tuple[float, float]], number: int, room_ms: float) -> float:
+    """Return the most worth of (ms, worth) that fits, ``number`` of each and parts of them."""
+    worth = 0.0
+    for ms, value in sorted(items, key=lambda item: -item[1] / item[0] if item[0] > 0 else 0.0):
+        if ms <= 0 or value <= 0:
+            continue
+        taken = min(number * ms, max(0.0, room_ms))
+        worth += value / ms * taken
+        room_ms -= taken
+    return worth
+
+
+# --- Idle time that memory forces on a device.
+
+
+_MOST = 96
+
+
+class _Slots(NamedTuple):
+    """Pieces by work per byte: ms, bytes, index of the stage on its device, 0 F, 1 I, 2 W."""
+
+    work: Floats
+    size: Floats
+    stage: Ints
+    kind: Ints
+
+
+class _Device(NamedTuple):
+    """One device: pieces per stage in ms and bytes, as in `Relaxed`, its room, and its lanes.
+
+    ``rate`` is the D2H and H2D bandwidth in bytes per ms, ``carried`` the most bytes that can be
+    away, ``moves`` tells which stages can be offloaded.
+    """
+
+    num_microbatches: int
+    forward: Floats
+    gradient: Floats
+    weight: Floats
+    keep: Floats
+    context: Floats
+    moves: Flags
+    carried: float
+    rate: Floats
+    room_before: float
+    room_after: float
+    first: _Slots
+    last: _Slots
+
+
+class _Side(NamedTuple):
+    """Moments in ms; per moment and stage how many F, I, W are possible; bytes for the knapsack."""
+
+    time: Floats
+    forwards: Ints
+    gradients: Ints
+    weights: Ints
+    free: Floats
+
+
+def window_ms(
+    model: Relaxed, held: Sequence[int], heads: Events, tails: Events, rate: Floats
+) -> float:
+    """Return the bound of one device with the stages ``held``; ``rate`` as in `_Device`."""
+    chosen = np.array(held, dtype=np.int64)
+    device = _device(model, chosen, rate)
+    before, after = _before(device, _part(heads, chosen)), _after(device, _part(tails, chosen))
+    tried = _tried(before), _tried(after)
+    return float(_best_pair(device, before, after, _nothing(len(held)), tried))
+
+
+def _part(events: Events, held: Ints) -> Events:
+    # One layout in memory, so that the compiled code needs one signature.
+    forward, gradient, weight = (np.ascontiguousarray(times[:, held]) for times in events)
+    return Events(forward, gradient, weight)
+
+
+def _device(model: Relaxed, held: Ints, rate: Floats) -> _Device:
+    backward_rooms = np.maximum(model.room_gradient[held], model.room_weight[held])
+    return _Device(
+        num_microbatches=model.num_microbatches,
+        forward=model.forward[held],
+        gradient=model.gradient[held],
+        weight=model.weight[held],
+        keep=model.keep[held],
+        context=model.context[held],
+        moves=model.moved[held] > 0,
+        carried=float(np.sum(model.moved[held] * model.most_away[held])),
+        rate=rate,
+        room_before=float(np.max(model.room_forward[held])),
+        room_after=float(np.max(backward_rooms)),
+        first=_forward_slots(model, held),
+        last=_backward_slots(model, held),
+    )
+
+
+def _forward_slots(model: Relaxed, held: Ints) -> _Slots:
+    index = np.arange(len(held))
+    return _by_density(model.forward[held], model.keep[held], index, np.zeros_like(index))
+
+
+def _backward_slots(model: Relaxed, held: Ints) -> _Slots:
+    """Return the slots of I and W; where I is worth more per byte, of pairs and of W alone.
+
+    An I needs its W afterwards. Where W is worth more per byte, it comes first in the knapsack
+    anyway; otherwise the best use of bytes is pairs, then W without I.
+    """
+    gradient, weight = model.gradient[held], model.weight[held]
+    keep, context = model.keep[held], model.context[held]
+    paired = gradient * context > weight * (keep - context)
+    index = np.arange(len(held))
+    return _by_density(
+        np.concatenate([gradient + np.where(paired, weight, 0.0), weight]),
+        np.concatenate([np.where(paired, keep, keep - context), context]),
+        np.concatenate([index, index]),
+        np.concatenate([np.ones_like(index), np.where(paired, 3, 2)]),
+    )
+
+
+def _by_density(work: Floats, size: Floats, stage: Ints, kind: Ints) -> _Slots:
+    """Sort slots by work per byte, those without bytes first."""
+    density = np.divide(work, size, out=np.full(len(work), np.inf), where=size > 0)
+    order = np.argsort(-density, kind="stable")
+    return _Slots(work[order], size[order], stage[order], kind[order])
+
+
+def _tried(side: _Side) -> Ints:
+    """Return room for the moments that are tried."""
+    return np.empty(min(len(side.time), _MOST), np.int64)
+
+
+def _nothing(num: int) -> _Side:
+    """Return a side with one moment at which nothing has been possible yet."""
+    none = np.zeros((1, num), np.int64)
+    return _Side(np.zeros(1), none, none, none, np.zeros(1))
+
+
+@lean
+def _best_pair(
+    device: _Device, before: _Side, after: _Side, nothing: _Side, tried: tuple[Ints, Ints]
+) -> float:
+    per_microbatch = 0.0
+    for n in range(len(device.forward)):
+        per_microbatch += device.forward[n] + device.gradient[n] + device.weight[n]
+    total = device.num_microbatches * per_microbatch
+    # Less than a billionth of the total is taken for rounding, not for work.
+    least = total * (1 - 1e-9)
+    best = total
+    early, late = tried
+    for share in range(len(early)):
+        early[share] = _most_idle(device, before, nothing, share, len(early), True)
+    for share in range(len(late)):
+        late[share] = _most_idle(device, after, nothing, share, len(late), False)
+    for u in early:
+        for v in late:
+            length = before.time[u] + after.time[v] + total
+            # Even if nothing could be done, it would be no better than the best.
+            if length > best:
+                done = _done(device, before, u, after, v)
+                if done < least:
+                    best = max(best, length - done)
+    return best
+
+
+@lean
+def _most_idle(  # noqa: PLR0917 - compiled code takes its arguments by position
+    device: _Device, side: _Side, nothing: _Side, share: int, shares: int, is_before: bool
+) -> int:
+    """Return the moment with the most idle time of one of equal shares."""
+    num = len(side.time)
+    chosen, most = 0, -np.inf
+    for at in range(share * num // shares, (share + 1) * num // shares):
+        before, u, after, v = (side, at, nothing, 0) if is_before else (nothing, 0, side, at)
+        idle = side.time[at] - _done(device, before, u, after, v)
+        if idle > most:
+            most, chosen = idle, at
+    return chosen
+
+
+@lean
+def _done(device: _Device, before: _Side, u: int, after: _Side, v: int) -> float:
+    """Return D for the u-th and v-th moments."""
+    m, num = device.num_microbatches, len(device.forward)
+    work, room = 0.0, before.free[u]
+    for n in range(num):
+        work += before.gradients[u, n] * device.gradient[n]
+        work += before.weights[u, n] * device.weight[n]
+        work += after.forwards[v, n] * device.forward[n]
+    for slot in range(num):
+        n = device.first.stage[slot]
+        most = float(min(before.forwards[u, n], m - after.forwards[v, n]))
+        fits = _fitting(most, room, device.first.size[slot])
+        if num == 1:
+            fits = np.floor(fits)
+        work += fits * device.first.work[slot]
+        room -= fits * device.first.size[slot]
+    room = after.free[v]
+    for slot in range(2 * num):
+        n, kind = device.last.stage[slot], device.last.kind[slot]
+        weights = min(after.weights[v, n], m - before.weights[u, n])
+        gradients = min(after.gradients[v, n], m - before.gradients[u, n], weights)
+        most = float(gradients if kind == 1 else weights - (gradients if kind == 3 else 0))
+        fits = _fitting(most, room, device.last.size[slot])
+        work += fits * device.last.work[slot]
+        room -= fits * device.last.size[slot]
+    return work
+
+
+@lean
+def _fitting(most: float, room: float, size: float) -> float:
+    return min(most, max(0.0, room) / size) if size > 0 else most
+
+
+def _moments(events: Events) -> Floats:
+    """Return all times at which a piece of the device becomes possible, in order."""
+    return np.unique(np.concatenate([times.ravel() for times in events]))
+
+
+def _counts(times: Floats, delay: Floats, moments: Floats) -> Ints:
+    """Return, per moment and stage, how many of the times plus delay are before it."""
+    counts = np.zeros((len(moments), times.shape[1]), np.int64)
+    _count(times, delay, moments, counts)
+    return counts
+
+
+@lean
+def _count(times: Floats, delay: Floats, moments: Floats, counts: Ints) -> None:
+    for n in range(times.shape[1]):
+        count = 0
+        for at in range(len(moments)):
+            while count < len(times) and times[count, n] + delay[n] < moments[at]:
+                count += 1
+            counts[at, n] = count
+
+
+def _carried(device: _Device, begins: Floats, rate: float, moments: Floats) -> Floats:
+    """Return the bytes the lane can have carried: it starts when some stage's transfer can."""
+    earliest = np.min(begins[device.moves])
+    return np.minimum(device.carried, rate * np.maximum(0.0, moments - earliest))
+
+
+def _before(device: _Device, heads: Events) -> _Side:
+    moments, now = _moments(heads), np.zeros(len(device.forward))
+    free = np.full(len(moments), device.room_before)
+    if device.rate[0] > 0 and np.any(device.moves):
+        free += _carried(device, heads.forward[0] + device.forward, device.rate[0], moments)
+    freed = _counts(heads.gradient, device.gradient, moments) * (device.keep - device.context)
+    freed += _counts(heads.weight, device.weight, moments) * device.context
+    return _Side(
+        moments,
+        _counts(heads.forward, now, moments),
+        _counts(heads.gradient, now, moments),
+        _counts(heads.weight, now, moments),
+        free + sum(freed.T),
+    )
+
+
+def _after(device: _Device, tails: Events) -> _Side:
+    moments, now = _moments(tails), np.zeros(len(device.forward))
+    free = np.full(len(moments), device.room_after)
+    if device.rate[1] > 0 and np.any(device.moves):
+        free += _carried(device, tails.gradient[0] + device.gradient, device.rate[1], moments)
+    forwards = _counts(tails.forward, now, moments)
+    return _Side(
+        moments,
+        forwards,
+        _counts(tails.gradient, now, moments),
+        _counts(tails.weight, now, moments),
+        free + sum((forwards * device.keep).T),
+    )
+
+
+# --- The best of all bounds.
+
 
 _MOST_CELLS = 131_072
 """Under span, devices x stages x micro-batches that are swept: a few tenths of a second."""
@@ -48,7 +553,7 @@ def lower_bounds(
     """Return the best value of every argument, in a fixed order.
 
     ``should_stop`` is asked between devices; what was not looked at by then proves nothing. Where
-    passes may pair, the arguments are those of `optpipe_solver.bounds.pairs`.
+    passes may pair, the arguments are those of `optpipe_solver.bounds.bound`.
     """
     if not problem.is_even:
         return _bounds_of_unequal(problem, should_stop)

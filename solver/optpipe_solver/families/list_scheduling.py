@@ -1,4 +1,25 @@
-"""List scheduling of F, I, W (or B) under byte limits, compiled, and the greedy made of it."""
+"""List scheduling of F, I, W (or B) under byte limits, compiled; greedy, PO-H and PO-F made of it.
+
+PipeOffload, arXiv 2503.01328, sections 3.2 (selective offload) and 4.
+
+Rule: a chunk of a loop placement lives from its F to its I, the first chunk longest. PO-H is GIS-H
+with the floor(v / 2) longest-lived of every device's v chunks offloaded, PO-F is GIS with all of
+them. Copies go out behind the F and come back just before the I. What moves is as much as lowers
+the peak without delaying anything (`hide_offload`). Where copies are too slow for that (one-way
+time over a chunk's F + I + W above 1/2 on a half-duplex lane), the published planner refuses; here
+what cannot be hidden stays. Under a memory limit below that, as much moves as the limit asks for,
+of these chunks or of all, and stalls are taken.
+
+Lane models: that of the problem. Half duplex with a PCIe pair (``half_duplex`` and ``pcie_group``):
+each device's copies out and back exclude each other, as the paper's alternating slots of one round
+trip, in which one of the pair sends while the other receives. Full duplex: both directions have a
+lane of their own.
+
+Memory, in units of a device's micro-batch (v chunks), for d devices: PO-H (v + 2) / (8 v) of d;
+asymptotic in d, since what is in transit, and a group's worth of F in a row, come on top. PO-F O(1
+/ (v d)) of GIS's. Bubble: that of GIS-H and GIS. It ignores host limits until it has to fit them,
+recompute, and the fused backward.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +27,20 @@ import heapq
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, le
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_solver.families.common import NotApplicable, NotApplicableReason, fusing_pays
+from optpipe.schedule import ActionType
+from optpipe_solver.arrays.encoding import program_of, within_hosts
+from optpipe_solver.families.classic import build_one_f_one_b
+from optpipe_solver.families.common import (
+    NotApplicable,
+    NotApplicableReason,
+    chunks_of_loop,
+    fusing_pays,
+)
 from optpipe_solver.families.squeeze import (
     BACKWARD,
     FORWARD,
@@ -26,19 +55,34 @@ from optpipe_solver.families.squeeze import (
     has_all,
     rules_in_bytes,
 )
+from optpipe_solver.families.zero_bubble import build_zb_h1
 from optpipe_solver.jit import jitted, lean
-from optpipe_solver.offload_fit.fit import Frame, fit
+from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit, hide_offload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
-    from optpipe.schedule import Programs
+    from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.offload_fit.fit import Fit
 
-__all__ = ["ListPolicy", "build_greedy", "greedy_candidates", "list_schedule", "schedule"]
+__all__ = [
+    "ListPolicy",
+    "build_ada_offload",
+    "build_gis",
+    "build_gis_h",
+    "build_greedy",
+    "build_po_f",
+    "build_po_h",
+    "greedy_candidates",
+    "grouped_interleaved",
+    "list_schedule",
+    "pipeoffload",
+    "schedule",
+    "smallest_group",
+]
 
 
 _WAIT = -1
@@ -287,3 +331,248 @@ def _policies(problem: Problem) -> Iterator[ListPolicy]:
             for fuse in fused:
                 for patience in (1.0,) if fuse else (1.0, 0.0, 0.5):
                     yield ListPolicy(limits, patience, fuse, in_flight)
+
+
+# --- PipeOffload: GIS and GIS-H, PO-H and PO-F, and the start after AdaOffload.
+
+
+_LARGE = 20_000
+
+
+def build_po_h(problem: Problem) -> Programs:
+    """Return GIS-H with half of the chunks offloaded.
+
+    Raises
+    ------
+    NotApplicable
+        As GIS-H, or if nothing can be offloaded, or if no offload fits the memory limits.
+    """
+    return pipeoffload(problem, smallest_group(problem), max(1, chunks_of_loop(problem) // 2))
+
+
+def build_po_f(problem: Problem) -> Programs:
+    """Return GIS with all chunks offloaded.
+
+    Raises
+    ------
+    NotApplicable
+        As GIS, or if nothing can be offloaded, or if no offload fits the memory limits.
+    """
+    chunks = chunks_of_loop(problem)
+    return pipeoffload(problem, len(problem.stages) // chunks, chunks)
+
+
+def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
+    """Return the interleaved schedule with the longest-lived chunks of every device offloaded.
+
+    Parameters
+    ----------
+    problem
+        Its limits are kept.
+    group
+        Micro-batches per group, from half of the devices to all of them.
+    num_chunks
+        How many of a device's chunks are offloaded, at least 1.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, there are fewer micro-batches than a group holds, nothing can
+        be offloaded, or the limits cannot be kept in this order.
+    """
+    programs = grouped_interleaved(problem, group)
+    d = len(problem.stages) // chunks_of_loop(problem)
+    leaving = range(num_chunks * d)
+    if not any(map(problem.can_offload, leaving)):
+        raise NotApplicable(
+            NotApplicableReason.CANNOT_OFFLOAD,
+            f"none of the first {num_chunks} chunks of any device can be offloaded: that takes "
+            "offload_bytes of the stage, and d2h_gb_per_s and h2d_gb_per_s of its device",
+        )
+    frame = Frame(problem, programs, leaving)
+    hidden = hide_offload(frame)
+    if all(map(le, hidden.peaks, frame.limits)) and within_hosts(frame.compiled, hidden.rows):
+        return frame.decode(hidden.rows)
+    return _fitted(frame, group)
+
+
+def _fitted(frame: Frame, group: int) -> Programs:
+    """Return the programs made to fit with stalls; for large problems the first way that does."""
+    found = [fit(frame, THOROUGH)]
+    if not found[0] or len(frame.problem.stages) * frame.problem.num_microbatches <= _LARGE:
+        found.append(fit(Frame(frame.problem, frame.programs), THOROUGH))
+    best = min(filter(None, found), key=attrgetter("objective_ms"), default=None)
+    if best is None:
+        raise NotApplicable(
+            NotApplicableReason.DOES_NOT_FIT,
+            f"interleaving groups of {group} micro-batches does not fit the memory limits, "
+            "whatever is offloaded",
+        )
+    return best.programs()
+
+
+_TYPES = (ActionType.FORWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
+
+
+def build_gis(problem: Problem) -> Programs:
+    """GIS, the generalised interleaved schedule (PipeOffload, arXiv 2503.01328, section 4).
+
+    For a loop placement: d devices with v chunks each, chunk c of the k-th device is stage c d + k.
+
+    Rule: micro-batches go through the chunks in groups of g, ceil(d / 2) <= g <= d: a group's
+    forwards of chunk 0, then of chunk 1, ... The k-th device runs g (v - 1) + d - k forwards, then
+    one I, its W right behind, and one forward in turn, the I's in the same order of groups, last
+    chunk first. Inside a building block the k-th device starts F of chunk c and the group's i-th
+    micro-batch at slot 3 (g c + i) + k, and its I at 3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1)
+    + 1 - 2 k; the order of these slots is the program. GIS proper is g = d, GIS-H is g =
+    ceil(d / 2).
+
+    Memory: g (v - 1) + d chunk activations on the first device, g (v - 1) + d - k on the k-th. In
+    units of a device's micro-batch (v chunks) that is d for g = d. Bubble at equal times and m a
+    multiple of g: (d - 1)(F + I), plus (v - 1) times (d - g) F + max(0, d I - g (I + W)) for
+    smaller groups. It ignores memory limits, offload, recompute and the fused backward.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or there are fewer micro-batches than a group holds.
+    """
+    return grouped_interleaved(problem, len(set(problem.placement)))
+
+
+def grouped_interleaved(problem: Problem, group: int) -> Programs:
+    """Return the programs for groups of a given size.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or there are fewer micro-batches than a group holds.
+    """
+    chunks = chunks_of_loop(problem)
+    d, m = len(problem.stages) // chunks, problem.num_microbatches
+    if m < group:
+        raise NotApplicable(
+            NotApplicableReason.TOO_FEW_MICROBATCHES,
+            f"the {d} devices take micro-batches in groups of {group}, but there are only {m}",
+        )
+    programs: list[Program] = [() for _ in problem.devices]
+    for k in range(d):
+        programs[problem.stages[k].device] = _device_program(k, d, chunks, group, m)
+    return tuple(programs)
+
+
+def _device_program(k: int, d: int, chunks: int, group: int, m: int) -> Program:
+    """Return the k-th device's actions in the order of their slots."""
+    chunk, j = (grid.ravel() for grid in np.meshgrid(np.arange(chunks), np.arange(m)))
+    start = 3 * (j // group) * group * chunks + 3 * (j % group)
+    forward_at = start + 3 * group * chunk + k
+    backward_at = start + 3 * group * (2 * (chunks - 1) - chunk) + 3 * (d - 1) + 1 - 2 * k
+    order = np.argsort(np.concatenate([forward_at, backward_at]), kind="stable")
+    is_backward, cell = np.divmod(order, j.size)
+    # Every I stands twice: the second time it is the W right behind it, 2 in _TYPES.
+    times = 1 + is_backward
+    cell, kind = np.repeat(cell, times), np.repeat(is_backward, times)
+    kind[np.cumsum(times) - 1] *= 2
+    types = map(_TYPES.__getitem__, kind.tolist())
+    return program_of((chunk * d + k)[cell].tolist(), types, j[cell].tolist())
+
+
+def build_gis_h(problem: Problem) -> Programs:
+    """GIS-H: the interleaved schedule with about half of GIS's memory.
+
+    PipeOffload, arXiv 2503.01328, section 4: GIS with the smallest group that keeps the steady
+    state free of bubbles. Rule: g = ceil(d / 2), more where the stages are so unequal that g
+    micro-batches of the busiest do not cover one pass through a chunk's devices: g max(F + I + W)
+    >= sum F and >= sum I, up to d.
+
+    Memory: g (v - 1) + d chunk activations, for even d in units of a device's micro-batch (v
+    chunks) d (v + 1) / (2 v); for odd d one half of (v - 1) / v more. Bubble at equal times: (d -
+    1)(F + I) + (v - 1)(d / 2)(F + I - W) for even d. It ignores memory limits, offload, recompute
+    and the fused backward.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or there are fewer micro-batches than a group holds.
+    """
+    return grouped_interleaved(problem, smallest_group(problem))
+
+
+def smallest_group(problem: Problem) -> int:
+    """Return the smallest group size that keeps the steady state free of bubbles.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop.
+    """
+    chunks = chunks_of_loop(problem)
+    d = len(problem.stages) // chunks
+    group = (d + 1) // 2
+    for chunk in range(chunks):
+        stages = problem.stages[chunk * d : (chunk + 1) * d]
+        busiest = max(s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in stages)
+        through = max(sum(s.forward_ms for s in stages), sum(s.backward_input_ms for s in stages))
+        while group < d and group * busiest < through:
+            group += 1
+    return group
+
+
+# --- What OptPipe's MILP starts from.
+
+_LARGE_BASES = 60_000
+_FEW_BASES = 2
+_UNLIMITED = 2**60
+
+
+def build_ada_offload(problem: Problem) -> Programs:
+    """A start after AdaOffload: as many forwards ahead as without limits, offloaded where needed.
+
+    OptPipe, arXiv 2510.05186, its section on the initial schedule: the MILP there starts from one
+    that offloads adaptively, only as much as the limit needs, and is tight otherwise.
+
+    Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, GIS and GIS-H on a
+    loop, list scheduling with 1F1B's depth on any placement - and make each fit (`fit`). The best
+    simulated one wins; large problems try only the first two. Memory: at most the limit. Bubble:
+    that of the schedule taken, plus stalls where copies cannot be hidden. It ignores that another
+    order of F and I could need fewer copies, and so gives up where the parts that cannot move of
+    all micro-batches ahead exceed the limit.
+
+    Raises
+    ------
+    NotApplicable
+        If none of them can be made to fit.
+    """
+    size = 3 * len(problem.stages) * problem.num_microbatches
+    bases = _bases(problem)
+    fitted = (
+        fit(Frame(problem, base), THOROUGH)
+        for base in (islice(bases, _FEW_BASES) if size > _LARGE_BASES else bases)
+    )
+    best = min(filter(None, fitted), key=attrgetter("objective_ms"), default=None)
+    if best is None:
+        raise NotApplicable(
+            NotApplicableReason.DOES_NOT_FIT,
+            "what offload and recompute leave of the micro-batches in flight exceeds the memory "
+            "limits",
+        )
+    return best.programs()
+
+
+def _bases(problem: Problem) -> Iterator[Programs | Rows]:
+    builders: tuple[Callable[[Problem], Programs], ...] = (
+        build_zb_h1,
+        build_one_f_one_b,
+        build_gis_h,
+        build_gis,
+    )
+    for build in builders:
+        try:
+            yield build(problem)
+        except NotApplicable:
+            continue
+    limits = (_UNLIMITED,) * len(problem.devices)
+    for in_flight, patience in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0), (inf, 1.0)):
+        programs = list_schedule(problem, ListPolicy(limits, patience, in_flight=in_flight))
+        if programs is not None:
+            yield programs

@@ -38,15 +38,15 @@ from optpipe_solver.families.classic import (
     build_slimpipe,
 )
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, one_stage_per_device
-from optpipe_solver.families.list_scheduling import build_greedy
-from optpipe_solver.families.paired_blocks import build_paired_blocks
-from optpipe_solver.families.pipeoffload import (
+from optpipe_solver.families.list_scheduling import (
     build_ada_offload,
     build_gis,
     build_gis_h,
+    build_greedy,
     build_po_f,
     build_po_h,
 )
+from optpipe_solver.families.paired_blocks import build_paired_blocks
 from optpipe_solver.families.v_shape import (
     build_building_blocks,
     build_v_half,

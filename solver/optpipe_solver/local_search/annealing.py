@@ -24,7 +24,7 @@ from optpipe_solver.local_search.board import (
     put_back,
     undo_for,
 )
-from optpipe_solver.local_search.memory_moves import (
+from optpipe_solver.local_search.moves import (
     Stretch,
     commit,
     hosts_fit,

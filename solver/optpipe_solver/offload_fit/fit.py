@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
-from optpipe_solver.arrays.evaluate import within_hosts
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows, within_hosts
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, DeviceProgram, Rule, sweep
 
 if TYPE_CHECKING:

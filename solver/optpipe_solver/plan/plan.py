@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance, gap_of
-from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.budget import Limits, SolveStatus, Stop
 from optpipe_solver.feasibility import feasibility, needs_text
 from optpipe_solver.plan.cuts import roomiest_cut
 from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, make_lines, natural_order
 from optpipe_solver.plan.search import PlanSearch
-from optpipe_solver.result import SolveStatus
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     from optpipe.model import Model
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
+    from optpipe_solver.budget import Progress
     from optpipe_solver.plan.lines import Lines, PlacementKind
     from optpipe_solver.plan.search import CutCandidate, PlanRow
-    from optpipe_solver.result import Progress
 
 __all__ = ["DEFAULT_CHUNKS", "PlanResult", "plan"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import ModelError
 from optpipe.model import fuse
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.budget import Stop
+from optpipe_solver.budget import Progress, Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
@@ -34,7 +34,6 @@ from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomies
 from optpipe_solver.plan.hand import hand_cuts, hand_plans
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
-from optpipe_solver.result import Progress
 from optpipe_solver.solve import solve
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ and the cut. Links are the slowest kind's, as in estimates.
 Pairs. A forward and a backward together take at least what both compute, and at least what both
 exchange. So with every pass as long as it computes, or all as long as they exchange where that is
 more, any schedule with pairs becomes one without, no longer and with no more memory
-(`optpipe_solver.bounds.pairs`): load and filling hold of those. The cut program has Megatron-Core's
+(`optpipe_solver.bounds.bound`): load and filling hold of those. The cut program has Megatron-Core's
 order with pairs, each of which lasts in full but for the most that either of its passes can hide
 (`optpipe.presets.overlap.most_hidden`).
 

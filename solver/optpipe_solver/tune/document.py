@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
 from optpipe.errors import InputError
-from optpipe.formats.csv import dump_csv
+from optpipe.formats.exports import dump_csv
 from optpipe.formats.json import load_problem
 from optpipe.presets import (
     PipelineCut,

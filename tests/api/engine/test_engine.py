@@ -1,22 +1,37 @@
-"""The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown."""
+"""The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown.
+
+The name of a lease's owner: who can see that it is gone, and who cannot.
+
+Messages between server and solver process.
+
+What a solver process tells the server on its way, without the process.
+"""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from optpipe import Programs, load_schedule
 from optpipe.wire import JobState
 from optpipe_api.engine import engine
-from optpipe_api.engine.engine import SlotEngine
-from optpipe_api.engine.processes import LocalSolvers
+from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
+from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
+from optpipe_api.engine.worker import _Reporter
 from optpipe_api.errors import StoreUnavailableError
+from optpipe_solver import Progress
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
 from tests.api.live import make_settings
+from tests.building import problem, programs, stage
 
 pytestmark = pytest.mark.long
 
@@ -311,3 +326,115 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
     assert len(store.trace(job.id)) == 4
     assert set(missed) == {"heartbeat", "record", "finish"}
+
+
+def owner_that(script: str) -> str:
+    """Return the name of a process that has run this and ended."""
+    made = "from optpipe_api.engine.engine import new_owner; print(new_owner(), flush=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{made}; {script}"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def test_names_are_unique_and_fit_the_column() -> None:
+    names = {new_owner() for _ in range(100)}
+    assert len(names) == 100
+    assert max(map(len, names)) <= 64
+
+
+def test_a_running_process_is_not_gone() -> None:
+    assert not is_gone(new_owner())
+
+
+@pytest.mark.parametrize("end", ["pass", "import os; os.kill(os.getpid(), 9)"])
+def test_an_ended_process_is_gone(end: str) -> None:
+    assert is_gone(owner_that(end))
+
+
+def test_a_dead_process_that_nobody_has_waited_for_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(_renamed(new_owner(), pid=child.pid))
+
+
+def test_another_process_of_the_same_number_is_not_the_owner() -> None:
+    mine = new_owner()
+    started = int(mine.split("-")[2])
+    assert is_gone(_renamed(mine, started=started - 1))
+
+
+def test_a_process_that_is_there_but_not_ours_to_look_at_is_not_gone(monkeypatch) -> None:
+    def refuse(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    mine = _renamed(new_owner(), started=1)
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(engine, "_started", lambda pid: None)
+    assert not is_gone(mine)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "worker", "0" * 32, "-1-2-3", "elsewhere-999999-1-0", f"{'0' * 16}-999999-1-00"]
+)
+def test_of_other_machines_and_unknown_names_nothing_is_said(name: str) -> None:
+    assert not is_gone(name)
+
+
+def test_where_the_system_says_nothing_nobody_is_gone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(engine, "_PROC", tmp_path)
+    assert not is_gone(new_owner())
+    assert not is_gone(_renamed(new_owner(), pid=2**22))
+
+
+def _renamed(name: str, *, pid: int | None = None, started: int | None = None) -> str:
+    where, own_pid, own_start, rest = name.split("-")
+    return f"{where}-{pid or own_pid}-{started or own_start}-{rest}"
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+MESSAGES = st.builds(
+    Message,
+    st.sampled_from(["job", "progress", "result"]),
+    st.dictionaries(st.sampled_from(["seconds", "method"]), st.text() | st.none() | st.integers()),
+    TEXTS,
+    TEXTS,
+)
+
+
+@given(MESSAGES)
+def test_a_message_comes_back_from_its_text_as_it_was(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+FULL = programs("0F0 0F1 0I0 0W0 0I1 0W1")
+LEAN = programs("0F0 0I0 0W0 0F1 0I1 0W1")
+
+
+class Heard:
+    """A channel that remembers."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    @property
+    def schedules(self) -> list[Programs]:
+        return [load_schedule(message.document).programs for message in self.messages]
+
+
+def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None:
+    """Less memory at the same length is news of the schedule, a carried start's own is none."""
+    given = problem([stage(0, layers={"transformer": 1})], m=2)
+    heard = Heard()
+    reporter = _Reporter(cast("Any", heard), 0, given)
+    reporter.carry(given, FULL, "tighter problem")
+    for number, made in enumerate((FULL, LEAN)):
+        reporter(Progress(float(number), "made", 6.0, None, made))
+    assert heard.schedules == [FULL, LEAN]

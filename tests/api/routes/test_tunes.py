@@ -8,9 +8,9 @@ import pytest
 
 from optpipe import check_schedule, load_csv, load_problem, load_schedule
 from optpipe.client import Client
-from optpipe.tuned import CurrentDegrees, TuneArguments, Tuned, TunedRow
+from optpipe.wire import CurrentDegrees, TuneArguments, Tuned, TunedRow
 from optpipe_api import Settings
-from optpipe_api.requests.tunes import CurrentBody, FixedBody, TuneBody, TuneOptionsBody
+from optpipe_api.requests.catalogue import CurrentBody, FixedBody, TuneBody, TuneOptionsBody
 from optpipe_solver.tune import FIXABLE, FRAMEWORKS
 from tests.api import fake_tune
 from tests.api.live import connected, make_settings, until

@@ -7,9 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, Programs
-from optpipe_solver.arrays import evaluate
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import Evaluator, evaluate_arrays, evaluate_by_reference
+from optpipe_solver.arrays import encoding
+from optpipe_solver.arrays.encoding import (
+    CompiledProblem,
+    Evaluator,
+    evaluate_arrays,
+    evaluate_by_reference,
+)
 from tests.building import UNIT, bus, everything_at_once, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, mutated
 
@@ -105,7 +109,7 @@ def test_large_programs_are_judged_on_arrays(monkeypatch: pytest.MonkeyPatch) ->
     """The reference is asked of small ones alone: of large ones it takes too long."""
     rows = programs("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     said = evaluate_by_reference(TWO, rows)
-    monkeypatch.setattr(evaluate, "_LARGE", 8)
-    monkeypatch.setattr(evaluate, "find_violations", None)
-    monkeypatch.setattr(evaluate, "simulate", None)
+    monkeypatch.setattr(encoding, "_LARGE", 8)
+    monkeypatch.setattr(encoding, "find_violations", None)
+    monkeypatch.setattr(encoding, "simulate_reference", None)
     assert Evaluator(TWO)(rows) == said

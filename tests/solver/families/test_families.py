@@ -25,11 +25,6 @@ TABLE = json.loads(
 )
 GOLDEN_FILES = Path(__file__).parents[2] / "data/golden"
 BY_NAME = {family.name: family for family in FAMILIES}
-GOLDEN = {
-    "1f1b": "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
-    "zb-h1": "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n",
-    "serial": "0F0,0I0,0W0,0F1,0I1,0W1,0F2,0I2,0W2\n1F0,1I0,1W0,1F1,1I1,1W1,1F2,1I2,1W2\n",
-}
 
 
 def published(row: dict[str, Any], limit: float) -> Problem:
@@ -64,21 +59,12 @@ def published(row: dict[str, Any], limit: float) -> Problem:
     )
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_program(name: str) -> None:
-    """Two stages, three micro-batches, written out."""
-    given = problem([stage(0), stage(1)], m=3)
-    family = next(family for family in FAMILIES if family.name == name)
-    assert dump_csv(family.build(given)) == GOLDEN[name]
-
-
 @pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: f"{row['model']}-m{row['m']}")
 @pytest.mark.parametrize(("name", "column"), [("1f1b", "1F1B"), ("zb-h1", "ZB-H1")])
 def test_published_bubble_rates(row: dict[str, Any], name: str, column: str) -> None:
     """Zero Bubble, tables 5 and 9: span-based rates to four decimals."""
     given = published(row, 1000)
-    family = next(family for family in FAMILIES if family.name == name)
-    run = simulate(given, family.build(given))
+    run = simulate(given, BY_NAME[name].build(given))
     rate = bubble_rate(given, run.span_ms)
     assert rate == pytest.approx(row["bubble_rate_span"][column], abs=6e-5)
 
@@ -263,30 +249,25 @@ SUMMED = ("activation_bytes", "weight_context_bytes", "offload_bytes", "static_b
 DIVIDED = ("forward_ms", "backward_input_ms", "backward_weight_ms", "grad_sync_ms")
 
 
-def test_a_loop_goes_round() -> None:
-    line = problem([stage(device) for device in range(3)])
-    assert replaced(line, "loop", 2).placement == (0, 1, 2, 0, 1, 2)
-    assert replaced(line, "loop", 3).placement == (0, 1, 2) * 3
-
-
-def test_a_v_turns_at_the_ends() -> None:
-    line = problem([stage(device) for device in range(3)])
-    assert replaced(line, "v", 2).placement == (0, 1, 2, 2, 1, 0)
-    assert replaced(line, "v", 3).placement == (0, 1, 2, 2, 1, 0, 0, 1, 2)
-
-
-def test_the_order_of_the_line_is_kept_and_idle_devices_stay_idle() -> None:
-    line = problem([stage(device) for device in (3, 0, 1)])
-    assert len(line.devices) == 4
-    assert replaced(line, "loop", 2).placement == (3, 0, 1, 3, 0, 1)
-    assert replaced(line, "v", 2).placement == (3, 0, 1, 1, 0, 3)
-
-
-def test_parts_follow_the_model_not_the_device() -> None:
-    """Stage 0 of 2 is the first two parts, which stand on both devices."""
-    copy = replaced(problem([stage(0, 4), stage(1, 6)]), "loop", 2)
-    assert [held.forward_ms for held in copy.stages] == [2, 2, 3, 3]
-    assert copy.placement == (0, 1, 0, 1)
+@pytest.mark.parametrize(
+    ("line", "kind", "chunks", "placement"),
+    [
+        ((0, 1, 2), "loop", 3, (0, 1, 2) * 3),
+        ((0, 1, 2), "v", 3, (0, 1, 2, 2, 1, 0, 0, 1, 2)),
+        ((3, 0, 1), "loop", 2, (3, 0, 1, 3, 0, 1)),
+        ((3, 0, 1), "v", 2, (3, 0, 1, 1, 0, 3)),
+    ],
+)
+def test_a_loop_goes_round_a_v_turns_and_the_order_of_the_line_is_kept(
+    line: tuple[int, ...], kind: Shape, chunks: int, placement: tuple[int, ...]
+) -> None:
+    """Idle devices stay idle; parts follow the model, not the device."""
+    given = problem([stage(device, 4 + device) for device in line])
+    copy = replaced(given, kind, chunks)
+    assert copy.placement == placement
+    assert [held.forward_ms for held in copy.stages] == [
+        (4 + device) / chunks for device in line for _ in range(chunks)
+    ]
 
 
 def test_remainders_go_to_the_first_parts() -> None:
@@ -382,12 +363,6 @@ def test_totals_are_kept(given: Problem, kind: Shape, chunks: int) -> None:
     assert copy.devices == given.devices
     assert (copy.num_microbatches, copy.objective) == (given.num_microbatches, given.objective)
     assert {len(held) for held in copy.stages_of} <= {0, chunks}
-
-
-def test_one_chunk_needs_no_closing_link() -> None:
-    links = [{"from": 0, "to": 1, "latency_ms": 1}, {"from": 1, "to": 2, "latency_ms": 1}]
-    line = problem([stage(device) for device in range(3)], links=links)
-    assert replaced(line, "loop", 1).links == line.links
 
 
 @given(lines(), st.sampled_from(["loop", "v"]))

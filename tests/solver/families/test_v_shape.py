@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min: golden programs, memory and bubble columns, published ordering."""
+"""ZB-V, V-Half and V-Min: memory and bubble columns, published ordering."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, dump_csv, find_violations, simulate
+from optpipe import Problem, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families.classic import build_one_f_one_b
@@ -35,37 +35,11 @@ COLUMNS: dict[str, tuple[Build, Callable[[int], int]]] = {
     "v-half": (build_v_half, lambda p: (p + 2) // 2),
     "v-min": (build_v_min, lambda p: (p + 4) // 3),
 }
-GOLDEN = {
-    "zb-v": """\
-0F0,0F1,0F2,7F0,7I0,7F1,7I1,7F2,7I2,7W0,7W1,0I0,0W0,0I1,0W1,0I2,0W2,7W2
-1F0,1F1,1F2,6F0,6F1,6I0,6F2,6I1,6W0,6I2,1I0,1W0,1I1,1W1,1I2,6W1,1W2,6W2
-2F0,2F1,2F2,5F0,5F1,5F2,5I0,5W0,5I1,2I0,5I2,2I1,2W0,2I2,2W1,5W1,2W2,5W2
-3F0,4F0,3F1,4F1,3F2,4F2,4I0,3I0,4I1,3I1,4I2,3I2,3W0,4W0,3W1,4W1,3W2,4W2
-""",
-    "v-half": """\
-0F0,0F1,0F2,7F0,7I0,7F1,7I1,7F2,7W0,7W1,7I2,0I0,0W0,0I1,0W1,7W2,0I2,0W2
-1F0,1F1,1F2,6F0,6F1,6I0,6F2,6I1,6W0,6W1,1I0,6I2,1I1,1W0,1W1,6W2,1I2,1W2
-2F0,2F1,2F2,5F0,5F1,5F2,5I0,5W0,5I1,2I0,2W0,2I1,5I2,2W1,5W1,2I2,2W2,5W2
-3F0,4F0,3F1,4F1,3F2,4F2,4I0,3I0,4I1,3I1,3W0,4W0,4I2,3I2,3W1,4W1,3W2,4W2
-""",
-    "v-min": """\
-0F0,0F1,0F2,7F0,7I0,7W0,7F1,7I1,7W1,0I0,0W0,7F2,7I2,0I1,0W1,7W2,0I2,0W2
-1F0,1F1,1F2,6F0,6I0,6W0,6F1,1I0,6I1,1W0,6W1,6F2,1I1,6I2,1W1,6W2,1I2,1W2
-2F0,2F1,5F0,5F1,5I0,5W0,2F2,2I0,2W0,5I1,5F2,5W1,2I1,2W1,5I2,5W2,2I2,2W2
-3F0,4F0,3F1,4F1,4I0,3I0,3W0,3F2,4W0,4F2,4I1,3I1,3W1,4W1,4I2,3I2,3W2,4W2
-""",
-}
 
 
 def bubble(given: Problem, programs: Programs) -> float:
     """Idle passes of the busiest device, span-based; every pass takes 1 ms."""
     return simulate(given, programs).span_ms - given.busy_ms
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_program(name: str) -> None:
-    """Four devices, three micro-batches, written out."""
-    assert dump_csv(COLUMNS[name][0](equal_v(4, 3))) == GOLDEN[name]
 
 
 @pytest.mark.parametrize("p", range(1, 17))

@@ -70,22 +70,6 @@ def test_golden_below_1p() -> None:
     )
 
 
-def test_zb_1p_golden() -> None:
-    """A gap of communication on stage 1 takes two W, which ZB-H1 cannot know."""
-    assert dump_csv(build_zb_1p(half_held(latency=2))) == (
-        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n"
-        "1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1W2,1F3,1I3,1W3\n"
-    )
-
-
-def test_zb_2p_golden() -> None:
-    """Room for all four: F until the first I arrives."""
-    assert dump_csv(build_zb_2p(half_held(latency=2))) == (
-        "0F0,0F1,0F2,0F3,0I0,0W0,0I1,0W1,0I2,0W2,0I3,0W3\n"
-        "1F0,1I0,1F1,1I1,1F2,1I2,1F3,1I3,1W0,1W1,1W2,1W3\n"
-    )
-
-
 @ROWS
 @pytest.mark.parametrize(("factor", "column"), [(1, "ZB-1p"), (2, "ZB-2p")])
 def test_published(row: dict[str, Any], factor: int, column: str) -> None:

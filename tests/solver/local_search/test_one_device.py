@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, Programs, check, simulate
 from optpipe_solver.arrays import simulate as kernel
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
-from optpipe_solver.arrays.evaluate import device_peaks
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows, device_peaks
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.local_search.one_device import OneDevice, Polish, can_reoptimise, in_order
 from tests.building import offloadable, problem, programs, stage

@@ -13,8 +13,7 @@ from optpipe import find_violations, simulate
 from optpipe.check import check
 from optpipe.memory import device_peak_bytes, host_walk
 from optpipe_solver.arrays import simulate as kernel
-from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import device_peaks
+from optpipe_solver.arrays.encoding import CompiledProblem, device_peaks
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search import moves

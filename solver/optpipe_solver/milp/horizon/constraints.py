@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from optpipe.schedule import Action, ActionType, Pass
 from optpipe_solver.milp.highs import at_least, total
-from optpipe_solver.milp.horizon.items import HorizonChoice
+from optpipe_solver.milp.horizon.orders import HorizonChoice
 from optpipe_solver.milp.horizon.variables import exclusive
 from optpipe_solver.milp.horizon.variables import relaxed as _relaxed
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
-    from optpipe_solver.milp.horizon.items import Cell, HorizonItem
+    from optpipe_solver.milp.horizon.orders import Cell, HorizonItem
     from optpipe_solver.milp.horizon.variables import HorizonVariables
 
 __all__ = [

@@ -16,8 +16,7 @@ from optpipe_solver.feasibility import fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
 from optpipe_solver.milp.horizon.constraints import all_constraints
-from optpipe_solver.milp.horizon.items import HorizonChoice, num_order_pairs
-from optpipe_solver.milp.horizon.orders import HorizonItems
+from optpipe_solver.milp.horizon.orders import HorizonChoice, HorizonItems, num_order_pairs
 from optpipe_solver.milp.horizon.variables import HorizonVariables
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
     from optpipe_solver.milp.highs import Linear, Variable
-    from optpipe_solver.milp.horizon.items import Cell, HorizonItem
+    from optpipe_solver.milp.horizon.orders import Cell, HorizonItem
 
     Values = Mapping[Variable, float]
 

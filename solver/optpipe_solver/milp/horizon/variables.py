@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.milp.highs import at_least
-from optpipe_solver.milp.horizon.items import HorizonChoice, HorizonItem, Presence
+from optpipe_solver.milp.horizon.orders import HorizonChoice, HorizonItem, Presence
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.milp.highs import Constraint, Linear, MilpModel, Variable
-    from optpipe_solver.milp.horizon.items import Cell
-    from optpipe_solver.milp.horizon.orders import HorizonItems
+    from optpipe_solver.milp.horizon.orders import Cell, HorizonItems
 
 __all__ = ["HorizonVariables", "relaxed"]
 

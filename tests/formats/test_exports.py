@@ -1,6 +1,12 @@
-"""ScheduledNode lists: executed by a small runtime with the zero-bubble runtime's queues."""
+"""ScheduledNode lists: executed by a small runtime with the zero-bubble runtime's queues.
+
+CSV: torch's form of programs, strictly.
+
+The layout for Megatron-Core: what its parser makes of it is the cut, layer by layer.
+"""
 
 import random
+import re
 import types
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -11,13 +17,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Action, ActionType, Problem, Programs, ScheduleFormatError, check
-from optpipe.formats.zero_bubble import dump_python_list
+from optpipe import (
+    Action,
+    ActionType,
+    Problem,
+    Programs,
+    ScheduleFormatError,
+    check,
+    dump_csv,
+    load_csv,
+)
+from optpipe.errors import InputError
+from optpipe.formats.exports import check_num_layers, dump_python_list, megatron_layout, read_layout
+from optpipe.presets import MODELS, Training, estimate, find_gpu
 from optpipe.problem import placement_of
 from optpipe.schedule import Pass, input_of, pass_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage
-from tests.strategies import B, F, I, W
+from tests.strategies import B, Case, F, I, W, actions, cases, few
 
 # Random legal programs in which some actions keep the order of the micro-batches.
 
@@ -400,3 +417,150 @@ def test_what_the_runtime_would_get_wrong_is_refused(
 def test_the_same_schedule_is_the_same_text() -> None:
     whole = problem([stage(0), stage(1)], m=3)
     assert dump_python_list(whole, one_f_one_b(2, 3)) == dump_python_list(whole, one_f_one_b(2, 3))
+
+
+@given(st.lists(st.lists(actions).map(tuple), min_size=1).map(tuple))
+def test_any_programs_round_trip_empty_ones_included(rows: Programs) -> None:
+    assert load_csv(dump_csv(rows)) == rows
+
+
+def test_one_row_per_device_and_cells_as_in_torch() -> None:
+    rows = programs("0F0 0I0 0W0", "", "1F0 1B0")
+    assert dump_csv(rows) == "0F0,0I0,0W0\n\n1F0,1B0\n"
+
+
+def test_cells_that_torch_leaves_empty_to_line_steps_up_are_skipped() -> None:
+    assert load_csv("0F0,0F1,,,0B0\r\n,1F0, 1B0 ,,\r\n") == programs("0F0 0F1 0B0", "1F0 1B0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the CSV is empty; write one row per device"),
+        ("0F0,0X1\n", "row 1, column 2: '0X1' is not an action"),
+        ("0F0\n1F0,,1B0x\n", "row 2, column 3: '1B0x' is not an action"),
+        ("0F0\x00\n", "row 1, column 1: '0F0\\x00' is not an action"),
+        ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an action"),
+        ("0F0\t0B0\n", "for example 2F0; separate cells by commas"),
+        ("(0F0; 1B0)OVERLAP_F_B\n", "row 1, column 1: ' 1B0' is not an action"),
+        ("0F0,1SEND_F0\n", "row 1, column 2: '1SEND_F0' is a communication action"),
+        ('"0F0\n', "not CSV: unexpected end of data; write one row per device"),
+        ("0F0\r0B0\n", "not CSV: new-line character"),
+        ("0F0," + "x" * 200_000, "not CSV: field larger than field limit"),
+    ],
+    ids=range(11),
+)
+def test_a_wrong_cell_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ScheduleFormatError) as caught:
+        load_csv(text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@given(st.text())
+def test_no_text_ends_in_anything_but_programs_or_our_own_error(text: str) -> None:
+    try:
+        rows = load_csv(text)
+    except ScheduleFormatError:
+        return
+    assert load_csv(dump_csv(rows)) == rows
+
+
+def test_a_byte_order_mark_of_a_spreadsheet_is_read_over() -> None:
+    assert load_csv("\ufeff0F0,0B0\n") == load_csv("0F0,0B0\n")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["0F0 0OFFLOAD0 0B0"], "row 1, column 2: torch's runtime has no OFFLOAD (0OFFLOAD0)"),
+        (["0F0 0B0", "1F0 1RELEASE0"], "row 2, column 2: torch's runtime has no RELEASE"),
+        (["0F0 0RELOAD0"], "row 1, column 2: torch's runtime has no RELOAD"),
+        (["0F0 0RECOMPUTE0 0B0"], "row 1, column 2: torch's runtime has no RECOMPUTE"),
+        (["0F1 0F0", "1F0 1F2 1F1"], "row 2, column 2: 1F2 stands where torch's runtime expects"),
+        (["0F0 1F1 1F0 0F1"], "row 1, column 2: 1F1 stands where torch's runtime expects 1F0"),
+        (["0F0 0B0", ""], "row 2 is empty, but torch's runtime needs an action on every rank"),
+    ],
+)
+def test_what_torch_would_not_run_right_is_refused_for_it_alone(
+    rows: list[str], message: str
+) -> None:
+    with pytest.raises(ScheduleFormatError) as caught:
+        dump_csv(programs(*rows), for_torch=True)
+    assert str(caught.value).startswith(message)
+    assert load_csv(dump_csv(programs(*rows))) == programs(*rows)
+
+
+@given(cases())
+def test_for_torch_a_schedule_is_refused_or_written_as_ever(case: Case) -> None:
+    """Refused where it holds an action of our own, or the last stage leaves the order."""
+    last = len(case.problem.stages) - 1
+    cells = [action for row in case.programs for action in row]
+    forwards = [a.microbatch for a in cells if a.stage == last and a.type is ActionType.FORWARD]
+    runs = forwards == sorted(forwards) and all(action.type.value in "FIWB" for action in cells)
+    if runs and all(case.programs):
+        assert dump_csv(case.programs, for_torch=True) == dump_csv(case.programs)
+    else:
+        with pytest.raises(ScheduleFormatError):
+            dump_csv(case.programs, for_torch=True)
+
+
+LAYERS = [{"embedding": 1, "transformer": 2}, {"transformer": 3}, {"transformer": 2, "head": 1}]
+
+
+def cut(*layers: dict[str, int] | None, devices: tuple[int, ...] = ()) -> Any:
+    """A problem whose stages hold these, one on a device unless said otherwise."""
+    devices = devices or tuple(range(len(layers)))
+    return problem([stage(d, layers=held) for d, held in zip(devices, layers, strict=True)])
+
+
+def parsed(layout: str) -> list[str]:
+    """The stages of a layout, read by the two rules that Megatron-Core's parser has."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(pattern, lambda found: found[1] * int(found[2]), layout)
+    return layout.split("|")
+
+
+@few(25)
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 3]))
+def test_an_estimate_is_pasted_into_a_model_of_as_many_layers(name, pp, chunks) -> None:
+    """One E first, one L last, and the model's layers; embedding and head are none of them."""
+    found = estimate(
+        MODELS[name], find_gpu("h100"), Training(sequence=512), pp=pp, num_microbatches=4,
+        chunks=chunks, placement="loop",
+    )  # fmt: skip
+    text = megatron_layout(found.problem)
+    wanted, mtp = MODELS[name].num_layers, MODELS[name].mtp
+    predicted = f"--mtp-num-layers {mtp} " if mtp else ""
+    assert text.startswith(f"--num-layers {wanted} {predicted}--pipeline-model-parallel-size {pp} ")
+    stages = parsed(text.split("'")[1])
+    assert [len(held) for held in stages] == list(found.sizes)
+    assert "".join(stages) == "E" + "t" * wanted + "m" * mtp + "L"
+    assert read_layout(text.split("'")[1]) == tuple(one.layers for one in found.problem.stages)
+    check_num_layers(found.problem, wanted)
+    with pytest.raises(InputError, match=f"hold {wanted} transformer layers, but the model has 7"):
+        check_num_layers(found.problem, 7)
+
+
+def test_layers_of_multi_token_prediction_have_their_letter_and_number() -> None:
+    given = cut(LAYERS[0], {"transformer": 3}, {"mtp": 2, "head": 1})
+    assert megatron_layout(given) == (
+        "--num-layers 5 --mtp-num-layers 2 --pipeline-model-parallel-size 3 "
+        "--pipeline-model-parallel-layout 'Et*2|t*3|m*2L'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "devices", "message"),
+    [
+        ([LAYERS[0], None, LAYERS[2]], (), r"stages\[1\] does not say its layers"),
+        ([LAYERS[1], LAYERS[0], LAYERS[2]], (), r"layers.embedding .* \[0, 1, 0\]: .* first stage"),
+        ([LAYERS[0], LAYERS[2], LAYERS[2]], (), r"layers.head of the stages = \[0, 1, 1\]"),
+        ([LAYERS[0], {"mtp": 1}, LAYERS[2]], (), r"layers.mtp in stages \[1\]: .* move them"),
+        ([LAYERS[0], LAYERS[1], LAYERS[2]], (0, 2, 1), r"placement \[0, 2, 1\]: .* rank k mod 3"),
+        ([*LAYERS[:2], LAYERS[1], LAYERS[2]], (0, 1, 1, 0), "choose a line or a loop"),
+    ],
+)
+def test_what_it_cannot_place_is_refused(layers, devices, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        megatron_layout(cut(*layers, devices=devices))
