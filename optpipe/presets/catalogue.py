@@ -282,6 +282,9 @@ _NEUTRAL = frozenset({
     "original_max_position_embeddings", "partial_rotary_factor", "qk_head_dim",
     "query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit",
     "use_qk_norm",
+    # tokens that stand for images
+    "image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id",
+    "vision_token_id",
 })  # fmt: skip
 
 # Fields that leave the shape as it is only with these values.
@@ -302,8 +305,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 
-# A config of text and images holds the text's here; what is beside it is left out, and said so.
-_TEXT_OF = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+_TEXT_OF = frozenset({"gemma3", "llama4", "qwen2_5_vl"})
+"""Configs of text and images: the text's is in ``text_config``, or, in early files of Qwen2.5-VL,
+beside ``vision_config``; what is for images is left out, and said so."""
+
+_NO_FORMULA = {
+    "qwen3_next": "three of four of its layers have linear attention (Gated DeltaNet)",
+}
+"""What estimates know no formula for, of models that are often asked for."""
 
 
 class _Config:
@@ -431,6 +440,11 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
         raise InputError("config: must be a JSON object; give a model's config.json")
     kind = data.get("model_type")
     reader = _READERS.get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str) and kind in _NO_FORMULA:
+        raise InputError(
+            f"config: model_type = {kind!r} is not understood: {_NO_FORMULA[kind]}, which no "
+            "formula covers; describe the model by its layers instead (optpipe/model/v1)"
+        )
     if reader is None:
         raise InputError(
             f"config: model_type = {kind!r} is not understood (only {', '.join(MODEL_TYPES)}); "
@@ -438,15 +452,24 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
         )
     left_out: tuple[str, ...] = ()
     if isinstance(kind, str) and kind in _TEXT_OF:
-        data = data.get("text_config")
-        if not isinstance(data, dict):
-            raise InputError("config: text_config is missing; give it")
+        data = _text_of(data, is_flat=kind == "qwen2_5_vl")
         left_out = ("what reads images",)
     config = _Config(data)
     fields = reader(config)
     config.check_rest()
     fields["left_out"] = (*fields.get("left_out", ()), *left_out)
     return ModelShape(name=name, source=f"config.json, model_type {kind}", **fields)
+
+
+def _text_of(data: dict[str, Any], *, is_flat: bool) -> dict[str, Any]:
+    """Return the config of the text; of early files it is the whole without that of images."""
+    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+    text = data.get("text_config")
+    if text is None and is_flat:
+        return {key: value for key, value in data.items() if key != "vision_config"}
+    if not isinstance(text, dict):
+        raise InputError("config: text_config is missing; give it")
+    return tied | text
 
 
 def _common(config: _Config) -> dict[str, Any]:
@@ -620,6 +643,7 @@ _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
+    "qwen2_5_vl": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,

@@ -205,6 +205,8 @@ class ModelShape:
             absent |= {"moe", "moe_act"}
         if self.experts is None or not self.experts.shared_ffn:
             absent.add("shared_experts")
+        if all(kind.is_moe for kind in self.layer_kinds):
+            absent.add("mlp")
         return frozenset(absent)
 
     @cached_property

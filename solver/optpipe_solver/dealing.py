@@ -106,14 +106,14 @@ def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[Ints]:
 def dealt(compiled: CompiledProblem, rows: Rows, order: Ints) -> Rows:
     """Return programs with ``order[k]`` in the places of micro-batch k.
 
-    Of stages whose menus v1 cannot say all cells are kept, as `stand_ins` has them.
+    Each takes the mode of its place. Of `stand_ins` whose menus v1 cannot say all are kept.
     """
     cells, m = compiled.times.num_cells, compiled.problem.num_microbatches
     stages = np.arange(cells) // m
     renamed = stages * m + order[np.arange(cells) % m]
     kinds, held = np.divmod(rows.actions, cells)
     modes = np.zeros_like(rows.modes)
-    modes[renamed] = np.where(compiled.times.varies[compiled.times.row[renamed]], 0, rows.modes)
+    modes[renamed] = rows.modes
     return Rows(kinds * cells + renamed[held], rows.lengths, modes)
 
 

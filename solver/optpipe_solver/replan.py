@@ -5,8 +5,10 @@ hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt
 into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
 fixed number of simulated actions. The rules make no copies to the host. Where these pay, a batch
 that stands for all is named: the first call with it solves problems of equal micro-batches
-(`optpipe_solver.dealing`), and later ones deal into the places of those, too. Nothing depends on
-clocks or on earlier batches: all ranks that ask get the same answer.
+(`optpipe_solver.dealing`), and that batch itself, under the limits and under tighter ones, as other
+batches need more. Later calls deal into the places of all these, in those of the batch the longest
+where its longest stood. Nothing depends on clocks or on earlier batches: all ranks that ask get the
+same answer.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from functools import lru_cache
 from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.problem import Microbatch
@@ -25,6 +29,7 @@ from optpipe_solver.dealing import dealt, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.last_steps import with_free_share
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.dispatching import dispatched
@@ -32,9 +37,10 @@ from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import record, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from optpipe.problem import Problem
+    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
 
 __all__ = ["replan"]
@@ -58,6 +64,9 @@ _RULES_SHARE = 2 / 3
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
+_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.75, 0.6)
+"""Units of work for the batch that stands for all, under each of these shares of its memory."""
+
 _MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
 """Shapes that are remembered; a limit of seconds that is none, as the work is limited."""
 
@@ -73,7 +82,7 @@ def replan(
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and that for a ``like`` solves for some seconds, up to half a minute.
+    installation), and that for a ``like`` solves for some seconds, up to a minute.
 
     Parameters
     ----------
@@ -101,12 +110,16 @@ def replan(
     compiled = CompiledProblem.of(problem)
     starts = list(_starts(compiled, work, seed))
     if like is not None or not starts:
-        starts += _deals(compiled, _known(_shape_of(_alike(problem, like))))
+        shape = _alike(problem, like)
+        starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+    if like is not None:
+        by_length = [_by_length(shape), _by_length(problem)]
+        starts += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
     best.offer(
         compiled.decode(
-            _annealed(compiled, rows, start_ms, round((1 - _RULES_SHARE) * work), seed)
+            _annealed(compiled, rows, start_ms, max(1, round((1 - _RULES_SHARE) * work)), seed)
         ),
         "local-search",
     )
@@ -155,11 +168,40 @@ def _forms(problem: Problem) -> list[set[tuple[tuple[bool, str | None], ...]]]:
 def _shape_of(problem: Problem) -> Problem:
     """Return the batch of a shape, without name and context: every cost as often as any other."""
     m = problem.num_microbatches
-    plain = problem.model_copy(update={"name": "", "context": None})
+    plain = _plain(problem)
     if problem.num_costs == 1 or m < problem.num_costs:
         return plain
     costs = [j % problem.num_costs for j in range(m)]
     return plain.model_copy(update={"microbatches": tuple(Microbatch(cost=cost) for cost in costs)})
+
+
+def _plain(problem: Problem) -> Problem:
+    return problem.model_copy(update={"name": "", "context": None})
+
+
+@lru_cache(maxsize=_MOST_SHAPES)
+def _solved(like: Problem) -> tuple[tuple[str, Rows], ...]:
+    """Return programs of a batch under its limits and under tighter ones."""
+    compiled, found = CompiledProblem.of(like), []
+    for share in _SHARES if like.num_costs > 1 else ():
+        tighter = with_free_share(like, share)
+        schedule = solve(tighter, time_limit_s=_NO_LIMIT_S, work_limit=_LIKE_WORK).schedule
+        if schedule is not None:
+            found.append(("batch that stands for all", compiled.encode(schedule.programs)))
+    return tuple(found)
+
+
+def _by_length(problem: Problem) -> Ints:
+    """Return the micro-batches, the longest first."""
+    busy_ms = [sum(s.under(cost).busy_ms for s in problem.stages) for cost in problem.cost_of]
+    return np.argsort(-np.array(busy_ms), kind="stable")
+
+
+def _in_places(known: Ints, batch: Ints) -> Ints:
+    """Return the order that deals the k-th of a batch into the place of the k-th that is known."""
+    order = np.empty_like(known)
+    order[known] = batch
+    return order
 
 
 @lru_cache(maxsize=_MOST_SHAPES)
@@ -205,12 +247,13 @@ def _starts(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]
             made.append((name, compiled.encode(family_of[name].build(equal))))
         except NotApplicable:
             continue
-    yield from _deals(compiled, made)
+    yield from _deals(compiled, made, orders(problem))
 
 
-def _deals(compiled: CompiledProblem, made: Iterable[tuple[str, Rows]]) -> Iterator[_Start]:
-    """Yield the best legal deal of each of some programs for equal micro-batches."""
-    ways = orders(compiled.problem)
+def _deals(
+    compiled: CompiledProblem, made: Iterable[tuple[str, Rows]], ways: Sequence[Ints]
+) -> Iterator[_Start]:
+    """Yield the best legal deal of each of some programs for as many micro-batches."""
     for method, rows in made:
         deals = [dealt(compiled, rows, order) for order in ways]
         lengths = [compiled.objective_ms(one) for one in deals]

@@ -267,6 +267,10 @@ def test_the_list_names_everything_with_sources(optpipe) -> None:
         ((*SMALL, "--mfu", 2), "--mfu 2.0"),
         ((*SMALL, "--offloaded-layers", 99), "--offloaded-layers 99: 'gpt3-125m' has 12 layers"),
         ((*SMALL, "--recompute", "moe"), "--recompute 'moe': 'gpt3-125m' has no such modules"),
+        (
+            ("--model", "qwen3-30b-a3b", "--gpu", "h100", "--recompute", "mlp"),
+            "--recompute 'mlp': 'qwen3-30b-a3b' has no such modules",
+        ),
         (("--model", "gpt3-13b", "--gpu", "h100"), "--sequence 4096: 'gpt3-13b' has 2048 learned"),
         ((*SMALL, "--pcie-efficiency", 0), "efficiency pcie"),
         ((*SMALL, "--precision", "bf8"), "--precision 'bf8'"),

@@ -356,6 +356,33 @@ def test_of_text_and_images_the_text_is_read() -> None:
     assert total_parameters(found) == 999_885_952
 
 
+def test_qwens_text_is_read_in_both_forms_of_its_config() -> None:
+    """Early files have the text's fields beside ``vision_config``, later ones inside; tied or not.
+
+    Fields of https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct, whose text is Qwen2.5-7B's.
+    """
+    text = {
+        "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "sliding_window": 32768, "use_sliding_window": False,
+        "vocab_size": 152064, "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    }  # fmt: skip
+    images = {"vision_config": {"hidden_size": 1280}, "image_token_id": 151655}
+    top = {"model_type": "qwen2_5_vl", "tie_word_embeddings": False}
+    flat = shape_from_config(json.dumps(top | text | images))
+    inside = top | images | {"text_config": text | {"model_type": "qwen2_5_vl_text"}}
+    assert shape_from_config(json.dumps(inside)) == flat
+    assert flat.left_out == ("what reads images",)
+    assert total_parameters(flat) == total_parameters(find_model("qwen2.5-7b"))
+    assert shape_from_config(json.dumps(inside | {"tie_word_embeddings": True})).tied
+
+
+def test_linear_attention_is_refused_by_name() -> None:
+    """No formula costs it."""
+    with pytest.raises(InputError, match=r"qwen3_next.*linear attention.*by its layers instead"):
+        shape_from_config(json.dumps({"model_type": "qwen3_next", "hidden_size": 2048}))
+
+
 @pytest.mark.parametrize(
     "types",
     [["full_attention", "sliding_attention"], ["sliding_attention", "linear_attention"],

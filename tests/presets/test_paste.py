@@ -281,7 +281,7 @@ def for_megatron(draw):
     cut, sizes = draw(cuts(shape.num_layers, 1 + shape.mtp, 8, 0))
     fields = draw(degrees(shape))
     has_experts = shape.experts is not None
-    modules = {"core_attn", "layernorm", "mlp"} | ({"moe", "moe_act"} if has_experts else set())
+    modules = {"core_attn", "layernorm", "mlp", "moe", "moe_act"} - shape.without
     precision = draw(
         st.sampled_from([one for one in PRECISIONS if one != "fp16" or not has_experts])
     )

@@ -419,7 +419,7 @@ def _change_rule(rule: Floats, draw: Draw) -> None:
 @lean
 def _draw_number(rule: Floats, at: int, draw: Draw) -> None:
     if at == _DEPTH:
-        rule[at] = 0.8 + 2.2 * moves.unit(draw) ** 2
+        rule[at] = 0.8 + 5.2 * moves.unit(draw) ** 2
     elif at == _PATIENCE:
         rule[at] = moves.unit(draw)
     else:
