@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from optpipe_solver.incumbent import Incumbent
 
 __all__ = [
+    "IN_TURN",
     "SMALL",
     "improve_by_beam",
     "improve_by_exact_search",
@@ -54,8 +55,10 @@ __all__ = [
 ]
 
 
+IN_TURN = "search-in-turn"
+"""What bounds are called that choices prove which are told what the others know."""
+
 _GENERAL, _CELLS, _ROUNDS = "general-search", "cell-search", "few devices"
-_IN_TURN = "search-in-turn"
 _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
@@ -72,7 +75,7 @@ _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
 far where it takes too many states, then as far again, or twice as far where it was easy."""
 
 _EASY = 16
-"""A question in turn is easy if it meets less than so many times what may be in one layer."""
+"""A question is easy if it meets less than so many times what may be in one layer."""
 
 SMALL = 15
 """Cells (stages x micro-batches) up to which a problem is small."""
@@ -141,8 +144,8 @@ class _Series:
 
     @property
     def cost(self) -> float:
-        """States met in vain, the less the more often it was not in vain."""
-        return self.vain / (1 + self.raises)
+        """States that may be in vain after the next question, by how often some were not."""
+        return (self.vain + _EASY * self.waiting[0][1]) / (1 + self.raises)
 
     @property
     def is_at_first(self) -> bool:
@@ -152,7 +155,7 @@ class _Series:
 
 
 class _Rounds:
-    """Single devices alone, then in turn; after that whoever costs less in vain."""
+    """Single devices alone, then in turn; after that whoever seems to cost less."""
 
     def __init__(self, best: Incumbent) -> None:
         self.best = best
@@ -235,7 +238,7 @@ class _Rounds:
             self._spend(found.num_states)
             is_easy = found.num_states < _EASY * most_in_layer
             if found.answer is HorizonAnswer.NONE:
-                self._prove(goal.proven(horizon_ms), _IN_TURN)
+                self._prove(goal.proven(horizon_ms), IN_TURN)
                 share = min(1.0, 2 * share) if is_easy else share
                 continue
             share /= 2
