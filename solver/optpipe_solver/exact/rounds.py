@@ -100,15 +100,26 @@ class _DeviceSubset:
 
 
 @dataclass(slots=True)
+class _Lesson:
+    """What is known of schedules within a horizon so far, and whom to ask, the next one first."""
+
+    horizon_ms: float
+    known: Events
+    waiting: deque[tuple[int, ...]]
+
+
+@dataclass(slots=True)
 class _InTurn:
     """Choices that are told what the others know, and a horizon at which that is no obstacle.
 
     ``unknown_ms``: the shortest horizon that took too many states, and how many may be in a layer.
+    ``begun``: a question that the end of a turn cut short.
     """
 
     choices: tuple[tuple[int, ...], ...]
     ceiling_ms: float = float("inf")
     unknown_ms: tuple[float, int] = (float("inf"), 0)
+    begun: _Lesson | None = None
 
     @property
     def size(self) -> int:
@@ -221,16 +232,19 @@ class _Rounds:
         share = _FIRST_SHARE
         while share >= _LEAST_SHARE and not self._is_over():
             goal = Goal.of(self.best.problem, self.best.objective_ms)
-            horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
+            lesson, asked.begun, shorter = asked.begun, None, share
+            if lesson is None:
+                horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
+                lesson, shorter = _lesson(self.best.problem, asked.choices, horizon_ms), share / 2
             too_long_ms, most = asked.unknown_ms
             too_long_ms = min(asked.ceiling_ms, too_long_ms if most >= most_in_layer else inf)
-            if not self.best.bound_ms < horizon_ms < too_long_ms:
-                share /= 2
+            if not self.best.bound_ms < lesson.horizon_ms < too_long_ms:
+                share = shorter
                 continue
-            found = search_in_turn(
+            found = _go_on(
                 self.best.problem,
                 asked.choices,
-                horizon_ms,
+                lesson,
                 most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
                 most_in_layer=most_in_layer,
                 should_stop=self._is_over,
@@ -238,16 +252,18 @@ class _Rounds:
             self._spend(found.num_states)
             is_easy = found.num_states < _EASY * most_in_layer
             if found.answer is HorizonAnswer.NONE:
-                self._prove(goal.proven(horizon_ms), IN_TURN)
+                self._prove(goal.proven(lesson.horizon_ms), IN_TURN)
                 share = min(1.0, 2 * share) if is_easy else share
                 continue
-            share /= 2
+            share = shorter
             if found.answer is HorizonAnswer.FOUND:
-                asked.ceiling_ms = horizon_ms
+                asked.ceiling_ms = lesson.horizon_ms
                 if not is_easy:
                     return
-            elif not self._is_over():
-                asked.unknown_ms = horizon_ms, most_in_layer
+            elif self._is_over():
+                asked.begun = lesson
+            else:
+                asked.unknown_ms = lesson.horizon_ms, most_in_layer
 
     def _prove(self, bound_ms: float, method: str) -> None:
         """Offer a bound; what was met before it was not in vain."""
@@ -328,33 +344,57 @@ def search_in_turn(
     know more is asked again. ``NONE`` proves that no schedule of the problem is that short;
     ``FOUND``: nobody learns any more. Unknown where a choice has too many states, or told to stop.
     """
-    model = relaxed(problem)
-    known, origin = nothing_known(model), np.zeros(len(problem.stages))
-    before = heads_beside(model, refill(model), origin, known)
-    waiting, met = deque(choices), 0
-    while waiting:
-        devices = waiting.popleft()
+    return _go_on(
+        problem,
+        choices,
+        _lesson(problem, choices, horizon_ms),
+        most_states=most_states,
+        most_in_layer=most_in_layer,
+        should_stop=should_stop,
+    )
+
+
+def _lesson(problem: Problem, choices: Sequence[tuple[int, ...]], horizon_ms: float) -> _Lesson:
+    return _Lesson(horizon_ms, nothing_known(relaxed(problem)), deque(choices))
+
+
+def _go_on(
+    problem: Problem,
+    choices: Sequence[tuple[int, ...]],
+    lesson: _Lesson,
+    *,
+    most_states: int,
+    most_in_layer: int,
+    should_stop: Callable[[], bool],
+) -> LayeredOutcome:
+    """Ask who is still to be asked; where a choice cannot say, the lesson can go on with it."""
+    model, origin, met = relaxed(problem), np.zeros(len(problem.stages)), 0
+    before = heads_beside(model, refill(model), origin, lesson.known)
+    while lesson.waiting:
+        devices = lesson.waiting[0]
         found = search_general(
             problem,
             devices,
-            horizon_ms,
+            lesson.horizon_ms,
             most_states=most_states - met,
             most_in_layer=most_in_layer,
             should_stop=should_stop,
-            known=known,
+            known=lesson.known,
         )
         met += found.num_states
         if found.earliest is None:
             return LayeredOutcome(found.answer, met)
-        known = Events(*map(np.maximum, known, found.earliest))
-        after = heads_beside(model, refill(model), origin, known)
-        later = [new > old + _LEARNT * horizon_ms for old, new in zip(before, after, strict=True)]
+        lesson.known = Events(*map(np.maximum, lesson.known, found.earliest))
+        after = heads_beside(model, refill(model), origin, lesson.known)
+        news = _LEARNT * lesson.horizon_ms
+        later = [new > old + news for old, new in zip(before, after, strict=True)]
         learnt = set(model.device[np.any(later, axis=(0, 1))])
         before = after
-        waiting += [
+        lesson.waiting.popleft()
+        lesson.waiting += [
             other
             for other in choices
-            if other != devices and other not in waiting and not learnt.isdisjoint(other)
+            if other != devices and other not in lesson.waiting and not learnt.isdisjoint(other)
         ]
     return LayeredOutcome(HorizonAnswer.FOUND, met)
 
