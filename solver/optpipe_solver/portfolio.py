@@ -19,7 +19,7 @@ from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
-from optpipe_solver.exact.rounds import SMALL, improve_by_beam, improve_by_exact_search
+from optpipe_solver.exact.rounds import IN_TURN, SMALL, improve_by_beam, improve_by_exact_search
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
@@ -103,11 +103,15 @@ _MILP = SearchPart("milp", improve_by_milp, 10)
 
 
 class Step(NamedTuple):
-    """A part's turn: a share of what is left, and at most so many seconds or units."""
+    """A part's turn: a share of what is left, and at most so many seconds or units.
+
+    ``goes_on``: it has another one like it at once, as long as this method raises the bound.
+    """
 
     part: SearchPart
     share: float
     at_most: float = inf
+    goes_on: str = ""
 
 
 class SearchPlan(NamedTuple):
@@ -236,12 +240,12 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
         cells = len(problem.stages) * problem.num_microbatches
         few = (Step(_EXACT, 0.3, 8.0),) if SMALL < cells <= _MOST_CELLS_WITH_MENUS else ()
         return (*few, Step(_STRETCHES, 0.3, 5.0))
-    exact = Step(_EXACT, 0.3, 8.0)
+    exact = Step(_EXACT, 0.3, 8.0, goes_on=IN_TURN)
     blocks = Step(_PERIODIC, 0.2, 15.0)
     if num_order_pairs(problem, fifo=True) > MOST_PAIRS:
         return (exact, blocks)
     if fifo_loses_nothing(problem):
-        counts = Step(_EXACT, 0.1, 2.0), Step(_BEAM, 0.6, 12.0)
+        counts = Step(_EXACT, 0.1, 2.0, goes_on=IN_TURN), Step(_BEAM, 0.6, 12.0)
         return (*counts, exact, blocks)
     beam = Step(_BEAM, 0.25, 5.0)
     stretches = Step(_STRETCHES, 0.5, 8.0)
@@ -275,16 +279,21 @@ def improve(
     idle = 0
     turns = enumerate(chain(plan.once, cycle(plan.again)))
     for number, step in chain(((0, step) for step in plan.before), turns):
-        if stop.is_over() or best.gap <= good_gap or stop.left < _LEAST:
-            return
-        turn = stop.turn(
-            step.share, step.at_most, steps=step.part.per_unit, seed=stop.seed + number
-        )
-        with best.clocked(step.part.name, turn):
-            step.part.run(best, turn)
-        if stop.work is not None:
-            best.work = stop.spent
-        idle = 0 if turn.spent > 0 else idle + 1
+        has_raised, spent = True, False
+        while has_raised:
+            if stop.is_over() or best.gap <= good_gap or stop.left < _LEAST:
+                return
+            turn = stop.turn(
+                step.share, step.at_most, steps=step.part.per_unit, seed=stop.seed + number
+            )
+            bound_ms = best.bound_ms
+            with best.clocked(step.part.name, turn):
+                step.part.run(best, turn)
+            if stop.work is not None:
+                best.work = stop.spent
+            has_raised = best.bound_ms > bound_ms and best.bound_method == step.goes_on
+            spent = spent or turn.spent > 0
+        idle = 0 if spent else idle + 1
         if idle > len(plan.before) + len(plan.once) + len(plan.again):
             return
 

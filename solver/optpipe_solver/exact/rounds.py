@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from math import floor
+from math import floor, inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -40,12 +40,13 @@ from optpipe_solver.feasibility import knows_menu
 from optpipe_solver.incumbent import Goal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from optpipe.problem import Problem
     from optpipe_solver.incumbent import Incumbent
 
 __all__ = [
+    "IN_TURN",
     "SMALL",
     "improve_by_beam",
     "improve_by_exact_search",
@@ -54,8 +55,10 @@ __all__ = [
 ]
 
 
+IN_TURN = "search-in-turn"
+"""What bounds are called that choices prove which are told what the others know."""
+
 _GENERAL, _CELLS, _ROUNDS = "general-search", "cell-search", "few devices"
-_IN_TURN = "search-in-turn"
 _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
@@ -69,7 +72,10 @@ _LEARNT = 1e-9
 _SHARES = (0.25, 0.5, 0.75)
 _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
 """How far up to the best schedule known choices are asked in turn, and how far at least: half as
-far where they prove nothing, else twice as far, or as far if they go first and it was not easy."""
+far where it takes too many states, then as far again, or twice as far where it was easy."""
+
+_EASY = 16
+"""A question is easy if it meets less than so many times what may be in one layer."""
 
 SMALL = 15
 """Cells (stages x micro-batches) up to which a problem is small."""
@@ -87,18 +93,38 @@ class _DeviceSubset:
     ceiling_ms: float = float("inf")
     is_settled: bool = False
 
+    @property
+    def size(self) -> int:
+        """How many devices."""
+        return len(self.devices)
+
+
+@dataclass(slots=True)
+class _Lesson:
+    """What is known of schedules within a horizon so far, and whom to ask, the next one first."""
+
+    horizon_ms: float
+    known: Events
+    waiting: deque[tuple[int, ...]]
+
 
 @dataclass(slots=True)
 class _InTurn:
     """Choices that are told what the others know, and a horizon at which that is no obstacle.
 
-    ``is_first``: asked before the choices alone, as of three of many devices one alone takes so
-    many states that the first horizons should be low (measured on `ends-p8-m16`).
+    ``unknown_ms``: the shortest horizon that took too many states, and how many may be in a layer.
+    ``begun``: a question that the end of a turn cut short.
     """
 
     choices: tuple[tuple[int, ...], ...]
-    is_first: bool
     ceiling_ms: float = float("inf")
+    unknown_ms: tuple[float, int] = (float("inf"), 0)
+    begun: _Lesson | None = None
+
+    @property
+    def size(self) -> int:
+        """How many devices at a time."""
+        return len(self.choices[0])
 
 
 def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
@@ -114,36 +140,62 @@ def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
         best.unfinished[_ROUNDS] = rounds
 
 
+class _Series:
+    """Questions of one kind, of ever more devices with ever more states allowed.
+
+    One device more is as one step of states less. ``vain`` counts the states met since they raised
+    the bound, or since the beginning, ``raises`` how often they did.
+    """
+
+    def __init__(self, asked: Iterable[_DeviceSubset | _InTurn]) -> None:
+        held = [(one.size, level, one) for one in asked for level in range(len(_MOST_IN_LAYER))]
+        held.sort(key=lambda item: (item[0] + item[1], item[0]))
+        self.waiting = deque((one, _MOST_IN_LAYER[level]) for _, level, one in held)
+        self.vain, self.raises = 0.0, 0
+
+    @property
+    def cost(self) -> float:
+        """States that may be in vain after the next question, by how often some were not."""
+        return (self.vain + _EASY * self.waiting[0][1]) / (1 + self.raises)
+
+    @property
+    def is_at_first(self) -> bool:
+        """Whether single devices with the fewest states are next, which is soon over."""
+        asked, most_in_layer = self.waiting[0]
+        return asked.size == 1 and most_in_layer == _MOST_IN_LAYER[0]
+
+
 class _Rounds:
-    """Every choice with ever more states allowed; one device more is as one step of these less."""
+    """Single devices alone, then in turn; after that whoever seems to cost less."""
 
     def __init__(self, best: Incumbent) -> None:
         self.best = best
         self.stop = Stop(0.0)
-        choices = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
-        sizes = sorted({len(choice.devices) for choice in choices})
-        turns = [(size + level, size) for size in sizes for level in range(len(_MOST_IN_LAYER))]
-        in_turn = {size: list(_in_turn(best.problem, size)) for size in sizes}
-        self.waiting: deque[tuple[_DeviceSubset | _InTurn, int]] = deque()
-        for turn, size in sorted(turns):
-            most = _MOST_IN_LAYER[turn - size]
-            groups: list[list[_DeviceSubset] | list[_InTurn]]
-            groups = [[one for one in choices if len(one.devices) == size], in_turn[size]]
-            for group in groups[::-1] if any(one.is_first for one in in_turn[size]) else groups:
-                self.waiting += [(one, most) for one in group]
+        alone = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
+        self.series = _Series(alone), _Series(_in_turn(best.problem))
+        self.series_now = self.series[0]
 
     def run(self, stop: Stop) -> bool:
         """Search until the turn is over; return whether anything is left to ask."""
         self.stop = stop
-        while self.waiting and not self._is_over():
-            asked, most_in_layer = self.waiting[0]
-            if isinstance(asked, _InTurn):
-                self._raise_in_turn(asked, most_in_layer)
-            else:
-                self._raise(asked, most_in_layer)
-            if not self._is_over():
-                self.waiting.popleft()
-        return bool(self.waiting)
+        while not self._is_over():
+            left = [series for series in self.series if series.waiting]
+            if not left:
+                return False
+            first = (series for series in left if series.is_at_first)
+            self._ask_next(next(first, None) or min(left, key=lambda series: series.cost))
+        return True
+
+    def _ask_next(self, series: _Series) -> None:
+        """Ask the next question, or go on with it."""
+        self.series_now = series
+        asked, most_in_layer = series.waiting[0]
+        if isinstance(asked, _InTurn):
+            self._raise_in_turn(asked, most_in_layer)
+        else:
+            self._raise(asked, most_in_layer)
+        if not self._is_over():
+            series.waiting.popleft()
 
     def _raise(self, choice: _DeviceSubset, most_in_layer: int) -> None:
         """Search just below the ceiling until that settles it; where it is too much, lower."""
@@ -152,7 +204,7 @@ class _Rounds:
             answer = self._ask(choice, goal.horizon_ms, most_in_layer)
             if answer is HorizonAnswer.NONE:
                 choice.is_settled = True
-                self.best.offer_bound(min(goal.proven_ms, self.best.objective_ms), choice.method)
+                self._prove(goal.proven_ms, choice.method)
             elif answer is HorizonAnswer.UNKNOWN:
                 self._halve(choice, most_in_layer)
                 return
@@ -169,36 +221,60 @@ class _Rounds:
                 continue
             if self._ask(choice, horizon_ms, most_in_layer) is not HorizonAnswer.NONE:
                 return
-            proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
-            self.best.offer_bound(proven_ms, choice.method)
+            self._prove(goal.proven(horizon_ms), choice.method)
 
     def _raise_in_turn(self, asked: _InTurn, most_in_layer: int) -> None:
-        """Raise the bound in steps, as long as they are large enough to be worth it."""
-        share, too_long_ms = _FIRST_SHARE, asked.ceiling_ms
+        """Raise the bound in steps, as long as they are large enough to be worth it.
+
+        Where nobody learns any more, more devices at a time mostly do, within that very horizon:
+        so a shorter one is asked only if that is easy.
+        """
+        share = _FIRST_SHARE
         while share >= _LEAST_SHARE and not self._is_over():
             goal = Goal.of(self.best.problem, self.best.objective_ms)
-            horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
-            share /= 2
-            if not self.best.bound_ms < horizon_ms < too_long_ms:
+            lesson, asked.begun, shorter = asked.begun, None, share
+            if lesson is None:
+                horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
+                lesson, shorter = _lesson(self.best.problem, asked.choices, horizon_ms), share / 2
+            too_long_ms, most = asked.unknown_ms
+            too_long_ms = min(asked.ceiling_ms, too_long_ms if most >= most_in_layer else inf)
+            if not self.best.bound_ms < lesson.horizon_ms < too_long_ms:
+                share = shorter
                 continue
-            found = search_in_turn(
+            found = _go_on(
                 self.best.problem,
                 asked.choices,
-                horizon_ms,
+                lesson,
                 most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
                 most_in_layer=most_in_layer,
                 should_stop=self._is_over,
             )
-            self.stop.spend(found.num_states)
+            self._spend(found.num_states)
+            is_easy = found.num_states < _EASY * most_in_layer
             if found.answer is HorizonAnswer.NONE:
-                proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
-                self.best.offer_bound(proven_ms, _IN_TURN)
-                is_easy = not asked.is_first or found.num_states < most_in_layer
-                share = min(1.0, (4 if is_easy else 2) * share)
+                self._prove(goal.proven(lesson.horizon_ms), IN_TURN)
+                share = min(1.0, 2 * share) if is_easy else share
                 continue
-            too_long_ms = horizon_ms
+            share = shorter
             if found.answer is HorizonAnswer.FOUND:
-                asked.ceiling_ms = horizon_ms
+                asked.ceiling_ms = lesson.horizon_ms
+                if not is_easy:
+                    return
+            elif self._is_over():
+                asked.begun = lesson
+            else:
+                asked.unknown_ms = lesson.horizon_ms, most_in_layer
+
+    def _prove(self, bound_ms: float, method: str) -> None:
+        """Offer a bound; what was met before it was not in vain."""
+        if self.best.offer_bound(min(bound_ms, self.best.objective_ms), method):
+            self.series_now.vain = 0.0
+            self.series_now.raises += 1
+
+    def _spend(self, num_states: int) -> None:
+        """Count states that were met."""
+        self.stop.spend(num_states)
+        self.series_now.vain += num_states
 
     def _ask(self, choice: _DeviceSubset, horizon_ms: float, most_in_layer: int) -> HorizonAnswer:
         search = search_cells if choice.method == _CELLS else search_general
@@ -210,7 +286,7 @@ class _Rounds:
             most_in_layer=most_in_layer,
             should_stop=self._is_over,
         )
-        self.stop.spend(found.num_states)
+        self._spend(found.num_states)
         if found.found_ms is not None:
             choice.ceiling_ms = min(choice.ceiling_ms, found.found_ms, horizon_ms)
         return found.answer
@@ -242,13 +318,14 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
                 yield devices, method
 
 
-def _in_turn(problem: Problem, size: int) -> Iterator[_InTurn]:
-    """Yield the choices of so many neighbours, where several have one clock."""
+def _in_turn(problem: Problem) -> Iterator[_InTurn]:
+    """Yield the choices of one, two, ... neighbours, where several have one clock."""
     used = [device for device, held in enumerate(problem.stages_of) if held]
-    chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
-    choices = tuple(devices for devices in chosen if general_can_search(problem, devices))
-    if len(choices) > 1 and problem.objective == "makespan":
-        yield _InTurn(choices, is_first=len(used) > _FEW and size > 2)
+    for size in range(1, len(used) if problem.objective == "makespan" else 0):
+        chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
+        choices = tuple(devices for devices in chosen if general_can_search(problem, devices))
+        if len(choices) > 1:
+            yield _InTurn(choices)
 
 
 def search_in_turn(
@@ -267,33 +344,57 @@ def search_in_turn(
     know more is asked again. ``NONE`` proves that no schedule of the problem is that short;
     ``FOUND``: nobody learns any more. Unknown where a choice has too many states, or told to stop.
     """
-    model = relaxed(problem)
-    known, origin = nothing_known(model), np.zeros(len(problem.stages))
-    before = heads_beside(model, refill(model), origin, known)
-    waiting, met = deque(choices), 0
-    while waiting:
-        devices = waiting.popleft()
+    return _go_on(
+        problem,
+        choices,
+        _lesson(problem, choices, horizon_ms),
+        most_states=most_states,
+        most_in_layer=most_in_layer,
+        should_stop=should_stop,
+    )
+
+
+def _lesson(problem: Problem, choices: Sequence[tuple[int, ...]], horizon_ms: float) -> _Lesson:
+    return _Lesson(horizon_ms, nothing_known(relaxed(problem)), deque(choices))
+
+
+def _go_on(
+    problem: Problem,
+    choices: Sequence[tuple[int, ...]],
+    lesson: _Lesson,
+    *,
+    most_states: int,
+    most_in_layer: int,
+    should_stop: Callable[[], bool],
+) -> LayeredOutcome:
+    """Ask who is still to be asked; where a choice cannot say, the lesson can go on with it."""
+    model, origin, met = relaxed(problem), np.zeros(len(problem.stages)), 0
+    before = heads_beside(model, refill(model), origin, lesson.known)
+    while lesson.waiting:
+        devices = lesson.waiting[0]
         found = search_general(
             problem,
             devices,
-            horizon_ms,
+            lesson.horizon_ms,
             most_states=most_states - met,
             most_in_layer=most_in_layer,
             should_stop=should_stop,
-            known=known,
+            known=lesson.known,
         )
         met += found.num_states
         if found.earliest is None:
             return LayeredOutcome(found.answer, met)
-        known = Events(*map(np.maximum, known, found.earliest))
-        after = heads_beside(model, refill(model), origin, known)
-        later = [new > old + _LEARNT * horizon_ms for old, new in zip(before, after, strict=True)]
+        lesson.known = Events(*map(np.maximum, lesson.known, found.earliest))
+        after = heads_beside(model, refill(model), origin, lesson.known)
+        news = _LEARNT * lesson.horizon_ms
+        later = [new > old + news for old, new in zip(before, after, strict=True)]
         learnt = set(model.device[np.any(later, axis=(0, 1))])
         before = after
-        waiting += [
+        lesson.waiting.popleft()
+        lesson.waiting += [
             other
             for other in choices
-            if other != devices and other not in waiting and not learnt.isdisjoint(other)
+            if other != devices and other not in lesson.waiting and not learnt.isdisjoint(other)
         ]
     return LayeredOutcome(HorizonAnswer.FOUND, met)
 

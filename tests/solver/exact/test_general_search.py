@@ -14,7 +14,17 @@ from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.heads_tails import nothing_known
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
-from optpipe_solver.exact.general_search import general_can_search, search_general
+from optpipe_solver.exact.general_kernel import (
+    make_general_loads,
+    make_general_state,
+    survey,
+    wastes,
+)
+from optpipe_solver.exact.general_search import (
+    general_can_search,
+    general_problem_of,
+    search_general,
+)
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.bounds.judging import assert_below
@@ -119,6 +129,35 @@ def test_nothing_is_proven_of_pairs_that_exhaustive_search_beats(tiny: Problem) 
     assert_below(tiny, least)
     for devices in choices(tiny):
         assert search(tiny, devices, least).answer is HorizonAnswer.FOUND
+
+
+@pytest.mark.parametrize(
+    ("num_done", "heads", "is_wasted"),
+    [
+        (0, (5, 20, 22), True),
+        (0, (5, 21, 22), False),
+        (0, (5, 20, 23), False),
+        (0, (5, 21, 23), False),
+        (1, (5, 9, 21), False),
+        (1, (5, 9, 20), True),
+    ],
+)
+def test_an_i_goes_first_only_where_all_others_may_be_one_number_later(
+    num_done: int, heads: Sequence[int], is_wasted: bool
+) -> None:
+    """An I of 2 ms could run before an event at 20: then the k-th of the others is the k+1-st."""
+    again = {"recompute_ms": 1, "checkpoint_bytes": 1}
+    given = problem([stage(0, 1, 2, 1, **again)], [bus(memory_bytes=20)], m=3)
+    known = nothing_known(relaxed(given))
+    known.gradient[:, 0] = heads
+    model = general_problem_of(given, 100, (0,), known)
+    assert model.has_modes
+    state, loads = make_general_state(3, 1, 1), make_general_loads(1, 1)
+    state.codes[:] = sorted([2] * num_done + [1, 1] + [0] * (1 - num_done))
+    state.weights[:] = num_done
+    state.times[:] = 10
+    survey(model, state, loads)
+    assert wastes(model, state, loads, 0, 20) is is_wasted
 
 
 def test_a_pair_needs_the_memory_of_both_its_passes() -> None:
