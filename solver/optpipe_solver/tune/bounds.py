@@ -43,10 +43,11 @@ more, and the last, which may have fewer (Narayanan et al. 2021, arXiv 2104.0447
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from math import floor, inf
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.presets.overlap import model_phases, most_hidden
 from optpipe.presets.parameters import Held, static_bytes
@@ -54,7 +55,7 @@ from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_by
 from optpipe_solver.tune.cut import CutNumbers, LayerNumbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from optpipe.presets import Hardware, Machine, ModelShape, PipelineCut, Training
     from optpipe.presets.step import StagePart
@@ -92,26 +93,21 @@ class LayerTable:
     ) -> None:
         self.pp, self.ranks, self.pairs = pp, question.ranks(kinds, pp), pairs
         self.fused = question.framework == "megatron"
-        cuts = [replace(training, slices=slices, slice_index=index) for index in range(slices)]
-        machines = {one: question.machine(cuts[0], one) for one in dict.fromkeys(self.ranks)}
-        hidden_on = [
-            most_hidden(model_phases(question.shape, one, pp) if pairs else ())
-            for one in machines.values()
-        ]
-        hidden: dict[tuple[tuple[StagePart, ...], ...], tuple[tuple[float, float], ...]] = {}
-        layers: dict[tuple[tuple[StagePart, ...], ...], int] = {}
-        for same in zip(
-            *(_sliced_parts(question.shape, one, cuts, pp) for one in machines.values()),
-            strict=True,
-        ):
-            at = sum(layers.values())
-            hidden[same] = tuple(one[at] if pairs else (0.0, 0.0) for one in hidden_on)
-            layers[same] = layers.get(same, 0) + same[0][0].repeat
-        keeps = question.framework != "any"
+        cut = _slice_of(training, slices, 0)
+        machines = {one: question.machine(cut, one) for one in dict.fromkeys(self.ranks)}
+        kinds_of_layer = _kinds_of_layer(
+            question.shape,
+            tuple(question.machine(training.of_layers, one) for one in machines),
+            is_tied=question.shape.tied and pp == 1,
+            keeps=question.framework != "any",
+            pairs=pairs,
+            slices=slices,
+        )
+        static = [static_bytes(one.held, training).total for one in kinds_of_layer]
         self.whole_parts_on = {
             hardware: [
-                _numbers_of(number, same[which], training, hidden[same][which], keeps=keeps)
-                for same, number in layers.items()
+                one.numbers[which].with_static(total)
+                for one, total in zip(kinds_of_layer, static, strict=True)
             ]
             for which, hardware in enumerate(machines)
         }
@@ -142,7 +138,8 @@ class LayerTable:
         inner = (min(p.whole_ms for p in self.parts_on[one][1:-1]) for one in self.ranks[1:-1])
         # The embedding in the first stage, a layer in each of the others before a rank's own.
         self.ahead_ms = [0.0, *accumulate((*firsts, *inner))][:pp]
-        self.after_ms = _after_ms(_sum(layers), list(machines.values()), is_pipelined=pp > 1) / pp
+        held = _sum(kinds_of_layer)
+        self.after_ms = _after_ms(held, list(machines.values()), is_pipelined=pp > 1) / pp
 
     def quick_ms(self, candidate: TuneCandidate) -> float:
         """Return a first bound of a step in ms; infinite where not even the mean rank fits."""
@@ -300,23 +297,73 @@ def _dealt(tables: Sequence[Sequence[LayerNumbers]]) -> list[LayerNumbers]:
     return max(found, key=lambda parts: parts[0].number * parts[0].whole_ms)
 
 
+class _KindOfLayer(NamedTuple):
+    """A kind of layer: its parameters on a rank, and its numbers on each kind of accelerator.
+
+    On all the same parameters, and nothing at rest among the numbers: that is what replicas change.
+    """
+
+    held: Held
+    numbers: tuple[LayerNumbers, ...]
+
+
+@lru_cache(maxsize=8192)
+def _kinds_of_layer(
+    shape: ModelShape,
+    machines: tuple[Machine, ...],
+    *,
+    is_tied: bool,
+    keeps: bool,
+    pairs: bool,
+    slices: int,
+) -> tuple[_KindOfLayer, ...]:
+    """Return each kind of layer in model order, what is equal once, embedding and head at the ends.
+
+    ``machines`` have `Training.of_layers`, and of the pipeline only counts whether the head has a
+    matrix of its own (``is_tied``): so that most configurations of a question share this.
+    """
+    pp = 1 if is_tied else 2
+    phases = [model_phases(shape, one, pp) if pairs else () for one in machines]
+    hidden_on = [most_hidden(layers) for layers in phases]
+    hidden: dict[tuple[tuple[StagePart, ...], ...], tuple[tuple[float, float], ...]] = {}
+    numbers: dict[tuple[tuple[StagePart, ...], ...], int] = {}
+    at = 0
+    for same in zip(*(_sliced_parts(shape, one, slices, pp) for one in machines), strict=True):
+        repeat = same[0][0].repeat
+        hidden[same] = tuple(one[at] if pairs else (0.0, 0.0) for one in hidden_on)
+        numbers[same] = numbers.get(same, 0) + repeat
+        at += repeat
+    return tuple(
+        _KindOfLayer(
+            same[0][0].held,
+            tuple(
+                _numbers_of(number, sliced, one, keeps=keeps)
+                for sliced, one in zip(same, hidden[same], strict=True)
+            ),
+        )
+        for same, number in numbers.items()
+    )
+
+
+def _slice_of(training: Training, slices: int, index: int) -> Training:
+    if (training.slices, training.slice_index) == (slices, index):
+        return training
+    return replace(training, slices=slices, slice_index=index)
+
+
 def _sliced_parts(
-    shape: ModelShape, machine: Machine, cuts: Sequence[Training], pp: int
+    shape: ModelShape, machine: Machine, slices: int, pp: int
 ) -> Iterator[tuple[StagePart, ...]]:
     """Yield each kind of layer as all slices have it."""
+    cuts = (_slice_of(machine.training, slices, index) for index in range(slices))
     ranks = (machine._replace(training=cut) for cut in cuts)
     return zip(*(model_parts(shape, one, pp=pp) for one in ranks), strict=True)
 
 
 def _numbers_of(
-    number: int,
-    sliced: Sequence[StagePart],
-    training: Training,
-    hidden: tuple[float, float],
-    *,
-    keeps: bool,
+    number: int, sliced: Sequence[StagePart], hidden: tuple[float, float], *, keeps: bool
 ) -> LayerNumbers:
-    """Return a layer, all its slices together but F: the shortest of a slice."""
+    """Return a layer, all its slices together but F: the shortest of a slice; nothing at rest."""
     forwards = [part.times.sums.forward_ms for part in sliced]
     first = sliced[0]
     exchanged = (0.0, 0.0)
@@ -328,7 +375,7 @@ def _numbers_of(
         min(forwards),
         sum(sum(part.times.sums) for part in sliced),
         float(first.kept.activation_bytes if keeps else 0),
-        static_bytes(first.held, training).total,
+        0.0,
         float(min(part.forward_workspace_bytes for part in sliced)),
         float(min(part.backward_workspace_bytes for part in sliced)),
         *exchanged,
@@ -373,8 +420,9 @@ def _after_ms(held: Held, machines: Sequence[Machine], *, is_pipelined: bool) ->
     return found
 
 
-def _sum(layers: Mapping[tuple[tuple[StagePart, ...], ...], int]) -> Held:
+def _sum(kinds: Sequence[_KindOfLayer]) -> Held:
     held = Held(0)
-    for ((layer, *_), *_), number in layers.items():
-        held = held.plus(Held(number * layer.held.common, number * layer.held.experts))
+    for one in kinds:
+        number = one.numbers[0].number
+        held = held.plus(Held(number * one.held.common, number * one.held.experts))
     return held

@@ -93,6 +93,10 @@ class LayerNumbers(NamedTuple):
         alone = forward_ms, back_ms
         return (*alone, forward_ms - self.hidden_forward_ms, back_ms - self.hidden_back_ms)
 
+    def with_static(self, static: float) -> LayerNumbers:
+        """With so many bytes at rest."""
+        return LayerNumbers(*self[:4], static, *self[5:])
+
     @property
     def computed(self) -> LayerNumbers:
         """With passes that last as long as they compute."""
