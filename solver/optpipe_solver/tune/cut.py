@@ -53,7 +53,7 @@ _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
 _WHOLE = 1e-4
 _STEPPED, _FOUND, _FIRST_STEP, _TURN = 0.3, 0.4, 0.25, 0.6
-_SEPARATED, _MOST_ROWS, _SEEN, _MOST_SOLVED = 4, 600, 40, 50
+_SEPARATED, _MOST_ROWS, _SEEN, _MOST_SOLVED = 8, 1500, 40, 50
 _CELLS, _BUILD = 1e6, 10.0
 """Cells of longest paths that are a unit of work (see `Stop`), and how many are as much as one."""
 
