@@ -162,7 +162,6 @@ class PassCosts(NamedTuple):
 # --- A layer as a list of modules.
 
 
-@lru_cache(maxsize=256)
 def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple[LayerPart, ...]:
     """Return the modules of one layer, in the order in which F runs them.
 
@@ -183,6 +182,11 @@ def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple
     gradients written, read with the probabilities, written, read twice, probabilities read (7;
     with dropout as in F). What products write: results in F, gradients of their inputs in I.
     """
+    return _layer_parts(shape, training.of_modules, kind)
+
+
+@lru_cache(maxsize=256)
+def _layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple[LayerPart, ...]:
     moe = kind.is_moe and shape.experts is not None
     blocks = [
         _norm_part(shape, training, "attention"),
@@ -474,6 +478,7 @@ def saved_tensors(shape: ModelShape, training: Training, kind: LayerForm) -> Ite
         yield from part.tensors
 
 
+@lru_cache(maxsize=256)
 def layer_kept(shape: ModelShape, training: Training, kind: LayerForm) -> Kept:
     """Return the bytes of one layer."""
     moved = checkpoint_bytes(shape, training)
@@ -513,6 +518,7 @@ def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
     return training.residual_tokens * shape.hidden * training.element_bytes
 
 
+@lru_cache(maxsize=256)
 def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCosts:
     """Return the work of one layer; what is made again is in I.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import Sample
     from optpipe.model import Model
-    from optpipe.presets.machine import Machine
+    from optpipe.presets.machine import Machine, PartTimes
     from optpipe.presets.shape import LayerForm, ModelShape
     from optpipe.problem import Problem
     from optpipe.stage import Stage
@@ -91,12 +91,15 @@ def check_can_hide(shape: ModelShape, machines: Iterable[Machine]) -> None:
         )
 
 
-def layer_phases(shape: ModelShape, machine: Machine, kind: LayerForm) -> PassPhases:
+def layer_phases(
+    shape: ModelShape, machine: Machine, kind: LayerForm, times: PartTimes | None = None
+) -> PassPhases:
     """Return the phases of one layer; without experts each pass is one.
 
     The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16.
+    ``times``: what it takes, where that is known.
     """
-    times = machine.layer(shape, kind)
+    times = times or machine.layer(shape, kind)
     share = machine.experts_share(shape, kind)
     sent = 1.0 if machine.training.dispatch == "fp8" else float(machine.training.element_bytes)
     there = sent / (sent + machine.training.element_bytes)
@@ -223,15 +226,23 @@ def most_hidden(layers: Sequence[PassPhases]) -> list[tuple[float, float]]:
     """
     longest_forward = _longest_exchange(phase for one in layers for phase in one.forward)
     longest_back = _longest_exchange(phase for one in reversed(layers) for phase in one.backward)
-    return [
-        (_overlap_ms(one.forward, longest_back), _overlap_ms(one.backward, longest_forward))
-        for one in layers
-    ]
+    each = {
+        one: (_overlap_ms(one.forward, longest_back), _overlap_ms(one.backward, longest_forward))
+        for one in dict.fromkeys(layers)
+    }
+    return [each[one] for one in layers]
 
 
 def _longest_exchange(phases: Iterable[LanePhase]) -> float:
-    runs = groupby((one for one in phases if one.ms > 0), key=lambda one: one.exchanges)
-    return max((sum(one.ms for one in run) for exchanges, run in runs if exchanges), default=0.0)
+    """Return the longest stretch without computation."""
+    longest = run = 0.0
+    for ms, exchanges in phases:
+        if exchanges:
+            run += ms
+            longest = max(longest, run)
+        elif ms > 0:
+            run = 0.0
+    return longest
 
 
 def _overlap_ms(phases: tuple[LanePhase, ...], longest: float) -> float:
@@ -308,7 +319,7 @@ def model_phases(shape: ModelShape, machine: Machine, pp: int) -> tuple[PassPhas
     found: list[PassPhases] = []
     for part in model_parts(shape, machine, pp=pp):
         if part.layers.transformer:
-            phases = layer_phases(shape, machine, next(kinds)[0])
+            phases = layer_phases(shape, machine, next(kinds)[0], part.times)
         else:
             forward, back, weight = part.times.sums
             phases = PassPhases(

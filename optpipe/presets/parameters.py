@@ -198,17 +198,13 @@ def static_bytes(held: Held, training: Training) -> StaticBytes:
     among them: they hold the same weights), 2 the gradients too, 3 the weights too; an expert's are
     spread over the ranks that hold it.
     """
-    optimizer = 8 if training.precision == "fp32" else 12
-    total = StaticBytes()
+    adam = 8 if training.precision == "fp32" else 12
+    weights = gradients = optimizer = 0.0
     for parameters, ranks in replicas(held, training):
-        total = total.plus(
-            StaticBytes(
-                parameters * training.element_bytes / (ranks if training.zero >= 3 else 1),
-                parameters * GRADIENT_BYTES / (ranks if training.zero >= 2 else 1),
-                parameters * optimizer / (ranks if training.zero >= 1 else 1),
-            )
-        )
-    return total
+        weights += parameters * training.element_bytes / (ranks if training.zero >= 3 else 1)
+        gradients += parameters * GRADIENT_BYTES / (ranks if training.zero >= 2 else 1)
+        optimizer += parameters * adam / (ranks if training.zero >= 1 else 1)
+    return StaticBytes(weights, gradients, optimizer)
 
 
 def replicas(held: Held, training: Training) -> tuple[tuple[int, int], tuple[int, int]]:

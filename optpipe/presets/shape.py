@@ -399,6 +399,22 @@ class Training:
         """Return it with nothing made again."""
         return replace(self, recompute=frozenset(), lean=False)
 
+    @cached_property
+    def of_layers(self) -> Training:
+        """The one that stands for all with the same layers: what one takes and keeps.
+
+        Neither the number of replicas nor ZeRO below 3 says anything of that.
+        """
+        return self if self.zero >= 3 else replace(self, dp=self.ep * self.etp, zero=0)
+
+    @cached_property
+    def of_modules(self) -> Training:
+        """The one that stands for all whose layers have the same modules.
+
+        Neither replicas, ranks of experts, ZeRO nor what is made again changes what a module does.
+        """
+        return replace(self, dp=self.etp, ep=1, zero=0, recompute=frozenset(), lean=False)
+
     @property
     def is_narrow(self) -> bool:
         """Whether the layers' products are fp8 or narrower."""

@@ -25,7 +25,8 @@ from optpipe_solver.milp.plan.variables import PlanChoice, PlanTables, as_counts
 from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
 from optpipe_solver.plan import plan
 from optpipe_solver.portfolio import all_starts
-from optpipe_solver.tune.bounds import LayerTable, best_cut, fused_family
+from optpipe_solver.tune.bounds import LayerTable
+from optpipe_solver.tune.cut import best_cut, fused_family
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.milp.plan.pattern import Boundary, Pattern
     from optpipe_solver.plan import PlacementKind
-    from optpipe_solver.tune.bounds import CutNumbers, CutPrices
+    from optpipe_solver.tune.cut import CutNumbers, CutPrices
     from optpipe_solver.tune.space import Framework, TuneQuestion
 
 __all__ = [

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from optpipe.presets.estimate import ErrorBand
     from optpipe.presets.shape import Training
     from optpipe.schedule import StoppedBy
-    from optpipe_solver.tune.bounds import CutPrices
+    from optpipe_solver.tune.cut import CutPrices
     from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneQuestion
 

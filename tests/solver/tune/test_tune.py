@@ -35,12 +35,11 @@ from optpipe_solver.milp.highs import RowByRow
 from optpipe_solver.milp.plan.pattern import HELD, Pattern, patterns_of
 from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
-from optpipe_solver.tune.bounds import (
+from optpipe_solver.tune.bounds import LayerTable, _most_work
+from optpipe_solver.tune.cut import (
     CutNumbers,
-    LayerTable,
+    LayerNumbers,
     _CutProgram,
-    _LayerNumbers,
-    _most_work,
     best_cut,
     fused_family,
 )
@@ -332,13 +331,13 @@ def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumber
         for rank, moments in enumerate(pattern.moments)
         for moment in moments
     ]
-    nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    nothing = LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     plain: dict[str, Any] = {
         "pp": pp,
         "chunks": chunks,
         "num_microbatches": m,
         "links": links,
-        "layers": ((_LayerNumbers(sum(sizes), 1 / 3, 1.0, 1.0, 3.0, 0.0, 0.0),),) * pp,
+        "layers": ((LayerNumbers(sum(sizes), 1 / 3, 1.0, 1.0, 3.0, 0.0, 0.0),),) * pp,
         "ends": (nothing, nothing),
         "rooms": (float(max(needs)),) * pp,
     }
@@ -358,7 +357,7 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
     layers = np.array([sizes, others]).T[:num_stages]
     sums = layers.sum(axis=1)
     kinds = [
-        _LayerNumbers(
+        LayerNumbers(
             int(number), share * ms, ms, 1.0, 3.0, 0.0, 0.0,
             hidden_forward_ms=hidden * share * ms, hidden_back_ms=hidden * share * ms / 2,
         )
@@ -416,12 +415,12 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
     pairs = chunks > 1 and data.draw(st.booleans())
     sent, hidden = data.draw(st.floats(0.0, 0.5)), 0.2 * share
     sizes = data.draw(st.lists(st.integers(1, 2), min_size=num_stages, max_size=num_stages))
-    kind = _LayerNumbers(
+    kind = LayerNumbers(
         sum(sizes), share, 1.0, 1.0, 3.0, 0.0, 0.0,
         hidden_forward_ms=hidden, hidden_back_ms=hidden,
     )  # fmt: skip
     head = kind._replace(number=1, whole_ms=data.draw(st.floats(0.4, 2.0)), kept=0.5)
-    nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    nothing = LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     tight = numbers_of(
         pp, chunks, m, sizes, pairs=pairs, layers=((kind,),) * pp,
         links=(((sent, 0.01), (sent, 0.01)),) * (num_stages - 1),
@@ -489,7 +488,7 @@ def test_a_program_that_highs_refuses_to_go_on_with_is_begun_anew(monkeypatch) -
         pp=2, chunks=2, num_microbatches=8, links=(link,) * 3,
         layers=tuple(
             (
-                _LayerNumbers(
+                LayerNumbers(
                     4, slow * 0.5042054001026262, slow * 1.5527941568241346,
                     92471296.0, 755023872.0, 0.0, 67108864.0,
                 ),
@@ -497,10 +496,10 @@ def test_a_program_that_highs_refuses_to_go_on_with_is_begun_anew(monkeypatch) -
             for slow in (1.0, 2.1)
         ),
         ends=(
-            _LayerNumbers(
+            LayerNumbers(
                 1, 0.006538021121546315, 0.022883073925412105, 16384.0, 1228800000.0, 0.0, 0.0
             ),
-            _LayerNumbers(
+            LayerNumbers(
                 1, 1.2590267761319576, 3.2151425208279685, 426377216.0, 1228824576.0,
                 204800000.0, 0.0,
             ),
