@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
@@ -365,6 +366,12 @@ class _CudaMeter:
         return result, torch.cuda.max_memory_allocated(self._device) - self._before
 
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+_SETTLED_S = 0.02
+"""Threads of gloo hold a collective's tensors for a moment after it has ended: what has not changed
+for so long is settled."""
+
+
 class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations return, as long as anybody holds them."""
 
@@ -375,6 +382,7 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[StorageWeakRef, int] = {}
         self._at_most = 0
         self._peak = 0
+        self._has_met = False
 
     def watch(self, run: Callable[[], Any]) -> tuple[Any, int]:
         self._peak = self.live_bytes()
@@ -383,12 +391,13 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._has_met = self._has_met or func.namespace in _COLLECTIVES
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
         # Looking for the dead is slow, and needed only where there may be a new peak.
         if self._at_most > self._peak:
-            self._peak = max(self._peak, self.live_bytes())
+            self._peak = max(self._peak, self._held_bytes())
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -402,6 +411,15 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._at_most += size
 
     def live_bytes(self) -> int:
+        """Return what is live once the threads of collectives have let go of what they held."""
+        held, since = self._held_bytes(), time.monotonic()
+        while self._has_met and time.monotonic() - since < _SETTLED_S:
+            time.sleep(_SETTLED_S / 10)
+            before, held = held, self._held_bytes()
+            since = since if held == before else time.monotonic()
+        return held
+
+    def _held_bytes(self) -> int:
         live = (ref for ref in self._sizes if not ref.expired())  # type: ignore[no-untyped-call]
         self._sizes = {ref: self._sizes[ref] for ref in live}
         self._at_most = sum(self._sizes.values())

@@ -101,7 +101,6 @@ def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench
     assert (job.state, job.has_schedule) == (JobState.CANCELLED, True)
     while bench.engine._attempts:
         time.sleep(0.01)
-    time.sleep(0.3)
     assert_gone(pid)
 
 
@@ -297,8 +296,15 @@ def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> N
 
 
 def assert_gone(pid: int) -> None:
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    """A process that was killed is there until it is waited for, on a busy machine for seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
 
 
 def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypatch) -> None:
