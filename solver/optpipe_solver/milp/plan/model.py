@@ -18,23 +18,21 @@ from optpipe.errors import IllegalScheduleError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import ActionType, Provenance
 from optpipe_solver.milp.highs import LinearProgram, MilpModel, MilpStatus, RowByRow
-from optpipe_solver.milp.plan.constraints import (
+from optpipe_solver.milp.plan.variables import (
+    PlanChoice,
+    PlanTables,
+    PlanVariables,
+    as_counts,
     devices_hold_whole_layers,
     durations_are_sums,
+    durations_of,
+    even_loads,
     makespan_is_no_shorter,
     memory_fits,
     one_mode_per_stage,
     only_usable_modes,
     runs_follow_each_other,
     stages_hold_all_layers,
-)
-from optpipe_solver.milp.plan.variables import (
-    PlanChoice,
-    PlanTables,
-    PlanVariables,
-    as_counts,
-    durations_of,
-    even_loads,
 )
 from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
 
