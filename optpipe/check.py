@@ -212,13 +212,13 @@ def _mode_faults(
 ) -> Iterator[tuple[str, str]]:
     stage, kind, microbatch, *_ = action
     exists = 0 <= stage < len(problem.stages) and 0 <= microbatch < problem.num_microbatches
-    held = problem.stage_of(stage, microbatch) if exists else None
+    description = problem.stage_of(stage, microbatch) if exists else None
     cell = f"({stage}, {microbatch})"
 
     def has(other: ActionType) -> bool:
         return Action(stage, other, microbatch) in position
 
-    if held is not None and (mode or held.modes):
+    if description is not None and (mode or description.modes):
         yield from _unasked_or_missing(problem, position, mode, action)
     elif kind in _TRANSFERS:
         missing = [str(Action(stage, part, microbatch)) for part in _TRANSFERS if not has(part)]
@@ -228,15 +228,15 @@ def _mode_faults(
                 f"{action} without {' and '.join(missing)}: an offloaded micro-batch needs "
                 "OFFLOAD, RELEASE and RELOAD; add or remove them together",
             )
-        if kind is _OFFLOAD and held is not None and not problem.can_move(held):
+        if kind is _OFFLOAD and description is not None and not problem.can_move(description):
             yield (
                 "offload.impossible",
                 f"{action}: stage {stage} cannot be offloaded (offload_bytes is "
-                f"{held.offload_bytes}, or its device has no bandwidth); "
+                f"{description.offload_bytes}, or its device has no bandwidth); "
                 "remove it",
             )
     elif kind is _RECOMPUTE:
-        if held is not None and not held.can_recompute:
+        if description is not None and not description.can_recompute:
             yield (
                 "recompute.impossible",
                 f"{action}: stage {stage} has no recompute_ms; give it in the problem or remove it",
@@ -259,10 +259,10 @@ def _unasked_or_missing(
     if number >= len(menu):
         return
     mode = menu[number]
-    asked: dict[ActionType, bool] = dict.fromkeys(_TRANSFERS, mode.offload_bytes > 0)
-    asked[_RECOMPUTE] = mode.recompute == "apart"
+    is_in_mode: dict[ActionType, bool] = dict.fromkeys(_TRANSFERS, mode.offload_bytes > 0)
+    is_in_mode[_RECOMPUTE] = mode.recompute == "apart"
     called = f"mode {number} ({mode.name})"
-    if not asked.get(kind, True):
+    if not is_in_mode.get(kind, True):
         yield (
             "mode.unasked",
             f"{action}: ({stage}, {microbatch}) is in {called}, which has no {kind}; remove it, "
@@ -270,7 +270,7 @@ def _unasked_or_missing(
         )
     if kind is not _F:
         return
-    missing = [Action(stage, part, microbatch) for part, needed in asked.items() if needed]
+    missing = [Action(stage, part, microbatch) for part, needed in is_in_mode.items() if needed]
     if absent := [str(part) for part in missing if part not in position]:
         yield (
             "mode.incomplete",
@@ -374,10 +374,10 @@ def _cyclic_waits(problem: Problem, programs: Programs) -> Iterator[Violation]:
             if missing:
                 waiting[missing[0]] = device
                 break
-            for made in filter(None, map(pass_of, together)):
-                done.add(made)
-                if made in waiting:
-                    runnable.append(waiting.pop(made))
+            for completed in filter(None, map(pass_of, together)):
+                done.add(completed)
+                if completed in waiting:
+                    runnable.append(waiting.pop(completed))
             heads[device] += len(together)
     for needed, device in sorted(waiting.items(), key=lambda item: item[1]):
         first = heads[device]
@@ -421,7 +421,7 @@ def _host_overflows(problem: Problem, programs: Programs) -> Iterator[Violation]
             for device, program in enumerate(programs)
             if problem.devices[device].host == host.name
         }
-        device = max(walks, key=lambda held: max(walks[held], default=0))
+        device = max(walks, key=lambda candidate: max(walks[candidate], default=0))
         index = walks[device].index(max(walks[device]))
         yield Violation(
             "memory.host",

@@ -135,19 +135,19 @@ def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryS
     Of a pair both workspaces are there at once; its peak is said at both of its actions.
     """
     modes = modes_of(problem, program)
-    held = problem.static_bytes_of(device)
+    held_bytes = problem.static_bytes_of(device)
     steps: list[MemoryStep] = []
     workspace = 0
     for action in program:
         mode = problem.menu_of(action.stage, action.microbatch)[modes[action.cell]]
         effect = EFFECTS[action.type]
-        after = held + effect.delta(mode)
+        after = held_bytes + effect.delta(mode)
         workspace = effect.workspace(mode) + (workspace if action.paired else 0)
-        peak = max(held + effect.inside(mode), after) + workspace
+        peak = max(held_bytes + effect.inside(mode), after) + workspace
         if action.paired and steps:
             steps[-1] = replace(steps[-1], peak=peak)
-        steps.append(MemoryStep(held, after, peak, effect.taken_at_start))
-        held = after
+        steps.append(MemoryStep(held_bytes, after, peak, effect.taken_at_start))
+        held_bytes = after
     return steps
 
 
@@ -164,7 +164,7 @@ def host_walk(problem: Problem, program: Program) -> list[int]:
     therefore no longer counts them.
     """
     modes = modes_of(problem, program)
-    held = 0
+    held_bytes = 0
     waiting: dict[tuple[int, int], int] = {}
     levels = []
     for action in program:
@@ -172,10 +172,10 @@ def host_walk(problem: Problem, program: Program) -> list[int]:
             menu = problem.menu_of(action.stage, action.microbatch)
             moved = menu[modes[action.cell]].offload_bytes
             waiting[action.cell] = moved
-            held += moved
+            held_bytes += moved
         elif waiting and action.type.consumes_reload:
-            held -= waiting.pop(action.cell, 0)
-        levels.append(held)
+            held_bytes -= waiting.pop(action.cell, 0)
+        levels.append(held_bytes)
     return levels
 
 

@@ -367,8 +367,8 @@ class Model(FileValue):
             for device, size, end in zip(placement, sizes, ends, strict=True)
         ]
         most = [
-            min(held["forward_ms"], Stage.model_validate(held).fused_backward_ms, ms)
-            for held, ms in zip(stages, hidden, strict=True)
+            min(stage["forward_ms"], Stage.model_validate(stage).fused_backward_ms, ms)
+            for stage, ms in zip(stages, hidden, strict=True)
         ]
         return [
             {"forward": a, "backward": b, "hidden_ms": min(most[a], most[b])}
@@ -512,7 +512,7 @@ def _fused_mode(name: str, between: int, a: CellMode, b: CellMode) -> Mode:
     forward = a.forward_bytes + (max(0, b.forward_bytes - between) if both else b.forward_bytes)
     context = a.weight_context_bytes + b.weight_context_bytes
     inside = max(a.inside_bytes, b.inside_bytes)
-    held = a.backward_bytes + b.backward_bytes
+    backward_bytes = a.backward_bytes + b.backward_bytes
     peak = max(a.backward_bytes + _mode_peak(b), _mode_peak(a) + b.weight_context_bytes)
     its_input = min(between, b.forward_bytes) if both else 0
     return Mode(
@@ -526,7 +526,7 @@ def _fused_mode(name: str, between: int, a: CellMode, b: CellMode) -> Mode:
         forward_workspace_bytes=max(
             a.forward_workspace_bytes, b.forward_workspace_bytes + its_input
         ),
-        backward_input_workspace_bytes=max(0, peak - max(held + inside, context)),
+        backward_input_workspace_bytes=max(0, peak - max(backward_bytes + inside, context)),
         backward_weight_workspace_bytes=max(
             a.backward_weight_workspace_bytes, b.backward_weight_workspace_bytes
         ),

@@ -594,10 +594,10 @@ class Problem(FileValue):
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """Stages of each device, in model order."""
-        held: list[list[int]] = [[] for _ in self.devices]
+        owned: list[list[int]] = [[] for _ in self.devices]
         for index, stage in enumerate(self.stages):
-            held[stage.device].append(index)
-        return tuple(tuple(stages) for stages in held)
+            owned[stage.device].append(index)
+        return tuple(tuple(stages) for stages in owned)
 
     @property
     def num_costs(self) -> int:
@@ -612,8 +612,8 @@ class Problem(FileValue):
 
     def stage_of(self, stage: int, microbatch: int) -> Stage:
         """Return a stage as it is for a micro-batch: its times, bytes and menu."""
-        held = self.stages[stage]
-        return held.under(self.microbatches[microbatch].cost) if held.others else held
+        usual = self.stages[stage]
+        return usual.under(self.microbatches[microbatch].cost) if usual.others else usual
 
     def menu_of(self, stage: int, microbatch: int) -> tuple[CellMode, ...]:
         """Return the modes of a cell, defaults filled in (see `Stage.menu`)."""
@@ -791,9 +791,9 @@ class Problem(FileValue):
         """Whether the activations of this stage may go to the host, in a menu that v1 can say."""
         return self.can_move(self.stages[stage])
 
-    def can_move(self, held: Stage) -> bool:
+    def can_move(self, stage: Stage) -> bool:
         """As `can_offload`, of a stage as `stage_of` gives it."""
-        return held.offload_bytes > 0 and self.devices[held.device].can_offload
+        return stage.offload_bytes > 0 and self.devices[stage.device].can_offload
 
     def offload_ms(self, stage: int, num_bytes: int | None = None) -> float:
         """Duration in ms of one OFFLOAD of this stage, of ``offload_bytes`` where not said.
@@ -831,10 +831,10 @@ class Problem(FileValue):
         many = Counter(self.cost_of)
         return tuple(
             sum(
-                number * sum(self.stages[s].under(cost).busy_ms for s in held)
+                number * sum(self.stages[s].under(cost).busy_ms for s in owned)
                 for cost, number in sorted(many.items())
             )
-            for held in self.stages_of
+            for owned in self.stages_of
         )
 
     @property

@@ -450,9 +450,9 @@ def transit_ms(problem: Problem, source: Pass, target: Action) -> float:
     return back if source.backward else there
 
 
-def lane_of(problem: Problem, made: Pass) -> LinkLane:
+def lane_of(problem: Problem, producer: Pass) -> LinkLane:
     """Return what the output of a pass occupies; a link of -1 where it waits for nobody."""
-    lanes = problem.boundary_lanes_by_cost[problem.cost_of[made.microbatch]]
-    if not made.backward:
-        return lanes[made.stage][0]
-    return lanes[made.stage - 1][1] if made.stage > 0 else LinkLane(-1, 0.0)
+    lanes = problem.boundary_lanes_by_cost[problem.cost_of[producer.microbatch]]
+    if not producer.backward:
+        return lanes[producer.stage][0]
+    return lanes[producer.stage - 1][1] if producer.stage > 0 else LinkLane(-1, 0.0)

@@ -109,7 +109,7 @@ class LinkMessage(NamedTuple):
     """
 
     link: int
-    made: Pass
+    producer: Pass
     ready: float
     depart: float
     left: float
@@ -307,11 +307,11 @@ class _LaneRun:
                 self.clock[device] = times.end
                 for at, part in enumerate(together, start=index):
                     self.times[device][at] = times
-                    made = pass_of(part)
-                    if made is not None:
-                        self.departs[made] = self._departure(made, times.end)
-                        if made in self.waiting_for_pass:
-                            woken.append(self.waiting_for_pass.pop(made))
+                    completed = pass_of(part)
+                    if completed is not None:
+                        self.departs[completed] = self._departure(completed, times.end)
+                        if completed in self.waiting_for_pass:
+                            woken.append(self.waiting_for_pass.pop(completed))
                 self.head[device] += len(together) - 1
             self.head[device] += 1
         return woken
@@ -357,15 +357,15 @@ class _LaneRun:
             hidden *= length / self.problem.stages[forward.stage].forward_ms
         return length + other - min(hidden, other)
 
-    def _departure(self, made: Pass, ready: float) -> float:
+    def _departure(self, producer: Pass, ready: float) -> float:
         """Return when the output of a pass leaves its device, which has sent all before it."""
-        link, length = lane_of(self.problem, made)
+        link, length = lane_of(self.problem, producer)
         if link < 0:
             return ready
-        length *= self.message_factors.get(made, 1.0)
+        length *= self.message_factors.get(producer, 1.0)
         depart = max(ready, self.link_free[link])
         self.link_free[link] = depart + length
-        self.messages.append(LinkMessage(link, made, ready, depart, depart + length))
+        self.messages.append(LinkMessage(link, producer, ready, depart, depart + length))
         return depart
 
     def _duration(self, device: int, action: Action) -> float:
@@ -489,13 +489,13 @@ class _TransferLanes:
 
 def _lane_keys(problem: Problem, device: int, kind: ActionType) -> tuple[str, ...]:
     """Return what a transfer occupies: its direction, and whatever it shares that with."""
-    held = problem.devices[device]
+    description = problem.devices[device]
     other = ActionType.RELOAD if kind is ActionType.OFFLOAD else ActionType.OFFLOAD
     keys = [f"device {device} {kind}"]
-    if held.half_duplex:
+    if description.half_duplex:
         keys.append(f"device {device} {other}")
-    if held.pcie_group is not None:
-        keys.append(f"group {held.pcie_group} {kind}")
+    if description.pcie_group is not None:
+        keys.append(f"group {description.pcie_group} {kind}")
     return tuple(keys)
 
 
@@ -583,7 +583,7 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
     """Return the timeline of a simulation of these very programs."""
     intervals: list[tuple[Interval, ...]] = []
     for device, (program, row) in enumerate(zip(programs, run.times, strict=True)):
-        held = [
+        rows = [
             Interval(
                 device,
                 _LANES.get(action.type, "compute"),
@@ -595,12 +595,12 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
             for index, (action, at) in enumerate(zip(program, row, strict=True))
             if action.type is not ActionType.RELEASE
         ]
-        held += [
+        rows += [
             Interval(device, "grad_sync", None, sync.start, sync.end)
             for sync in run.grad_syncs
             if sync.device == device
         ]
-        intervals.append(tuple(held))
+        intervals.append(tuple(rows))
     return Timeline(
         intervals=tuple(intervals),
         memory=tuple(

@@ -176,9 +176,9 @@ def _without(document: Document, fields: Document, is_kept: Callable[[Document],
     for stage in document["stages"]:
         if "costs" not in stage:
             stage.update(fields)
-        for held in stage.get("costs", [stage]):
-            if "modes" in held:
-                held["modes"] = [mode for mode in held["modes"] if is_kept(mode)]
+        for part in stage.get("costs", [stage]):
+            if "modes" in part:
+                part["modes"] = [mode for mode in part["modes"] if is_kept(mode)]
 
 
 def _require(name: str, found: Sequence[Any], what: str) -> None:
@@ -333,10 +333,10 @@ def label_of(values: Mapping[str, Any], name: str) -> str:
 
     Without axes it is the problem's name; where memory is the only axis, there is but one line.
     """
-    told = {axis: value for axis, value in values.items() if not axis.endswith(_MEMORY_AXES)}
-    if not told:
+    shown = {axis: value for axis, value in values.items() if not axis.endswith(_MEMORY_AXES)}
+    if not shown:
         return "best schedule" if values else name
-    return ", ".join(f"{axis} = {json.dumps(value)}" for axis, value in told.items())
+    return ", ".join(f"{axis} = {json.dumps(value)}" for axis, value in shown.items())
 
 
 def frontier(points: Iterable[Point]) -> list[FrontierLine]:
@@ -372,7 +372,7 @@ def _best_known(point: Point, members: Sequence[Point]) -> Point:
 def _fits(point: Point, other: Point) -> bool:
     """Whether no device of a point has more memory than that of another."""
     pairs = zip(point.memory_bytes, other.memory_bytes, strict=True)
-    return all(held <= limit for held, limit in pairs)
+    return all(memory <= limit for memory, limit in pairs)
 
 
 # --- Which problems of a sweep are relaxations of others: what is legal in the *tighter* one is
@@ -438,7 +438,7 @@ def _demands(problem: Problem) -> _Demands:
     ]
     hosts = {host.name: host.memory_bytes for host in problem.hosts}
     room = [hosts.get(device.host) for device in devices]
-    limits = [*free, *(-math.inf if held is None else -held for held in room)]
+    limits = [*free, *(-math.inf if free_bytes is None else -free_bytes for free_bytes in room)]
     lanes = tuple((device.half_duplex, device.pcie_group) for device in devices)
     return _Demands(
         shape=(
@@ -463,15 +463,15 @@ def _menu_shape(stage: Stage) -> Hashable:
     """What of a menu must be equal for programs that name its modes; of v1's they name none."""
     if not stage.modes:
         return stage.uniform_modes
-    asked = tuple((mode.offload_bytes > 0, mode.recompute) for mode in stage.menu)
-    return stage.uniform_modes, asked
+    actions = tuple((mode.offload_bytes > 0, mode.recompute) for mode in stage.menu)
+    return stage.uniform_modes, actions
 
 
 def _mode_sizes(problem: Problem, index: int) -> Iterator[float]:
     for number, mode in enumerate(problem.menus[index]):
-        held = (mode.forward_bytes, mode.least_bytes, mode.offload_bytes, mode.backward_bytes)
-        never = [] if problem.can_use(index, number) else [math.inf] * len(held)
-        yield from never or held
+        sizes = (mode.forward_bytes, mode.least_bytes, mode.offload_bytes, mode.backward_bytes)
+        never = [] if problem.can_use(index, number) else [math.inf] * len(sizes)
+        yield from never or sizes
         yield from (mode.inside_bytes, mode.weight_context_bytes, mode.forward_workspace_bytes)
         yield from (mode.backward_input_workspace_bytes, mode.backward_weight_workspace_bytes)
         yield from (mode.backward_workspace_bytes, mode.recompute_workspace_bytes)
@@ -496,9 +496,13 @@ def _sizes(problem: Problem) -> Iterator[float]:
             yield stage.activation_bytes
             yield from _mode_sizes(problem, index)
             continue
-        held, goes = stage.activation_bytes, problem.can_offload(index)
-        yield from (held, stage.weight_context_bytes)
-        yield from (held - stage.offload_bytes, stage.offload_bytes) if goes else (never, never)
+        activation_bytes, goes = stage.activation_bytes, problem.can_offload(index)
+        yield from (activation_bytes, stage.weight_context_bytes)
+        yield from (
+            (activation_bytes - stage.offload_bytes, stage.offload_bytes)
+            if goes
+            else (never, never)
+        )
         yield never if stage.checkpoint_bytes is None else stage.checkpoint_bytes
         yield from (stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
         yield from (stage.backward_weight_workspace_bytes, stage.backward_workspace_bytes)

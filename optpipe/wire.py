@@ -194,9 +194,9 @@ class JobOptions:
         )
 
 
-def _allows(had: float | None, asked: float | None) -> bool:
+def _allows(had: float | None, wanted: float | None) -> bool:
     """Whether one limit of work allows what another does; None is no limit."""
-    return had is None or (asked is not None and had >= asked)
+    return had is None or (wanted is not None and had >= wanted)
 
 
 # --- Jobs.

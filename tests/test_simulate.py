@@ -420,7 +420,9 @@ def test_what_turns_back_on_a_link_and_what_goes_on_share_one_lane() -> None:
     made = lanes([stage(s % 2, output_bytes=5 * UNIT) for s in range(4)], 1, [link])
     sent = simulate(made, programs("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")).messages
     there = [
-        (str(at.made.stage), at.made.backward) for at in sent if made.links[at.link].source == 0
+        (str(at.producer.stage), at.producer.backward)
+        for at in sent
+        if made.links[at.link].source == 0
     ]
     assert there == [("0", False), ("2", False), ("2", True)]
 

@@ -576,11 +576,11 @@ def _show_catalogue(console: Console) -> None:
 def _costs_line(problem: Problem) -> str:
     """Say how many micro-batches have each cost, and what F, I and W of one take together."""
     many = Counter(problem.cost_of)
-    told = ", ".join(
+    counts = ", ".join(
         f"{many[cost]} of {format_ms(sum(stage.under(cost).busy_ms for stage in problem.stages))}"
         for cost in range(problem.num_costs)
     )
     return (
-        f"unequal micro-batches: {told}; the step and the stages above are those of the one in "
+        f"unequal micro-batches: {counts}; the step and the stages above are those of the one in "
         "the middle"
     )

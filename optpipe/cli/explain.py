@@ -104,14 +104,16 @@ def explain(
     problem = read_problem(problem_file)
     programs, schedule = read_programs(problem, schedule_file)
     folder = None if output is None else _made_folder(output, (problem_file, schedule_file))
-    told = _explain(problem, programs, schedule)
+    explanation = _explain(problem, programs, schedule)
     if not as_json:
-        _show_explanation(told)
-    document = told.model_dump(mode="json")
+        _show_explanation(explanation)
+    document = explanation.model_dump(mode="json")
     with interruptible() as stop:
         if what_if:
             options = {"time_limit_s": time_limit, "threads": threads, "seed": seed}
-            answers = _ask(problem, programs, told.length_ms, should_stop=stop.is_set, **options)
+            answers = _ask(
+                problem, programs, explanation.length_ms, should_stop=stop.is_set, **options
+            )
             document["what_if"] = [_tell(answer, folder, as_json) for answer in answers]
     if as_json:
         stdout().out(json.dumps(document, indent=2), highlight=False)
@@ -127,9 +129,9 @@ def _explain(problem: Problem, programs: Programs, schedule: Schedule | None) ->
     return explain_programs(problem, programs, bound_ms=bound)
 
 
-def _show_explanation(told: Explanation) -> None:
+def _show_explanation(explanation: Explanation) -> None:
     console = stdout()
-    for topic, sentences in groupby(told.sentences, key=lambda sentence: sentence.topic):
+    for topic, sentences in groupby(explanation.sentences, key=lambda sentence: sentence.topic):
         console.print(_TITLES[topic], style="bold")
         for sentence in sentences:
             console.print(f"  {sentence.text}", markup=False, soft_wrap=True)

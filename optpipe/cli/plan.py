@@ -203,13 +203,13 @@ def _cut_table(model: Model, chosen: PlanRow) -> Table:
             "█" if any(owner == index for _, owner in owners[at : at + step]) else "·"
             for at in range(0, len(owners), step)
         )
-        held = ", ".join(
+        stage_sizes = ", ".join(
             f"{stage}: {chosen.sizes[stage]}"
             for stage, owner in enumerate(chosen.placement)
             if owner == index
         )
         kind = f" {device.type}" if device.type is not None else ""
-        table.add_row(escape(f"{device.name}{kind}"), bar, held or "none")
+        table.add_row(escape(f"{device.name}{kind}"), bar, stage_sizes or "none")
     return table
 
 

@@ -432,8 +432,8 @@ def resume(
 def _cells(job: Job) -> tuple[str, ...]:
     objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
     gap = "" if job.gap is None else gap_text(job.gap)
-    made = job.created_at.strftime("%Y-%m-%d %H:%M")
-    return job.id, job.state, job.name, made, objective, gap
+    created = job.created_at.strftime("%Y-%m-%d %H:%M")
+    return job.id, job.state, job.name, created, objective, gap
 
 
 def _say(job: Job) -> None:

@@ -107,7 +107,7 @@ def solve(
       optpipe solve problem.json --plot picture.html
     """
     began = time.monotonic()
-    asked = noise_of(robust, jitter, stragglers)
+    noise_options = noise_of(robust, jitter, stragglers)
     problem = _with_objective(read_problem(problem_file), objective)
     barred = {"offload": no_offload, "recompute": no_recompute}
     barred_names = [name for name, is_barred in barred.items() if is_barred]
@@ -137,7 +137,7 @@ def solve(
                 seed=seed,
                 gap=gap,
                 method=method,
-                robust=_robust(asked, seed),
+                robust=_robust(noise_options, seed),
                 **search,
             )
         found = result.schedule
@@ -160,13 +160,13 @@ def solve(
             console.print(str(result.robust), markup=False, soft_wrap=True)
 
 
-def _robust(asked: dict[str, Any], seed: int) -> Robust | None:
+def _robust(noise_options: dict[str, Any], seed: int) -> Robust | None:
     """Return by which percentile schedules are ranked, under which noise; None for none."""
-    if not asked:
+    if not noise_options:
         return None
     from optpipe_solver import Robust
 
-    noise = {"jitter": DEFAULT_NOISE, "stragglers": DEFAULT_NOISE, **asked, "seed": seed}
+    noise = {"jitter": DEFAULT_NOISE, "stragglers": DEFAULT_NOISE, **noise_options, "seed": seed}
     return Robust.parse(noise.pop("robust"), **noise)
 
 
@@ -192,15 +192,15 @@ def _in_full(problem: Problem, found: Schedule, among: str) -> Schedule:
     from optpipe_solver.bounds import lower_bound
 
     proven = lower_bound(problem)
-    made = found.provenance
+    reduced = found.provenance
     unproven = {"bound_ms": None}
-    provenance = made.model_copy(
+    provenance = reduced.model_copy(
         update={
             "bound_method": f"{proven.method}; {among}: {_certificate(found)}",
-            "trace": tuple(entry.model_copy(update=unproven) for entry in made.trace),
+            "trace": tuple(entry.model_copy(update=unproven) for entry in reduced.trace),
             "contributions": tuple(
                 part.model_copy(update=unproven | {"bound_gain_ms": 0.0})
-                for part in made.contributions
+                for part in reduced.contributions
             ),
         }
     )

@@ -402,12 +402,12 @@ def sweep_remote(
         batch = client.sweep(problem, axes, **options)
         stderr().print(f"batch {batch.id}", markup=False)
         try:
-            told = -1
+            last_shown = -1
             for news in batch.follow():
                 ended = round(news.progress * news.num_items)
-                if ended != told:
+                if ended != last_shown:
                     stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
-                told = ended
+                last_shown = ended
         except KeyboardInterrupt:
             stderr().print(f"batch {batch.id} goes on at {url}/v1/batches/{batch.id}", markup=False)
             raise typer.Exit(INTERRUPTED) from None

@@ -298,10 +298,10 @@ def _today(question: TuneQuestion, text: str) -> Configuration:
                 f"--current layers={'+'.join(lists['layers'])}: must be numbers with +, one for "
                 "each stage; correct it"
             )
-    asked = _numbers("--current", ",".join(degrees))
-    asked |= {"recompute": lists["recompute"], "layers": list(map(int, lists["layers"]))}
+    settings = _numbers("--current", ",".join(degrees))
+    settings |= {"recompute": lists["recompute"], "layers": list(map(int, lists["layers"]))}
     try:
-        return current_configuration(question, asked)
+        return current_configuration(question, settings)
     except InputError as error:
         raise InputError(f"--current {text}: {error}") from None
 

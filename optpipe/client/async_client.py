@@ -539,27 +539,28 @@ class AsyncClient:
         priority: int | None = None,
         wait_s: float = 0.0,
         idempotency_key: str | None = None,
-        **asked: Unpack[TuneArguments],
+        **arguments: Unpack[TuneArguments],
     ) -> Job:
         """Queue the question which configuration trains a model fastest, and return its job.
 
-        ``asked`` is ``model`` or ``config``, ``gpu``, and what else `optpipe.wire.TuneArguments`
-        has. Raises `RequestRefusedError` if the service cannot answer it.
+        ``arguments`` are ``model`` or ``config``, ``gpu``, and what else
+        `optpipe.wire.TuneArguments` has. Raises `RequestRefusedError` if the service
+        cannot answer it.
         """
         headers, params = once(idempotency_key), waiting(wait_s)
-        body = tuning(asked) | given(tags=tags, priority=priority)
+        body = tuning(arguments) | given(tags=tags, priority=priority)
         answer = await self._connection.send(
             "POST", "v1/tunes", json=body, params=params, headers=headers, wait_s=wait_s
         )
         return as_model(Job, answer)
 
-    async def tune(self, **asked: Unpack[TuneArguments]) -> Tuned:
+    async def tune(self, **arguments: Unpack[TuneArguments]) -> Tuned:
         """Return the fastest configuration for a model, GPUs and a batch, and what is proven.
 
         Waits for its job; the winner's problem and schedule are the job's: `submit_tune` tells it.
         Raises as `submit_tune` and `result`.
         """
-        async with aclosing(self.follow(await self.submit_tune(**asked))) as news:
+        async with aclosing(self.follow(await self.submit_tune(**arguments))) as news:
             async for now in news:
                 last = now
         if not last.has_schedule and last.error is not None:
@@ -642,8 +643,8 @@ class AsyncClient:
         it has none, or was not solved by the optimiser.
         """
         body = {"what_if": checked_id(job), **given(priority=priority)}
-        if asked := given(**options):
-            body["options"] = asked
+        if chosen := given(**options):
+            body["options"] = chosen
         return await self._begun(body, idempotency_key)
 
     async def _begun(self, body: dict[str, Any], idempotency_key: str | None) -> AsyncBatch:

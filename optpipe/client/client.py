@@ -533,27 +533,28 @@ class Client:
         priority: int | None = None,
         wait_s: float = 0.0,
         idempotency_key: str | None = None,
-        **asked: Unpack[TuneArguments],
+        **arguments: Unpack[TuneArguments],
     ) -> Job:
         """Queue the question which configuration trains a model fastest, and return its job.
 
-        ``asked`` is ``model`` or ``config``, ``gpu``, and what else `optpipe.wire.TuneArguments`
-        has. Raises `RequestRefusedError` if the service cannot answer it.
+        ``arguments`` are ``model`` or ``config``, ``gpu``, and what else
+        `optpipe.wire.TuneArguments` has. Raises `RequestRefusedError` if the service
+        cannot answer it.
         """
         headers, params = once(idempotency_key), waiting(wait_s)
-        body = tuning(asked) | given(tags=tags, priority=priority)
+        body = tuning(arguments) | given(tags=tags, priority=priority)
         answer = self._connection.send(
             "POST", "v1/tunes", json=body, params=params, headers=headers, wait_s=wait_s
         )
         return as_model(Job, answer)
 
-    def tune(self, **asked: Unpack[TuneArguments]) -> Tuned:
+    def tune(self, **arguments: Unpack[TuneArguments]) -> Tuned:
         """Return the fastest configuration for a model, GPUs and a batch, and what is proven.
 
         Waits for its job; the winner's problem and schedule are the job's: `submit_tune` tells it.
         Raises as `submit_tune` and `result`.
         """
-        with closing(self.follow(self.submit_tune(**asked))) as news:
+        with closing(self.follow(self.submit_tune(**arguments))) as news:
             for now in news:
                 last = now
         if not last.has_schedule and last.error is not None:
@@ -636,8 +637,8 @@ class Client:
         it has none, or was not solved by the optimiser.
         """
         body = {"what_if": checked_id(job), **given(priority=priority)}
-        if asked := given(**options):
-            body["options"] = asked
+        if chosen := given(**options):
+            body["options"] = chosen
         return self._begun(body, idempotency_key)
 
     def _begun(self, body: dict[str, Any], idempotency_key: str | None) -> Batch:

@@ -160,12 +160,12 @@ def refusal(answer: httpx.Response) -> OptPipeError:
 
 def _unexplained(answer: httpx.Response) -> str:
     # A password in the address is nobody else's business.
-    asked = f"{answer.url.copy_with(userinfo=b'')} answered {answer.status_code}"
+    answered = f"{answer.url.copy_with(userinfo=b'')} answered {answer.status_code}"
     if answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return f"{asked} without a reason: the service, or what stands before it, is in trouble"
+        return f"{answered} without a reason: the service, or what stands before it, is in trouble"
     return (
-        f"{asked}, and not with a reason as the service gives one; is it the address of an OptPipe "
-        "service, with no more and no less of its path?"
+        f"{answered}, and not with a reason as the service gives one; is it the address of an "
+        "OptPipe service, with no more and no less of its path?"
     )
 
 
@@ -288,9 +288,9 @@ class Address:
 
 def _pause_s(attempt: int, headers: Mapping[str, str]) -> float:
     """Return how long to wait: what the service asks for, else ever longer, never all at once."""
-    asked = headers.get("Retry-After", "")
-    if asked.isascii() and asked.isdecimal():
-        return min(float(asked), _LONGEST_PAUSE_S)
+    retry_after = headers.get("Retry-After", "")
+    if retry_after.isascii() and retry_after.isdecimal():
+        return min(float(retry_after), _LONGEST_PAUSE_S)
     longest = min(_FIRST_PAUSE_S * 2.0 ** min(attempt, 30), _LONGEST_PAUSE_S)
     return random.uniform(longest / 2, longest)  # noqa: S311 - spreads clients, hides nothing
 
@@ -378,10 +378,10 @@ def given(**values: Any) -> dict[str, Any]:
 _OF_SEARCHES = ("time_limit_s", "work_limit", "threads", "seed", "gap", "cache")
 
 
-def tuning(asked: Mapping[str, Any]) -> dict[str, Any]:
+def tuning(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body that asks for a configuration."""
-    options = {name: asked[name] for name in _OF_SEARCHES if name in asked}
-    question = {name: value for name, value in asked.items() if name not in options}
+    options = {name: arguments[name] for name in _OF_SEARCHES if name in arguments}
+    question = {name: value for name, value in arguments.items() if name not in options}
     return given(**question) | {"options": given(**options)}
 
 

@@ -316,13 +316,13 @@ def _dump(problem: Problem) -> dict[str, Any]:
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield every leaf of a JSON-like value with its path."""
     if isinstance(value, dict):
-        for name, held in value.items():
-            yield from _flat(f"{path}.{name}" if path else name, held)
+        for name, item in value.items():
+            yield from _flat(f"{path}.{name}" if path else name, item)
     elif isinstance(value, list):
-        for index, held in enumerate(value):
+        for index, item in enumerate(value):
             names = _KEYS.get(path)
-            key = "->".join(str(held[name]) for name in names) if names else str(index)
-            yield from _flat(f"{path}[{key}]", held)
+            key = "->".join(str(item[name]) for name in names) if names else str(index)
+            yield from _flat(f"{path}[{key}]", item)
     else:
         yield path, value
 

@@ -64,7 +64,7 @@ def explain(
     length = run.objective_ms(problem.objective)
     reasons = Reasons(problem, programs, run)
     peaks = program_peaks(problem, programs)
-    told = Explanation(
+    explanation = Explanation(
         problem_hash=problem.problem_hash,
         objective=problem.objective,
         length_ms=length,
@@ -81,7 +81,7 @@ def explain(
         idle=idle_times(problem, programs, run, reasons),
         reliefs=stage_reliefs(problem, programs, peaks),
     )
-    return told.model_copy(update={"sentences": _sentences(problem, programs, told)})
+    return explanation.model_copy(update={"sentences": _sentences(problem, programs, explanation)})
 
 
 def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
@@ -127,50 +127,49 @@ _WAITS: dict[IdleCause, str] = {
 }
 
 
-def _sentences(problem: Problem, programs: Programs, told: Explanation) -> tuple[Sentence, ...]:
+def _sentences(
+    problem: Problem, programs: Programs, explanation: Explanation
+) -> tuple[Sentence, ...]:
     topics: dict[Topic, Iterator[str]] = {
-        "length": chain(_length(told), link_warnings(problem, told.makespan_ms)),
-        "critical path": _path_sentences(problem, told.critical_path),
-        "lanes": _lanes(problem, told),
+        "length": chain(_length(explanation), link_warnings(problem, explanation.makespan_ms)),
+        "critical path": _path_sentences(problem, explanation.critical_path),
+        "lanes": _lanes(problem, explanation),
         "pairs": _pairs(problem, programs),
-        "slack": _slack(problem, told),
-        "memory": _memory(problem, told),
-        "idle": _idle(problem, told),
-        "offload": _relief_sentences(problem, told, "offload"),
-        "recompute": _relief_sentences(problem, told, "recompute"),
-        "mode": _relief_sentences(problem, told, "mode"),
+        "slack": _slack(problem, explanation),
+        "memory": _memory(problem, explanation),
+        "idle": _idle(problem, explanation),
+        "offload": _relief_sentences(problem, explanation, "offload"),
+        "recompute": _relief_sentences(problem, explanation, "recompute"),
+        "mode": _relief_sentences(problem, explanation, "mode"),
     }
     return tuple(
         Sentence(topic=topic, text=text) for topic, texts in topics.items() for text in texts
     )
 
 
-def _length(told: Explanation) -> Iterator[str]:
-    busiest = f"the busiest device computes for {format_ms(told.busiest_ms)} ms of it"
-    if told.busiest_ms > told.length_ms:
+def _length(explanation: Explanation) -> Iterator[str]:
+    length = f"The {explanation.objective} is {format_ms(explanation.length_ms)} ms"
+    busiest = f"the busiest device computes for {format_ms(explanation.busiest_ms)} ms of it"
+    if explanation.busiest_ms > explanation.length_ms:
         yield (
-            f"The {told.objective} is {format_ms(told.length_ms)} ms, shorter than the "
-            f"{format_ms(told.busiest_ms)} ms for which the busiest device would compute without "
-            "pairs."
+            f"{length}, shorter than the {format_ms(explanation.busiest_ms)} ms for which the "
+            "busiest device would compute without pairs."
         )
     else:
+        yield f"{length}; {busiest}: a bubble of {format_share(explanation.bubble_rate)}."
+    if explanation.bound_ms is not None:
+        gap = gap_of(explanation.length_ms, explanation.bound_ms) or 0.0
         yield (
-            f"The {told.objective} is {format_ms(told.length_ms)} ms; {busiest}: a bubble of "
-            f"{format_share(told.bubble_rate)}."
-        )
-    if told.bound_ms is not None:
-        gap = gap_of(told.length_ms, told.bound_ms) or 0.0
-        yield (
-            f"Proven: no schedule of this problem is shorter than {format_ms(told.bound_ms)} ms; "
-            f"at most {format_share(gap)} can be won."
+            f"Proven: no schedule of this problem is shorter than "
+            f"{format_ms(explanation.bound_ms)} ms; at most {format_share(gap)} can be won."
         )
 
 
-def _lanes(problem: Problem, told: Explanation) -> Iterator[str]:
-    if not told.lanes:
+def _lanes(problem: Problem, explanation: Explanation) -> Iterator[str]:
+    if not explanation.lanes:
         return
-    first = told.lanes[0]
-    saturated = [use for use in told.lanes if use.share >= _SATURATED]
+    first = explanation.lanes[0]
+    saturated = [use for use in explanation.lanes if use.share >= _SATURATED]
     if saturated:
         yield (
             f"Saturated, busy {format_share(_SATURATED)} of the time or more: "
@@ -181,7 +180,7 @@ def _lanes(problem: Problem, told: Explanation) -> Iterator[str]:
             f"No lane is saturated; the most used is {_lane_names(problem, [first])}, busy "
             f"{format_share(first.share)} of the time."
         )
-    for uses in _most_used(told):
+    for uses in _most_used(explanation):
         ms, share = format_ms(uses[0].busy_ms), format_share(uses[0].share)
         is_same = all(format_ms(use.busy_ms) == ms for use in uses)
         yield f"{_lane_names(problem, uses)}: busy {'' if is_same else 'up to '}{ms} ms, {share}"
@@ -217,10 +216,10 @@ def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
         yield f"{count(len(rest), 'other kind')} of pairs: {format_ms(ms)} ms in all"
 
 
-def _slack(problem: Problem, told: Explanation) -> Iterator[str]:
+def _slack(problem: Problem, explanation: Explanation) -> Iterator[str]:
     """Lanes of one kind that may become slower by the same, in whole percent, stand together."""
     alike: dict[tuple[str, ...], list[LaneSlack]] = defaultdict(list)
-    for slack in told.slacks:
+    for slack in explanation.slacks:
         alike[slack.group or "", slack.lane, _percent(slack)].append(slack)
     groups = sorted(alike.values(), key=lambda slacks: (slacks[0].factor, slacks[0].lane))
     for slacks in groups[:_MOST_LINES]:
@@ -239,13 +238,13 @@ def _percent(slack: LaneSlack) -> str:
     return f"{math.floor(100 * (slack.factor - 1) + 1e-6):,}"
 
 
-def _most_used(told: Explanation) -> list[list[LaneUse]]:
+def _most_used(explanation: Explanation) -> list[list[LaneUse]]:
     """Return the lanes that are shown: the most used of all, and of each kind.
 
     Lanes of one kind whose shares read the same, in whole percent, stand together.
     """
     alike: dict[tuple[str, ...], list[LaneUse]] = defaultdict(list)
-    for use in told.lanes:
+    for use in explanation.lanes:
         alike[use.group or "", use.lane, f"{100 * use.share:.0f}"].append(use)
     groups = list(alike.values())
     shown = groups[:_MOST_LINES]
@@ -268,56 +267,56 @@ def _lane_names(problem: Problem, uses: Sequence[LaneUse | LaneSlack]) -> str:
     return f"{_LANES[first.lane]} of {_device_names(problem, [use.devices[0] for use in uses])}"
 
 
-def _memory(problem: Problem, told: Explanation) -> Iterator[str]:
-    used = [held for held in told.memory if held.fullest_at is not None]
-    tightest = sorted(used, key=lambda held: held.headroom_bytes)
-    for held in tightest[:_MOST_LINES]:
-        yield _device_memory(problem, held)
+def _memory(problem: Problem, explanation: Explanation) -> Iterator[str]:
+    used = [memory for memory in explanation.memory if memory.fullest_at is not None]
+    tightest = sorted(used, key=lambda memory: memory.headroom_bytes)
+    for memory in tightest[:_MOST_LINES]:
+        yield _device_memory(problem, memory)
     if len(tightest) > _MOST_LINES:
         least = tightest[_MOST_LINES].headroom_bytes
         rest = count(len(tightest) - _MOST_LINES, "other device")
         yield f"{rest} with {format_bytes(least)} or more left each"
-    for host in told.hosts:
+    for host in explanation.hosts:
         if host.peak_bytes or host.limit_bytes is not None:
             limit = "" if host.limit_bytes is None else f" of {format_bytes(host.limit_bytes)}"
             yield f"host {host.host}: up to {format_bytes(host.peak_bytes)}{limit} offloaded"
 
 
-def _device_memory(problem: Problem, held: DeviceMemory) -> str:
-    at = "" if held.fullest_at is None else f", fullest at {_action_name(held.fullest_at)}"
+def _device_memory(problem: Problem, memory: DeviceMemory) -> str:
+    at = "" if memory.fullest_at is None else f", fullest at {_action_name(memory.fullest_at)}"
     return (
-        f"{_device_name(problem, held.device)}: {format_bytes(held.peak_bytes)} of "
-        f"{format_bytes(held.limit_bytes)}, {format_bytes(held.headroom_bytes)} left{at}"
+        f"{_device_name(problem, memory.device)}: {format_bytes(memory.peak_bytes)} of "
+        f"{format_bytes(memory.limit_bytes)}, {format_bytes(memory.headroom_bytes)} left{at}"
     )
 
 
-def _idle(problem: Problem, told: Explanation) -> Iterator[str]:
+def _idle(problem: Problem, explanation: Explanation) -> Iterator[str]:
     total: dict[IdleCause, float] = defaultdict(float)
-    for device in told.idle:
+    for device in explanation.idle:
         for cause, ms in device.causes.items():
             total[cause] += ms
-    idle_ms = sum(device.idle_ms for device in told.idle)
-    if len(told.idle) > 1 and idle_ms > 0:
-        mean = idle_ms / len(told.idle)
+    idle_ms = sum(device.idle_ms for device in explanation.idle)
+    if len(explanation.idle) > 1 and idle_ms > 0:
+        mean = idle_ms / len(explanation.idle)
         parts = [f"{format_share(ms / idle_ms)} {_WAITS[c]}" for c, ms in _by_size(total)]
         yield (
             f"A device is idle for {format_ms(mean)} ms on average"
-            f"{_share(mean, told.length_ms)}; of all idle time: {_listed(parts)}."
+            f"{_share(mean, explanation.length_ms)}; of all idle time: {_listed(parts)}."
         )
-    most = sorted(told.idle, key=lambda device: (-round(device.idle_ms, 6), device.device))
+    most = sorted(explanation.idle, key=lambda device: (-round(device.idle_ms, 6), device.device))
     for device in sorted(most[:_MOST_LINES], key=lambda device: device.device):
-        yield _device_idle(problem, told, device)
+        yield _device_idle(problem, explanation, device)
     if len(most) > _MOST_LINES:
         rest = count(len(most) - _MOST_LINES, "other device")
         yield f"{rest}, idle for {format_ms(most[_MOST_LINES].idle_ms)} ms or less each"
 
 
-def _device_idle(problem: Problem, told: Explanation, device: DeviceIdle) -> str:
+def _device_idle(problem: Problem, explanation: Explanation, device: DeviceIdle) -> str:
     name = _device_name(problem, device.device)
     if not device.causes:
         return f"{name}: never idle"
     parts = [f"{format_ms(ms)} {_WAITS[cause]}" for cause, ms in _by_size(device.causes)]
-    share = _share(device.idle_ms, told.length_ms)
+    share = _share(device.idle_ms, explanation.length_ms)
     return f"{name}: idle {format_ms(device.idle_ms)} ms{share}: {_listed(parts)}"
 
 
@@ -368,12 +367,12 @@ def _told(problem: Problem, runs: Sequence[PathRun]) -> Iterator[str]:
     order = sorted(range(len(runs)), key=lambda i: (-runs[i].length_ms, i))
     shown = set(order[:_MOST_RUNS])
     for is_shown, group in groupby(range(len(runs)), key=lambda i: i in shown):
-        held = [runs[i] for i in group]
-        if is_shown or len(held) == 1:
-            yield from (_run(problem, run) for run in held)
+        grouped = [runs[i] for i in group]
+        if is_shown or len(grouped) == 1:
+            yield from (_run(problem, run) for run in grouped)
         else:
-            total = sum(run.length_ms for run in held)
-            yield f"... {len(held)} shorter runs, {format_ms(total)} ms"
+            total = sum(run.length_ms for run in grouped)
+            yield f"... {len(grouped)} shorter runs, {format_ms(total)} ms"
 
 
 def _run(problem: Problem, run: PathRun) -> str:
@@ -427,12 +426,14 @@ _MOST_STAGES = 16
 _DROPPED = {"offload": "offloaded", "recompute": "recomputed", "mode": "not kept"}
 
 
-def _relief_sentences(problem: Problem, told: Explanation, kind: ReliefKind) -> Iterator[str]:
+def _relief_sentences(
+    problem: Problem, explanation: Explanation, kind: ReliefKind
+) -> Iterator[str]:
     """Yield, per stage that does it, what would not fit without, and what is not needed."""
-    held = [relief for relief in told.reliefs if relief.kind == kind]
-    for relief in held[:_MOST_STAGES]:
+    reliefs = [relief for relief in explanation.reliefs if relief.kind == kind]
+    for relief in reliefs[:_MOST_STAGES]:
         yield from _stage(problem, relief)
-    rest = held[_MOST_STAGES:]
+    rest = reliefs[_MOST_STAGES:]
     if rest:
         cells = sum(len(relief.reliefs) for relief in rest)
         spare = sum(len(_spare(relief)) for relief in rest)
@@ -508,15 +509,15 @@ _MOST_PARTS = 6
 def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers as ranges, ``2..9, 12``; of more than six parts the first six."""
     parts: list[list[int]] = []
-    held = sorted(set(numbers))
-    for number in held:
+    ordered = sorted(set(numbers))
+    for number in ordered:
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
         else:
             parts.append([number, number])
     texts = [_range(*part) for part in parts]
     if len(texts) > _MOST_PARTS:
-        return f"{', '.join(texts[:_MOST_PARTS])}, ... ({len(held)} in all)"
+        return f"{', '.join(texts[:_MOST_PARTS])}, ... ({len(ordered)} in all)"
     return ", ".join(texts)
 
 
@@ -528,8 +529,8 @@ def _range(first: int, last: int) -> str:
 
 def microbatches(numbers: Iterable[int]) -> str:
     """Return ``micro-batch 3`` or ``micro-batches 2..9``."""
-    held = set(numbers)
-    return f"micro-batch{'es' if len(held) != 1 else ''} {ranges(held)}"
+    distinct = set(numbers)
+    return f"micro-batch{'es' if len(distinct) != 1 else ''} {ranges(distinct)}"
 
 
 def count(number: int, thing: str) -> str:

@@ -74,9 +74,9 @@ def stage_reliefs(
     for device, program in enumerate(programs):
         reliefs = _find(problem, program)
         if reliefs:
-            held = np.array(known[device], dtype=np.int64)
+            device_peaks = np.array(known[device], dtype=np.int64)
             limit = problem.devices[device].usable_bytes
-            found += _judge(device, program, reliefs, held, limit)
+            found += _judge(device, program, reliefs, device_peaks, limit)
     return tuple(sorted(found, key=lambda item: (item.stage, item.kind, item.mode)))
 
 
@@ -114,24 +114,24 @@ def _spans(
     kinds: Sequence[tuple[int, ActionType]], keep: CellMode, mode: CellMode
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (first, end, bytes): how much less than kept a cell holds, where that differs."""
-    kept = held = 0
+    kept = in_mode = 0
     ends = [index for index, _ in kinds[1:]] + [kinds[-1][0] + 1]
     for (index, kind), following in zip(kinds, ends, strict=True):
         effect = EFFECTS[kind]
         if kind not in _OF_MODE:
-            there = _peak(effect, keep, kept) - _peak(effect, mode, held)
+            there = _peak(effect, keep, kept) - _peak(effect, mode, in_mode)
             if there:
                 yield index, index + 1, there
             kept += effect.delta(keep)
-        held += effect.delta(mode)
-        if kept != held and index + 1 < following:
-            yield index + 1, following, kept - held
+        in_mode += effect.delta(mode)
+        if kept != in_mode and index + 1 < following:
+            yield index + 1, following, kept - in_mode
 
 
-def _peak(effect: Effect, mode: CellMode, held: int) -> int:
+def _peak(effect: Effect, mode: CellMode, held_bytes: int) -> int:
     """Return the most that a cell holds during one of its actions."""
     inside, delta = effect.inside(mode), effect.delta(mode)
-    return held + max(inside, delta, 0) + effect.workspace(mode)
+    return held_bytes + max(inside, delta, 0) + effect.workspace(mode)
 
 
 def _judge(
@@ -160,11 +160,11 @@ def _unneeded(peaks: NDArray[np.int64], reliefs: Sequence[_Relief], limit: int) 
     Taking out a RECOMPUTE also takes out its workspace, and what was needed for that alone would
     then seem unneeded: so those needed as things are do not get in.
     """
-    held = peaks.copy()
+    without = peaks.copy()
     found = set()
     for relief in reliefs:
-        if max(_most(peaks, relief), _most(held, relief)) <= limit:
-            _take_out(held, relief)
+        if max(_most(peaks, relief), _most(without, relief)) <= limit:
+            _take_out(without, relief)
             found.add(relief)
     return found
 
@@ -192,28 +192,28 @@ def _relief(
     )
 
 
-def _most(held: NDArray[np.int64], relief: _Relief) -> int:
+def _most(peaks: NDArray[np.int64], relief: _Relief) -> int:
     """Return the most that would be held without this relief, where it makes a difference."""
-    return max((int(held[first:end].max()) + saved for first, end, saved in relief.spans),
+    return max((int(peaks[first:end].max()) + saved for first, end, saved in relief.spans),
                default=_GONE)  # fmt: skip
 
 
-def _take_out(held: NDArray[np.int64], relief: _Relief) -> None:
+def _take_out(peaks: NDArray[np.int64], relief: _Relief) -> None:
     for first, end, saved in relief.spans:
-        held[first:end] += saved
-    held[list(relief.gone)] = _GONE
+        peaks[first:end] += saved
+    peaks[list(relief.gone)] = _GONE
 
 
 def _without(peaks: NDArray[np.int64], reliefs: Sequence[_Relief]) -> NDArray[np.int64]:
-    held = peaks.copy()
+    without = peaks.copy()
     for relief in reliefs:
-        _take_out(held, relief)
-    return held
+        _take_out(without, relief)
+    return without
 
 
-def _excess(program: Program, held: NDArray[np.int64], limit: int) -> dict[str, Action | int]:
-    index = int(held.argmax())
-    return {"exceeds_at": program[index], "excess_bytes": int(held[index]) - limit}
+def _excess(program: Program, peaks: NDArray[np.int64], limit: int) -> dict[str, Action | int]:
+    index = int(peaks.argmax())
+    return {"exceeds_at": program[index], "excess_bytes": int(peaks[index]) - limit}
 
 
 # --- How much memory devices and hosts have left.
@@ -268,5 +268,5 @@ def host_memories(problem: Problem, programs: Programs) -> tuple[HostMemory, ...
 
 def tightest_device(problem: Problem, programs: Programs) -> int:
     """Return the device with a program and the least headroom; of equals the first."""
-    memories = [held for held in device_memories(problem, programs) if programs[held.device]]
-    return min(memories, key=lambda held: held.headroom_bytes).device
+    memories = [memory for memory in device_memories(problem, programs) if programs[memory.device]]
+    return min(memories, key=lambda memory: memory.headroom_bytes).device

@@ -81,12 +81,12 @@ def lanes_of(problem: Problem, device: int, kind: ActionType) -> tuple[OccupiedL
         return ()
     if not kind.is_transfer:
         return (OccupiedLane("compute", device),)
-    held = problem.devices[device]
+    description = problem.devices[device]
     lanes = [OccupiedLane(_DIRECTIONS[kind], device)]
-    if held.half_duplex:
+    if description.half_duplex:
         lanes.append(OccupiedLane("both ways", device))
-    if held.pcie_group is not None:
-        lanes.append(OccupiedLane(_DIRECTIONS[kind], -1, held.pcie_group))
+    if description.pcie_group is not None:
+        lanes.append(OccupiedLane(_DIRECTIONS[kind], -1, description.pcie_group))
     return tuple(lanes)
 
 
@@ -124,7 +124,9 @@ def lane_use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: fl
         devices = (lane.device, lane.target)
     if lane.group:
         devices = tuple(
-            index for index, held in enumerate(problem.devices) if held.pcie_group == lane.group
+            index
+            for index, description in enumerate(problem.devices)
+            if description.pcie_group == lane.group
         )
     share = busy_ms / length_ms if length_ms > 0 else 0.0
     return LaneUse(
@@ -172,9 +174,9 @@ class Reasons:
         self._messages: dict[Pass, LinkMessage] = {}
         last: dict[int, LinkMessage] = {}
         for message in run.messages:
-            self._messages[message.made] = message
+            self._messages[message.producer] = message
             if message.depart > message.ready:
-                self._ahead[message.made] = last[message.link]
+                self._ahead[message.producer] = last[message.link]
             last[message.link] = message
         self._before: list[list[int]] = []
         for device, program in enumerate(programs):
@@ -246,12 +248,12 @@ class Reasons:
         return None if needed is None else self._passes[needed]
 
     def _arrival(self, source: Spot, action: Action) -> float:
-        made = pass_of(self.action(source))
-        if made is None:
+        producer = pass_of(self.action(source))
+        if producer is None:
             raise AssertionError(f"{self.action(source)} has no output")
-        message = self._messages.get(made)
+        message = self._messages.get(producer)
         departs = self.times(source).end if message is None else message.depart
-        return departs + transit_ms(self._problem, made, action)
+        return departs + transit_ms(self._problem, producer, action)
 
     def queue_of(self, source: Spot) -> list[LinkMessage]:
         """Return the messages of one link that the output of a pass waited for, its own first.
@@ -259,22 +261,22 @@ class Reasons:
         Each departs when the next of the list has left; the last of the list waited for none. Empty
         where the output needs no lane.
         """
-        made = pass_of(self.action(source))
-        message = None if made is None else self._messages.get(made)
+        producer = pass_of(self.action(source))
+        message = None if producer is None else self._messages.get(producer)
         found = []
         while message is not None:
             found.append(message)
-            message = self._ahead.get(message.made)
+            message = self._ahead.get(message.producer)
         return found
 
-    def spot_of(self, made: Pass) -> Spot:
+    def spot_of(self, completed: Pass) -> Spot:
         """Return where the action stands that completes a pass."""
-        return self._passes[made]
+        return self._passes[completed]
 
-    def taker_of(self, made: Pass) -> Action:
+    def taker_of(self, producer: Pass) -> Action:
         """Return the action on another stage that needs the output of a pass."""
-        step = -1 if made.backward else 1
-        return self.action(self._passes[made._replace(stage=made.stage + step)])
+        step = -1 if producer.backward else 1
+        return self.action(self._passes[producer._replace(stage=producer.stage + step)])
 
     def _read(self, device: int, program: tuple[Action, ...]) -> list[int]:
         """Note where passes and transfers stand; return what precedes each on the compute lane."""
@@ -286,9 +288,9 @@ class Reasons:
                 self._transfers[action] = Spot(device, cell)
                 continue
             last = cell
-            made = pass_of(action)
-            if made is not None:
-                self._passes[made] = Spot(device, cell)
+            completed = pass_of(action)
+            if completed is not None:
+                self._passes[completed] = Spot(device, cell)
         return before
 
     @cached_property
@@ -380,11 +382,11 @@ def _waits(reasons: Reasons, spot: Spot) -> dict[IdleCause, float]:
     if reason.why is Why.TRANSFER:
         is_release = action.type is ActionType.RELEASE
         return {IdleCause.RELEASE if is_release else IdleCause.RELOAD: at.start - at.issue}
-    made = max(at.issue, reasons.times(reason.spot).end)
+    output_at = max(at.issue, reasons.times(reason.spot).end)
     is_forward = action.type is ActionType.FORWARD
     return {
-        IdleCause.FORWARD if is_forward else IdleCause.BACKWARD: made - at.issue,
-        IdleCause.LINK: at.start - made,
+        IdleCause.FORWARD if is_forward else IdleCause.BACKWARD: output_at - at.issue,
+        IdleCause.LINK: at.start - output_at,
     }
 
 
@@ -481,10 +483,10 @@ def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:
         end = at.start
         for message in queue:
             if message.depart < end:
-                taker = reasons.taker_of(message.made)
+                taker = reasons.taker_of(message.producer)
                 yield Piece("link", spot.device, taker, message.depart, end)
             end = message.depart
-        return reasons.spot_of(queue[-1].made)
+        return reasons.spot_of(queue[-1].producer)
     if reason.why is Why.INPUT and came_from.end < at.start:
         yield Piece("link", spot.device, reasons.waiter(spot), came_from.end, at.start)
     elif reason.why is Why.QUEUE:
@@ -612,11 +614,11 @@ class _PathGraph:
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
         self._problem = problem
         self._nodes: dict[Hashable, _PathNode] = {}
-        self._made = {
-            made: action
+        self._producers = {
+            completed: action
             for program in programs
             for action in program
-            if (made := pass_of(action)) is not None
+            if (completed := pass_of(action)) is not None
         }
         self._firsts: dict[int, Hashable] = {}
         self._lasts: dict[int, list[Hashable]] = defaultdict(list)
@@ -654,19 +656,19 @@ class _PathGraph:
                 if (transfer := awaited_transfer(action)) in mine:
                     before.append((transfer, 0.0))
 
-    def _input(self, made: Pass, taker: Action) -> tuple[Hashable, float]:
+    def _input(self, producer: Pass, taker: Action) -> tuple[Hashable, float]:
         """Return what brings the output of a pass, and the ms until it is there."""
-        problem, source = self._problem, self._made[made].bare
-        transit = transit_ms(problem, made, taker)
-        ends = problem.stages[made.stage].device, problem.stages[taker.stage].device
+        problem, source = self._problem, self._producers[producer].bare
+        transit = transit_ms(problem, producer, taker)
+        ends = problem.stages[producer.stage].device, problem.stages[taker.stage].device
         link = next((one for one in problem.links if (one.source, one.target) == ends), None)
         if link is None or link.bandwidth_gb_per_s is None:
             return source, transit
-        stage = problem.stage_of(min(made.stage, taker.stage), made.microbatch)
+        stage = problem.stage_of(min(producer.stage, taker.stage), producer.microbatch)
         num_bytes = stage.output_bytes
         lane = OccupiedLane("link", ends[0], target=ends[1])
-        self._nodes[made] = _PathNode((lane,), link.occupied_ms(num_bytes), [(source, 0.0)])
-        return made, link.latency_ms
+        self._nodes[producer] = _PathNode((lane,), link.occupied_ms(num_bytes), [(source, 0.0)])
+        return producer, link.latency_ms
 
     def _take_turns(self, programs: Programs, run: Simulation) -> None:
         """On each lane, and on links that queue, one thing at a time, as it was."""
@@ -680,7 +682,7 @@ class _PathGraph:
         turns: list[list[Hashable]] = [[key for *_, key in sorted(q)] for q in queues.values()]
         messages: dict[int, list[Hashable]] = defaultdict(list)
         for message in run.messages:
-            messages[message.link].append(message.made)
+            messages[message.link].append(message.producer)
         for turn in (*turns, *messages.values()):
             for ahead, key in pairwise(turn):
                 self._nodes[key].before.append((ahead, 0.0))

@@ -104,13 +104,13 @@ def questions(
 def _more_memory(problem: Problem, programs: Programs) -> WhatIfQuestion:
     """Return the question for 1 GB (1e9 bytes) more on the device with the least headroom."""
     device = tightest_device(problem, programs)
-    held = problem.devices[device]
-    left = held.usable_bytes - device_peak_bytes(problem, device, programs[device])
-    more = held.model_copy(update={"memory_bytes": held.memory_bytes + _GB})
+    tightest = problem.devices[device]
+    left = tightest.usable_bytes - device_peak_bytes(problem, device, programs[device])
+    more = tightest.model_copy(update={"memory_bytes": tightest.memory_bytes + _GB})
     devices = (*problem.devices[:device], more, *problem.devices[device + 1 :])
     return WhatIfQuestion(
         name="one-more-gb",
-        text=f"1 GB more on {held.name}, which has the least left ({format_bytes(left)})",
+        text=f"1 GB more on {tightest.name}, which has the least left ({format_bytes(left)})",
         problem=problem.model_copy(update={"devices": devices}),
         start=programs,
         is_never_worse=True,
@@ -123,15 +123,15 @@ def _faster_pcie(problem: Problem, programs: Programs) -> WhatIfQuestion | Unask
         reason = "buys nothing: no stage can be offloaded, so nothing crosses the bus"
         return Unasked(name=name, text=text, reason=reason)
     devices = [
-        held.model_copy(
+        device.model_copy(
             update={
-                "d2h_gb_per_s": held.d2h_gb_per_s * _FASTER,
-                "h2d_gb_per_s": held.h2d_gb_per_s * _FASTER,
+                "d2h_gb_per_s": device.d2h_gb_per_s * _FASTER,
+                "h2d_gb_per_s": device.h2d_gb_per_s * _FASTER,
             }
         )
-        if held.d2h_gb_per_s is not None and held.h2d_gb_per_s is not None
-        else held
-        for held in problem.devices
+        if device.d2h_gb_per_s is not None and device.h2d_gb_per_s is not None
+        else device
+        for device in problem.devices
     ]
     return WhatIfQuestion(
         name=name,
@@ -172,9 +172,9 @@ def _twice(programs: Programs, num_microbatches: int) -> Programs:
 
 def _owns_lanes(problem: Problem) -> bool:
     """Whether every device has both transfer lanes for itself."""
-    groups = [held.pcie_group for held in problem.devices if held.pcie_group is not None]
+    groups = [device.pcie_group for device in problem.devices if device.pcie_group is not None]
     is_shared = len(set(groups)) < len(groups)
-    return not is_shared and not any(held.half_duplex for held in problem.devices)
+    return not is_shared and not any(device.half_duplex for device in problem.devices)
 
 
 # --- What a question was answered with, in numbers and in words: the gain, and what is proven of

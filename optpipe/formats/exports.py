@@ -150,7 +150,7 @@ class _JointOrder:
         self._times = run.times
         # A stage's turn among those of its device.
         self._chunk = {
-            stage: chunk for held in problem.stages_of for chunk, stage in enumerate(held)
+            stage: chunk for stages in problem.stages_of for chunk, stage in enumerate(stages)
         }
         self._offloaded = {
             (stage, microbatch)
@@ -206,42 +206,42 @@ class _JointOrder:
         at = self._times[device][self._heads[device]]
         self._heads[device] += 1
         self._rows[device] += self._nodes(action, at)
-        made = pass_of(action)
-        if made is not None:
-            self._ended[made] = at.end
-            if self._peer(_needed_by(made), made.stage) is None:
-                self._finish(made)
+        completed = pass_of(action)
+        if completed is not None:
+            self._ended[completed] = at.end
+            if self._peer(_needed_by(completed), completed.stage) is None:
+                self._finish(completed)
             else:
-                heapq.heappush(self._ready, (max(moment, at.end), 0, made))
+                heapq.heappush(self._ready, (max(moment, at.end), 0, completed))
         self._look_at(device)
 
-    def _exchange(self, made: Pass) -> None:
-        stages, moment = (made.stage, _needed_by(made)), self._ended[made]
-        way = "BACKWARD" if made.backward else "FORWARD"
+    def _exchange(self, producer: Pass) -> None:
+        stages, moment = (producer.stage, _needed_by(producer)), self._ended[producer]
+        way = "BACKWARD" if producer.backward else "FORWARD"
         for verb, stage, other in (("SEND", *stages), ("RECV", *stages[::-1])):
             node = _Node(
-                f"{verb}_{way}", made.microbatch, self._chunk[stage], stage, moment, moment,
+                f"{verb}_{way}", producer.microbatch, self._chunk[stage], stage, moment, moment,
                 peer=self._placement[other], pair=self._num_exchanges,
             )  # fmt: skip
             self._rows[self._placement[stage]].append(node)
         self._num_exchanges += 1
-        self._finish(made)
+        self._finish(producer)
 
-    def _finish(self, made: Pass) -> None:
-        self._done.add(made)
-        if made in self._waiting:
-            self._look_at(self._waiting.pop(made))
+    def _finish(self, completed: Pass) -> None:
+        self._done.add(completed)
+        if completed in self._waiting:
+            self._look_at(self._waiting.pop(completed))
 
     def _nodes(self, action: Action, at: Times) -> Iterator[_Node]:
         cell = action.stage, action.microbatch
         is_copy = action.type.is_transfer or action.type is ActionType.RELEASE
-        needed, made = input_of(action, len(self._placement)), pass_of(action)
+        needed, completed = input_of(action, len(self._placement)), pass_of(action)
         for name in _NAMES[action.type]:
             yield _Node(
                 name, action.microbatch, self._chunk[action.stage], action.stage,
                 at.issue if is_copy else at.start, at.issue if is_copy else at.end,
                 receive_from=self._peer(needed.stage, action.stage) if needed else None,
-                send_to=self._peer(_needed_by(made), action.stage) if made else None,
+                send_to=self._peer(_needed_by(completed), action.stage) if completed else None,
                 offloaded=cell in self._offloaded,
             )  # fmt: skip
         if cell in self._offloaded and action.type in _ENDS_USE:
@@ -253,10 +253,10 @@ class _JointOrder:
 
         A fused backward may overtake the weight gradient of an earlier micro-batch.
         """
-        held = self._held.get(stage, [])
-        while held and (stage, held[0]) in self._used:
+        reloaded = self._held.get(stage, [])
+        while reloaded and (stage, reloaded[0]) in self._used:
             yield _Node(
-                "OFFLOAD_RECV_END", held.pop(0), self._chunk[stage], stage, moment, moment,
+                "OFFLOAD_RECV_END", reloaded.pop(0), self._chunk[stage], stage, moment, moment,
                 offloaded=True,
             )  # fmt: skip
 
@@ -267,9 +267,9 @@ class _JointOrder:
         return self._placement[stage]
 
 
-def _needed_by(made: Pass) -> int:
+def _needed_by(producer: Pass) -> int:
     """Return the stage that needs the output of a pass, if it exists."""
-    return made.stage - 1 if made.backward else made.stage + 1
+    return producer.stage - 1 if producer.backward else producer.stage + 1
 
 
 def _row(node: _Node) -> str:
@@ -561,18 +561,18 @@ def megatron_layout(problem: Problem) -> str:
             f"placement {list(problem.placement[:16])}: Megatron-Core has stage k on rank k mod "
             f"{p}, equally many on each; choose a line or a loop over all devices"
         )
-    held = _layers(problem)
-    layout = layout_text(held, p)
-    mtp = sum(layers.mtp for layers in held)
+    stage_layers = _layers(problem)
+    layout = layout_text(stage_layers, p)
+    mtp = sum(layers.mtp for layers in stage_layers)
     return (
-        f"--num-layers {sum(layers.transformer for layers in held)} "
+        f"--num-layers {sum(layers.transformer for layers in stage_layers)} "
         + (f"--mtp-num-layers {mtp} " if mtp else "")
         + f"--pipeline-model-parallel-size {p} "
         + f"--pipeline-model-parallel-layout '{layout}'"
     )
 
 
-def layout_text(held: Sequence[StageLayers], num_devices: int) -> str:
+def layout_text(stage_layers: Sequence[StageLayers], num_devices: int) -> str:
     """Return ``Et*10|t*11|(t*10|)*5t*9L`` of what the stages hold, in model order.
 
     Raises
@@ -580,9 +580,9 @@ def layout_text(held: Sequence[StageLayers], num_devices: int) -> str:
     InputError
         If Megatron-Core cannot place them so on that many pipeline ranks.
     """
-    _check_ends(held)
-    _check_mtp(held, num_devices)
-    runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, held))]
+    _check_ends(stage_layers)
+    _check_mtp(stage_layers, num_devices)
+    runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, stage_layers))]
     # The last run is one stage, with the head: no group's closing bar ends the text.
     return "".join(f"{stage}|" if n == 1 else f"({stage}|)*{n}" for stage, n in runs)[:-1]
 
@@ -621,20 +621,20 @@ def check_num_layers(problem: Problem, num_layers: int) -> None:
 
 
 def _layers(problem: Problem) -> list[StageLayers]:
-    held = []
+    stage_layers = []
     for index, stage in enumerate(problem.stages):
         if stage.layers is None:
             raise InputError(
                 f"stages[{index}] does not say its layers, so nothing can be checked; write them "
                 '(optpipe estimate does), e.g. "layers": {"transformer": 10}'
             )
-        held.append(stage.layers)
-    return held
+        stage_layers.append(stage.layers)
+    return stage_layers
 
 
-def _check_ends(held: Sequence[StageLayers]) -> None:
-    for name, place, index in (("embedding", "first", 0), ("head", "last", len(held) - 1)):
-        counts = [getattr(layers, name) for layers in held]
+def _check_ends(stage_layers: Sequence[StageLayers]) -> None:
+    for name, place, index in (("embedding", "first", 0), ("head", "last", len(stage_layers) - 1)):
+        counts = [getattr(layers, name) for layers in stage_layers]
         if sum(counts) != 1 or counts[index] != 1:
             raise InputError(
                 f"layers.{name} of the stages = {counts}: Megatron-Core has one, in the {place} "
@@ -642,12 +642,12 @@ def _check_ends(held: Sequence[StageLayers]) -> None:
             )
 
 
-def _check_mtp(held: Sequence[StageLayers], num_devices: int) -> None:
-    where = [stage for stage, layers in enumerate(held) if layers.mtp]
+def _check_mtp(stage_layers: Sequence[StageLayers], num_devices: int) -> None:
+    where = [stage for stage, layers in enumerate(stage_layers) if layers.mtp]
     if not where:
         return
-    after = any(layers.transformer for layers in held[where[0] + 1 :])
-    if len(where) > 1 or after or where[0] < len(held) - num_devices:
+    after = any(layers.transformer for layers in stage_layers[where[0] + 1 :])
+    if len(where) > 1 or after or where[0] < len(stage_layers) - num_devices:
         raise InputError(
             f"layers.mtp in stages {where}: Megatron-Core has all of them in one of the last "
             f"{num_devices} stages, behind every transformer layer; move them"
@@ -719,14 +719,14 @@ def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, flo
 def _events(rows: Sequence[_TraceProcess], timeline: Timeline) -> Iterator[dict[str, Any]]:
     for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
         yield from _trace_row(row, intervals)
-        for moment, held in memory:
+        for moment, held_bytes in memory:
             yield {
                 "name": "memory",
                 "ph": "C",
                 "ts": _microseconds(moment),
                 "pid": row.pid,
                 "tid": 0,
-                "args": {"bytes": held},
+                "args": {"bytes": held_bytes},
             }
 
 
@@ -740,17 +740,17 @@ def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _metadata("process_sort_index", first + index, 0, {"sort_index": first + index})
         yield _metadata("thread_name", first + index, 1, {"name": "messages"})
     for message in timeline.messages:
-        made, start = message.made, _microseconds(message.depart)
+        producer, start = message.producer, _microseconds(message.depart)
         yield {
-            "name": f"{'gradient' if made.backward else 'output'} of {made.stage}, "
-            f"micro-batch {made.microbatch}",
+            "name": f"{'gradient' if producer.backward else 'output'} of {producer.stage}, "
+            f"micro-batch {producer.microbatch}",
             "cat": "message",
             "ph": "X",
             "ts": start,
             "dur": round(_microseconds(message.left) - start, 3),
             "pid": first + message.link,
             "tid": 1,
-            "args": {**made._asdict(), "waited_ms": message.depart - message.ready},
+            "args": {**producer._asdict(), "waited_ms": message.depart - message.ready},
         }
 
 

@@ -194,7 +194,7 @@ def _draw_view(gantt: Any, memory: Any, view: View, drawing: Drawing, *, length_
         return
     _draw_curves(memory, problem, drawing, length_ms=length_ms)
     devices = range(len(problem.devices))
-    _label_rows(memory, [_peak_label(problem, view.programs, held) for held in devices], 0.1, 7)
+    _label_rows(memory, [_peak_label(problem, view.programs, index) for index in devices], 0.1, 7)
 
 
 def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> None:
@@ -223,13 +223,13 @@ def _draw_legend(figure: Any, views: Sequence[View]) -> None:
         if kind in used and kind in NAMES
     ]
     handles.append(Patch(color=_LOOK.bubble, label="bubble"))
-    held = "activations"
+    label = "activations"
     if any(len(view.problem.devices) > _MOST_CURVES for view in views):
-        held = "held by the emptiest to the fullest device"
+        label = "held by the emptiest to the fullest device"
     else:
         handles.append(Patch(color=_LOOK.static, label="weights, gradients, optimizer"))
     handles += [
-        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=held),
+        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=label),
         Line2D([], [], color=_LOOK.limit, linewidth=0.9, label="memory limit"),
     ]
     if any(view.has_bound_line for view in views):
@@ -362,8 +362,8 @@ def _draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: fl
     for device, curve in enumerate(drawing.memory):
         limit = problem.devices[device].usable_bytes
         base, scale = device + 0.5, _HEIGHT / max(1, limit)
-        moments, held = _thinned(curve, end, length_ms)
-        heights = base - held * scale
+        moments, held_bytes = _thinned(curve, end, length_ms)
+        heights = base - held_bytes * scale
         options: dict[str, Any] = {"step": "post", "linewidth": 0}
         floor = base - problem.static_bytes_of(device) * scale
         axis.fill_between(
@@ -412,12 +412,12 @@ def _thinned(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return a curve as steps up to the end; of more steps than columns, each column's peak."""
     if len(curve.moments) <= 2 * _NUM_MEMORY_COLUMNS or length_ms <= 0:
-        moments, held = curve.moments, curve.held
+        moments, held_bytes = curve.moments, curve.held_bytes
     else:
         num_columns = max(1, round(_NUM_MEMORY_COLUMNS * end_ms / length_ms))
         edges = np.linspace(0.0, end_ms, num_columns + 1)
-        moments, held = edges[:-1], peaks_of(curve, end_ms, edges)
-    return np.append(moments, end_ms), np.append(held, held[-1])
+        moments, held_bytes = edges[:-1], peaks_of(curve, end_ms, edges)
+    return np.append(moments, end_ms), np.append(held_bytes, held_bytes[-1])
 
 
 # --- The frontier of a sweep: the best objective and its bound over the memory limit.

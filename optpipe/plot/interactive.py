@@ -158,10 +158,10 @@ def _connect(view: View, bars: GlyphRenderer[Any], part: dict[str, Any], script:
     gantt = part["gantt"]
     names = [device.name for device in view.problem.devices]
     args = {"bars": part["bars"], "kinds": list(WORDS), "devices": names}
-    told = ValueRef(field="code", formatter=CustomJS(args=args, code=_script("hover")))
+    tooltip = ValueRef(field="code", formatter=CustomJS(args=args, code=_script("hover")))
     hover = HoverTool(
         renderers=[bars],
-        tooltips=HTML(html=[told]),
+        tooltips=HTML(html=[tooltip]),
         point_policy="follow_mouse",
         attachment="vertical",
         limit=1,
@@ -268,8 +268,8 @@ def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_name
     source = ColumnDataSource(_columns(line, found, unit))
     plot.line(source=source, x="memory", y="ms", line_color=colour, line_width=2, **named)
     dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
-    told = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
-    plot.add_tools(HoverTool(renderers=[dots], tooltips=told))
+    tooltips = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
 
 
 def _columns(line: FrontierLine, found: Sequence[Point], unit: Unit) -> dict[str, list[Any]]:

@@ -360,19 +360,19 @@ def _devices(
 
 
 def _label(view: View, device: int, peak: int) -> str:
-    held = view.problem.devices[device]
-    over = ", over the limit" if peak > held.usable_bytes else ""
+    description = view.problem.devices[device]
+    over = ", over the limit" if peak > description.usable_bytes else ""
     return (
-        f"{view.title}, memory of {held.name}: peak {format_bytes(peak)} of "
-        f"{format_bytes(held.usable_bytes)}{over}"
+        f"{view.title}, memory of {description.name}: peak {format_bytes(peak)} of "
+        f"{format_bytes(description.usable_bytes)}{over}"
     )
 
 
 def _curves(drawing: Drawing, size: int) -> ColumnDataSource:
     moments = np.concatenate([curve.moments for curve in drawing.memory])
-    held = np.concatenate([curve.held for curve in drawing.memory]) / size
+    levels = np.concatenate([curve.held_bytes for curve in drawing.memory]) / size
     return ColumnDataSource(
-        {"moments": moments.astype(np.float32), "held": held.astype(np.float32)}
+        {"moments": moments.astype(np.float32), "held": levels.astype(np.float32)}
     )
 
 
@@ -380,15 +380,15 @@ def _drawn(
     curve: Curve, end_ms: float, *, size: int, static_bytes: int, limit_bytes: int
 ) -> dict[str, NDArray[Any]]:
     """Return the columns of a drawn curve; the chart's script makes the same for other devices."""
-    held = np.append(curve.held, curve.held[-1]) / size
-    limit = np.full(len(held), limit_bytes / size)
+    levels = np.append(curve.held_bytes, curve.held_bytes[-1]) / size
+    limit = np.full(len(levels), limit_bytes / size)
     return {
         "moment": np.append(curve.moments, end_ms),
-        "zero": np.zeros(len(held)),
-        "static": np.full(len(held), static_bytes / size),
-        "held": held,
+        "zero": np.zeros(len(levels)),
+        "static": np.full(len(levels), static_bytes / size),
+        "held": levels,
         "limit": limit,
-        "over": np.maximum(held, limit),
+        "over": np.maximum(levels, limit),
     }
 
 

@@ -118,13 +118,13 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """The memory of one device: ``held[i]`` bytes from ``moments[i]`` ms on.
+    """The memory of one device: ``held_bytes[i]`` bytes from ``moments[i]`` ms on.
 
-    Moments do not decrease. The first is 0; the last `held` lasts to the end.
+    Moments do not decrease. The first is 0; the last `held_bytes` lasts to the end.
     """
 
     moments: NDArray[np.float64]
-    held: NDArray[np.int64]
+    held_bytes: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,16 +149,16 @@ def drawing_of(problem: Problem, programs: Programs) -> Drawing:
         _held_around(problem, device, programs, intervals, curves[device])
         for device, intervals in enumerate(timeline.intervals)
     ]
-    held = np.concatenate([*around, np.empty((0, 2), np.int64)])
+    held_bytes = np.concatenate([*around, np.empty((0, 2), np.int64)])
     return Drawing(
-        bars=_bars(rows, held),
+        bars=_bars(rows, held_bytes),
         memory=curves,
         makespan_ms=timeline.makespan_ms,
         span_ms=timeline.span_ms,
     )
 
 
-def _bars(rows: Sequence[Interval], held: NDArray[np.int64]) -> Bars:
+def _bars(rows: Sequence[Interval], held_bytes: NDArray[np.int64]) -> Bars:
     actions = [row.action for row in rows]
     return Bars(
         device=np.array([row.device for row in rows], np.int32),
@@ -170,8 +170,8 @@ def _bars(rows: Sequence[Interval], held: NDArray[np.int64]) -> Bars:
         ),
         start=np.array([row.start for row in rows], np.float64),
         end=np.array([row.end for row in rows], np.float64),
-        before=held[:, 0],
-        after=held[:, 1],
+        before=held_bytes[:, 0],
+        after=held_bytes[:, 1],
     )
 
 
@@ -179,7 +179,7 @@ def curve_of(points: Sequence[tuple[float, int]]) -> Curve:
     """Return a memory curve of (ms, bytes held from then on)."""
     return Curve(
         moments=np.array([moment for moment, _ in points], np.float64),
-        held=np.array([held for _, held in points], np.int64),
+        held_bytes=np.array([held_bytes for _, held_bytes in points], np.int64),
     )
 
 
@@ -195,7 +195,7 @@ def _held_around(
         if action.type is not ActionType.RELEASE
     ]
     for sync in intervals[len(pairs) :]:
-        now = int(curve.held[np.searchsorted(curve.moments, sync.start, side="right") - 1])
+        now = int(curve.held_bytes[np.searchsorted(curve.moments, sync.start, side="right") - 1])
         pairs.append((now, now))
     return np.array(pairs, np.int64).reshape(-1, 2)
 
@@ -365,7 +365,7 @@ def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray
     until = np.searchsorted(curve.moments, np.minimum(edges[1:], end_ms), side="left")
     peaks: NDArray[np.int64] = np.array(
         [
-            curve.held[first : max(last, first + 1)].max()
+            curve.held_bytes[first : max(last, first + 1)].max()
             for first, last in zip(np.maximum(before, 0), until, strict=True)
         ],
         np.int64,
@@ -501,19 +501,19 @@ def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
     The bubble is the mean over the devices, with the busiest one's where that is another number. A
     bound of 0 is always true and says nothing.
     """
-    told = [f"makespan {format_ms(drawing.makespan_ms)} ms"]
+    facts = [f"makespan {format_ms(drawing.makespan_ms)} ms"]
     length = length_of(problem, drawing)
     if problem.objective == "span":
-        told.append(f"span {format_ms(drawing.span_ms)} ms")
+        facts.append(f"span {format_ms(drawing.span_ms)} ms")
     shares = idle_shares(problem, length)
     mean, least = (format_share(share) for share in (sum(shares) / len(shares), min(shares)))
-    told.append(f"bubble {mean}")
+    facts.append(f"bubble {mean}")
     if least != mean:
-        told[-1] += f" (busiest device {least})"
+        facts[-1] += f" (busiest device {least})"
     if bound_ms:
-        told.append(f"bound {format_ms(bound_ms)} ms")
-        told.append(f"gap {format_share(gap_of(length, bound_ms) or 0.0)}")
-    return ", ".join(told)
+        facts.append(f"bound {format_ms(bound_ms)} ms")
+        facts.append(f"gap {format_share(gap_of(length, bound_ms) or 0.0)}")
+    return ", ".join(facts)
 
 
 # --- What methods are called in pictures and on the page; files and the command line keep their

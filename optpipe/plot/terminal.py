@@ -230,19 +230,19 @@ class _Picture:
         body = Text()
         edges = np.linspace(0.0, self.end_ms, max(1, self._num_columns()) + 1)
         levels = peaks_of(curve_of(self.timeline.memory[device]), self.end_ms, edges)
-        for held, run in groupby(levels.tolist()):
-            sign = self._memory_sign(held, static, limit)
-            body.append(sign * len(list(run)), _BAD if held > limit else Style(color="cyan"))
+        for level, run in groupby(levels.tolist()):
+            sign = self._memory_sign(level, static, limit)
+            body.append(sign * len(list(run)), _BAD if level > limit else Style(color="cyan"))
         peak = device_peak_bytes(self.problem, device, self.view.programs[device])
         note = Text(f"{format_bytes(peak)} = {peak / limit:.0%}" if limit else format_bytes(peak))
         if peak > limit:
             note.stylize(_BAD)
         return body, note
 
-    def _memory_sign(self, held: int, static: int, limit: int) -> str:
-        if held > limit:
+    def _memory_sign(self, level: int, static: int, limit: int) -> str:
+        if level > limit:
             return self.glyphs.over
-        share = (held - static) / (limit - static) if limit > static else 1.0
+        share = (level - static) / (limit - static) if limit > static else 1.0
         return self.glyphs.levels[1 + min(_LEVELS - 1, int(share * _LEVELS))]
 
     def _axis(self) -> Iterator[Text]:

@@ -177,10 +177,10 @@ class Hardware:
         share, latency_ms, usual = _NETWORKS[kind]
         fact = self.network_gb_per_s
         if gbit is not None or usual is not None:
-            asked = float(gbit) if gbit is not None else usual or 0.0
-            if not 0 < asked <= 100_000:
+            rate = float(gbit) if gbit is not None else usual or 0.0
+            if not 0 < rate <= 100_000:
                 raise AskedError(Field("network", text), ": must be above 0 Gbit/s; correct it")
-            fact = Fact(asked / 8, f"asked for: {asked:g} Gbit/s per device, {kind}")
+            fact = Fact(rate / 8, f"asked for: {rate:g} Gbit/s per device, {kind}")
         return replace(
             self,
             network_gb_per_s=fact,

@@ -79,12 +79,12 @@ class Configuration:
                 f"sizes {list(sizes[:16])}: must be {count}, one for each stage, and together the "
                 f"{len(kinds)} layers of {shape.name!r}, embedding and head counted; correct them"
             )
-        held, start = [], 0
+        stages, start = [], 0
         for size in sizes:
             own = kinds[start : start + size]
-            held.append(StageLayers(**{kind: own.count(kind) for kind in set(own)}))
+            stages.append(StageLayers(**{kind: own.count(kind) for kind in set(own)}))
             start += size
-        return tuple(held)
+        return tuple(stages)
 
 
 # --- The shell command that starts a training run, on each of its hosts.

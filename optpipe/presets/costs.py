@@ -524,22 +524,24 @@ def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCo
 
     W adds to fp32 gradients.
     """
-    held = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
-    weights = float(held * training.element_bytes)
+    parameters = layer_parameters(
+        shape, kind, tp=training.tp, ep=training.ep, etp=training.etp
+    ).total
+    weights = float(parameters * training.element_bytes)
     parts = layer_parts(shape, training, kind)
     ahead = _summed(training, parts, weights)
     back = _summed(training, parts, weights, backward=True)
     again = [part for part in parts if _runs_again(part, training)]
-    made = PassCost()
+    recomputed = PassCost()
     if again:
         share = sum(p.matmul_flops for p in again) / max(sum(p.matmul_flops for p in parts), 1.0)
-        made = _summed(training, again, weights * share)
+        recomputed = _summed(training, again, weights * share)
     lean = PassCost(moved_bytes=_made_again(parts, training))
     matmul, narrow = _products(training, parts)
     return PassCosts(
         ahead,
-        back.plus(made).plus(lean),
-        PassCost(matmul, narrow, gradient_bytes=2.0 * GRADIENT_BYTES * held),
+        back.plus(recomputed).plus(lean),
+        PassCost(matmul, narrow, gradient_bytes=2.0 * GRADIENT_BYTES * parameters),
     )
 
 

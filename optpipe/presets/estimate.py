@@ -386,8 +386,8 @@ def _check_lengths(num_microbatches: int, given: int, costs: int) -> None:
         )
 
 
-def _beside_lengths(**asked: object) -> AskedError:
-    name = next(name for name, value in asked.items() if value)
+def _beside_lengths(**options: object) -> AskedError:
+    name = next(name for name, value in options.items() if value)
     why = {
         "modes": "menus are estimated for equal micro-batches alone",
         "pairs": "no problem has pairs and unequal micro-batches",
@@ -478,10 +478,12 @@ def _grouped(
     """
     n = len(ordered)
     count = [0, *accumulate(many[one] for one in ordered)]
-    held = [0.0, *accumulate(many[one] * work[one] for one in ordered)]
+    total_work = [0.0, *accumulate(many[one] * work[one] for one in ordered)]
 
     def added(start: int, end: int) -> float:
-        return (count[end] - count[start]) * work[ordered[end - 1]] - (held[end] - held[start])
+        return (count[end] - count[start]) * work[ordered[end - 1]] - (
+            total_work[end] - total_work[start]
+        )
 
     best = [0.0, *(added(0, end) for end in range(1, n + 1))]
     cuts = [[0] * (n + 1)]
@@ -518,10 +520,10 @@ def utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
 
 def _factor(reached: float, step_ms: float, **given: float | None) -> float:
     """Return what multiplies all times, from the field that asks for it; 1 where none does."""
-    asked = [name for name, value in given.items() if value is not None]
-    if len(asked) > 1:
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
         raise AskedError(
-            *(Field(asked[0]), " and ", Field(asked[1])),
+            *(Field(names[0]), " and ", Field(names[1])),
             ": each says how fast all of it is; give one of them",
         )
     mfu = given["mfu"]
@@ -531,7 +533,7 @@ def _factor(reached: float, step_ms: float, **given: float | None) -> float:
                 Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
             )
         return reached / mfu
-    for name in asked:
+    for name in names:
         value = given[name] or 0.0
         if not 0 < value < 1e6:
             raise AskedError(Field(name, value), ": must be above 0 and below 1000000; correct it")
@@ -590,7 +592,7 @@ def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]
                 **times,
                 times_on=elsewhere,
                 **part.kept._asdict(),
-                static_bytes=round(static_bytes(part.held, first.training).total),
+                static_bytes=round(static_bytes(part.parameters, first.training).total),
                 output_bytes=0 if part.layers.head else checkpoint_bytes(shape, first.training),
                 grad_sync_ms=round(own_reduction_ms(part, first, is_pipelined=pp > 1), _DIGITS),
                 forward_workspace_bytes=part.forward_workspace_bytes,
@@ -709,11 +711,11 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
             yield AskedSentence((shortage, *degrees, "."))
             return
     if problem.has_samples:
-        told = (
+        text = (
             f"The step and what it holds are of whole micro-batches, the stages are those of the "
             f"first of {problem.num_costs} slices: optpipe solve says what a step of slices takes."
         )
-        yield AskedSentence((told,))
+        yield AskedSentence((text,))
         return
     for index, (device, memory) in enumerate(zip(problem.devices, step.memory, strict=True)):
         if memory.total > device.memory_bytes:
@@ -726,8 +728,8 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
             )
             if modes := one_f_one_b_modes(problem):
                 counts = Counter(mode.name for mode in modes)
-                told = "; ".join(f"{name} ({count})" for name, count in counts.items())
+                text = "; ".join(f"{name} ({count})" for name, count in counts.items())
                 yield AskedSentence(
-                    (f"With one mode per stage 1F1B fits: {told}. In brackets: how many stages.",)
+                    (f"With one mode per stage 1F1B fits: {text}. In brackets: how many stages.",)
                 )
             return

@@ -23,7 +23,7 @@ from optpipe.presets.costs import (
 )
 from optpipe.presets.parameters import (
     GRADIENT_BYTES,
-    Held,
+    RankParameters,
     kv_width,
     layer_parameters,
     replicas,
@@ -150,7 +150,7 @@ class Machine(NamedTuple):
         again = 1.0 if training.recompute & {"full"} else 0.0
         tensor, tensor_back = self._tensor_bytes(shape)
         experts = self._experts_ms(shape, kind)
-        made = experts / 2 if training.recompute & {"full", "moe"} else 0.0
+        recomputed = experts / 2 if training.recompute & {"full", "moe"} else 0.0
         ring = self._context_ms(shape)
         gather, scatter = self._sharded_ms(shape, kind)
         copied = self._copies_ms(shape, kind)
@@ -169,10 +169,10 @@ class Machine(NamedTuple):
             data=self._beside(gather + scatter, back_compute),
             copies=max(0.0, copied - back_compute),
         )
-        total = experts + made
+        total = experts + recomputed
         if training.ep_overlap:
             total = max(_BUSY_SHARE * total, total - forward.compute - back_compute)
-        forward = forward._replace(experts=total * (experts / 2) / (experts + made or 1.0))
+        forward = forward._replace(experts=total * (experts / 2) / (experts + recomputed or 1.0))
         back = back._replace(experts=total - forward.experts)
         return self._launched(PartTimes(forward, back, weight), shape, kind)
 
@@ -391,13 +391,13 @@ class Machine(NamedTuple):
         training = self.training
         if training.zero < 3:
             return 0.0, 0.0
-        held = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+        parameters = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
         return (
-            sum(ring.ms for ring in self._rings(held, training.element_bytes)),
-            sum(ring.ms for ring in self._rings(held, GRADIENT_BYTES)),
+            sum(ring.ms for ring in self._rings(parameters, training.element_bytes)),
+            sum(ring.ms for ring in self._rings(parameters, GRADIENT_BYTES)),
         )
 
-    def reduction(self, held: Held, *, is_pipelined: bool) -> Exchange:
+    def reduction(self, parameters: RankParameters, *, is_pipelined: bool) -> Exchange:
         """Return the reduction of fp32 gradients over all ranks that hold the same parameters.
 
         All-reduced, or with ``zero`` reduce-scattered, which is half of it. 0 with ``zero`` 3,
@@ -406,32 +406,34 @@ class Machine(NamedTuple):
         if self.training.zero >= 3:
             return Exchange()
         rings = 1.0 if self.training.zero else 2.0
-        return self._exchanged(held, rings * GRADIENT_BYTES, is_pipelined=is_pipelined)
+        return self._exchanged(parameters, rings * GRADIENT_BYTES, is_pipelined=is_pipelined)
 
-    def gathering(self, held: Held, *, is_pipelined: bool) -> Exchange:
+    def gathering(self, parameters: RankParameters, *, is_pipelined: bool) -> Exchange:
         """Return the gathering of new weights that a spread optimizer makes necessary."""
         if self.training.zero not in {1, 2}:
             return Exchange()
-        return self._exchanged(held, self.training.element_bytes, is_pipelined=is_pipelined)
+        return self._exchanged(parameters, self.training.element_bytes, is_pipelined=is_pipelined)
 
-    def _exchanged(self, held: Held, size: float, *, is_pipelined: bool) -> Exchange:
+    def _exchanged(
+        self, parameters: RankParameters, size: float, *, is_pipelined: bool
+    ) -> Exchange:
         """Return the time of both groups' rings, and what nothing hides of it.
 
         Compute hides half of a ring beside it. Between nodes of a pipeline nothing does: there the
         boundary messages need the same adapters, and whoever waits for one computes nothing.
         """
         found = Exchange()
-        for ring in self._rings(held, size):
+        for ring in self._rings(parameters, size):
             unhidden = 1.0
             if self.training.overlap and not (is_pipelined and ring.leaves_node):
                 unhidden = _UNHIDDEN_SHARE
             found = Exchange(found.whole_ms + ring.ms, found.unhidden_ms + unhidden * ring.ms)
         return found
 
-    def optimizer_ms(self, held: Held) -> float:
+    def optimizer_ms(self, counts: RankParameters) -> float:
         """Return Adam's step on this rank's share, the norm and clearing of its gradients."""
         moved = 0.0
-        for parameters, ranks in replicas(held, self.training):
+        for parameters, ranks in replicas(counts, self.training):
             share = ranks if self.training.zero else 1
             moved += parameters * (_OPTIMIZER_BYTES + GRADIENT_BYTES) / share
             moved += parameters * GRADIENT_BYTES / (ranks if self.training.zero >= 2 else 1)
@@ -461,7 +463,7 @@ class Machine(NamedTuple):
             rate = hardware.network_gb_per_s.value * hardware.network_share
         return rate * self.efficiency.network / self.link_factor
 
-    def _rings(self, held: Held, size: float) -> list[_Ring]:
+    def _rings(self, counts: RankParameters, size: float) -> list[_Ring]:
         """Return the time to gather, or scatter, so many bytes of each parameter, by group.
 
         Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
@@ -470,7 +472,7 @@ class Machine(NamedTuple):
         training = self.training
         found = []
         strides = (training.tp, training.etp * training.ep)
-        for (parameters, ranks), stride in zip(replicas(held, training), strides, strict=True):
+        for (parameters, ranks), stride in zip(replicas(counts, training), strides, strict=True):
             if ranks == 1 or not parameters:
                 continue
             num_bytes = parameters * size

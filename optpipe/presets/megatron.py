@@ -290,25 +290,25 @@ def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]
 
 def _recompute_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
     shape, training = configuration.shape, configuration.training
-    asked = training.recompute
+    modules = training.recompute
     yield (
-        "full" in asked and len(asked) > 1,
-        f"recompute {sorted(asked)}: full is all of it; give full alone, or modules",
+        "full" in modules and len(modules) > 1,
+        f"recompute {sorted(modules)}: full is all of it; give full alone, or modules",
     )
-    absent = asked & shape.without
+    absent = modules & shape.without
     yield (
         bool(absent),
         f"recompute {sorted(absent)}: {shape.name!r} has no such modules; leave them out",
     )
     yield (
-        "moe_act" in asked and training.precision in ("fp16", "fp32"),
+        "moe_act" in modules and training.precision in ("fp16", "fp32"),
         f"recompute moe_act with {training.precision}: Megatron-Core makes it again only with "
         "grouped products, which are bf16's; leave it out",
     )
     yield (
         training.cuda_graphs
-        and bool(asked & ({"full", "moe"} | ({"core_attn"} if shape.dropout else set()))),
-        f"cuda_graphs with recompute {sorted(asked)}: Megatron-Core captures no layer of which "
+        and bool(modules & ({"full", "moe"} | ({"core_attn"} if shape.dropout else set()))),
+        f"cuda_graphs with recompute {sorted(modules)}: Megatron-Core captures no layer of which "
         "all, the experts, or attention with dropout is made again; leave one of the two out",
     )
 

@@ -133,7 +133,7 @@ def read_megatron(
         hardware=hardware,
         training=training,
         pipeline=cut,
-        sizes=tuple(held.total for held in stages),
+        sizes=tuple(layers.total for layers in stages),
     )
     if stages and found.stages != stages:
         raise InputError(
@@ -207,7 +207,7 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
     if said.mentions("mtp_num_layers"):
         mtp = said.integer("mtp_num_layers", 0)
     elif layout:
-        mtp = sum(held.mtp for held in read_layout(layout))
+        mtp = sum(stage.mtp for stage in read_layout(layout))
     elif said.has("num_layers") and said.is_arguments:
         mtp = 0
     return shape if mtp == shape.mtp else replace(shape, mtp=mtp)
@@ -250,10 +250,10 @@ def _uneven(
     first, last = (parts.get(name) for name in _SPLIT[:2])
     inner = pp - (first is not None) - (last is not None)
     rest = shape.num_layers - (first or 0) - (last or 0)
-    held = [rest / inner if inner else 0.0] * pp
+    rank_layers = [rest / inner if inner else 0.0] * pp
     if first is not None or last is not None:
-        held[0], held[-1] = first or held[0], last or held[-1]
-        counts = [part / chunks for _ in range(chunks) for part in held]
+        rank_layers[0], rank_layers[-1] = first or rank_layers[0], last or rank_layers[-1]
+        counts = [part / chunks for _ in range(chunks) for part in rank_layers]
     else:
         counts = [padded / (pp * chunks)] * (pp * chunks)
         counts[0] -= parts.get(_SPLIT[2], 0)

@@ -310,21 +310,21 @@ class _Table:
             inside_bytes=found.inside_bytes,
         )
 
-    def option(self, asked: _Asked, treatment: LayerTreatment, share: str) -> _ModeOffer:
+    def option(self, chosen: _Selection, treatment: LayerTreatment, share: str) -> _ModeOffer:
         """Return what several layers in one mode come to."""
         again = [str(treatment)] if treatment.names else []
-        again += [asked.label if not again else f"{asked.label} whole"] if asked.label else []
+        again += [chosen.label if not again else f"{chosen.label} whole"] if chosen.label else []
         clauses = [f"recompute {', '.join(again)}"] if again else []
         clauses += [share] if share else []
         counted = [
             (count, self.numbers(index, treatment, whole, _SHARES[share]))
-            for (index, whole), count in asked.layers.items()
+            for (index, whole), count in chosen.layers.items()
         ]
         forward = round(sum(count * one.forward_bytes for count, one in counted))
         return _ModeOffer(
             name=", ".join(clauses) or "keep",
             treatment=treatment,
-            whole=asked.whole,
+            whole=chosen.whole,
             share=_SHARES[share],
             apart=False,
             forward_bytes=forward,
@@ -337,7 +337,7 @@ class _Table:
 # --- Menus.
 
 
-class _Asked(NamedTuple):
+class _Selection(NamedTuple):
     """Layers, how many of them are recomputed in full, and what that is called.
 
     ``layers`` counts them by part of the model and the share of it that is recomputed in full.
@@ -348,13 +348,13 @@ class _Asked(NamedTuple):
     layers: Mapping[tuple[int, float], int]
 
 
-def _counts_of(table: _Table, own: Sequence[int]) -> Iterator[_Asked]:
+def _counts_of(table: _Table, own: Sequence[int]) -> Iterator[_Selection]:
     """Yield for the layers of a stage that none, some or all are recomputed in full."""
     n = sum(map(table.has_layer, own))
     steps = min(n, _LEVELS)
     for whole in [0, *(round(n * step / steps) for step in range(1, steps + 1))]:
         label = "" if not whole else "layers" if whole == n else f"{whole} of {n} layers"
-        yield _Asked(label, whole, Counter(zip(own, _first(table, own, whole), strict=True)))
+        yield _Selection(label, whole, Counter(zip(own, _first(table, own, whole), strict=True)))
 
 
 def _first(table: _Table, own: Sequence[int], whole: float) -> list[float]:
@@ -366,41 +366,42 @@ def _first(table: _Table, own: Sequence[int], whole: float) -> list[float]:
     ]
 
 
-def _shares_of(indices: Sequence[int]) -> Iterator[_Asked]:
+def _shares_of(indices: Sequence[int]) -> Iterator[_Selection]:
     """Yield for all layers of a model that none, half or all of each is recomputed in full."""
     for label, whole in (("", 0.0), ("half of the layers", 0.5), ("layers", 1.0)):
-        yield _Asked(label, whole, Counter((index, whole) for index in indices))
+        yield _Selection(label, whole, Counter((index, whole) for index in indices))
 
 
 def _menu(
-    table: _Table, device: ModelDevice, asked: Sequence[_Asked], most: int
+    table: _Table, device: ModelDevice, selections: Sequence[_Selection], most: int
 ) -> list[_ModeOffer]:
     """Return the best modes of some layers, keep left out."""
     shares = list(_SHARES) if device.can_offload else [""]
     options = [
         table.option(one, treatment, share)
-        for one in asked
+        for one in selections
         for treatment in (table.treatments if one.label != "layers" else [_NOTHING])
         for share in shares
     ]
     keep = options[0]
     first = [option for option in options if option.name == "offload" and option.offload_bytes]
-    first.append(_apart(table, asked[0], keep))
+    first.append(_apart(table, selections[0], keep))
     transfer_ms = 0.0
     if device.d2h_gb_per_s and device.h2d_gb_per_s:
         transfer_ms = 1e-6 / device.d2h_gb_per_s + 1e-6 / device.h2d_gb_per_s
     # Copies go both ways while a micro-batch computes once.
     hidden_ms = 2 * sum(
-        count * sum(table.base[index].times.sums) for (index, _), count in asked[0].layers.items()
+        count * sum(table.base[index].times.sums)
+        for (index, _), count in selections[0].layers.items()
     )
     return choose(
         keep, options, most=most, transfer_ms=transfer_ms, first=first, hidden_ms=hidden_ms
     )[1:]
 
 
-def _apart(table: _Table, asked: _Asked, keep: _ModeOffer) -> _ModeOffer:
+def _apart(table: _Table, chosen: _Selection, keep: _ModeOffer) -> _ModeOffer:
     """Return the recomputation of everything by an action of its own, from the first input."""
-    parts = [(table.base[index], count) for (index, _), count in asked.layers.items()]
+    parts = [(table.base[index], count) for (index, _), count in chosen.layers.items()]
     ms = sum(count * part.times.sums.forward_ms for part, count in parts)
     least = max(part.kept.checkpoint_bytes for part, _ in parts)
     return keep._replace(name="recompute", apart=True, forward_bytes=least, recompute_ms=ms)
@@ -445,14 +446,14 @@ def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
         return None
     found = []
     for s, menu in enumerate(problem.menus):
-        held = min(problem.num_microbatches, num_stages - s)
+        in_flight = min(problem.num_microbatches, num_stages - s)
         room = problem.devices[s].usable_bytes - problem.static_bytes_of(s)
         fitting = [
             mode
             for mode in menu
             if not mode.offload_bytes
             and mode.recompute != "apart"
-            and held * mode.forward_bytes + _beside_bytes(mode) <= room
+            and in_flight * mode.forward_bytes + _beside_bytes(mode) <= room
         ]
         if not fitting:
             return None

@@ -204,9 +204,9 @@ def measured_pairs(problem: Problem, samples: Iterable[Sample]) -> tuple[License
 
 def _pairs_among(problem: Problem, stages: Sequence[PassPhases]) -> tuple[LicensedPair, ...]:
     pairs = []
-    for held in problem.stages_of:
-        for a in held:
-            for b in held:
+    for owned in problem.stages_of:
+        for a in owned:
+            for b in owned:
                 for letter in ("B", "I"):
                     hidden = _hidden_of(problem, stages, a, b, letter)
                     if hidden > 0:
@@ -283,8 +283,8 @@ def _first_of_each(model: Model) -> Iterator[Stage]:
 def _hidden_of(
     problem: Problem, stages: Sequence[PassPhases], a: int, b: int, letter: str
 ) -> float:
-    held = problem.stages[b]
-    back = held.fused_backward_ms if letter == "B" else held.backward_input_ms
+    stage = problem.stages[b]
+    back = stage.fused_backward_ms if letter == "B" else stage.backward_input_ms
     second = stages[b].backward if letter == "B" else stages[b].backward_input
     return _hidden_ms(stages[a].forward, second, min(problem.stages[a].forward_ms, back))
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRADIENT_BYTES",
-    "Held",
+    "RankParameters",
     "StaticBytes",
     "attention_matrices",
     "embedding_parameters",
@@ -36,7 +36,7 @@ GRADIENT_BYTES = 4
 """Of one gradient as it is accumulated: fp32, as Megatron-LM keeps them."""
 
 
-class Held(NamedTuple):
+class RankParameters(NamedTuple):
     """Parameters that one device holds: those that all data-parallel ranks have, and experts."""
 
     common: int
@@ -47,9 +47,9 @@ class Held(NamedTuple):
         """Both together."""
         return self.common + self.experts
 
-    def plus(self, other: Held) -> Held:
+    def plus(self, other: RankParameters) -> RankParameters:
         """Return the sums."""
-        return Held(self.common + other.common, self.experts + other.experts)
+        return RankParameters(self.common + other.common, self.experts + other.experts)
 
 
 def query_width(shape: ModelShape, tp: int = 1) -> int:
@@ -98,19 +98,19 @@ def mlp_matrices(shape: ModelShape, ffn: int, tp: int = 1) -> int:
 
 def layer_parameters(
     shape: ModelShape, kind: LayerForm, *, tp: int = 1, ep: int = 1, etp: int = 1
-) -> Held:
+) -> RankParameters:
     """Return all parameters of one layer, biases and norms included."""
     common = attention_matrices(shape, tp) + _small_parameters(shape, kind, tp)
     experts = shape.experts
     if not kind.is_moe or experts is None:
-        return Held(common + mlp_matrices(shape, shape.ffn, tp))
+        return RankParameters(common + mlp_matrices(shape, shape.ffn, tp))
     common += shape.hidden * experts.num  # the router
     common += mlp_matrices(shape, experts.shared_ffn, tp)
     one = mlp_matrices(shape, experts.ffn, etp)
     if experts.bias:
         common += experts.num
         one += 2 * experts.ffn // etp + shape.hidden
-    return Held(common, experts.num // ep * one)
+    return RankParameters(common, experts.num // ep * one)
 
 
 def _small_parameters(shape: ModelShape, kind: LayerForm, tp: int) -> int:
@@ -149,19 +149,19 @@ def head_parameters(shape: ModelShape, tp: int = 1) -> int:
     return vocab_slice(shape, tp) * shape.hidden + _norm(shape)
 
 
-def mtp_parameters(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1) -> Held:
+def mtp_parameters(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1) -> RankParameters:
     """Return those of one multi-token prediction module: embedding and head are the model's."""
     layer = layer_parameters(shape, shape.layer_kinds[-1], tp=tp, ep=ep, etp=etp)
-    return layer.plus(Held(2 * shape.hidden**2 // tp + 3 * shape.hidden))
+    return layer.plus(RankParameters(2 * shape.hidden**2 // tp + 3 * shape.hidden))
 
 
 def total_parameters(shape: ModelShape, *, active: bool = False) -> int:
     """Return the parameters of the whole model, tied ones once; or those a token goes through."""
     total = embedding_parameters(shape) + _norm(shape)
     total += 0 if shape.tied else shape.vocab * shape.hidden
-    held = [(layer_parameters(shape, kind), count) for kind, count in shape.kinds]
-    held.append((mtp_parameters(shape), shape.mtp))
-    for parameters, count in held:
+    layers = [(layer_parameters(shape, kind), count) for kind, count in shape.kinds]
+    layers.append((mtp_parameters(shape), shape.mtp))
+    for parameters, count in layers:
         used = parameters.experts
         if active and shape.experts is not None:
             used = used // shape.experts.num * shape.experts.active
@@ -189,7 +189,7 @@ class StaticBytes(NamedTuple):
         return StaticBytes(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def static_bytes(held: Held, training: Training) -> StaticBytes:
+def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
     """Return weights, fp32 gradients and Adam's state: 2 + 4 + 12 bytes per parameter.
 
     The 12 are an fp32 copy of the weight and two moments (Rajbhandari et al. 2020, ZeRO, arXiv
@@ -200,16 +200,16 @@ def static_bytes(held: Held, training: Training) -> StaticBytes:
     """
     adam = 8 if training.precision == "fp32" else 12
     weights = gradients = optimizer = 0.0
-    for parameters, ranks in replicas(held, training):
+    for parameters, ranks in replicas(counts, training):
         weights += parameters * training.element_bytes / (ranks if training.zero >= 3 else 1)
         gradients += parameters * GRADIENT_BYTES / (ranks if training.zero >= 2 else 1)
         optimizer += parameters * adam / (ranks if training.zero >= 1 else 1)
     return StaticBytes(weights, gradients, optimizer)
 
 
-def replicas(held: Held, training: Training) -> tuple[tuple[int, int], tuple[int, int]]:
+def replicas(counts: RankParameters, training: Training) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return parameters, and how many ranks have the same: of all but experts, and of an expert."""
     return (
-        (held.common, training.dp * training.cp),
-        (held.experts, training.ranks // (training.ep * training.etp)),
+        (counts.common, training.dp * training.cp),
+        (counts.experts, training.ranks // (training.ep * training.etp)),
     )

@@ -229,24 +229,24 @@ def _values(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 def _lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
     """Yield indentation, name and words of each setting."""
-    held: tuple[int, str, list[str]] | None = None
+    setting: tuple[int, str, list[str]] | None = None
     parent = ""
     for raw in _NEXT.sub("\n", text).splitlines():
         line = re.sub(r"(?:^|\s)#.*", "", raw).rstrip()
         item, named = _ITEM.fullmatch(line), _LINE.fullmatch(line)
-        if item is not None and held is not None:
+        if item is not None and setting is not None:
             is_empty = item[2].strip() == "[]"
             word = "" if is_empty else _scalar(item[2])
-            _append(held[2], word, is_new=is_empty or item[1].count("-") > 1)
+            _append(setting[2], word, is_new=is_empty or item[1].count("-") > 1)
         elif named is not None:
-            if held is not None:
-                yield held
+            if setting is not None:
+                yield setting
             words = _listed(named[3])
             name = f"{parent}.{named[2]}" if named[2].startswith("_") else named[2]
             parent = parent if name != named[2] else named[2]
-            held = (len(named[1]), name, words)
-    if held is not None:
-        yield held
+            setting = (len(named[1]), name, words)
+    if setting is not None:
+        yield setting
 
 
 def _append(words: list[str], word: str, *, is_new: bool) -> None:

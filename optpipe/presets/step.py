@@ -29,7 +29,7 @@ from optpipe.presets.costs import (
 from optpipe.presets.machine import Machine, PartTimes, Spent
 from optpipe.presets.parameters import (
     GRADIENT_BYTES,
-    Held,
+    RankParameters,
     StaticBytes,
     embedding_parameters,
     head_parameters,
@@ -220,7 +220,7 @@ class StagePart:
     repeat: int
     times: PartTimes
     kept: Kept
-    held: Held
+    parameters: RankParameters
     layers: StageLayers
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
@@ -321,7 +321,7 @@ def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
         repeat=1,
         times=machine.embedding(shape),
         kept=embedding_kept(shape, training),
-        held=Held(embedding_parameters(shape, training.tp)),
+        parameters=RankParameters(embedding_parameters(shape, training.tp)),
         layers=StageLayers(embedding=1),
     )
 
@@ -344,7 +344,7 @@ def _layers(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) ->
         repeat=count,
         times=machine.layer(shape, kind),
         kept=kept,
-        held=layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp),
+        parameters=layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp),
         layers=StageLayers(transformer=1),
         backward_workspace_bytes=layer_workspace_bytes(shape, training, kind),
     )
@@ -358,7 +358,7 @@ def _mtp(shape: ModelShape, machine: Machine) -> StagePart:
         repeat=shape.mtp,
         times=machine.mtp(shape),
         kept=mtp_kept(shape, training),
-        held=mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
+        parameters=mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
         layers=StageLayers(mtp=1),
         forward_workspace_bytes=head_workspace_bytes(shape, training),
     )
@@ -375,7 +375,7 @@ def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePar
         repeat=1,
         times=machine.head(shape),
         kept=head_kept(shape, training),
-        held=Held(parameters),
+        parameters=RankParameters(parameters),
         layers=StageLayers(head=1),
         forward_workspace_bytes=head_workspace_bytes(shape, training),
     )
@@ -397,14 +397,14 @@ class _Stage(NamedTuple):
     backward_ms: float
     weight_ms: float
     kept: float
-    held: Held
+    parameters: RankParameters
     static: StaticBytes
     workspace: float
     late_reduction_ms: float
 
 
 def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool) -> _Stage:
-    held, static, spent = Held(0), StaticBytes(), Spent()
+    parameters, static, spent = RankParameters(0), StaticBytes(), Spent()
     forward = backward = weight = kept = workspace = late = 0.0
     counts: dict[int, list[StagePart]] = {}
     for part in layers:
@@ -418,11 +418,13 @@ def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool)
         weight += count * sums.backward_weight_ms
         spent = spent.plus(part.times.spent.times(count))
         kept += count * part.kept.activation_bytes
-        held = held.plus(Held(count * part.held.common, count * part.held.experts))
+        parameters = parameters.plus(
+            RankParameters(count * part.parameters.common, count * part.parameters.experts)
+        )
         workspace = max(workspace, part.forward_workspace_bytes, part.backward_workspace_bytes)
         late += count * own_reduction_ms(part, machine, is_pipelined=is_pipelined)
-    static = static_bytes(held, machine.training)
-    return _Stage(spent, forward, backward, weight, kept, held, static, workspace, late)
+    static = static_bytes(parameters, machine.training)
+    return _Stage(spent, forward, backward, weight, kept, parameters, static, workspace, late)
 
 
 def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -> float:
@@ -430,7 +432,7 @@ def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -
 
     What nothing hides anywhere in the pipeline is not in it.
     """
-    reduced = machine.reduction(part.held, is_pipelined=is_pipelined)
+    reduced = machine.reduction(part.parameters, is_pipelined=is_pipelined)
     sums = part.times.sums
     backward_ms = sums.backward_input_ms + sums.backward_weight_ms
     return max(0.0, reduced.whole_ms - reduced.unhidden_ms - backward_ms)
@@ -482,7 +484,7 @@ def step_estimate(
     ]
     timing = _timing(shape, machines, pipeline, stages, ranks)
     optimizer = max(
-        one.optimizer_ms(_held([stages[index] for index in owned]))
+        one.optimizer_ms(_parameters_of([stages[index] for index in owned]))
         for one, owned in zip(machines, ranks, strict=True)
     )
     if shape.tied and pipeline.pp > 1:
@@ -531,11 +533,11 @@ def machines_of(machine: Machine | Sequence[Machine], pp: int) -> tuple[Machine,
     return tuple(machine)
 
 
-def _held(stages: Sequence[_Stage]) -> Held:
-    held = Held(0)
+def _parameters_of(stages: Sequence[_Stage]) -> RankParameters:
+    total = RankParameters(0)
     for stage in stages:
-        held = held.plus(stage.held)
-    return held
+        total = total.plus(stage.parameters)
+    return total
 
 
 class _Timing(NamedTuple):
@@ -574,12 +576,14 @@ def _timing(
         spent = spent.plus(stages[index].spent)
     reduction = unhidden = gather = 0.0
     for machine, owned in zip(machines, ranks, strict=True):
-        held = _held([stages[index] for index in owned])
-        reduced = machine.reduction(held, is_pipelined=pipeline.pp > 1)
+        parameters = _parameters_of([stages[index] for index in owned])
+        reduced = machine.reduction(parameters, is_pipelined=pipeline.pp > 1)
         late = _late_ms(owned, stages, pipeline) - behind[owned[0]]
         reduction = max(reduction, max(late, 0.0) + reduced.unhidden_ms)
         unhidden = max(unhidden, reduced.unhidden_ms)
-        gather = max(gather, machine.gathering(held, is_pipelined=pipeline.pp > 1).unhidden_ms)
+        gather = max(
+            gather, machine.gathering(parameters, is_pipelined=pipeline.pp > 1).unhidden_ms
+        )
     return _Timing(totals[slowest], reduction, unhidden, gather, spent, tuple(busy))
 
 

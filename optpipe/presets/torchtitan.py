@@ -269,8 +269,8 @@ def _refusals(
         )
     empty = [
         index
-        for index, held in enumerate(configuration.stages)
-        if not any(held.model_dump().values())
+        for index, layers in enumerate(configuration.stages)
+        if not any(layers.model_dump().values())
     ]
     yield (
         bool(empty),
@@ -361,11 +361,11 @@ def _parallelism_lines(
 def _modules(configuration: Configuration) -> list[list[str]]:
     """Return the names of the modules of each stage."""
     start, found = 0, []
-    for held in configuration.stages:
-        layers = [f"layers.{start + index}" for index in range(held.transformer)]
-        start += held.transformer
-        ends = ["norm", "lm_head"] * held.head
-        found.append([*["tok_embeddings"] * held.embedding, *layers, *ends])
+    for counts in configuration.stages:
+        layers = [f"layers.{start + index}" for index in range(counts.transformer)]
+        start += counts.transformer
+        ends = ["norm", "lm_head"] * counts.head
+        found.append([*["tok_embeddings"] * counts.embedding, *layers, *ends])
     return found
 
 

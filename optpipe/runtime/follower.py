@@ -283,9 +283,9 @@ class Follower:
 
     def _share(self, text: bytes, size: int) -> bytes:
         """Return rank 0's text, on every rank."""
-        held = bytearray(text) if self._is_first else bytearray(size)
-        dist.broadcast(torch.frombuffer(held, dtype=torch.uint8), group=self._group, group_src=0)
-        return bytes(held)
+        buffer = bytearray(text) if self._is_first else bytearray(size)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), group=self._group, group_src=0)
+        return bytes(buffer)
 
 
 follow = Follower

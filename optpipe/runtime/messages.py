@@ -101,8 +101,8 @@ def window_of(num_stages: int, *, trains: bool) -> int:
 
 
 def _words(message: Pass) -> str:
-    made = "gradient" if message.backward else "output"
-    return f"the {made} of stage {message.stage}, micro-batch {message.microbatch}"
+    tensor = "gradient" if message.backward else "output"
+    return f"the {tensor} of stage {message.stage}, micro-batch {message.microbatch}"
 
 
 def check_orders(orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
@@ -222,7 +222,7 @@ def sends_over_before(
     """
     known = [[0] * len(orders) for _ in orders]
     used_at = _uses(orders, len(placement))
-    told: dict[Pass, list[int]] = {}
+    known_at_send: dict[Pass, list[int]] = {}
     in_flight: list[list[Pass]] = [[] for _ in orders]
     over: list[dict[Step, tuple[Pass, ...]]] = [{} for _ in orders]
     for rank, step in _in_some_order(orders, placement):
@@ -230,10 +230,10 @@ def sends_over_before(
         if isinstance(step, MessageSend):
             if len(in_flight[rank]) >= window:
                 over[rank][step] = (in_flight[rank].pop(0),)
-            told[step.message] = list(known[rank])
+            known_at_send[step.message] = list(known[rank])
             in_flight[rank].append(step.message)
         elif isinstance(step, Action):
-            news = told.get(input_of(step, len(placement)) or _NOTHING)
+            news = known_at_send.get(input_of(step, len(placement)) or _NOTHING)
             if news is None:
                 continue
             known[rank] = [max(pair) for pair in zip(known[rank], news, strict=True)]
@@ -275,8 +275,8 @@ def _in_some_order(orders: Sequence[Order], placement: Sequence[int]) -> Iterato
                     needed = input_of(step, len(placement))
                     if needed is not None and needed not in done:
                         break
-                    if (made := pass_of(step)) is not None:
-                        done.add(made)
+                    if (completed := pass_of(step)) is not None:
+                        done.add(completed)
                 yield rank, step
                 heads[rank] += 1
                 moving = True
@@ -323,25 +323,29 @@ def boundary_levels(
     """
     num_slots, slot_bytes = slots_of(order, over_before, num_stages, bytes_of)
     slots = max(num_slots * slot_bytes, pool_bytes)
-    held: dict[Pass, int] = {}
+    boundary_bytes: dict[Pass, int] = {}
     levels: dict[Action, BoundaryLevel] = {}
     running: Action | None = None
     for step in order:
         if isinstance(step, MessageSend):
-            held.pop(step.message, None)
+            boundary_bytes.pop(step.message, None)
             if running is not None:
-                levels[running] = levels[running]._replace(after=slots + sum(held.values()))
+                levels[running] = levels[running]._replace(
+                    after=slots + sum(boundary_bytes.values())
+                )
         if not isinstance(step, Action):
             continue
         running = step
-        needed, made = input_of(step, num_stages), pass_of(step)
+        needed, completed = input_of(step, num_stages), pass_of(step)
         if needed is not None:
-            held.pop(needed, None)
+            boundary_bytes.pop(needed, None)
         # All but the first stage's gradient and the last one's output cross a boundary.
-        if made is not None and made.stage != (0 if made.backward else num_stages - 1):
-            held[made] = bytes_of(made)
+        if completed is not None and completed.stage != (
+            0 if completed.backward else num_stages - 1
+        ):
+            boundary_bytes[completed] = bytes_of(completed)
         taken = bytes_of(needed) if needed is not None and needed.backward else 0
-        level = slots + sum(held.values())
+        level = slots + sum(boundary_bytes.values())
         levels[step] = BoundaryLevel(level + taken, level)
     return levels
 

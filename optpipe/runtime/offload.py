@@ -252,18 +252,18 @@ class Offloader:
 
         Those of the cell before, where none has changed: a reference to each costs more.
         """
-        held = [
+        tensors = [
             one
             for part in self._parts[stage]
             for one in (*part._parameters.values(), *part._buffers.values())  # noqa: SLF001
             if one is not None
         ]
-        if not all(type(one) in _OF_ONE_STORAGE for one in held):
-            return _storages(held)
-        found = [storage_identity(one.untyped_storage()) for one in held]
+        if not all(type(one) in _OF_ONE_STORAGE for one in tensors):
+            return _storages(tensors)
+        found = [storage_identity(one.untyped_storage()) for one in tensors]
         if self._resident_of.get(stage, (None,))[0] != found:
             # What is known keeps its identities from being another storage's.
-            self._resident_of[stage] = found, _storages(held)
+            self._resident_of[stage] = found, _storages(tensors)
         return self._resident_of[stage][1]
 
     def _expect(self, cell: Cell, state: _State, what: str) -> _OffloadedCell:
@@ -393,7 +393,7 @@ class SavedActivations:
     def take_in(self, tensors: Iterable[Tensor]) -> None:
         """Hold tensors that nobody saves."""
         pairs = [(tensor, self._pack(tensor)) for tensor in tensors]
-        self._taken_in = [(tensor, held) for tensor, held in pairs if isinstance(held, _View)]
+        self._taken_in = [(tensor, view) for tensor, view in pairs if isinstance(view, _View)]
 
     def hollow_out(self) -> None:
         """Take the memory from the tensors that were taken in."""
@@ -633,14 +633,14 @@ class _EventFence:
 
 def count_slots(program: Program) -> dict[int, int]:
     """Return, per stage, the most micro-batches that a program has on the host at once."""
-    held: dict[int, set[int]] = {}
+    on_host: dict[int, set[int]] = {}
     most: dict[int, int] = {}
     for stage, kind, microbatch, *_ in program:
         if kind is ActionType.OFFLOAD:
-            held.setdefault(stage, set()).add(microbatch)
-            most[stage] = max(most.get(stage, 0), len(held[stage]))
+            on_host.setdefault(stage, set()).add(microbatch)
+            most[stage] = max(most.get(stage, 0), len(on_host[stage]))
         elif kind.consumes_reload:
-            held.get(stage, set()).discard(microbatch)
+            on_host.get(stage, set()).discard(microbatch)
     return most
 
 

@@ -665,9 +665,9 @@ class _GroupedFunction(torch.autograd.Function):
         if ctx.sink.collecting:
             ctx.sink.deferred.append(deferred)
             return input_gradient, None, None, None, None
-        made = deferred.gradient()
-        made = made.transpose(-2, -1) if is_transposed else made
-        return input_gradient, made, None, None, None
+        weight_gradient = deferred.gradient()
+        weight_gradient = weight_gradient.transpose(-2, -1) if is_transposed else weight_gradient
+        return input_gradient, weight_gradient, None, None, None
 
 
 class _GroupedDeferred(NamedTuple):
@@ -814,15 +814,15 @@ class _StoredDeferral(NamedTuple):
             one.grad = None
         with torch.no_grad():
             self.module.backward_dw()
-            made = [one.grad for one in own]
-            if all(gradient is None for gradient in made) and not any(
+            gradients = [one.grad for one in own]
+            if all(gradient is None for gradient in gradients) and not any(
                 hasattr(one, "main_grad") for one in own
             ):
                 raise PreflightError(
                     f"backward_dw() of a {type(self.module).__name__} made no gradient of its "
                     "parameters, as where a weight is several; turn delay_wgrad_compute off"
                 )
-            for one, gradient, old in zip(own, made, before, strict=True):
+            for one, gradient, old in zip(own, gradients, before, strict=True):
                 one.grad = old
                 if gradient is not None:
                     _add_gradient(one, gradient)

@@ -248,15 +248,15 @@ def _expect_costs(spec: PipelineSpec, cut: Microbatches) -> None:
     given: dict[int, list[list[int]]] = {}
     for cost, args in zip(spec.problem.cost_of, cut.args, strict=True):
         given.setdefault(cost, []).append([tensor.numel() for tensor in tensors_in(args)])
-    held = {cost: spec.problem.stages[0].under(cost).activation_bytes for cost in given}
+    activation_bytes = {cost: spec.problem.stages[0].under(cost).activation_bytes for cost in given}
     for (low, less), (high, more) in permutations(given.items(), 2):
         most, least = list(map(max, *less, less[0])), list(map(min, *more, more[0]))
-        if held[low] > held[high] and all(map(lt, most, least)):
+        if activation_bytes[low] > activation_bytes[high] and all(map(lt, most, least)):
             raise PreflightError(
                 f"micro-batches of cost {low} are given tensors of {most} elements at most, and "
-                f"stage 0 of the problem holds {held[low]} bytes of each; those of cost {high} are "
-                f"given {least} at least, and held {held[high]} bytes: this is the problem of "
-                "another batch; pass that of this one"
+                f"stage 0 of the problem holds {activation_bytes[low]} bytes of each; those of "
+                f"cost {high} are given {least} at least, and held {activation_bytes[high]} bytes: "
+                "this is the problem of another batch; pass that of this one"
             )
 
 

@@ -172,11 +172,11 @@ def check_ranks(schedule: Schedule, num_ranks: int) -> None:
 
 def check_stages(schedule: Schedule, rank: int, stages: Iterable[int]) -> None:
     """Refuse other stages on a rank than those the schedule places there."""
-    held = sorted(stages)
+    given = sorted(stages)
     placed = [index for index, device in enumerate(schedule.placement) if device == rank]
-    if held != placed:
+    if given != placed:
         raise PreflightError(
-            f"this rank was given stages {held}, the schedule's placement puts {placed} here; "
+            f"this rank was given stages {given}, the schedule's placement puts {placed} here; "
             "pass the modules of exactly those"
         )
 

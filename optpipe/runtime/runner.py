@@ -280,7 +280,7 @@ class PipelineRunner:
         pipelines: dict[tuple[bool, Hashable], Pipeline] = {}
         for (trains, bucket), old in self._pipelines.items() if not is_new else ():
             if trains and spec.num_microbatches == self._spec.num_microbatches:
-                made = start_pipeline(
+                pipeline = start_pipeline(
                     spec,
                     passes,
                     old.given,
@@ -289,7 +289,7 @@ class PipelineRunner:
                     trains=trains,
                     known=self._known_shapes,
                 )
-                pipelines[trains, bucket] = made
+                pipelines[trains, bucket] = pipeline
         passes.observer = self._passes.observer
         self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
         if is_new and self._training is not None:

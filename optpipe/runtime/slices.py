@@ -106,8 +106,8 @@ class SliceStates:
 def _handed_on(own: Tensor, leaf: Tensor) -> Tensor:
     if not own.requires_grad:
         return own
-    made: Tensor = _HandedOn.apply(own, leaf)  # type: ignore[no-untyped-call]
-    return made
+    result: Tensor = _HandedOn.apply(own, leaf)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _HandedOn(torch.autograd.Function):

@@ -113,12 +113,12 @@ def _lags(times: Sequence[DeviceTimes]) -> dict[tuple[int, int], float]:
     ran = [
         (item.action, item) for own in times for item in own.intervals if item.action is not None
     ]
-    made = {done: item for action, item in ran if (done := pass_of(action)) is not None}
+    producers = {done: item for action, item in ran if (done := pass_of(action)) is not None}
     num_stages = 1 + max((action.stage for action, _ in ran), default=0)
     lags: dict[tuple[int, int], float] = {}
     for action, item in ran:
         needed = input_of(action, num_stages)
-        source = made.get(needed) if needed is not None else None
+        source = producers.get(needed) if needed is not None else None
         if source is not None and source.device != item.device:
             pair = (source.device, item.device)
             lags[pair] = max(lags.get(pair, -math.inf), source.end - item.start)

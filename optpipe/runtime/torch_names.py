@@ -268,9 +268,9 @@ def takes_grouped_products(weight: Tensor) -> bool:
 
     On GPUs before SM80, among others, it falls back to a product after the other.
     """
-    asked = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
-    if asked is not None:
-        return bool(asked(weight, weight, weight))
+    can_use = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
+    if can_use is not None:
+        return bool(can_use(weight, weight, weight))
     capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (8, 0)
     return capability >= (8, 0)
 
@@ -303,8 +303,8 @@ def default_store() -> Store:
 
 def further_connection() -> Store:
     """Return that store on a connection of its own, which no long wait of others holds up."""
-    made: Store = default_store().clone()  # type: ignore[attr-defined]
-    return made
+    store: Store = default_store().clone()  # type: ignore[attr-defined]
+    return store
 
 
 def backends(group: ProcessGroup | None) -> dict[str, str]:
@@ -352,12 +352,12 @@ def group_alike(group: ProcessGroup | None, backend: str | None = None) -> Proce
     dist.all_gather_object(names, names[0], group=group)
     distributed_c10d._process_group_name = lambda *_, **__: names[0]  # noqa: SLF001
     try:
-        made: ProcessGroup = dist.new_group(
+        new_group: ProcessGroup = dist.new_group(
             members, backend=backend, use_local_synchronization=True
         )
     finally:
         distributed_c10d._process_group_name = naming  # noqa: SLF001
-    return made
+    return new_group
 
 
 BufferPlace = tuple[nn.Module, str]

@@ -406,10 +406,12 @@ def _torch_actions(program: Program, *, in_pairs: bool) -> list[_Action | None]:
         if action.type not in _TORCH_RUNS:
             continue
         # By name: the values became letters in 2.12.
-        made = _Action(action.stage, _ComputationType[action.type.name], action.microbatch)
+        torch_action = _Action(action.stage, _ComputationType[action.type.name], action.microbatch)
         if in_pairs and action.paired:
-            made = _Action(-1, _ComputationType.OVERLAP_F_B, None, (found.pop(), made))
-        found.append(made)
+            torch_action = _Action(
+                -1, _ComputationType.OVERLAP_F_B, None, (found.pop(), torch_action)
+            )
+        found.append(torch_action)
     return list(found)
 
 
@@ -617,8 +619,8 @@ class HookedStage(PipelineStage):
     def recompute_one_chunk(self, microbatch: int, args: tuple[Any, ...]) -> Any:
         """Run an F again, this time for its autograd graph."""
         infos = self._received(microbatch)
-        for info, held in zip(infos, self.fwd_cache[microbatch][1], strict=False):
-            info.buffer = held
+        for info, tensor in zip(infos, self.fwd_cache[microbatch][1], strict=False):
+            info.buffer = tensor
         kwargs = self.kwargs[microbatch]
         output = super().forward_one_chunk(microbatch, args, kwargs, save_forward_output=False)
         for info in infos:
@@ -685,11 +687,11 @@ class HookedStage(PipelineStage):
     ) -> None:
         """Copy what a pass has made, and let go of it; where there is no gradient, zeros."""
         microbatch = message.microbatch
-        made: Any = (
+        tensors: Any = (
             self.bwd_cache.pop(microbatch) if message.backward else self.fwd_cache[microbatch][0]
         )
         places = iter(slot)
-        for tensor, blank in zip(made, blanks, strict=True):
+        for tensor, blank in zip(tensors, blanks, strict=True):
             if blank is None:
                 continue
             place = next(places)

@@ -343,12 +343,12 @@ def _treatment(
 
 def _check_numbers(called: str, mode: CellMode, found: Treatment) -> None:
     """Refuse a mode whose numbers ask for other actions than its name for deeds."""
-    asked = (mode.recompute or "nothing", mode.offload_bytes > 0)
+    by_numbers = (mode.recompute or "nothing", mode.offload_bytes > 0)
     done = ("apart" if found.apart else "inside" if found.again else "nothing", bool(found.moved))
-    if asked != done:
+    if by_numbers != done:
         raise PreflightError(
             f"{called} says {str(found)!r}, which recomputes {done[0]} and offloads "
-            f"{'something' if done[1] else 'nothing'}; its numbers recompute {asked[0]} and "
+            f"{'something' if done[1] else 'nothing'}; its numbers recompute {by_numbers[0]} and "
             f"offload {mode.offload_bytes} bytes; correct one of them"
         )
 

@@ -579,8 +579,8 @@ def cut(group: ProcessGroup | None) -> None:
         (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
 
 
-def _end_process(told: str, stands_still: bool) -> None:
-    sys.stderr.write(f"optpipe: {told}\n")
+def _end_process(message: str, stands_still: bool) -> None:
+    sys.stderr.write(f"optpipe: {message}\n")
     if stands_still:
         faulthandler.dump_traceback()
     sys.stderr.flush()

@@ -77,7 +77,7 @@ def test_curves_are_those_of_the_timeline(case) -> None:
     curves = drawing_of(*case).memory
     expected = make_timeline(*case).memory
     for curve, points in zip(curves, expected, strict=True):
-        assert list(zip(curve.moments, curve.held, strict=True)) == list(points)
+        assert list(zip(curve.moments, curve.held_bytes, strict=True)) == list(points)
         assert np.all(np.diff(curve.moments) >= 0)
         assert curve.moments[0] == 0
 
@@ -91,7 +91,7 @@ def test_a_gradient_reduction_has_the_bytes_of_its_moment() -> None:
     assert len(rows) == 2
     for row in rows:
         curve = drawing.memory[bars.device[row]]
-        held = curve.held[curve.moments <= bars.start[row]][-1]
+        held = curve.held_bytes[curve.moments <= bars.start[row]][-1]
         assert bars.before[row] == bars.after[row] == held
 
 
@@ -156,14 +156,14 @@ def test_a_peak_is_in_the_columns_it_touches_and_nowhere_else(case, num_columns:
         peaks = peaks_of(curve, end, edges)
         for column in range(num_columns):
             left, right = edges[column], min(edges[column + 1], end)
-            held = curve.held[(curve.moments < right) & (until > left)]
+            held = curve.held_bytes[(curve.moments < right) & (until > left)]
             if left < right:
                 assert peaks[column] == held.max()
 
 
 def test_a_peak_shorter_than_a_column_is_kept() -> None:
     """What a mean would hide is what a limit is about."""
-    curve = Curve(moments=np.array([0.0, 50.0, 50.1]), held=np.array([1, 9, 2]))
+    curve = Curve(moments=np.array([0.0, 50.0, 50.1]), held_bytes=np.array([1, 9, 2]))
     peaks = peaks_of(curve, 100.0, np.linspace(0, 100, 11))
     assert peaks.tolist() == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from examples import make_llama3_8b as example
 from optpipe.presets import MODELS, LayerForm, ModelShape, Training, find_model
 from optpipe.presets.costs import head_kept, layer_kept, layer_work, saved_tensors
-from optpipe.presets.parameters import Held, static_bytes
+from optpipe.presets.parameters import RankParameters, static_bytes
 
 H, A, S, B = 512, 8, 256, 3
 DENSE, MOE = LayerForm(False), LayerForm(True)
@@ -92,16 +92,16 @@ def test_the_head_keeps_input_norm_and_softmax() -> None:
 def test_static_bytes_per_parameter(dp, zero, per_parameter) -> None:
     """Weight, gradient, and the optimizer's 12, spread as ZeRO does; cp's ranks are replicas."""
     expected = tuple(1000 * size for size in per_parameter)
-    assert static_bytes(Held(1000), Training(dp=dp, zero=zero)) == expected
-    assert static_bytes(Held(1000), Training(cp=dp, zero=zero)) == expected
+    assert static_bytes(RankParameters(1000), Training(dp=dp, zero=zero)) == expected
+    assert static_bytes(RankParameters(1000), Training(cp=dp, zero=zero)) == expected
 
 
 def test_static_bytes_of_experts_are_spread_over_those_who_hold_them() -> None:
     """Of tp x cp x dp ranks ep x etp hold different ones; fp32 needs no second copy of a weight."""
-    assert static_bytes(Held(0, 1000), Training(dp=8, ep=4)).total == 1000 * (2 + 4 + 6)
+    assert static_bytes(RankParameters(0, 1000), Training(dp=8, ep=4)).total == 1000 * (2 + 4 + 6)
     folded = Training(tp=2, dp=16, ep=32)
-    assert static_bytes(Held(0, 1000), folded).total == 1000 * (2 + 4 + 12)
-    assert static_bytes(Held(1000), Training(precision="fp32")).total == 1000 * 16
+    assert static_bytes(RankParameters(0, 1000), folded).total == 1000 * (2 + 4 + 12)
+    assert static_bytes(RankParameters(1000), Training(precision="fp32")).total == 1000 * 16
 
 
 def test_narrow_products_keep_their_inputs_narrow() -> None:

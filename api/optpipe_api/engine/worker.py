@@ -247,22 +247,22 @@ def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> M
 def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> Message:
     from optpipe_solver import tune as tuning  # noqa: PLC0415 - heavy; after the limits are set
 
-    asked = tuning.read_question(json.loads(job.document))
+    read = tuning.read_question(json.loads(job.document))
     options = job.header["options"]
     start, kept = None, job.header.get("checkpoint")
-    known = None if kept is None else tuning.read_checkpoint(asked.question, kept)
+    known = None if kept is None else tuning.read_checkpoint(read.question, kept)
     if job.header["has_start"]:
         last = channel.receive()
         (row, *_) = json.loads(last.header["tuned"])["rows"]
         programs = load_schedule(last.document).programs
-        start = tuning.read_row(asked.question, row, load_problem(last.problem), programs)
-    told: list[TuneRow] = []
+        start = tuning.read_row(read.question, row, load_problem(last.problem), programs)
+    reported: list[TuneRow] = []
 
     def tell(result: TuneResult) -> None:
         best = result.best
-        is_better = best is not None and best not in told[-1:]
+        is_better = best is not None and best not in reported[-1:]
         if best is not None and is_better:
-            told.append(best)
+            reported.append(best)
         else:
             channel.send(Message("said", {"text": result.certificate}))
         shown = best if is_better else None
@@ -274,8 +274,8 @@ def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> M
         channel.send(Message("progress", header, _text(schedule), _text(problem)))
 
     result = tune(
-        asked.question,
-        current=asked.current,
+        read.question,
+        current=read.current,
         **{name: options[name] for name in _OF_TUNE},
         start=start,
         known=known,

@@ -532,10 +532,10 @@ class TuneBody(StrictBody):
 
     def question(self) -> dict[str, Any]:
         """Return what is asked as JSON values: all that the answer depends on but the options."""
-        asked = self.model_dump(mode="json", exclude={"options", "tags", "priority"})
-        asked["fixed"] = self.fixed.model_dump(exclude_none=True)
+        values = self.model_dump(mode="json", exclude={"options", "tags", "priority"})
+        values["fixed"] = self.fixed.model_dump(exclude_none=True)
         if self.current is not None:
-            asked["current"]["recompute"] = sorted(self.current.recompute)
+            values["current"]["recompute"] = sorted(self.current.recompute)
             if self.current.layers is None:
-                del asked["current"]["layers"]
-        return {name: value for name, value in asked.items() if value is not None}
+                del values["current"]["layers"]
+        return {name: value for name, value in values.items() if value is not None}

@@ -96,7 +96,7 @@ class BatchService:
         job, problem, schedule = await run_in_threadpool(self._subject, swept.what_if, who)
         max_cells = min(MAX_CELLS, self._settings.max_cells)
         try:
-            asked = await self._pool.run(
+            variants = await self._pool.run(
                 make_items,
                 problem,
                 schedule,
@@ -111,7 +111,7 @@ class BatchService:
                 "time or memory than this service spends on that; fetch problem and schedule, and "
                 "run optpipe explain --what-if"
             ) from None
-        refuse_many(len(asked), self._settings.max_batch_items)
+        refuse_many(len(variants), self._settings.max_batch_items)
         items = tuple(
             replace(
                 item,
@@ -123,7 +123,7 @@ class BatchService:
                     source_id=job.id,
                 ),
             )
-            for item in asked
+            for item in variants
         )
         return replace(
             swept,
@@ -334,16 +334,16 @@ def make_items(
     ``is_proven``: whether more searching finds nothing better.
     """
     problem, known = load_problem(problem_text), load_schedule(schedule_text)
-    asked = [] if is_proven else [as_it_is(problem, known.programs)]
-    asked += [
+    variants = [] if is_proven else [as_it_is(problem, known.programs)]
+    variants += [
         question
         for question in questions(problem, known.programs, max_cells=max_cells)
         if isinstance(question, WhatIfQuestion)
     ]
-    tighter = tighter_ones([question.problem for question in asked])
+    tighter = tighter_ones([question.problem for question in variants])
     return tuple(
         _item(question, others, known, options)
-        for question, others in zip(asked, tighter, strict=True)
+        for question, others in zip(variants, tighter, strict=True)
     )
 
 

@@ -256,9 +256,9 @@ def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ..
     """Return a row with other layers per stage, as JSON; raises `InputError` if they are no cut."""
     from optpipe_solver.tune import recut  # noqa: PLC0415 - heavy
 
-    asked = _question_of(question)
-    row = recut(asked, _row_of(asked, checkpoint, row_id), layers)
-    return json.dumps(row.as_json(asked.framework))
+    tune_question = _question_of(question)
+    row = recut(tune_question, _row_of(tune_question, checkpoint, row_id), layers)
+    return json.dumps(row.as_json(tune_question.framework))
 
 
 def _question_of(text: str) -> TuneQuestion:

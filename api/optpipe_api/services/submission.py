@@ -130,15 +130,15 @@ def planned_job(
     )
 
 
-def _checked_cells(asked: Problem | Model, num_stages: int, max_cells: int | None) -> int:
-    num_microbatches = asked.num_microbatches
+def _checked_cells(document: Problem | Model, num_stages: int, max_cells: int | None) -> int:
+    num_microbatches = document.num_microbatches
     num_cells = num_stages * num_microbatches
     if max_cells is not None and num_cells > max_cells:
         raise ProblemError(
             f"num_microbatches = {num_microbatches}: stages x num_microbatches = {num_cells} "
             f"exceeds {max_cells}, the limit of this service (OPTPIPE_MAX_CELLS); lower "
             "num_microbatches"
-        ).at(f"/{'problem' if isinstance(asked, Problem) else 'model'}/num_microbatches")
+        ).at(f"/{'problem' if isinstance(document, Problem) else 'model'}/num_microbatches")
     return num_cells
 
 
@@ -180,8 +180,8 @@ def read_tune(body: bytes, settings: Settings) -> NewJob:
     from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
     wanted = TuneBody.parse(decode_json(body))
-    options, asked = wanted.options.within(settings), wanted.question()
-    read = read_question(asked)
+    options, values = wanted.options.within(settings), wanted.question()
+    read = read_question(values)
     question = read.question
     if read.current is not None:
         _check_current(read.current.pipeline, settings.max_cells)
@@ -189,10 +189,10 @@ def read_tune(body: bytes, settings: Settings) -> NewJob:
     return NewJob(
         kind=JobKind.TUNE,
         name=f"{question.shape.name[:_MOST_NAME]} on {on}",
-        problem_hash=hash_of(asked),
+        problem_hash=hash_of(values),
         objective="step",
         options=options,
-        question=json.dumps(asked),
+        question=json.dumps(values),
         tags=wanted.tags,
         priority=wanted.priority,
     )

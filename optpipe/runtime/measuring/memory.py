@@ -131,7 +131,7 @@ def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
     resident = [*_resident(stage, stage.inputs), *gradients]
     with _no_collector(), meter_for(stage.device, resident) as meter:
         levels = _levels(stage, meter, saved_bytes)
-        held = levels.held
+        held_bytes = levels.held_bytes
         again = _Alone(stage, meter)
         with without_graph():
             bare = again.forward() - again.sent_bytes
@@ -140,15 +140,15 @@ def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
             once_more = again.forward()
         again.backward()
     return StageMemory(
-        activation_bytes=held,
+        activation_bytes=held_bytes,
         checkpoint_bytes=checkpoint,
         weight_context_bytes=levels.context,
         workspaces={
-            ActionType.FORWARD: max(0, levels.forward - held),
-            ActionType.BACKWARD_INPUT: max(0, levels.split - max(held, levels.context)),
+            ActionType.FORWARD: max(0, levels.forward - held_bytes),
+            ActionType.BACKWARD_INPUT: max(0, levels.split - max(held_bytes, levels.context)),
             ActionType.BACKWARD_WEIGHT: max(0, levels.weight - levels.context),
-            ActionType.RECOMPUTE: max(0, once_more - held),
-            ActionType.FULL_BACKWARD: max(0, levels.fused - held),
+            ActionType.RECOMPUTE: max(0, once_more - held_bytes),
+            ActionType.FULL_BACKWARD: max(0, levels.fused - held_bytes),
         },
         without_graph_bytes=max(0, bare - checkpoint),
     )
@@ -183,27 +183,29 @@ def measure_inside(
     resident = [*_resident(stage, stage.inputs), *gradients]
     with _no_collector(), meter_for(stage.device, resident) as meter:
         found = _levels(stage, meter, 0, running)
-    held = min(found.held, kept.activation_bytes)
+    held_bytes = min(found.held_bytes, kept.activation_bytes)
     own = (
         found.split - kept.workspaces[ActionType.BACKWARD_INPUT],
         found.fused - kept.workspaces[ActionType.FULL_BACKWARD],
     )
-    inside = max(0, min(own) - held)
+    inside = max(0, min(own) - held_bytes)
     return InsideMemory(
-        forward_bytes=held,
+        forward_bytes=held_bytes,
         inside_bytes=inside,
         weight_context_bytes=found.context,
-        forward_workspace_bytes=max(0, found.forward - held),
-        backward_input_workspace_bytes=max(0, found.split - max(held + inside, found.context)),
+        forward_workspace_bytes=max(0, found.forward - held_bytes),
+        backward_input_workspace_bytes=max(
+            0, found.split - max(held_bytes + inside, found.context)
+        ),
         backward_weight_workspace_bytes=max(0, found.weight - found.context),
-        backward_workspace_bytes=max(0, found.fused - held - inside),
+        backward_workspace_bytes=max(0, found.fused - held_bytes - inside),
     )
 
 
 class _Levels(NamedTuple):
     """Bytes that are live after F and after I, and the peaks of F, I, W and B."""
 
-    held: int
+    held_bytes: int
     context: int
     forward: int
     split: int
@@ -220,7 +222,7 @@ def _levels(
     """Run F, I and W, then two micro-batches at once, and see that they add up."""
     alone = _Alone(stage, meter, running)
     forward = alone.forward() - alone.sent_bytes
-    held = meter.live_bytes()
+    held_bytes = meter.live_bytes()
     with stage.gradients.collect():
         split = alone.backward()
         make_weight_gradients = stage.gradients.take()
@@ -234,8 +236,8 @@ def _levels(
     held_by_two = meter.live_bytes()
     fused = [one.backward() for one in pair][-1]
     left = max(left, meter.live_bytes())
-    _check(stage.index, held, _Beside(saved_bytes, held_by_two, left))
-    return _Levels(held, context, forward, split, weight, fused)
+    _check(stage.index, held_bytes, _Beside(saved_bytes, held_by_two, left))
+    return _Levels(held_bytes, context, forward, split, weight, fused)
 
 
 class _Alone:
@@ -275,9 +277,9 @@ class _Alone:
             self._result = ForwardResult((), tuple(root / 2 for root in roots))
         run = partial(self._stage.backward, self._result, gradients)
         _, peak = self._meter.watch(run)
-        made = _bytes(one.grad for one in self._received if one.grad is not None)
+        gradient_bytes = _bytes(one.grad for one in self._received if one.grad is not None)
         self._received, self._result = (), ForwardResult((), ())
-        return peak - taken - made
+        return peak - taken - gradient_bytes
 
 
 class _Beside(NamedTuple):
@@ -288,24 +290,25 @@ class _Beside(NamedTuple):
     left: int
 
 
-def _check(stage: int, held: int, beside: _Beside) -> None:
+def _check(stage: int, held_bytes: int, beside: _Beside) -> None:
     """Refuse a stage whose bytes do not add up."""
     rule = f"a plan must be right within {format_share(_TOLERANCE)}"
-    if beside.saved - held > _TOLERANCE * held:
+    if beside.saved - held_bytes > _TOLERANCE * held_bytes:
         raise InputError(
-            f"stage {stage}: autograd saves {beside.saved} bytes in an F, but only {held} are live "
-            f"after it: {rule}; measure on the device that will train, or without torch.compile"
+            f"stage {stage}: autograd saves {beside.saved} bytes in an F, but only {held_bytes} "
+            f"are live after it: {rule}; measure on the device that will train, or without "
+            "torch.compile"
         )
-    if abs(beside.held_by_two - 2 * held) > _TOLERANCE * 2 * held:
+    if abs(beside.held_by_two - 2 * held_bytes) > _TOLERANCE * 2 * held_bytes:
         raise InputError(
-            f"stage {stage} holds {held} bytes after the F of one micro-batch and "
+            f"stage {stage} holds {held_bytes} bytes after the F of one micro-batch and "
             f"{beside.held_by_two} after two, but {rule} when it adds them up; let the module keep "
             "no tensor of a forward for the next one"
         )
-    if beside.left > _TOLERANCE * held:
+    if beside.left > _TOLERANCE * held_bytes:
         raise InputError(
-            f"stage {stage} still holds {beside.left} bytes after a backward, of {held} after its "
-            f"F, which count as free: {rule}; let the module keep no tensor of a forward"
+            f"stage {stage} still holds {beside.left} bytes after a backward, of {held_bytes} "
+            f"after its F, which count as free: {rule}; let the module keep no tensor of a forward"
         )
 
 
@@ -412,12 +415,12 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def live_bytes(self) -> int:
         """Return what is live once the threads of collectives have let go of what they held."""
-        held, since = self._held_bytes(), time.monotonic()
+        live, since = self._held_bytes(), time.monotonic()
         while self._has_met and time.monotonic() - since < _SETTLED_S:
             time.sleep(_SETTLED_S / 10)
-            before, held = held, self._held_bytes()
-            since = since if held == before else time.monotonic()
-        return held
+            before, live = live, self._held_bytes()
+            since = since if live == before else time.monotonic()
+        return live
 
     def _held_bytes(self) -> int:
         live = (ref for ref in self._sizes if not ref.expired())  # type: ignore[no-untyped-call]
@@ -514,9 +517,9 @@ def _split_of(stage: StageUnderTest, result: ForwardResult) -> Split:
         make_weight_gradients = stage.gradients.take()
     early = {id(p) for p in stage.module.parameters() if p.grad is not None}
     make_weight_gradients()
-    made = [p for p in stage.module.parameters() if p.grad is not None]
-    deferred = sum(p.numel() for p in made if id(p) not in early)
-    return Split(deferred, sum(p.numel() for p in made))
+    with_gradient = [p for p in stage.module.parameters() if p.grad is not None]
+    deferred = sum(p.numel() for p in with_gradient if id(p) not in early)
+    return Split(deferred, sum(p.numel() for p in with_gradient))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

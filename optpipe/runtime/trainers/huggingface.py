@@ -86,15 +86,15 @@ def split(
     stages = Stages()
     ends = list(accumulate(layers_per_stage))
     parts = split_model(model, layers_per_stage, blocks=blocks)
-    for index, (made, end, count) in enumerate(zip(parts, ends, layers_per_stage, strict=True)):
-        _keep_layers(made, config, end - count, end)
-        decoder: Any = made.base_model
+    for index, (part, end, count) in enumerate(zip(parts, ends, layers_per_stage, strict=True)):
+        _keep_layers(part, config, end - count, end)
+        decoder: Any = part.base_model
         if index:
             for name in ("wpe", "drop"):
                 if hasattr(decoder, name):
                     decoder._modules[name] = _Nothing() if name == "wpe" else Passed()  # noqa: SLF001
-        made.forward = MethodType(_of_states if index else _of_tokens, made)
-        stages.append(made)
+        part.forward = MethodType(_of_states if index else _of_tokens, part)
+        stages.append(part)
     stages.ties = ties_of(stages)
     is_known = getattr(config, "model_type", "") in _TESTED
     if check or (check is None and not is_known):
@@ -179,14 +179,14 @@ class _Nothing(nn.Module):
         return torch.zeros((), device=positions.device)
 
 
-def _keep_layers(made: Any, config: Any, start: int, end: int) -> None:
+def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
     """Let a stage's configuration say what it says of the layers that it holds."""
     own = copy.deepcopy(config)
     own.num_hidden_layers = end - start
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         own.layer_types = list(kinds[start:end])
-    for module in (made, made.base_model):
+    for module in (part, part.base_model):
         module.config = own
 
 

@@ -167,11 +167,11 @@ class _Deferral(NamedTuple):
     def make(self) -> None:
         """Make them, and hand them to autograd, whose hooks take them from there."""
         with torch.no_grad():
-            made = self.gradients()
+            gradients = self.gradients()
         parameters = [one for one in (self.weight, self.bias) if one is not None]
         with torch.enable_grad():
             seen = [one.view_as(one) for one in parameters]
-        torch.autograd.backward(seen, [one for one in made if one is not None])
+        torch.autograd.backward(seen, [one for one in gradients if one is not None])
 
 
 _VERSIONS: Final = "0.16"
@@ -325,8 +325,8 @@ class ScheduledForwardBackward:
 
     def _ready(self, models: list[nn.Module], config: Any, groups: Any) -> PipelineRunner:
         """Return the runner of these models, a new one where they are others than before."""
-        held = [chunk.model for chunk in self._chunks.values()]
-        if self.runner is not None and all(a is b for a, b in zip(held, models, strict=True)):
+        known = [chunk.model for chunk in self._chunks.values()]
+        if self.runner is not None and all(a is b for a, b in zip(known, models, strict=True)):
             return self.runner
         self.close()
         placement, rank = self._schedule.placement, dist.get_rank(groups.pp)
@@ -443,16 +443,16 @@ def _groups() -> Any:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    made = ProcessGroupCollection()
-    made.tp = parallel_state.get_tensor_model_parallel_group()
-    made.pp = parallel_state.get_pipeline_model_parallel_group()
-    made.cp = parallel_state.get_context_parallel_group()
-    made.embd = parallel_state.get_embedding_group(check_initialized=False)
-    made.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    made.dp_cp = parallel_state.get_data_parallel_group(
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    return made
+    return groups
 
 
 def _boundaries(

@@ -175,7 +175,7 @@ def _check_parts(model: nn.Module, parts: Sequence[Collection[str]]) -> None:
                 )
             kept[name] = index
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not any(name.startswith(f"{held}.") for held in kept):
+        if not any(name.startswith(f"{prefix}.") for prefix in kept):
             raise PreflightError(
                 f"parameter {name} of shape {tuple(parameter.shape)} is in no stage; name the "
                 "module that holds it, or put a parameter of the whole model into a module"
@@ -187,24 +187,24 @@ def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn
 
     ``part`` are the full names of those that it holds; tables are held by all.
     """
-    made = copy.copy(model)
+    skeleton = copy.copy(model)
     # A copy of a module shares its dictionaries.
     for kind in ("_parameters", "_buffers", "_modules"):
-        made.__dict__[kind] = dict(getattr(model, kind))
+        skeleton.__dict__[kind] = dict(getattr(model, kind))
     for name, child in model.named_children():
         full = f"{prefix}{name}"
         if full in part or _is_table(child):
             continue
-        if any(held.startswith(f"{full}.") for held in part):
-            made.__dict__["_modules"][name] = skeleton_of(child, part, f"{full}.")
+        if any(name_in_part.startswith(f"{full}.") for name_in_part in part):
+            skeleton.__dict__["_modules"][name] = skeleton_of(child, part, f"{full}.")
         elif isinstance(child, _LISTS):
-            made.__dict__["_modules"][name] = type(child)()
+            skeleton.__dict__["_modules"][name] = type(child)()
         elif isinstance(model, _LISTS):
             # Those that stay keep their number, so keys are the model's.
-            del made.__dict__["_modules"][name]
+            del skeleton.__dict__["_modules"][name]
         else:
-            made.__dict__["_modules"][name] = Passed()
-    return made
+            skeleton.__dict__["_modules"][name] = Passed()
+    return skeleton
 
 
 def _is_table(module: nn.Module) -> bool:

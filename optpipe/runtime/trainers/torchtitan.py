@@ -85,10 +85,10 @@ def pipeline_llm(
     treat_as_plain(Linear)
     placement = schedule.placement
     planned = num_microbatches_of(schedule)
-    asked = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    if asked != planned:
+    configured = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if configured != planned:
         raise PreflightError(
-            f"local_batch_size {training.local_batch_size} makes {asked} micro-batches of "
+            f"local_batch_size {training.local_batch_size} makes {configured} micro-batches of "
             f"{parallelism.pipeline_parallel_microbatch_size}, the schedule runs {planned}; solve "
             "for that many, or change the batch"
         )
@@ -123,8 +123,8 @@ def pipeline_llm(
         return loss
 
     settings = {"device": device, "group": mesh.get_group(), "mean_loss": False, **options}
-    made = TitanSchedule(parts, schedule, scalar_loss, problem, settings)
-    return made, list(parts.values()), 0 in own, len(placement) - 1 in own
+    titan = TitanSchedule(parts, schedule, scalar_loss, problem, settings)
+    return titan, list(parts.values()), 0 in own, len(placement) - 1 in own
 
 
 class TitanSchedule:

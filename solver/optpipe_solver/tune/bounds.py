@@ -50,7 +50,7 @@ from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.presets.overlap import model_phases, most_hidden
-from optpipe.presets.parameters import Held, static_bytes
+from optpipe.presets.parameters import RankParameters, static_bytes
 from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_bytes
 from optpipe_solver.tune.cut import CutNumbers, LayerNumbers
 
@@ -303,7 +303,7 @@ class _KindOfLayer(NamedTuple):
     On all the same parameters, and nothing at rest among the numbers: that is what replicas change.
     """
 
-    held: Held
+    held: RankParameters
     numbers: tuple[LayerNumbers, ...]
 
 
@@ -335,7 +335,7 @@ def _kinds_of_layer(
         at += repeat
     return tuple(
         _KindOfLayer(
-            same[0][0].held,
+            same[0][0].parameters,
             tuple(
                 _numbers_of(number, sliced, one, keeps=keeps)
                 for sliced, one in zip(same, hidden[same], strict=True)
@@ -408,10 +408,14 @@ def _most_work(slow: Sequence[float], share: float, m: int) -> float:
     return prices
 
 
-def _after_ms(held: Held, machines: Sequence[Machine], *, is_pipelined: bool) -> float:
+def _after_ms(held: RankParameters, machines: Sequence[Machine], *, is_pipelined: bool) -> float:
     """Return what follows the pipeline on the ranks together, at least, each parameter's least."""
     found = 0.0
-    for part in (held,) if len(machines) == 1 else (Held(held.common), Held(0, held.experts)):
+    for part in (
+        (held,)
+        if len(machines) == 1
+        else (RankParameters(held.common), RankParameters(0, held.experts))
+    ):
         found += min(one.optimizer_ms(part) for one in machines)
         for name in ("reduction", "gathering"):
             found += min(
@@ -420,9 +424,9 @@ def _after_ms(held: Held, machines: Sequence[Machine], *, is_pipelined: bool) ->
     return found
 
 
-def _sum(kinds: Sequence[_KindOfLayer]) -> Held:
-    held = Held(0)
+def _sum(kinds: Sequence[_KindOfLayer]) -> RankParameters:
+    held = RankParameters(0)
     for one in kinds:
         number = one.numbers[0].number
-        held = held.plus(Held(number * one.held.common, number * one.held.experts))
+        held = held.plus(RankParameters(number * one.held.common, number * one.held.experts))
     return held
