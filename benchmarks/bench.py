@@ -162,17 +162,17 @@ def contest(names: Sequence[str], options: argparse.Namespace) -> list[BenchRow]
     """Run the contest on instances; append every row as soon as it is there."""
     old = [] if options.again else read_rows(BenchRow, options.results)
     known = read_known()
-    made = []
+    rows = []
     for name in names:
         done = {row.solver for row in old if row.instance == name and row.commit == commit()}
         for row in Contest(name, options).rows(done):
             print(_line(row), flush=True)
-            made.append(row)
+            rows.append(row)
             if not options.smoke:
                 write_rows([row], options.results)
                 known = known_best(known, [row])
                 write_known(known)
-    return made
+    return rows
 
 
 def _line(row: BenchRow) -> str:
@@ -238,12 +238,12 @@ def on_time(only: str = "*") -> list[str]:
     from optpipe_solver.portfolio import all_starts
 
     faults = []
-    made: dict[str, Callable[[], Problem]] = {
+    makers: dict[str, Callable[[], Problem]] = {
         name: partial(large_problem, *shape) for name, shape in _LARGE.items()
     }
-    made[_MENUS] = large_menus
-    made[_PAIRS] = partial(problem_in_pairs, 64, "v", 512, 0.2, 129)
-    for name, make in made.items():
+    makers[_MENUS] = large_menus
+    makers[_PAIRS] = partial(problem_in_pairs, 64, "v", 512, 0.2, 129)
+    for name, make in makers.items():
         if not fnmatch.fnmatch(name, only):
             continue
         problem = make()

@@ -92,17 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     before = {row.name: row for row in read_rows(WorkRow, options.against)}
     names = [row["name"] for row in index() if fnmatch.fnmatch(row["name"], options.only)]
-    made, faults = [], []
+    rows, faults = [], []
     for row in _rows(names, options.work):
         known = before.get(row.name)
         print(_line(row, known), flush=True)
-        made.append(row)
+        rows.append(row)
         faults += [f"{row.name}: {why}" for why in (worse(row, known) if known else ())]
         if options.write:
-            write_rows(made, options.write, keep=False)
-    compared = sum(row.name in before for row in made)
-    seconds = sum(row.cpu_seconds for row in made)
-    print(f"{len(made)} instances, {compared} compared, {len(faults)} worse, {seconds:.0f} CPU s")
+            write_rows(rows, options.write, keep=False)
+    compared = sum(row.name in before for row in rows)
+    seconds = sum(row.cpu_seconds for row in rows)
+    print(f"{len(rows)} instances, {compared} compared, {len(faults)} worse, {seconds:.0f} CPU s")
     if faults:
         sys.exit("\n".join(faults))
 

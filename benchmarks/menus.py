@@ -85,9 +85,9 @@ def all_problems() -> Iterator[tuple[str, Problem]]:
     """Yield every problem and its name; the same ones each time, as long as the formulas are."""
     for name, problem in _sources():
         for way in ("free", "uniform"):
-            held = _with_stages(problem, uniform_modes=way == "uniform")
+            variant = _with_stages(problem, uniform_modes=way == "uniform")
             for limit, share in _LIMITS.items():
-                yield f"{name}-{limit}-{way}", _limited(held, share)
+                yield f"{name}-{limit}-{way}", _limited(variant, share)
     long = _estimated("llama3-70b", 8, 16, Training(tp=8, sequence=131_072))
     yield "llama3-70b-128k-free", long
     yield "llama3-70b-128k-uniform", _with_stages(long, uniform_modes=True)
@@ -248,12 +248,12 @@ class _Rows:
             ("ours", [self.problem]),
         ):
             if solver not in done:
-                rows = [self._solved(solver, held) for held in forms]
+                rows = [self._solved(solver, variant) for variant in forms]
                 yield min(rows, key=lambda row: row.objective_ms or math.inf)
 
-    def _solved(self, solver: str, held: Problem) -> MenuRow:
-        found = run_apart("ours", replace(self.job, problem=held))
-        return self._row(solver, found, judge(held, found.programs), self.work)
+    def _solved(self, solver: str, variant: Problem) -> MenuRow:
+        found = run_apart("ours", replace(self.job, problem=variant))
+        return self._row(solver, found, judge(variant, found.programs), self.work)
 
     def _row(
         self, solver: str, found: PeerAnswer, objective_ms: float | None, work: float
@@ -340,10 +340,10 @@ def _against(ours: dict[str, MenuRow], theirs: dict[str, float | None]) -> str:
         if max(a, b) < math.inf:
             logs.append(math.log(a / b))
     mean = f"{math.exp(statistics.fmean(logs)):.4f}" if logs else "of none"
-    told = f" ({', '.join(worse)})" if worse else ""
+    names = f" ({', '.join(worse)})" if worse else ""
     only = f", {alone} of these with a schedule alone" if alone else ""
     return (
-        f"shorter on {better} of {len(theirs)}{only}, longer on {len(worse)}{told}; "
+        f"shorter on {better} of {len(theirs)}{only}, longer on {len(worse)}{names}; "
         f"geometric mean of the ratio {mean} over {len(logs)}"
     )
 
@@ -358,10 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--report", action="store_true", help="of the rows that are there; run nothing"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args(arguments)
-    if not asked.report:
-        contest(asked.work, asked.only, again=asked.again, results=asked.results)
-    print("\n".join(report(read_rows(MenuRow, asked.results))))
+    options = parser.parse_args(arguments)
+    if not options.report:
+        contest(options.work, options.only, again=options.again, results=options.results)
+    print("\n".join(report(read_rows(MenuRow, options.results))))
 
 
 if __name__ == "__main__":

@@ -107,11 +107,11 @@ def problem_in_pairs(p: int, shape: str, m: int, share: float, room: int) -> Pro
 def _row(name: str, problem: Problem, work: float, stamps: tuple[str, str]) -> PairsRow:
     began = time.process_time()
     found = [
-        made
-        for made in all_starts(problem, [one.name for one in FAMILIES if one.name != _OURS])
-        if made.legal and made.programs is not None
+        start
+        for start in all_starts(problem, [one.name for one in FAMILIES if one.name != _OURS])
+        if start.legal and start.programs is not None
     ]
-    best = min(found, key=lambda made: made.objective_ms, default=None)
+    best = min(found, key=lambda start: start.objective_ms, default=None)
     families_ms = None if best is None else _judged(problem, best.programs)
     result = solve(problem, time_limit_s=_TIME_LIMIT_S, work_limit=work)
     schedule = result.schedule
@@ -164,12 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="*", help="glob of names")
     parser.add_argument("--report", action="store_true", help="of the rows that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     stamps = commit(), stamp()
-    for name, problem in () if asked.report else all_problems():
-        if fnmatch.fnmatch(name, asked.only):
-            write_rows([_row(name, problem, asked.work, stamps)], asked.results)
-    print("\n".join(report(read_rows(PairsRow, asked.results))))
+    for name, problem in () if options.report else all_problems():
+        if fnmatch.fnmatch(name, options.only):
+            write_rows([_row(name, problem, options.work, stamps)], options.results)
+    print("\n".join(report(read_rows(PairsRow, options.results))))
 
 
 if __name__ == "__main__":

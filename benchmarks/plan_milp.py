@@ -142,9 +142,9 @@ def against_hand_rules(seconds: float, only: str) -> list[str]:
             by_label: dict[str, float] = {}
             for row in found.rows:
                 if row.final_ms is not None:
-                    held = f"{row.label} x{row.chunks}"
-                    by_label[held] = min(row.final_ms, by_label.get(held, row.final_ms))
-            print("    " + ", ".join(f"{held} {ms:,.1f}" for held, ms in by_label.items()))
+                    chunked = f"{row.label} x{row.chunks}"
+                    by_label[chunked] = min(row.final_ms, by_label.get(chunked, row.final_ms))
+            print("    " + ", ".join(f"{chunked} {ms:,.1f}" for chunked, ms in by_label.items()))
             if ms > best_ms * (1 + 1e-9):
                 faults.append(f"{name}: plan {ms} ms, by hand {best_ms} ms")
     return faults
@@ -160,11 +160,14 @@ def _of_pattern(model: Model, shape: str, chunks: int, seconds: float) -> float:
     """Print the rules of a placement, and what the plan MILP makes of them; return the best."""
     placement = placement_of(shape, len(model.devices), chunks)
     best_ms, family = math.inf, ""
-    for made in hand_plans(model, placement):
-        said = "-" if made.objective_ms is None else f"{made.objective_ms:,.1f}"
-        print(f"  {made.family:11} {chunks} {made.cut:33} {made.mode:60} {said:>10}", flush=True)
-        family = made.family
-        best_ms = min(best_ms, made.objective_ms or math.inf)
+    for hand in hand_plans(model, placement):
+        said = "-" if hand.objective_ms is None else f"{hand.objective_ms:,.1f}"
+        print(
+            f"  {hand.family:11} {chunks} {hand.cut:33} {hand.mode:60} {said:>10}",
+            flush=True,
+        )
+        family = hand.family
+        best_ms = min(best_ms, hand.objective_ms or math.inf)
     links = boundaries(model, placement)
     m, cuts = model.num_microbatches, hand_cuts(model, len(placement))
     for pattern in patterns_of(
@@ -202,27 +205,27 @@ def main() -> None:
     parser.add_argument("--hand-rules", action="store_true", help="hold plan against hand rules")
     parser.add_argument("--only", default="*", help="glob of models, with --hand-rules")
     parser.add_argument("--model", help="name of a model of --hand-rules, instead of round numbers")
-    asked = parser.parse_args()
-    if asked.hand_rules:
+    options = parser.parse_args()
+    if options.hand_rules:
         warm_up()
-        sys.exit("\n".join(against_hand_rules(asked.seconds, asked.only)) or 0)
-    rows = [row for row in _ROWS if row[1] <= asked.most_devices]
+        sys.exit("\n".join(against_hand_rules(options.seconds, options.only)) or 0)
+    rows = [row for row in _ROWS if row[1] <= options.most_devices]
     given = None
-    if asked.model:
+    if options.model:
         models = dict(hand_models())
-        if asked.model not in models:
-            parser.error(f"--model {asked.model}: must be one of {', '.join(models)}")
-        given = models[asked.model]
+        if options.model not in models:
+            parser.error(f"--model {options.model}: must be one of {', '.join(models)}")
+        given = models[options.model]
         rows = [("v", len(given.devices), 2, ("zb-v", "v-half"))]
     for shape, p, chunks, names in rows:
-        model = given or layered_model(p, 4 * p, asked.gib)
+        model = given or layered_model(p, 4 * p, options.gib)
         placement, m = placement_of(shape, p, chunks), model.num_microbatches
         links = boundaries(model, placement)
         for pattern in patterns_of(
             placement, m, links, transfers=True, recompute=given is not None, names=names
         ):
             began = time.process_time()
-            found = plan_pattern(model, pattern, Stop(asked.seconds))
+            found = plan_pattern(model, pattern, Stop(options.seconds))
             spent = time.process_time() - began
             row = f"p={p} v={chunks} m={m} {pattern.name:12} {spent:6.1f} CPU-s  "
             if isinstance(found, float):

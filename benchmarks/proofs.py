@@ -46,14 +46,16 @@ def random_problem(seed: int, number: int) -> Problem:
     kinds = {kind: rng.random() < share for kind, share in _KINDS.items()}
     equal, first = rng.random() < 0.5, _stage(rng, kinds, menus=menus)
     stages = [first if equal else _stage(rng, kinds, menus=menus) for _ in range(num_stages)]
-    held = placement_of(placement, num_devices, chunks)
+    owners = placement_of(placement, num_devices, chunks)
     document: dict[str, Any] = {
         "format": f"optpipe/problem/{'v2' if menus else 'v1'}",
         "name": f"random {seed} {number}",
         "num_microbatches": m,
         "objective": "span" if rng.random() < 0.1 else "makespan",
         "devices": [_device(rng, kinds) for _ in range(num_devices)],
-        "stages": [{**stage, "device": device} for stage, device in zip(stages, held, strict=True)],
+        "stages": [
+            {**stage, "device": device} for stage, device in zip(stages, owners, strict=True)
+        ],
     }
     if rng.random() < 0.15:
         # Of v1 a message of 10 UNIT takes its time, of v2 it also waits for the one before.

@@ -108,9 +108,9 @@ def _limited(problem: Problem, share: float) -> Problem:
     for index, device in enumerate(problem.devices):
         largest = max(kind.stages[index].activation_bytes for kind in kinds)
         least = max(smallest_memory(_plain(kind, kept))[index] for kind in kinds)
-        held = least + int(max(0.0, share * (_STAGES - index) - 1) * largest)
+        memory_bytes = least + int(max(0.0, share * (_STAGES - index) - 1) * largest)
         rates = {"d2h_gb_per_s": None, "h2d_gb_per_s": None}
-        devices.append(device.model_copy(update={"memory_bytes": held, **rates}))
+        devices.append(device.model_copy(update={"memory_bytes": memory_bytes, **rates}))
     return _plain(problem, kept).model_copy(update={"devices": devices})
 
 
@@ -228,13 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="replan alone, beside known solves")
     parser.add_argument("--report", action="store_true", help="of the rows that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     stamps = commit(), stamp()
-    for number in range(0 if asked.report else asked.number):
-        rows = read_rows(ReplanRow, asked.results) if asked.again else []
+    for number in range(0 if options.report else options.number):
+        rows = read_rows(ReplanRow, options.results) if options.again else []
         known = {row.instance: row for row in rows}
-        write_rows([_row(number, asked.work, stamps, known)], asked.results)
-    print("\n".join(report(read_rows(ReplanRow, asked.results))))
+        write_rows([_row(number, options.work, stamps, known)], options.results)
+    print("\n".join(report(read_rows(ReplanRow, options.results))))
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ def _report(num_microbatches: int, steps: int) -> None:
         print("| schedule | actions per rank | torch, us/action | ours, us/action | ratio |")
         print("|---|--:|--:|--:|--:|")
     for pair in PAIRS:
-        made, theirs = _torch_side(pair, num_microbatches)
-        schedule, ours = _our_side(pair, made, num_microbatches)
+        torch_schedule, theirs = _torch_side(pair, num_microbatches)
+        schedule, ours = _our_side(pair, torch_schedule, num_microbatches)
         count = len(schedule.programs[dist.get_rank()])
         _print_row(pair.name, count, _in_turns([theirs, ours], steps))
 
@@ -232,18 +232,20 @@ def _torch_side(pair: Pair, num_microbatches: int) -> tuple[Any, Callable[[], ob
         PipelineStage(module, index, STAGES, torch.device("cpu"), (example,), (example,))
         for index, module in _modules(pair).items()
     ]
-    made = pair.schedule_class(stages, num_microbatches, _loss)
+    torch_schedule = pair.schedule_class(stages, num_microbatches, _loss)
     batch, target = torch.ones(2, 2 * num_microbatches, WIDTH)
     last = pair.placement[-1] == dist.get_rank()
     given = (batch,) if dist.get_rank() == 0 else ()
-    return made, lambda: made.step(*given, target=target if last else None, losses=[])
+    return torch_schedule, lambda: torch_schedule.step(
+        *given, target=target if last else None, losses=[]
+    )
 
 
 def _our_side(
-    pair: Pair, made: Any, num_microbatches: int
+    pair: Pair, torch_schedule: Any, num_microbatches: int
 ) -> tuple[Schedule, Callable[[], object]]:
     rows = tuple(
-        tuple(parse_action(str(action)) for action in made.pipeline_order[rank] if action)
+        tuple(parse_action(str(action)) for action in torch_schedule.pipeline_order[rank] if action)
         for rank in range(RANKS)
     )
     problem = _problem(pair.placement, num_microbatches)

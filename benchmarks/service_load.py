@@ -122,7 +122,7 @@ def _serving(wanted: dict[str, Any], folder: Path) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Requests:
     """What one client process does: a request again and again; picklable."""
 
     url: str
@@ -135,35 +135,37 @@ class Asked:
     first: int = 0
 
 
-def hammer(asked: Asked) -> tuple[list[float], int]:
+def hammer(requests: Requests) -> tuple[list[float], int]:
     """Return the latencies in ms of what one process asked, and how many answers were wrong."""
-    return asyncio.run(_hammer(asked))
+    return asyncio.run(_hammer(requests))
 
 
-async def _hammer(asked: Asked) -> tuple[list[float], int]:
+async def _hammer(requests: Requests) -> tuple[list[float], int]:
     latencies: list[float] = []
     failed = 0
-    numbers = count(asked.first)
-    until = time.perf_counter() + asked.load.seconds / ROUNDS
+    numbers = count(requests.first)
+    until = time.perf_counter() + requests.load.seconds / ROUNDS
 
     async def go_on(http: httpx.AsyncClient) -> None:
         nonlocal failed
         while (began := time.perf_counter()) < until:
-            answer = await http.send(_request(http, asked, next(numbers)))
+            answer = await http.send(_request(http, requests, next(numbers)))
             latencies.append(1000 * (time.perf_counter() - began))
-            failed += answer.status_code != asked.status
+            failed += answer.status_code != requests.status
 
-    async with httpx.AsyncClient(base_url=asked.url, timeout=60, trust_env=False) as http:
-        await asyncio.gather(*(go_on(http) for _ in range(asked.load.connections)))
+    async with httpx.AsyncClient(base_url=requests.url, timeout=60, trust_env=False) as http:
+        await asyncio.gather(*(go_on(http) for _ in range(requests.load.connections)))
     return latencies, failed
 
 
-def _request(http: httpx.AsyncClient, asked: Asked, number: int) -> httpx.Request:
-    if not asked.body:
-        return http.build_request("GET", asked.path, headers=asked.headers)
+def _request(http: httpx.AsyncClient, requests: Requests, number: int) -> httpx.Request:
+    if not requests.body:
+        return http.build_request("GET", requests.path, headers=requests.headers)
     kind = {"Content-Type": "application/json"}
-    content = asked.body.replace(PLACE, str(number))
-    return http.build_request("POST", asked.path, headers=asked.headers | kind, content=content)
+    content = requests.body.replace(PLACE, str(number))
+    return http.build_request(
+        "POST", requests.path, headers=requests.headers | kind, content=content
+    )
 
 
 def listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float]]]:
@@ -271,15 +273,15 @@ def hostile(load: Load) -> list[LoadRow]:
         client = stack.enter_context(Client(url))
         job = _solved(client)
         one = replace(load, connections=1, clients=1)
-        asked = Asked("", one, f"/v1/jobs/{job.id}/schedule", {}, 200)
+        requests = Requests("", one, f"/v1/jobs/{job.id}/schedule", {}, 200)
         servers = {"service": url}
-        rows = _turns("fetch a schedule alone", asked, ("service",), servers, pool)
+        rows = _turns("fetch a schedule alone", requests, ("service",), servers, pool)
         holding = spawn.Process(target=hold, args=(url, load.halves, load.stalled), daemon=True)
         holding.start()
         try:
             time.sleep(_GATHER_S)
             what = f"beside {load.halves} half-open and {load.stalled} stalled connections"
-            rows += _turns(what, asked, ("service",), servers, pool)
+            rows += _turns(what, requests, ("service",), servers, pool)
         finally:
             holding.kill()
             holding.join()
@@ -323,22 +325,24 @@ def _requests(
     load: Load, servers: dict[str, str], pool: ProcessPoolExecutor, job: Job, path: str
 ) -> list[LoadRow]:
     """Measure every kind of request on both servers, in turns."""
-    get = Asked("", load, path, {}, 200)
+    get = Requests("", load, path, {}, 200)
     known = replace(get, headers={"If-None-Match": f'"{job.id}.{job.num_schedules}"'}, status=304)
-    post = Asked("", load, "/v1/jobs", {}, 202, body=_submission())
-    kinds: list[tuple[str, Asked, tuple[str, ...]]] = [
+    post = Requests("", load, "/v1/jobs", {}, 202, body=_submission())
+    kinds: list[tuple[str, Requests, tuple[str, ...]]] = [
         ("fetch a schedule", get, ("service", "bare route")),
         ("fetch it if newer", known, ("service",)),
         ("submit a problem", post, ("service", "bare route")),
     ]
     return [
-        row for what, asked, names in kinds for row in _turns(what, asked, names, servers, pool)
+        row
+        for what, requests, names in kinds
+        for row in _turns(what, requests, names, servers, pool)
     ]
 
 
 def _turns(
     what: str,
-    asked: Asked,
+    requests: Requests,
     names: tuple[str, ...],
     servers: dict[str, str],
     pool: ProcessPoolExecutor,
@@ -349,12 +353,15 @@ def _turns(
     firsts = count(_MANY, _MANY)
     for name in names * ROUNDS:
         here = [
-            replace(asked, url=servers[name], first=next(firsts)) for _ in range(asked.load.clients)
+            replace(requests, url=servers[name], first=next(firsts))
+            for _ in range(requests.load.clients)
         ]
         for took, wrong in pool.map(hammer, here):
             latencies[name] += took
             failed[name] += wrong
-    return [_row(what, name, latencies[name], failed[name], asked.load.seconds) for name in names]
+    return [
+        _row(what, name, latencies[name], failed[name], requests.load.seconds) for name in names
+    ]
 
 
 def _followers(
@@ -369,7 +376,7 @@ def _followers(
     listening = [pool.submit(listen, service, job.id, number) for number in share]
     time.sleep(_GATHER_S)
     began = time.perf_counter()
-    asking = pool.submit(hammer, Asked(service, replace(load, connections=2), path, {}, 200))
+    asking = pool.submit(hammer, Requests(service, replace(load, connections=2), path, {}, 200))
     client.cancel(sleeper)
     heard = [one for part in listening for one in part.result()]
     seconds = time.perf_counter() - began

@@ -172,12 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="*", help="glob of names")
     parser.add_argument("--report", action="store_true", help="of the rows that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     stamps = commit(), stamp()
-    for name, problem in () if asked.report else all_problems():
-        if fnmatch.fnmatch(name, asked.only):
-            write_rows([_row(name, problem, asked.work, stamps)], asked.results)
-    print("\n".join(report(read_rows(SlicesRow, asked.results))))
+    for name, problem in () if options.report else all_problems():
+        if fnmatch.fnmatch(name, options.only):
+            write_rows([_row(name, problem, options.work, stamps)], options.results)
+    print("\n".join(report(read_rows(SlicesRow, options.results))))
 
 
 if __name__ == "__main__":

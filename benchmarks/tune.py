@@ -67,18 +67,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--headroom", type=float, default=0.05)
     parser.add_argument("--only", default="")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     warm_up()
     heads = ("set-up", "published s", "ours s", "best s", "gain", "error", "none is faster by",
              "faster rows", "wall s")  # fmt: skip
     print(f"| {' | '.join(heads)} |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name, setup in SETUPS.items():
-        if asked.only not in name:
+        if options.only not in name:
             continue
         run = published(*setup)
         began = time.perf_counter()
-        result = tuned(run, asked.seconds, asked.headroom)
+        result = tuned(run, options.seconds, options.headroom)
         wall_s = time.perf_counter() - began
         best, today, error = result.best, result.current, result.error
         if best is None:

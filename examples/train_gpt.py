@@ -111,9 +111,9 @@ def plan(options: argparse.Namespace, device: torch.device) -> tuple[Problem | N
     problem = profile.problem(options.microbatches)
     if options.activations is not None:
         problem = with_room(problem, options.activations)
-    told = [("", "") if dist.get_rank() else solve(problem, options)]
-    dist.broadcast_object_list(told, device=device)
-    schedule, fault = told[0]
+    answer = [("", "") if dist.get_rank() else solve(problem, options)]
+    dist.broadcast_object_list(answer, device=device)
+    schedule, fault = answer[0]
     if fault:
         raise OptPipeError(fault)
     return problem, load_schedule(schedule)

@@ -388,8 +388,8 @@ def _model(size: _Size, device: torch.device) -> nn.Module:
     )
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = Float16Module(config, model.to(device))
-    made: nn.Module = DistributedDataParallel(config, settings, model)
-    return made
+    wrapped: nn.Module = DistributedDataParallel(config, settings, model)
+    return wrapped
 
 
 if __name__ == "__main__":

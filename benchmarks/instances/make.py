@@ -65,18 +65,18 @@ def _times(*times: float) -> Object:
     return {name: round(ms, 3) for name, ms in zip(PASSES, times, strict=True)}
 
 
-def with_context(held: Object, *, offload: float = 0.0, recompute: float = 0.0) -> Object:
+def with_context(plain: Object, *, offload: float = 0.0, recompute: float = 0.0) -> Object:
     """Let a stage be offloaded in ``offload`` x (F + I + W) ms one way, or recomputed.
 
     All of the activation is moved: its size is set to what ``RATE`` moves in that time, and the
     weight context keeps its share. ``recompute`` is the share of F that recomputing takes; a
     tenth of the activation is the checkpoint.
     """
-    changed = dict(held)
+    changed = dict(plain)
     if offload:
-        length = sum(held[name] for name in PASSES)
+        length = sum(plain[name] for name in PASSES)
         size = round(round(offload * length, 3) * RATE * 1e6)
-        share = held["weight_context_bytes"] / held["activation_bytes"]
+        share = plain["weight_context_bytes"] / plain["activation_bytes"]
         changed |= {
             "activation_bytes": size,
             "offload_bytes": size,
@@ -84,7 +84,7 @@ def with_context(held: Object, *, offload: float = 0.0, recompute: float = 0.0) 
         }
     if recompute:
         changed |= {
-            "recompute_ms": round(recompute * held["forward_ms"], 3),
+            "recompute_ms": round(recompute * plain["forward_ms"], 3),
             "checkpoint_bytes": changed["activation_bytes"] // 10,
         }
     return changed
@@ -96,7 +96,7 @@ def device(**fields: Any) -> Object:
 
 
 def pipeline(
-    held: Object | list[Object],
+    given: Object | list[Object],
     p: int,
     m: int,
     *,
@@ -110,7 +110,7 @@ def pipeline(
     """
     turns = [range(p)[:: -1 if shape == "v" and turn % 2 else 1] for turn in range(chunks)]
     places = [d for row in turns for d in row]
-    stages = held if isinstance(held, list) else [_share(held, chunks)] * len(places)
+    stages = given if isinstance(given, list) else [_share(given, chunks)] * len(places)
     return {
         "format": "optpipe/problem/v1",
         "num_microbatches": m,
@@ -120,12 +120,12 @@ def pipeline(
     }
 
 
-def _share(held: Object, chunks: int) -> Object:
+def _share(whole: Object, chunks: int) -> Object:
     if chunks == 1:
-        return held
+        return whole
     return {
         key: round(value / chunks, 3) if key.endswith("_ms") else value // chunks
-        for key, value in held.items()
+        for key, value in whole.items()
     }
 
 
@@ -161,10 +161,18 @@ def _published() -> Iterator[tuple[Object, str, str]]:
 
 def _memory() -> Iterator[tuple[Object, str, str]]:
     """From 2p activations down to the smallest feasible, nothing but order to choose."""
-    for p, m, held, label in ((4, 8, EQUAL, "equal"), (4, 8, REAL, "6.2b"), (8, 16, REAL, "6.2b")):
+    for p, m, one_stage, label in (
+        (4, 8, EQUAL, "equal"),
+        (4, 8, REAL, "6.2b"),
+        (8, 16, REAL, "6.2b"),
+    ):
         for share in (2.0, 1.0, 0.75, 0.5, 0.25):
             limit = f"{share * p:.1f}a"
-            yield _named(pipeline(held, p, m), f"{label}-p{p}-m{m}-{limit}"), limit, "order alone"
+            yield (
+                _named(pipeline(one_stage, p, m), f"{label}-p{p}-m{m}-{limit}"),
+                limit,
+                "order alone",
+            )
     for p, m, limit in ((4, 12, "3.0a"), (2, 4, "1.0a"), (3, 6, "2.0a"), (8, 24, "8.0a")):
         yield _named(pipeline(REAL, p, m), f"6.2b-p{p}-m{m}-{limit}"), limit, "order alone"
 
@@ -172,13 +180,13 @@ def _memory() -> Iterator[tuple[Object, str, str]]:
 def _offload() -> Iterator[tuple[Object, str, str]]:
     """Offload ratio (one-way transfer over F + I + W) 0.25 to 2, memory far below p."""
     for ratio in (0.25, 0.5, 1.0, 2.0):
-        held = with_context(REAL, offload=ratio)
+        one_stage = with_context(REAL, offload=ratio)
         for p, m, limit in ((4, 8, "1.5a"), (8, 16, "2.0a")):
             name = f"offload-{ratio}-p{p}-m{m}-{limit}"
-            yield _named(pipeline(held, p, m), name), limit, f"offload ratio {ratio}"
-    held = with_context(REAL, offload=0.5)
+            yield _named(pipeline(one_stage, p, m), name), limit, f"offload ratio {ratio}"
+    one_stage = with_context(REAL, offload=0.5)
     for limit in ("min", "min+0.25", "3.0a"):
-        yield _named(pipeline(held, 4, 8), f"offload-0.5-p4-m8-{limit}"), limit, "offload"
+        yield _named(pipeline(one_stage, 4, 8), f"offload-0.5-p4-m8-{limit}"), limit, "offload"
     yield (
         _named(pipeline(with_context(GREEDY, offload=1.6), 4, 7), "parking-p4-m7"),
         "2.0a",
@@ -186,14 +194,14 @@ def _offload() -> Iterator[tuple[Object, str, str]]:
     )
     span = pipeline(with_context(REAL, offload=0.75), 4, 8, objective="span")
     yield _named(span, "offload-0.75-p4-m8-span"), "2.0a", "offload, span"
-    yield _named(pipeline(held, 2, 4), "offload-0.5-p2-m4"), "1.0a", "offload"
+    yield _named(pipeline(one_stage, 2, 4), "offload-0.5-p2-m4"), "1.0a", "offload"
 
 
 def _recompute() -> Iterator[tuple[Object, str, str]]:
     """Recompute, alone and beside offload; fused backward faster than its parts."""
-    held = with_context(REAL, recompute=1.0)
+    one_stage = with_context(REAL, recompute=1.0)
     for p, m, limit in ((4, 8, "1.5a"), (8, 16, "2.0a")):
-        yield _named(pipeline(held, p, m), f"recompute-p{p}-m{m}-{limit}"), limit, "recompute"
+        yield _named(pipeline(one_stage, p, m), f"recompute-p{p}-m{m}-{limit}"), limit, "recompute"
     both = with_context(REAL, offload=1.0, recompute=0.8)
     yield _named(pipeline(both, 4, 8), "offload-recompute-p4-m8"), "1.5a", "offload or recompute"
     fused = {**REAL, "backward_ms": 45.0}
@@ -214,11 +222,11 @@ def _chunks() -> Iterator[tuple[Object, str, str]]:
         document = pipeline(EQUAL, p, m, shape="loop", chunks=chunks)
         yield _named(document, f"loop{chunks}-equal-p{p}-m{m}-{limit}"), limit, "loop placement"
     for ratio, p, m, limit in ((1.0, 4, 8, "1.5a"), (0.7, 8, 16, "2.0a"), (1.2, 8, 32, "4.0a")):
-        held = with_context(stage(20, 22, 18), offload=ratio)
-        document = pipeline(held, p, m, shape="loop", chunks=2)
+        one_stage = with_context(stage(20, 22, 18), offload=ratio)
+        document = pipeline(one_stage, p, m, shape="loop", chunks=2)
         yield _named(document, f"pipeoffload-k{ratio}-p{p}-m{m}"), limit, "PipeOffload shape"
-    held = with_context(EQUAL, offload=0.5)
-    document = pipeline(held, 4, 8, shape="v", chunks=2)
+    one_stage = with_context(EQUAL, offload=0.5)
+    document = pipeline(one_stage, 4, 8, shape="v", chunks=2)
     yield _named(document, "v-offload-p4-m8"), "1.5a", "V placement, offload"
 
 
@@ -244,14 +252,14 @@ def _lanes() -> Iterator[tuple[Object, str, str]]:
     for latency in (3.0, 15.0):
         document = _linked(pipeline(REAL, 4, 8), latency)
         yield _named(document, f"latency-{latency:g}-p4-m8"), "4.0a", "links with latency"
-    held = with_context(REAL, offload=0.5)
-    size = held["activation_bytes"]
+    one_stage = with_context(REAL, offload=0.5)
+    size = one_stage["activation_bytes"]
     for copies in (8, 16):
         hosts = [{"name": "host0", "memory_bytes": copies * size}]
-        document = pipeline(held, 4, 8, hosts=hosts)
+        document = pipeline(one_stage, 4, 8, hosts=hosts)
         yield _named(document, f"host-{copies}-p4-m8"), "1.5a", "host limit"
     for p, m in ((4, 8), (8, 16)):
-        document = pipeline(held, p, m)
+        document = pipeline(one_stage, p, m)
         document["devices"] = [
             device(pcie_group=f"pair{d // 2}", half_duplex=True) for d in range(p)
         ]
@@ -262,13 +270,13 @@ def _large() -> Iterator[tuple[Object, str, str]]:
     """16 to 64 devices."""
     for limit in ("16.0a", "8.0a"):
         yield _named(pipeline(REAL, 16, 64), f"6.2b-p16-m64-{limit}"), limit, "order alone"
-    held = with_context(REAL, offload=0.5)
-    yield _named(pipeline(held, 16, 64), "offload-0.5-p16-m64"), "4.0a", "offload"
+    one_stage = with_context(REAL, offload=0.5)
+    yield _named(pipeline(one_stage, 16, 64), "offload-0.5-p16-m64"), "4.0a", "offload"
     document = pipeline(EQUAL, 16, 64, shape="v", chunks=2)
     yield _named(document, "v-equal-p16-m64"), "6.0a", "V placement"
     for limit in ("64.0a", "32.0a"):
         yield _named(pipeline(REAL, 64, 512), f"6.2b-p64-m512-{limit}"), limit, "order alone"
-    yield _named(pipeline(held, 64, 512), "offload-0.5-p64-m512"), "16.0a", "offload"
+    yield _named(pipeline(one_stage, 64, 512), "offload-0.5-p64-m512"), "16.0a", "offload"
 
 
 def _named(document: Object, name: str) -> Object:
@@ -281,23 +289,23 @@ def _linked(document: Object, latency: float) -> Object:
     return {**document, "links": links}
 
 
-def _with_ends(held: Object, p: int) -> list[Object]:
+def _with_ends(inner: Object, p: int) -> list[Object]:
     """The first stage a tenth longer for the embedding, the last two fifths for the LM head."""
-    return [_slower(held, 1.1 if s == 0 else 1.4 if s == p - 1 else 1.0) for s in range(p)]
+    return [_slower(inner, 1.1 if s == 0 else 1.4 if s == p - 1 else 1.0) for s in range(p)]
 
 
-def _slower(held: Object, factor: float) -> Object:
+def _slower(usual: Object, factor: float) -> Object:
     return {
         key: round(value * factor, 3) if key.endswith("_ms") else value
-        for key, value in held.items()
+        for key, value in usual.items()
     }
 
 
 def _unequal_limits(document: Object) -> None:
     """Half of the devices have room for 1.5 activations, half for 3."""
     size = document["stages"][0]["activation_bytes"]
-    for d, held in enumerate(document["devices"]):
-        held["memory_bytes"] = int((1.5 if d % 2 else 3.0) * size)
+    for d, device in enumerate(document["devices"]):
+        device["memory_bytes"] = int((1.5 if d % 2 else 3.0) * size)
 
 
 def _limited(document: Object, limit: str) -> Object:
@@ -312,18 +320,18 @@ def _limited(document: Object, limit: str) -> Object:
             document["devices"]
         )
     devices = [
-        {**held, "memory_bytes": bytes_}
-        for held, bytes_ in zip(document["devices"], limits, strict=True)
+        {**device, "memory_bytes": bytes_}
+        for device, bytes_ in zip(document["devices"], limits, strict=True)
     ]
     return {**document, "devices": devices}
 
 
 def _activation(document: Object) -> int:
     """Bytes one micro-batch takes on the device that holds most of it."""
-    held = [0] * len(document["devices"])
+    totals = [0] * len(document["devices"])
     for one in document["stages"]:
-        held[one["device"]] += one["activation_bytes"]
-    return max(held)
+        totals[one["device"]] += one["activation_bytes"]
+    return max(totals)
 
 
 def _index_row(problem: Problem, limit: str, covers: str) -> Object:

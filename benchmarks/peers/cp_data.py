@@ -27,10 +27,12 @@ Cell: TypeAlias = tuple[int, int]
 def memory_binds(problem: Problem, device: int) -> bool:
     """Whether keeping everything of every micro-batch could exceed a device's memory."""
     stages = [problem.stages[s] for s in problem.stages_of[device]]
-    held = sum(max(stage.activation_bytes, stage.weight_context_bytes) for stage in stages)
+    per_microbatch = sum(
+        max(stage.activation_bytes, stage.weight_context_bytes) for stage in stages
+    )
     room = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
     workspace = max((_workspace(stage) for stage in stages), default=0)
-    return problem.num_microbatches * held + workspace > room
+    return problem.num_microbatches * per_microbatch + workspace > room
 
 
 def _workspace(stage: Stage) -> int:

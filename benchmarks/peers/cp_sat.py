@@ -202,16 +202,16 @@ class PipelineModel:
                     self.model.add(parts.forward >= end)
 
     def _room(self, device: int) -> int:
-        held = self.problem.devices[device]
-        return held.usable_bytes - self.problem.static_bytes_of(device)
+        description = self.problem.devices[device]
+        return description.usable_bytes - self.problem.static_bytes_of(device)
 
     def fits_device_memory(self) -> None:
         """What a device holds fits at every time."""
-        for device, held in enumerate(self.held):
-            if held:
+        for device, intervals in enumerate(self.held):
+            if intervals:
                 unit, room = self.scale.memory(device)
-                sizes = [size // unit for _, size in held]
-                self.model.add_cumulative([interval for interval, _ in held], sizes, room)
+                sizes = [size // unit for _, size in intervals]
+                self.model.add_cumulative([interval for interval, _ in intervals], sizes, room)
 
     def fits_host_memory(self) -> None:
         """The largest holdings of a host's devices fit it together."""
@@ -219,15 +219,15 @@ class PipelineModel:
             if host.memory_bytes is not None:
                 peaks = [
                     self._host_peak(device, host.memory_bytes)
-                    for device, held in enumerate(self.on_host)
-                    if held and self.problem.devices[device].host == host.name
+                    for device, copies in enumerate(self.on_host)
+                    if copies and self.problem.devices[device].host == host.name
                 ]
                 self.model.add(sum(peaks) <= host.memory_bytes)
 
     def _host_peak(self, device: int, most: int) -> cp_model.IntVar:
-        held = self.on_host[device]
+        copies = self.on_host[device]
         peak = self.model.new_int_var(0, most, f"host peak {device}")
-        self.model.add_cumulative([copy for copy, _ in held], [size for _, size in held], peak)
+        self.model.add_cumulative([copy for copy, _ in copies], [size for _, size in copies], peak)
         return peak
 
     def ends_within_length(self) -> None:
@@ -371,9 +371,13 @@ class PipelineModel:
                 self.lanes.setdefault(lane, []).append(copy)
 
     def _lanes_of(self, device: int, way: str) -> list[tuple[object, ...]]:
-        held = self.problem.devices[device]
-        own: tuple[object, ...] = (device,) if held.half_duplex else (device, way)
-        return [own] if held.pcie_group is None else [own, ("group", held.pcie_group, way)]
+        description = self.problem.devices[device]
+        own: tuple[object, ...] = (device,) if description.half_duplex else (device, way)
+        return (
+            [own]
+            if description.pcie_group is None
+            else [own, ("group", description.pcie_group, way)]
+        )
 
     def _memory(self, s: int, parts: Parts) -> None:
         """Bytes held: what every mode keeps from F to the backward, then what each keeps above."""
@@ -407,10 +411,10 @@ class PipelineModel:
         """
         stage, start, end = self.problem.stages[s], parts.backward, self.backward_end(s, parts)
         over = self.weight_end(s, parts)
-        made, context = self.forward_end(s, parts), stage.weight_context_bytes
+        forward_end, context = self.forward_end(s, parts), stage.weight_context_bytes
         above = max(0, context - stage.activation_bytes)
         self._hold(stage, end, over, context, parts.split)
-        self._hold(stage, parts.forward, made, stage.forward_workspace_bytes, [])
+        self._hold(stage, parts.forward, forward_end, stage.forward_workspace_bytes, [])
         needs = above + stage.backward_input_workspace_bytes
         self._hold(stage, start, end, needs, parts.split)
         self._hold(stage, parts.weight, over, stage.backward_weight_workspace_bytes, parts.split)
@@ -617,14 +621,14 @@ def _issued(
     those that start before it changes no start and only shortens what memory is held for.
     """
     problem, scale = pipeline.problem, pipeline.scale
-    held = problem.devices[device]
-    shared = held.half_duplex or held.pcie_group is not None
+    description = problem.devices[device]
+    shared = description.half_duplex or description.pcie_group is not None
     events = []
     at = 0
     for order, (cell, parts) in enumerate(sorted(away, key=lambda x: _value(value, x[1].away))):
-        made = value(parts.forward) + scale.units(problem.stages[cell[0]].forward_ms)
+        forward_end = value(parts.forward) + scale.units(problem.stages[cell[0]].forward_ms)
         begins = _value(value, parts.away)
-        issue = made if parts.leave is None else value(parts.leave)
+        issue = forward_end if parts.leave is None else value(parts.leave)
         at = max(at, begins if shared and parts.leave is None else issue)
         gone = begins + scale.units(problem.offload_ms(cell[0]))
         events.append(_Event(at, _OFFLOAD, order, Action(cell[0], ActionType.OFFLOAD, cell[1])))

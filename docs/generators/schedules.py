@@ -192,9 +192,9 @@ def with_pairs(problem: Problem) -> Problem:
     """
     pairs = tuple(
         LicensedPair(forward=a, backward=b, hidden_ms=problem.stages[a].forward_ms / 3)
-        for held in problem.stages_of
-        for a in held
-        for b in held
+        for owned in problem.stages_of
+        for a in owned
+        for b in owned
     )
     return problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
 
