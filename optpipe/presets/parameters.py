@@ -51,6 +51,10 @@ class RankParameters(NamedTuple):
         """Return the sums."""
         return RankParameters(self.common + other.common, self.experts + other.experts)
 
+    def times(self, number: int) -> RankParameters:
+        """Return those of so many alike."""
+        return RankParameters(number * self.common, number * self.experts)
+
 
 def query_width(shape: ModelShape, tp: int = 1) -> int:
     """Return the width of all queries of a token on one device."""

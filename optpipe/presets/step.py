@@ -418,9 +418,7 @@ def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool)
         weight += count * sums.backward_weight_ms
         spent = spent.plus(part.times.spent.times(count))
         kept += count * part.kept.activation_bytes
-        parameters = parameters.plus(
-            RankParameters(count * part.parameters.common, count * part.parameters.experts)
-        )
+        parameters = parameters.plus(part.parameters.times(count))
         workspace = max(workspace, part.forward_workspace_bytes, part.backward_workspace_bytes)
         late += count * own_reduction_ms(part, machine, is_pipelined=is_pipelined)
     static = static_bytes(parameters, machine.training)

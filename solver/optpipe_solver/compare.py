@@ -361,7 +361,7 @@ def _is_good_copy(row: ComparisonRow) -> bool:
 
 
 def _one_stage_each(problem: Problem) -> bool:
-    return all(len(held) <= 1 for held in problem.stages_of)
+    return all(len(stages) <= 1 for stages in problem.stages_of)
 
 
 # --- How a schedule's step time spreads when durations do: order is kept, times vary.

@@ -74,13 +74,13 @@ _MOST_STATES = 200_000
 class _Option(NamedTuple):
     """One way of one stage: a mode of its menu, backward split or fused; bytes.
 
-    ``held`` stays between the passes, ``needed`` is the most while it is worked on, W aside,
+    ``held_bytes`` stay between the passes, ``needed`` is the most while it is worked on, W aside,
     ``alone`` what W needs where nothing else is there, ``host`` what goes to the host.
     """
 
     mode: int
     split: bool
-    held: int
+    held_bytes: int
     needed: int
     alone: int
     host: int
@@ -156,7 +156,7 @@ def feasibility(problem: Problem) -> Feasibility:
     if problem.num_costs > 1 or problem.has_samples:
         return _feasible_alone(problem)
     smallest = [_smallest(problem, device) for device in range(len(problem.devices))]
-    limits = [held.memory_bytes for held in problem.devices]
+    limits = [device.memory_bytes for device in problem.devices]
     needs = {
         f"devices[{device}].memory_bytes": found.cost
         for device, (found, limit) in enumerate(zip(smallest, limits, strict=True))
@@ -169,7 +169,7 @@ def feasibility(problem: Problem) -> Feasibility:
     chosen = [_least_host(problem, device, found) for device, found in enumerate(smallest)]
     is_decided = True
     for index, host in enumerate(problem.hosts):
-        shared = [d for d, held in enumerate(problem.devices) if held.host == host.name]
+        shared = [d for d, device in enumerate(problem.devices) if device.host == host.name]
         limit = host.memory_bytes
         if limit is None or sum(chosen[d].cost for d in shared) <= limit:
             continue
@@ -212,8 +212,8 @@ def serial_plan(problem: Problem, group: Sequence[int]) -> Feasibility:
         known = zip(smallest_memory(unfolded), problem.devices, strict=True)
         needs = {
             f"devices[{d}].memory_bytes": least
-            for d, (least, held) in enumerate(known)
-            if _least_of_samples(problem, d, group) > held.memory_bytes
+            for d, (least, device) in enumerate(known)
+            if _least_of_samples(problem, d, group) > device.memory_bytes
         }
         return Feasibility(None, needs)
     programs = tuple(
@@ -261,11 +261,11 @@ def _least_of_samples(problem: Problem, device: int, group: Sequence[int]) -> in
         before = 0
         for s in problem.stages_of[device] if sample[0] in group else ():
             ways = [_options_of_cell(problem, s, problem.cost_of[j]) for j in sample]
-            held = [min(way.held for way in cell) for cell in ways]
-            own = before + sum(held[:-1]) + min(way.needed for way in ways[-1])
+            sizes = [min(way.held_bytes for way in cell) for cell in ways]
+            own = before + sum(sizes[:-1]) + min(way.needed for way in ways[-1])
             alone = max(min(way.at_once for way in cell) for cell in ways)
             least = max(least, own, alone)
-            before += sum(held)
+            before += sum(sizes)
     return fixed + least
 
 
@@ -311,7 +311,7 @@ def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
     """
     menu = [(n, mode) for n, mode in enumerate(stage.menu) if can_offload or not mode.offload_bytes]
     options = _options(menu)
-    return min(way.held for way in options), min(way.at_once for way in options)
+    return min(way.held_bytes for way in options), min(way.at_once for way in options)
 
 
 class _Found(NamedTuple):
@@ -329,11 +329,11 @@ def _smallest(problem: Problem, device: int) -> _Found:
     states = [(0, 0)]
     taken: list[_Option] = []
     for ways in reversed(_options_of(problem, device)):
-        best = min(ways, key=lambda way: max(way.at_once, way.held + at_once))
-        at_once = max(best.at_once, best.held + at_once)
+        best = min(ways, key=lambda way: max(way.at_once, way.held_bytes + at_once))
+        at_once = max(best.at_once, best.held_bytes + at_once)
         taken.insert(0, best)
         states = _undominated(
-            (max(way.needed, way.held + above), max(way.alone, alone))
+            (max(way.needed, way.held_bytes + above), max(way.alone, alone))
             for way in ways
             for above, alone in states
         )
@@ -378,12 +378,12 @@ def _options(menu: Sequence[tuple[int, CellMode]]) -> list[_Option]:
 
 def backward_bytes(mode: CellMode, *, split: bool) -> tuple[int, int]:
     """Return what I or B needs of one micro-batch alone, and what W does (0 without one)."""
-    held = mode.backward_bytes + mode.inside_bytes
+    held_bytes = mode.backward_bytes + mode.inside_bytes
     if not split:
-        return held + mode.backward_workspace_bytes, 0
+        return held_bytes + mode.backward_workspace_bytes, 0
     context = mode.weight_context_bytes
     return (
-        max(held, context) + mode.backward_input_workspace_bytes,
+        max(held_bytes, context) + mode.backward_input_workspace_bytes,
         context + mode.backward_weight_workspace_bytes,
     )
 
@@ -430,7 +430,7 @@ def _backward(s: int, mode: CellMode, *, split: bool) -> list[Action]:
 class _Prefix(NamedTuple):
     """The first stages of a device: bytes they hold on it and on the host, and their ways."""
 
-    held: int
+    held_bytes: int
     host: int
     taken: tuple[_Option, ...] = ()
 
@@ -444,10 +444,10 @@ def _least_host(problem: Problem, device: int, smallest: _Found) -> _Found:
     states = [_Prefix(0, 0)]
     for ways in _options_of(problem, device):
         grown = [
-            _Prefix(state.held + way.held, state.host + way.host, (*state.taken, way))
+            _Prefix(state.held_bytes + way.held_bytes, state.host + way.host, (*state.taken, way))
             for state in states
             for way in ways
-            if state.held + way.at_once <= limit
+            if state.held_bytes + way.at_once <= limit
         ]
         states = _fewest(grown)
     if not states:
@@ -474,9 +474,11 @@ def _less_host(problem: Problem, device: int, found: _Found) -> _Found:
     states, least = [_Prefix(0, 0)], 0
     for ways in _options_of(problem, device):
         needed = min(way.needed for way in ways)
-        least = max(least, min(state.host for state in states if state.held + needed <= limit))
+        least = max(
+            least, min(state.host for state in states if state.held_bytes + needed <= limit)
+        )
         states = _fewest(
-            _Prefix(state.held + way.held + way.host - host, state.host + host)
+            _Prefix(state.held_bytes + way.held_bytes + way.host - host, state.host + host)
             for state in states
             for way in ways
             for host in (0, way.host)
@@ -629,21 +631,21 @@ def possible_modes(problem: Problem) -> tuple[tuple[int, ...], ...]:
     modes. All usable ones where nothing fits.
     """
     possible: list[tuple[int, ...]] = [()] * len(problem.stages)
-    for device, held in enumerate(problem.stages_of):
+    for device, stages in enumerate(problem.stages_of):
         options, room = _options_of(problem, device), problem.room_bytes(device)
         above = [0]
         for ways in reversed(options):
-            above.append(min(max(way.needed, way.held + above[-1]) for way in ways))
+            above.append(min(max(way.needed, way.held_bytes + above[-1]) for way in ways))
         before = 0
-        for at, (s, ways) in enumerate(zip(held, options, strict=True)):
-            later = above[len(held) - 1 - at]
+        for at, (s, ways) in enumerate(zip(stages, options, strict=True)):
+            later = above[len(stages) - 1 - at]
             fitting = {
                 way.mode
                 for way in ways
-                if max(way.alone, before + max(way.needed, way.held + later)) <= room
+                if max(way.alone, before + max(way.needed, way.held_bytes + later)) <= room
             }
             possible[s] = tuple(sorted(fitting)) or tuple(usable_modes(problem, s))
-            before += min(way.held for way in ways)
+            before += min(way.held_bytes for way in ways)
     return tuple(possible)
 
 
@@ -654,8 +656,8 @@ def knows_menu(problem: Problem, device: int) -> bool:
     `optpipe_solver.exact` and to the full-horizon model; where all micro-batches of a stage must
     use one mode, what they prove holds.
     """
-    held = problem.stages_of[device]
-    return not any(problem.stages[s].modes for s in held) or not memory_binds(problem, device)
+    stages = problem.stages_of[device]
+    return not any(problem.stages[s].modes for s in stages) or not memory_binds(problem, device)
 
 
 def fifo_loses_nothing(problem: Problem) -> bool:
@@ -674,8 +676,8 @@ def memory_binds(problem: Problem, device: int) -> bool:
     most = workspace = 0
     for s in problem.stages_of[device]:
         stage = problem.stages[s]
-        held = max(stage.activation_bytes, stage.weight_context_bytes)
-        most += held * problem.num_microbatches
+        held_bytes = max(stage.activation_bytes, stage.weight_context_bytes)
+        most += held_bytes * problem.num_microbatches
         workspace = max(
             workspace,
             stage.forward_workspace_bytes,

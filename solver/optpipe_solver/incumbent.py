@@ -219,8 +219,8 @@ class Incumbent:
             return
         if new.turn is not None:
             # How often a part tells is a matter of time; what it has found in the end is not.
-            made = (new.turn, new.method)
-            self._pooled = [old for old in self._pooled if (old.turn, old.method) != made]
+            part = (new.turn, new.method)
+            self._pooled = [old for old in self._pooled if (old.turn, old.method) != part]
         self._pooled.append(new)
         if self.work is None and len(self._pooled) > 2 * _MOST_POOLED:
             self._pooled = sorted(self._pooled, key=lambda old: old.objective_ms)[:_MOST_POOLED]

@@ -103,8 +103,8 @@ def with_free_share(problem: Problem, share: float) -> Problem:
     devices = []
     for index, device in enumerate(problem.devices):
         fixed = device.reserved_bytes + problem.static_bytes_of(index)
-        held = fixed + floor(share * problem.room_bytes(index))
-        devices.append(device.model_copy(update={"memory_bytes": held}))
+        memory_bytes = fixed + floor(share * problem.room_bytes(index))
+        devices.append(device.model_copy(update={"memory_bytes": memory_bytes}))
     return problem.model_copy(update={"devices": tuple(devices)})
 
 
@@ -160,12 +160,12 @@ class _TighterSearch:
         starts, slowest_s = all_starts(self.inner.problem), 0.0
         # None is begun that could take longer than is left.
         while not (self._has_found or stop.is_over()) and stop.left_s() > slowest_s:
-            if (made := next(starts, None)) is None:
+            if (start := next(starts, None)) is None:
                 return
-            slowest_s = max(slowest_s, made.seconds)
-            if made.programs is not None and made.legal:
-                self.inner.offer(made.programs, made.method, expected_ms=made.objective_ms)
-                self.inner.keep(made.programs, made.objective_ms)
+            slowest_s = max(slowest_s, start.seconds)
+            if start.programs is not None and start.legal:
+                self.inner.offer(start.programs, start.method, expected_ms=start.objective_ms)
+                self.inner.keep(start.programs, start.objective_ms)
 
     def _search(self, most_work: int, stop: Stop) -> None:
         limited = stop.work is not None
@@ -197,10 +197,10 @@ def within_limit(problem: Problem, device: int, program: Program) -> Program | N
     All else stays in order. None where something else does not fit, or needs a forward that does
     not. Other devices may wait for what is put off, in a circle even.
     """
-    made = _RoomMaker(problem, device, program).in_order()
-    if made is None or device_peak_bytes(problem, device, made) > _usable_bytes(problem, device):
+    moved = _RoomMaker(problem, device, program).in_order()
+    if moved is None or device_peak_bytes(problem, device, moved) > _usable_bytes(problem, device):
         return None  # What a W needs while it runs is not looked at on the way.
-    return made
+    return moved
 
 
 def _usable_bytes(problem: Problem, device: int) -> int:
@@ -349,11 +349,11 @@ def choose_robust(best: Incumbent, robust: Robust, stop: Stop) -> RobustChoice |
 def _widen(best: Incumbent, noise: Noise, stop: Stop) -> None:
     """Offer what else could be good under noise; by slower devices only where nothing may pair."""
     problem, known = best.problem, best.programs
-    for made in all_starts(problem):
+    for start in all_starts(problem):
         if stop.is_over():
             return
-        if made.programs is not None and made.legal:
-            best.keep(made.programs, made.objective_ms, made.method)
+        if start.programs is not None and start.legal:
+            best.keep(start.programs, start.objective_ms, start.method)
     if known is None or is_large(problem) or problem.pairs:
         return
     cells = len(problem.stages) * problem.num_microbatches

@@ -124,10 +124,10 @@ class NoisyTimes:
         draw = np.random.default_rng(noise.seed)
         widths = np.full(size, noise.jitter)
         widths[size - self._parts[2] :] = noise.stragglers
-        made = (1.0 + widths * draw.uniform(-1.0, 1.0, size) for _ in range(noise.num_draws))
+        factors = (1.0 + widths * draw.uniform(-1.0, 1.0, size) for _ in range(noise.num_draws))
         if size * noise.num_draws <= _MOST_KEPT:
-            self._kept = list(made)
-        yield from self._kept or made
+            self._kept = list(factors)
+        yield from self._kept or factors
 
 
 def peak_shares(problem: Problem, peak_bytes: tuple[int, ...]) -> tuple[float, ...]:

@@ -249,18 +249,18 @@ class _SolveRun:
             starts = chain(starts, rule_starts(best.problem, self.limits.seed))
         seconds: list[float] = []
         with best.clocked("starts"):
-            while self._has_no_answer() and (made := next(starts, None)) is not None:
-                self._take(made)
-                seconds += [made.seconds] * (made.programs is not None)
+            while self._has_no_answer() and (start := next(starts, None)) is not None:
+                self._take(start)
+                seconds += [start.seconds] * (start.programs is not None)
         with best.clocked("bounds"):
             for bound in lower_bounds(best.problem, should_stop=stop.is_told):
                 best.offer_bound(bound.ms, bound.method)
         with best.clocked("starts"):
             while not stop.is_told() and stop.left_s() > max(seconds[1:], default=0.0):
-                if (made := next(starts, None)) is None:
+                if (start := next(starts, None)) is None:
                     return
-                self._take(made)
-                seconds += [made.seconds] * (made.programs is not None)
+                self._take(start)
+                seconds += [start.seconds] * (start.programs is not None)
 
     def _has_no_answer(self) -> bool:
         """Whether there is no start, or only the serial one of a large problem and time is left."""
@@ -269,15 +269,15 @@ class _SolveRun:
         is_poor = self.start[0] == "serial" and is_large(self.best.problem)
         return is_poor and not self.stop.is_told()
 
-    def _take(self, made: FamilyStart) -> None:
+    def _take(self, start: FamilyStart) -> None:
         """Offer a start; remember the best, or why there is none."""
-        if made.programs is None or not made.legal:
-            self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
+        if start.programs is None or not start.legal:
+            self.reasons.append(f"{start.method}: {start.reason or 'over the memory limit'}")
             return
-        self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
-        self.best.keep(made.programs, made.objective_ms, made.method)
-        if self.start is None or made.objective_ms < self.start[1]:
-            self.start = made.method, made.objective_ms
+        self.best.offer(start.programs, start.method, expected_ms=start.objective_ms)
+        self.best.keep(start.programs, start.objective_ms, start.method)
+        if self.start is None or start.objective_ms < self.start[1]:
+            self.start = start.method, start.objective_ms
 
     def _should_end(self) -> bool:
         # Where work is limited a thread looks at the gap itself, between turns: here it is seen

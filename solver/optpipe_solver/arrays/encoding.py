@@ -116,7 +116,7 @@ class CompiledProblem:
     def encode(self, programs: Programs) -> Rows:
         """Return programs as integers, with room for one more round trip per cell."""
         m, cells = self.problem.num_microbatches, self.times.num_cells
-        longest = max(len(held) * m * len(KINDS) for held in (*self.problem.stages_of, (0,)))
+        longest = max(len(stages) * m * len(KINDS) for stages in (*self.problem.stages_of, (0,)))
         actions = np.zeros((len(programs), longest), dtype=np.int64)
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
         named: dict[int, int] = {}
@@ -146,10 +146,10 @@ class CompiledProblem:
         names = np.where(self.times.varies[self.times.row], rows.modes, _KEPT)
         programs = []
         for codes in rows.programs():
-            kinds, held = np.divmod(codes, cells)
-            stages, microbatches = np.divmod(held, m)
+            kinds, cell_numbers = np.divmod(codes, cells)
+            stages, microbatches = np.divmod(cell_numbers, m)
             types = map(CODES.__getitem__, kinds.tolist())
-            modes = np.where(kinds == simulate.FORWARD, names[held], _KEPT)
+            modes = np.where(kinds == simulate.FORWARD, names[cell_numbers], _KEPT)
             paired = (kinds >= simulate.PAIRED_INPUT).tolist()
             programs.append(
                 program_of(stages.tolist(), types, microbatches.tolist(), modes.tolist(), paired)
@@ -232,13 +232,13 @@ def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
     ]
 
 
-def _number(held: Stage, mode: int) -> int:
+def _number(stage: Stage, mode: int) -> int:
     """Return the number of a mode of a stage's menu, -1 where there is no such mode."""
-    if mode >= len(held.menu):
+    if mode >= len(stage.menu):
         return -1
-    if held.modes or mode == 0:
+    if stage.modes or mode == 0:
         return mode
-    return _AWAY if held.offload_bytes and mode == 1 else _AGAIN
+    return _AWAY if stage.offload_bytes and mode == 1 else _AGAIN
 
 
 def durations_of(problem: Problem) -> Floats:
@@ -487,8 +487,8 @@ def _is_addressable(problem: Problem, programs: Programs) -> bool:
     num_stages, m = len(problem.stages), problem.num_microbatches
     if len(programs) != len(problem.devices):
         return False
-    for held, program in zip(problem.stages_of, programs, strict=True):
-        if len(program) > len(held) * m * len(KINDS):
+    for stages, program in zip(problem.stages_of, programs, strict=True):
+        if len(program) > len(stages) * m * len(KINDS):
             return False
         if not all(0 <= s < num_stages and 0 <= j < m for s, _, j, *_ in program):
             return False
@@ -552,10 +552,10 @@ def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
     split, fused = there[_I] & there[_W], there[_B] & ~there[_I] & ~there[_W]
     once = fused | (split & ~there[_B])
     goes, again = memory.adds[_RELOAD, stages, modes] > 0, memory.again[stages, modes]
-    asked = there[_RECOMPUTE] == again
+    matches = there[_RECOMPUTE] == again
     for kind in (_OFFLOAD, _RELEASE, _RELOAD):
-        asked &= there[kind] == goes
-    return bool((there[_F] & once & asked & memory.may[stages, modes]).all())
+        matches &= there[kind] == goes
+    return bool((there[_F] & once & matches & memory.may[stages, modes]).all())
 
 
 def _is_uneven(compiled: CompiledProblem, modes: Ints) -> bool:
@@ -607,8 +607,8 @@ def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:
     hosts = compiled.problem.hosts
     if all(host.memory_bytes is None for host in hosts):
         return True
-    held = _host_peaks(compiled, rows)
-    return all(host.memory_bytes is None or held[host.name] <= host.memory_bytes for host in hosts)
+    peaks = _host_peaks(compiled, rows)
+    return all(host.memory_bytes is None or peaks[host.name] <= host.memory_bytes for host in hosts)
 
 
 def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
@@ -638,6 +638,6 @@ def _host_peaks(compiled: CompiledProblem, rows: Rows) -> dict[str, int]:
         backward = (kinds == _I) | (kinds == _B)
         back = np.where(again[cells], kinds == _RECOMPUTE, backward) & gone[cells]
         moved = size[cells]
-        held = np.cumsum(np.where(kinds == _OFFLOAD, moved, np.where(back, -moved, 0)))
-        peaks[device.host] += int(held.max(initial=0))
+        host_bytes = np.cumsum(np.where(kinds == _OFFLOAD, moved, np.where(back, -moved, 0)))
+        peaks[device.host] += int(host_bytes.max(initial=0))
     return peaks

@@ -296,13 +296,13 @@ def _start_of(
     if kind != RECOMPUTE:
         source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
         if source >= 0:
-            made = work.end[source]
-            if made < 0.0:
+            departs = work.end[source]
+            if departs < 0.0:
                 work.waiter[source] = device
                 return _UNKNOWN
             if times.noise.size > 0:
                 transit *= times.noise[source]
-            start = max(start, made + transit)
+            start = max(start, departs + transit)
     if kind != FORWARD:
         returned = work.end[3 * cells + cell]
         if returned >= 0.0:
@@ -332,15 +332,15 @@ def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: Simula
         stage = cell // times.num_microbatches
         work.stage_end[stage] = max(work.stage_end[stage], done)
     if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
-        made = cell if kind == FORWARD else times.num_cells + cell
+        pass_number = cell if kind == FORWARD else times.num_cells + cell
         lane, fill = lane_of(kind, cell, times)
         if lane >= 0:
             if times.noise.size > 0:
-                fill *= times.noise[made]
+                fill *= times.noise[pass_number]
             done = max(done, work.link_free[lane])
             work.link_free[lane] = done + fill
-        work.end[made] = done
-        return work.waiter[made]
+        work.end[pass_number] = done
+        return work.waiter[pass_number]
     return -1
 
 
@@ -452,7 +452,7 @@ def host_peak(
     row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, modes: Ints, away: Flags
 ) -> int:
     """Return the most host bytes of a program; ``away`` is scratch by cell, False throughout."""
-    held = 0
+    host_bytes = 0
     peak = 0
     for at in range(count):
         code = row[at]
@@ -460,12 +460,12 @@ def host_peak(
         cell = code - kind * times.num_cells
         if kind == OFFLOAD:
             away[cell] = True
-            held += memory.adds[RELOAD, times.row[cell], modes[cell]]
-            peak = max(peak, held)
+            host_bytes += memory.adds[RELOAD, times.row[cell], modes[cell]]
+            peak = max(peak, host_bytes)
         elif (
             kind in (BACKWARD_INPUT, FULL_BACKWARD, RECOMPUTE, PAIRED_INPUT, PAIRED_BACKWARD)
             and away[cell]
         ):
             away[cell] = False
-            held -= memory.adds[RELOAD, times.row[cell], modes[cell]]
+            host_bytes -= memory.adds[RELOAD, times.row[cell], modes[cell]]
     return peak

@@ -107,12 +107,12 @@ def paired_load_ms(problem: Problem) -> float:
     forward, backward = hidden_in_pairs(problem), _most_hidden(problem)
     stages, m = problem.stages, problem.num_microbatches
     best = 0.0
-    for held, (head, first) in zip(problem.stages_of, _begins(problem), strict=True):
-        if not held:
+    for indices, (head, first) in zip(problem.stages_of, _begins(problem), strict=True):
+        if not indices:
             continue
-        forwards = [(stages[s].forward_ms, forward[s]) for s in held]
+        forwards = [(stages[s].forward_ms, forward[s]) for s in indices]
         work, hideable = 0.0, 0.0
-        for s in held:
+        for s in indices:
             options = _backward_options(problem, s, backward)
             work += min(ms for ms, _ in options)
             hideable += max(hidden for _, hidden in options)
@@ -139,10 +139,10 @@ def _begins(problem: Problem) -> list[tuple[float, float]]:
     rests = [*list(accumulate(reversed(ways)))[::-1], 0.0]
     return [
         (
-            min((heads[s] for s in held), default=inf),
-            min((turn + rests[s] for s in held), default=inf),
+            min((heads[s] for s in indices), default=inf),
+            min((turn + rests[s] for s in indices), default=inf),
         )
-        for held in problem.stages_of
+        for indices in problem.stages_of
     ]
 
 
@@ -168,20 +168,22 @@ def paired_memory_ms(problem: Problem) -> float:
     tops = [float(m) if ms < inf else 0.0 for ms in (*later_f, *later_b)]
     program = LinearProgram([*([0.0] * length), -1.0], [*tops, serial + m * sum(ways)])
     for device, (head, first) in enumerate(_begins(problem)):
-        held = problem.stages_of[device]
-        if not held:
+        indices = problem.stages_of[device]
+        if not indices:
             continue
-        both = dict.fromkeys(held, 1.0) | {s + len(stages): -1.0 for s in held}
+        both = dict.fromkeys(indices, 1.0) | {s + len(stages): -1.0 for s in indices}
         program.add_at_most(both, 0.0)
         program.add_at_most({column: -sign for column, sign in both.items()}, 0.0)
         room = float(problem.room_bytes(device))
-        per_byte = max(_ratio(stages[s].forward_ms, stages[s].activation_bytes) for s in held)
+        per_byte = max(_ratio(stages[s].forward_ms, stages[s].activation_bytes) for s in indices)
         before = min(first - head, room * per_byte if per_byte < inf else inf)
-        work = m * sum(stages[s].busy_ms for s in held)
-        program.add_at_most({s: -hidden[s] for s in held} | {length: -1.0}, before - first - work)
-        free = _free(stages, held, room, work - m * sum(hidden[s] for s in held))
+        work = m * sum(stages[s].busy_ms for s in indices)
+        program.add_at_most(
+            {s: -hidden[s] for s in indices} | {length: -1.0}, before - first - work
+        )
+        free = _free(stages, indices, room, work - m * sum(hidden[s] for s in indices))
         terms, needed = {length: -1.0}, head + free
-        for s in held if room > 0 else ():
+        for s in indices if room > 0 else ():
             one, bytes_ = stages[s], stages[s].activation_bytes
             rest = max(0.0, one.busy_ms - one.forward_ms - _gradient_ms(one))
             rest *= min(bytes_, one.weight_context_bytes)
@@ -213,13 +215,13 @@ def _added(problem: Problem) -> tuple[list[float], list[float]]:
     return forward, backward
 
 
-def _free(stages: Sequence[Stage], held: Sequence[int], room: float, least_ms: float) -> float:
+def _free(stages: Sequence[Stage], indices: Sequence[int], room: float, least_ms: float) -> float:
     """Return the ms for which all of a device's memory is as good as free, filling and draining.
 
     ``least_ms`` is how long it computes at least: of it each has half at most.
     """
     fills, drains, largest = 0.0, 0.0, 0.0
-    for s in held:
+    for s in indices:
         one = stages[s]
         bytes_, context = one.activation_bytes, one.weight_context_bytes
         fills = max(fills, _ratio(bytes_, one.forward_ms))
@@ -245,14 +247,14 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _backward_options(
-    problem: Problem, stage: int, backward: Mapping[tuple[int, str], float]
+    problem: Problem, s: int, backward: Mapping[tuple[int, str], float]
 ) -> tuple[tuple[float, float], ...]:
     """Return the work of B, and of I and W, in ms, each with the most that it hides."""
-    held = problem.stages[stage]
-    split = held.backward_input_ms + held.backward_weight_ms
+    stage = problem.stages[s]
+    split = stage.backward_input_ms + stage.backward_weight_ms
     return (
-        (held.fused_backward_ms, backward[stage, "B"]),
-        (split, backward[stage, "I"]),
+        (stage.fused_backward_ms, backward[s, "B"]),
+        (split, backward[s, "I"]),
     )
 
 
@@ -316,56 +318,56 @@ class _Side(NamedTuple):
 
 
 def window_ms(
-    model: Relaxed, held: Sequence[int], heads: Events, tails: Events, rate: Floats
+    model: Relaxed, stages: Sequence[int], heads: Events, tails: Events, rate: Floats
 ) -> float:
-    """Return the bound of one device with the stages ``held``; ``rate`` as in `_Device`."""
-    chosen = np.array(held, dtype=np.int64)
+    """Return the bound of one device with these stages; ``rate`` as in `_Device`."""
+    chosen = np.array(stages, dtype=np.int64)
     device = _device(model, chosen, rate)
     before, after = _before(device, _part(heads, chosen)), _after(device, _part(tails, chosen))
     tried = _tried(before), _tried(after)
-    return float(_best_pair(device, before, after, _nothing(len(held)), tried))
+    return float(_best_pair(device, before, after, _nothing(len(stages)), tried))
 
 
-def _part(events: Events, held: Ints) -> Events:
+def _part(events: Events, stages: Ints) -> Events:
     # One layout in memory, so that the compiled code needs one signature.
-    forward, gradient, weight = (np.ascontiguousarray(times[:, held]) for times in events)
+    forward, gradient, weight = (np.ascontiguousarray(times[:, stages]) for times in events)
     return Events(forward, gradient, weight)
 
 
-def _device(model: Relaxed, held: Ints, rate: Floats) -> _Device:
-    backward_rooms = np.maximum(model.room_gradient[held], model.room_weight[held])
+def _device(model: Relaxed, stages: Ints, rate: Floats) -> _Device:
+    backward_rooms = np.maximum(model.room_gradient[stages], model.room_weight[stages])
     return _Device(
         num_microbatches=model.num_microbatches,
-        forward=model.forward[held],
-        gradient=model.gradient[held],
-        weight=model.weight[held],
-        keep=model.keep[held],
-        context=model.context[held],
-        moves=model.moved[held] > 0,
-        carried=float(np.sum(model.moved[held] * model.most_away[held])),
+        forward=model.forward[stages],
+        gradient=model.gradient[stages],
+        weight=model.weight[stages],
+        keep=model.keep[stages],
+        context=model.context[stages],
+        moves=model.moved[stages] > 0,
+        carried=float(np.sum(model.moved[stages] * model.most_away[stages])),
         rate=rate,
-        room_before=float(np.max(model.room_forward[held])),
+        room_before=float(np.max(model.room_forward[stages])),
         room_after=float(np.max(backward_rooms)),
-        first=_forward_slots(model, held),
-        last=_backward_slots(model, held),
+        first=_forward_slots(model, stages),
+        last=_backward_slots(model, stages),
     )
 
 
-def _forward_slots(model: Relaxed, held: Ints) -> _Slots:
-    index = np.arange(len(held))
-    return _by_density(model.forward[held], model.keep[held], index, np.zeros_like(index))
+def _forward_slots(model: Relaxed, stages: Ints) -> _Slots:
+    index = np.arange(len(stages))
+    return _by_density(model.forward[stages], model.keep[stages], index, np.zeros_like(index))
 
 
-def _backward_slots(model: Relaxed, held: Ints) -> _Slots:
+def _backward_slots(model: Relaxed, stages: Ints) -> _Slots:
     """Return the slots of I and W; where I is worth more per byte, of pairs and of W alone.
 
     An I needs its W afterwards. Where W is worth more per byte, it comes first in the knapsack
     anyway; otherwise the best use of bytes is pairs, then W without I.
     """
-    gradient, weight = model.gradient[held], model.weight[held]
-    keep, context = model.keep[held], model.context[held]
+    gradient, weight = model.gradient[stages], model.weight[stages]
+    keep, context = model.keep[stages], model.context[stages]
     paired = gradient * context > weight * (keep - context)
-    index = np.arange(len(held))
+    index = np.arange(len(stages))
     return _by_density(
         np.concatenate([gradient + np.where(paired, weight, 0.0), weight]),
         np.concatenate([np.where(paired, keep, keep - context), context]),
@@ -600,26 +602,26 @@ def _true_work_ms(problem: Problem) -> float:
     """
     paths, costs = Paths(problem.least), problem.cost_of
     best = 0.0
-    for device, held in enumerate(problem.stages_of):
-        if not held:
+    for device, stages in enumerate(problem.stages_of):
+        if not stages:
             continue
-        cells = [problem.stages[s].under(cost) for s in held for cost in costs]
+        cells = [problem.stages[s].under(cost) for s in stages for cost in costs]
         load = sum(cell.busy_ms for cell in cells)
         if problem.objective == "span":
             best = max(best, load)
             continue
         room = problem.room_bytes(device)
-        modes = [mode for s in held for mode in paths.menus[s]]
+        modes = [mode for s in stages for mode in paths.menus[s]]
         context = min(mode.weight_context_bytes for mode in modes)
         kept = min(mode.least_bytes for mode in modes)
         forwards = _longest(room, kept, [cell.forward_ms for cell in cells])
         left = _longest(room, context, [_weight_ms(cell) for cell in cells])
-        first = paths.head_f[held[0]]
+        first = paths.head_f[stages[0]]
         turn = min(
-            paths.head_f[s] + paths.problem.stages[s].forward_ms + paths.between[s] for s in held
+            paths.head_f[s] + paths.problem.stages[s].forward_ms + paths.between[s] for s in stages
         )
         begin = max(first, turn - forwards)
-        best = max(best, begin + load, begin + load - left + paths.tail[held[0]])
+        best = max(best, begin + load, begin + load - left + paths.tail[stages[0]])
     return best
 
 
@@ -642,21 +644,21 @@ def _drain_ms(paths: Paths) -> float:
     """
     problem = paths.problem
     best = 0.0
-    for device, held in enumerate(problem.stages_of):
-        if held:
-            work = problem.num_microbatches * sum(paths.busy[s] for s in held)
+    for device, stages in enumerate(problem.stages_of):
+        if stages:
+            work = problem.num_microbatches * sum(paths.busy[s] for s in stages)
             left = _most_weights_ms(paths, device)
-            best = max(best, paths.head_f[held[0]] + work - left + paths.tail[held[0]])
+            best = max(best, paths.head_f[stages[0]] + work - left + paths.tail[stages[0]])
     return best
 
 
 def _most_weights_ms(paths: Paths, device: int) -> float:
     """Return how long the W are at most whose contexts a device can hold at once."""
     problem = paths.problem
-    held, m = problem.stages_of[device], problem.num_microbatches
+    stages, m = problem.stages_of[device], problem.num_microbatches
     room = float(problem.room_bytes(device))
     slots = []
-    for s in held:
+    for s in stages:
         stage = problem.stages[s]
         least = min(mode.weight_context_bytes for mode in paths.menus[s])
         ms = max(0.0, stage.busy_ms - stage.forward_ms - paths.backward[s])
@@ -664,7 +666,7 @@ def _most_weights_ms(paths: Paths, device: int) -> float:
     total = 0.0
     for _, size, ms in sorted(slots):
         most = min(float(m), room / size) if size else float(m)
-        most = float(int(most)) if len(held) == 1 else most
+        most = float(int(most)) if len(stages) == 1 else most
         total += most * ms
         room -= most * size
     return total
@@ -692,7 +694,7 @@ def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]
     """
     problem = paths.problem
     filling, draining = refill(model), drain(model)
-    used = [device for device, held in enumerate(problem.stages_of) if held]
+    used = [device for device, stages in enumerate(problem.stages_of) if stages]
     if problem.objective == "makespan":
         origin = np.zeros(len(problem.stages))
         before, after = heads(model, filling, origin), tails(model, draining, origin)
@@ -708,12 +710,12 @@ def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]
 
 def _promise(paths: Paths, device: int) -> float:
     """Return the work of a device plus the longest wait of one micro-batch, in ms."""
-    held = paths.problem.stages_of[device]
-    load = sum(paths.busy[s] for s in held)
-    return paths.problem.num_microbatches * load + max(paths.between[s] for s in held)
+    stages = paths.problem.stages_of[device]
+    load = sum(paths.busy[s] for s in stages)
+    return paths.problem.num_microbatches * load + max(paths.between[s] for s in stages)
 
 
-def _rates(problem: Problem, device: int) -> Floats:
+def _rates(problem: Problem, index: int) -> Floats:
     """Return the D2H and H2D bandwidth in bytes per ms, 0 where there is none."""
-    held = problem.devices[device]
-    return np.array([(held.d2h_gb_per_s or 0.0) * 1e6, (held.h2d_gb_per_s or 0.0) * 1e6])
+    device = problem.devices[index]
+    return np.array([(device.d2h_gb_per_s or 0.0) * 1e6, (device.h2d_gb_per_s or 0.0) * 1e6])

@@ -112,18 +112,18 @@ def work_of(paths: Paths, device: int, *, makespan: bool) -> DeviceWork:
     what comes before, and behind its last backward only of its own W and gradient reduction.
     """
     problem = paths.problem
-    held = problem.stages_of[device]
-    stages = [problem.stages[s] for s in held]
+    indices = problem.stages_of[device]
+    stages = [problem.stages[s] for s in indices]
     return DeviceWork(
         num_microbatches=problem.num_microbatches,
         room_bytes=problem.room_bytes(device),
         half_duplex=problem.devices[device].half_duplex,
-        head=paths.head_f[held[0]] if makespan else 0.0,
-        tail=min(_tail(paths, s, makespan=makespan) for s in held),
-        stages=tuple(held),
-        modes=tuple(mode for s in held for mode in _Cell(paths, s, held[0]).modes()),
+        head=paths.head_f[indices[0]] if makespan else 0.0,
+        tail=min(_tail(paths, s, makespan=makespan) for s in indices),
+        stages=tuple(indices),
+        modes=tuple(mode for s in indices for mode in _Cell(paths, s, indices[0]).modes()),
         least_forward=min(stage.forward_ms for stage in stages),
-        least_backward=min(paths.backward[s] for s in held),
+        least_backward=min(paths.backward[s] for s in indices),
     )
 
 
@@ -151,7 +151,7 @@ class _Cell:
         back = range(first, s)
         self.due = sum(paths.backward[k] + self.problem.boundary_ms[k][1] for k in back)
         self.before_due = self.due + paths.backward[s]
-        self.made = self.release + self.stage.forward_ms
+        self.forward_end = self.release + self.stage.forward_ms
 
     def modes(self) -> Iterator[PhaseMode]:
         """Yield every way to treat the cell: until its backward, and through it."""
@@ -175,7 +175,7 @@ class _Cell:
             name, trip = "away", trip - out - home
         if apart:
             size = mode.activation_bytes + mode.recompute_workspace_bytes
-            phase = Phase(self.s, "R", PhaseLane.COMPUTE, size, self.made, self.before_due)
+            phase = Phase(self.s, "R", PhaseLane.COMPUTE, size, self.forward_end, self.before_due)
             found.append((phase, again))
             trip -= again
         return [*found, (self._wait(name, kept - moved), max(0.0, trip))]
@@ -198,10 +198,10 @@ class _Cell:
             ]
 
     def _gradient(self, name: str, size: int) -> Phase:
-        return Phase(self.s, name, PhaseLane.COMPUTE, size, self.made + self.trip, self.due)
+        return Phase(self.s, name, PhaseLane.COMPUTE, size, self.forward_end + self.trip, self.due)
 
     def _late(self, name: str, size: int, first: float) -> Phase:
-        release = self.made + self.trip + first
+        release = self.forward_end + self.trip + first
         return Phase(self.s, name, PhaseLane.COMPUTE, size, release, 0.0, is_late=True)
 
     def _starts(self, mode: CellMode) -> Iterator[list[tuple[Phase, float]]]:
@@ -217,10 +217,14 @@ class _Cell:
         for pair in self.problem.pairs:
             if pair.forward == self.s and pair.hidden_ms > 0:
                 other = _Cell(self.paths, pair.backward, self.first)
-                held = other.stage
-                rest = held.fused_backward_ms if pair.with_ == "B" else held.backward_input_ms
+                other_stage = other.stage
+                rest = (
+                    other_stage.fused_backward_ms
+                    if pair.with_ == "B"
+                    else other_stage.backward_input_ms
+                )
                 alone = self.stage.forward_ms - pair.hidden_ms
-                begin = max(self.release, other.made + other.trip)
+                begin = max(self.release, other.forward_end + other.trip)
                 kept = min(mode.forward_bytes for mode in other.menu)
                 paired = replace(phase, name=f"{name}, paired", release=begin)
                 wait = Phase(
@@ -230,11 +234,11 @@ class _Cell:
                 yield [(paired, alone), (wait, rest), (turn, alone)]
 
     def _wait(self, name: str, size: int) -> Phase:
-        return Phase(self.s, name, PhaseLane.NONE, size, self.made, self.before_due)
+        return Phase(self.s, name, PhaseLane.NONE, size, self.forward_end, self.before_due)
 
     def _copy(self, name: str, lane: PhaseLane, size: int, before: float, after: float) -> Phase:
         due = self.before_due + after
-        return Phase(self.s, name, lane, size, self.made + before, due)
+        return Phase(self.s, name, lane, size, self.forward_end + before, due)
 
 
 # --- A bound from what a device can do and hold at one moment: a configuration linear program
@@ -257,8 +261,8 @@ def configurations_ms(
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
     best = 0.0
-    for device, held in enumerate(problem.stages_of):
-        if held and not should_stop():
+    for device, stages in enumerate(problem.stages_of):
+        if stages and not should_stop():
             work = work_of(paths, device, makespan=makespan)
             best = max(best, device_ms(work, should_stop=should_stop))
     return best
@@ -410,8 +414,10 @@ def windows_of(work: DeviceWork, length: float) -> list[Window]:
         offsets = [p.release if at_start else p.due for p in phases]
         for low, high in _slices(offsets, step, reach):
             allowed = tuple(offset < high for offset in offsets)
-            held = ceil(high / step - 1e-9) if step > 0 else work.num_microbatches * len(phases)
-            found.append(Window(high - low, allowed, max(1, held)))
+            most_held = (
+                ceil(high / step - 1e-9) if step > 0 else work.num_microbatches * len(phases)
+            )
+            found.append(Window(high - low, allowed, max(1, most_held)))
     return found
 
 
@@ -475,9 +481,9 @@ class Patterns:
         self.is_countable = multisets is not None
         multisets = multisets or [(0,) * len(self._sizes)]
         counts = np.array(multisets, dtype=np.int64).reshape(len(multisets), len(self._sizes))
-        held = counts @ np.array(self._sizes, dtype=np.int64)
-        order = np.argsort(held, kind="stable")
-        self._counts, self._held = counts[order], held[order]
+        held_bytes = counts @ np.array(self._sizes, dtype=np.int64)
+        order = np.argsort(held_bytes, kind="stable")
+        self._counts, self._held = counts[order], held_bytes[order]
         self._num = self._counts.sum(axis=1)
 
     def heaviest(self, prices: Sequence[float], window: Window) -> tuple[float, Pattern]:
@@ -493,8 +499,8 @@ class Patterns:
             if left not in by_limit:
                 rows = np.flatnonzero(self._num <= left)
                 by_limit[left] = rows, np.maximum.accumulate(value[rows]), self._held[rows]
-            rows, most, held = by_limit[left]
-            at = int(np.searchsorted(held, self._room - use.held_bytes, side="right")) - 1
+            rows, most, held_bytes = by_limit[left]
+            at = int(np.searchsorted(held_bytes, self._room - use.held_bytes, side="right")) - 1
             if at < 0:
                 continue
             total = sum(prices[i] for i in use.phases) + float(most[at])
@@ -541,9 +547,9 @@ def _multisets(sizes: Sequence[int], room: int, most: int) -> list[tuple[int, ..
     found: list[tuple[tuple[int, ...], int]] = [((), 0)]
     for size in sizes:
         longer = []
-        for counts, held in found:
-            for n in range(min(most - sum(counts), (room - held) // size) + 1):
-                longer.append(((*counts, n), held + n * size))
+        for counts, held_bytes in found:
+            for n in range(min(most - sum(counts), (room - held_bytes) // size) + 1):
+                longer.append(((*counts, n), held_bytes + n * size))
                 if len(longer) > _MOST:
                     return None
         found = longer

@@ -93,27 +93,27 @@ def energy_ms(paths: Paths, *, makespan: bool) -> float:
 def _demands(paths: Paths, makespan: bool) -> list[_Demand]:
     problem = paths.problem
     return [
-        _demand(paths, device, held, makespan)
-        for device, held in enumerate(problem.stages_of)
-        if held
+        _demand(paths, device, stages, makespan)
+        for device, stages in enumerate(problem.stages_of)
+        if stages
     ]
 
 
-def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _Demand:
+def _demand(paths: Paths, device: int, indices: Sequence[int], makespan: bool) -> _Demand:
     problem = paths.problem
-    stages = [problem.stages[s] for s in held]
+    stages = [problem.stages[s] for s in indices]
     m = problem.num_microbatches
     room = problem.room_bytes(device)
-    busy = m * sum(paths.busy[s] for s in held)
-    head = min(paths.head_f[s] for s in held) if makespan else 0.0
-    savings = [_Savings(paths, s) for s in held]
+    busy = m * sum(paths.busy[s] for s in indices)
+    head = min(paths.head_f[s] for s in indices) if makespan else 0.0
+    savings = [_Savings(paths, s) for s in indices]
     return _Demand(
         device=device,
         outside=head + min(stage.grad_sync_ms for stage in stages),
         busy=busy,
         energy=m * sum(one.kept for one in savings),
         room=room,
-        ramps=_ramps(paths, held, busy),
+        ramps=_ramps(paths, indices, busy),
         recompute=tuple(choice for one in savings for choice in _hull(one.by_time, m, one.forced)),
         offload=tuple(choice for one in savings for choice in _hull(one.by_bytes, m, one.forced)),
     )
@@ -192,13 +192,13 @@ def _hull(choices: Sequence[tuple[float, float]], most: int, forced: bool) -> It
         yield _Saving(step[1], step[0], most, 0)
 
 
-def _ramps(paths: Paths, held: Sequence[int], busy: float) -> _Ramps:
-    stages = [paths.problem.stages[s] for s in held]
+def _ramps(paths: Paths, indices: Sequence[int], busy: float) -> _Ramps:
+    stages = [paths.problem.stages[s] for s in indices]
     room = paths.problem.room_bytes(stages[0].device)
-    sizes = [_most_held(paths, s) for s in held]
+    sizes = [_most_held(paths, s) for s in indices]
     grow = max(
         _ratio(max(size), paths.problem.stages[s].forward_ms - paths.hidden[s])
-        for s, size in zip(held, sizes, strict=True)
+        for s, size in zip(indices, sizes, strict=True)
     )
     shrink = max(_shrink(stage, *size) for size, stage in zip(sizes, stages, strict=True))
     free = max(0.0, room - max(map(max, sizes)))
@@ -213,11 +213,11 @@ def _most_held(paths: Paths, s: int) -> tuple[int, int]:
     return inside, max(mode.weight_context_bytes for mode in menu)
 
 
-def _shrink(stage: Stage, held: int, context: int) -> float:
+def _shrink(stage: Stage, held_bytes: int, context: int) -> float:
     """Bytes per ms at which work on one micro-batch of a stage can at most free its bytes."""
     backward = stage.busy_ms - stage.forward_ms
     weight = backward - min(stage.backward_input_ms, stage.fused_backward_ms)
-    return max(_ratio(held, backward), _ratio(context, weight))
+    return max(_ratio(held_bytes, backward), _ratio(context, weight))
 
 
 def _ratio(amount: float, by: float) -> float:
@@ -235,12 +235,12 @@ def _is_possible(problem: Problem, members: Sequence[_Demand]) -> Callable[[floa
             bytes_moved = _least_moved(demand, length - demand.outside)
             if bytes_moved == 0:
                 continue
-            held = problem.devices[demand.device]
-            if bytes_moved == inf or held.d2h_gb_per_s is None or held.h2d_gb_per_s is None:
+            device = problem.devices[demand.device]
+            if bytes_moved == inf or device.d2h_gb_per_s is None or device.h2d_gb_per_s is None:
                 return False
-            away = bytes_moved / (held.d2h_gb_per_s * 1e6)
-            back = bytes_moved / (held.h2d_gb_per_s * 1e6)
-            own = away + back if held.half_duplex else max(away, back)
+            away = bytes_moved / (device.d2h_gb_per_s * 1e6)
+            back = bytes_moved / (device.h2d_gb_per_s * 1e6)
+            own = away + back if device.half_duplex else max(away, back)
             if own > length - demand.outside:
                 return False
             out, home = out + away, home + back

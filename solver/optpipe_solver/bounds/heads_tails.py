@@ -270,12 +270,12 @@ class _TailLoads(NamedTuple):
 class _TailRelief(NamedTuple):
     """Per stage: what k micro-batches hold against which room, and what made room so far.
 
-    ``held`` bytes each, in ``room``; a forward that has not begun gives back ``held``, a RELOAD to
+    ``size`` bytes each, in ``room``; a forward that has not begun gives back ``size``, a RELOAD to
     come ``away``. ``forwards`` and ``transfers`` count those used so far, ``freed`` is their bytes,
     ``time`` the tail of the last.
     """
 
-    held: Floats
+    size: Floats
     room: Floats
     away: Floats
     forwards: Floats
@@ -319,10 +319,10 @@ def tails(model: Relaxed, turnover: Turnover, origin: Floats) -> Events:
 
 
 @jitted
-def _no_relief(held: Floats, room: Floats, away: Floats) -> _TailRelief:
-    num_stages = len(held)
+def _no_relief(size: Floats, room: Floats, away: Floats) -> _TailRelief:
+    num_stages = len(size)
     return _TailRelief(
-        held,
+        size,
         room,
         away,
         np.zeros(num_stages),
@@ -388,7 +388,7 @@ def _tail_of_forward(model: Relaxed, events: Events, loads: _TailLoads, k: int, 
 @jitted
 def _memory(model: Relaxed, events: Events, relief: _TailRelief, k: int, s: int) -> float:
     """Rule 4: collect forwards and reloads in the order of their tails until k + 1 fit."""
-    need = (k + 1) * relief.held[s] - relief.room[s]
+    need = (k + 1) * relief.size[s] - relief.room[s]
     moving = events.gradient[0, s] + model.gradient[s]
     while relief.freed[s] < need:
         f, n = int(relief.forwards[s]), int(relief.transfers[s])
@@ -407,5 +407,5 @@ def _memory(model: Relaxed, events: Events, relief: _TailRelief, k: int, s: int)
             relief.freed[s] += relief.away[s]
         else:
             relief.forwards[s] += 1
-            relief.freed[s] += relief.held[s]
+            relief.freed[s] += relief.size[s]
     return float(relief.time[s])

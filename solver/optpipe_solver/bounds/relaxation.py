@@ -201,16 +201,16 @@ def _most_away(problem: Problem, s: int, moved: int) -> int:
 def _upto(problem: Problem, values: list[float]) -> Floats:
     """Sum over the stages of the same device up to and with each stage."""
     sums = np.zeros(len(values))
-    for held in problem.stages_of:
-        sums[list(held)] = np.cumsum([values[s] for s in held])
+    for stages in problem.stages_of:
+        sums[list(stages)] = np.cumsum([values[s] for s in stages])
     return sums
 
 
 def _from(problem: Problem, values: list[float]) -> Floats:
     """Sum over the stages of the same device from each stage on."""
     sums = np.zeros(len(values))
-    for held in problem.stages_of:
-        sums[list(held)] = np.cumsum([values[s] for s in reversed(held)])[::-1]
+    for stages in problem.stages_of:
+        sums[list(stages)] = np.cumsum([values[s] for s in reversed(stages)])[::-1]
     return sums
 
 

@@ -54,9 +54,9 @@ class Board(NamedTuple):
     ``at`` is an action's place in its program, -1 where it is in none. ``clock``, ``out`` and
     ``back`` say until when (ms) the compute lane and the two transfer lanes of the device are taken
     once it has come so far. ``end`` is when a pass or transfer ends (ms), or, where outputs queue
-    on a link, when a pass's output departs; that of a full backward stands at its I. ``held`` is
-    the bytes on the device behind the action, ``tail`` about how long all takes from its start to
-    the very end (ms; see `times.refresh_tails`).
+    on a link, when a pass's output departs; that of a full backward stands at its I.
+    ``held_bytes`` is what is on the device behind the action, ``tail`` about how long all takes
+    from its start to the very end (ms; see `times.refresh_tails`).
 
     By device: ``first`` start and ``last`` end (ms), ``hosts`` = host bytes at the peak. By cell:
     ``mode`` is its mode (see `Rows`), ``away`` is scratch, False throughout.
@@ -69,7 +69,7 @@ class Board(NamedTuple):
     out: Floats
     back: Floats
     end: Floats
-    held: Ints
+    held_bytes: Ints
     tail: Floats
     first: Floats
     last: Floats
@@ -136,7 +136,7 @@ def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
         out=np.zeros(num_actions),
         back=np.zeros(num_actions),
         end=np.zeros(num_actions),
-        held=np.zeros(num_actions, dtype=np.int64),
+        held_bytes=np.zeros(num_actions, dtype=np.int64),
         tail=np.zeros(num_actions),
         first=np.zeros(num_devices),
         last=np.zeros(num_devices),

@@ -75,7 +75,7 @@ class _PartialSchedule(NamedTuple):
     ready: Floats
     flying: Ints
     num_flying: Ints
-    held: Ints
+    held_bytes: Ints
     wake: Floats
     free: Floats
     link_free: Floats
@@ -103,7 +103,7 @@ def _dispatch(instance: _Instance, state: _PartialSchedule, rank: Ints, rule: Fl
     cells, m = times.num_cells, times.num_microbatches
     state.sizes[:] = 0
     state.num_flying[:] = 0
-    state.held[:] = 0
+    state.held_bytes[:] = 0
     state.wake[:] = np.inf
     state.free[:] = 0.0
     state.link_free[:] = 0.0
@@ -161,7 +161,7 @@ def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
 ) -> tuple[int, float]:
     """Return the backward to run now, -1 for none, and when the next one that fits arrives (ms)."""
     cells, m = instance.times.num_cells, instance.times.num_microbatches
-    room = instance.memory.limit[device] - state.held[device]
+    room = instance.memory.limit[device] - state.held_bytes[device]
     best, found, later = m, -1, np.inf
     for at in range(instance.holds.shape[1]):
         s = instance.holds[device, at]
@@ -225,7 +225,7 @@ def _weight(
     """Return the longest W that is worth the wait after so many idle ms, -1 where there is none."""
     times, memory = instance.times, instance.memory
     cells, m = times.num_cells, times.num_microbatches
-    room = memory.limit[device] - state.held[device]
+    room = memory.limit[device] - state.held_bytes[device]
     longest, found = -1.0, -1
     for at in range(instance.holds.shape[1]):
         s = instance.holds[device, at]
@@ -249,7 +249,7 @@ def _admits(
     """Whether an F fits, and each backward of what is then in flight; one of them to its end."""
     times, memory, m = instance.times, instance.memory, instance.times.num_microbatches
     row, mode = times.row[cell], instance.mode[cell // m]
-    room = memory.limit[device] - state.held[device]
+    room = memory.limit[device] - state.held_bytes[device]
     if memory.rises[_F, row, mode] > room:
         return False
     rise, least = _back_rise(instance, cell, back), instance.later[row]
@@ -288,12 +288,12 @@ def _execute(
         end += times.duration[again * cells + cell]
         state.actions[device, state.counts[device]] = again * cells + cell
         state.counts[device] += 1
-        state.held[device] += memory.adds[again, row, mode]
+        state.held_bytes[device] += memory.adds[again, row, mode]
     state.actions[device, state.counts[device]] = code
     state.counts[device] += 1
     state.free[device] = end
     state.wake[device] = end
-    state.held[device] += memory.adds[kind, row, mode]
+    state.held_bytes[device] += memory.adds[kind, row, mode]
     if kind == _W:
         _take(state, _W, s, j)
         return
@@ -490,7 +490,7 @@ def dispatched(
         ready=np.zeros((2, cells)),
         flying=np.zeros((num_devices, cells), dtype=np.int64),
         num_flying=np.zeros(num_devices, dtype=np.int64),
-        held=np.zeros(num_devices, dtype=np.int64),
+        held_bytes=np.zeros(num_devices, dtype=np.int64),
         wake=np.zeros(num_devices),
         free=np.zeros(num_devices),
         link_free=np.zeros(max(1, times.num_links)),
@@ -528,15 +528,15 @@ def _instance_of(compiled: CompiledProblem) -> _Instance:
     base = np.zeros(len(problem.devices))
     mean_ms = times.duration.reshape(len(KINDS), num_stages, -1).mean(axis=2)
     busy_ms = mean_ms[[_F, _I, _W]].sum(axis=0)
-    slowest_ms = max(busy_ms[list(held)].sum() for held in problem.stages_of)
+    slowest_ms = max(busy_ms[list(stages)].sum() for stages in problem.stages_of)
     return_ms = np.cumsum((mean_ms[_F] + mean_ms[_I])[::-1])[::-1]
-    for device, held in enumerate(problem.stages_of):
-        last_first = sorted(held, reverse=True)
-        holds[device, : len(held)] = last_first
+    for device, stages in enumerate(problem.stages_of):
+        last_first = sorted(stages, reverse=True)
+        holds[device, : len(stages)] = last_first
         base[device] = return_ms[last_first].sum() / max(slowest_ms, 1e-9)
-        for s in held:
+        for s in stages:
             rows = np.arange(s, num_rows, num_stages)
-            for other in (one for one in held if one > s):
+            for other in (one for one in stages if one > s):
                 later[rows] += memory.adds[_F, rows - s + other, 0]
     stays = memory.may & (memory.adds[simulate.RELOAD] == 0)
     every = stays.reshape(-1, num_stages, stays.shape[1]).all(axis=0)

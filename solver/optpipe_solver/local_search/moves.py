@@ -444,17 +444,17 @@ def _set(
     """Give a kept cell a mode, as near to the wanted places as its own order allows."""
     cells, stage = times.num_cells, times.row[cell]
     device = times.device_of[cell // times.num_microbatches]
-    made, needed = board.at[FORWARD * cells + cell], backward_of(board, cells, cell)
+    forward_at, needed = board.at[FORWARD * cells + cell], backward_of(board, cells, cell)
     away = memory.adds[RELOAD, stage, mode] > 0
     if memory.again[stage, mode]:
-        place = needed if away else min(max(returned, made + 1), needed)
+        place = needed if away else min(max(returned, forward_at + 1), needed)
         insert(board, undo, device, place, RECOMPUTE * cells + cell)
     if away:
-        released = min(max(released, made + 1), needed)
+        released = min(max(released, forward_at + 1), needed)
         returned = min(max(returned, released), needed)
         insert(board, undo, device, returned, RELOAD * cells + cell)
         insert(board, undo, device, released, RELEASE * cells + cell)
-        insert(board, undo, device, made + 1, OFFLOAD * cells + cell)
+        insert(board, undo, device, forward_at + 1, OFFLOAD * cells + cell)
     _become(board, undo, times, memory, cell, mode)
 
 
@@ -673,14 +673,14 @@ def _weigh(given: Stretch) -> None:
     """Write down the most bytes held during each action."""
     board, times, memory = given.board, given.times, given.memory
     row = board.actions[given.device]
-    held = board.held[row[given.low - 1]] if given.low > 0 else 0
+    held_bytes = board.held_bytes[row[given.low - 1]] if given.low > 0 else 0
     for place in range(given.low, given.high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
         stage = times.row[cell]
         mode = board.mode[cell]
-        given.load[place] = held + memory.rises[kind, stage, mode]
-        held += memory.adds[kind, stage, mode]
+        given.load[place] = held_bytes + memory.rises[kind, stage, mode]
+        held_bytes += memory.adds[kind, stage, mode]
 
 
 @lean
@@ -780,15 +780,15 @@ def overflow(
 ) -> int:
     """Return the first of places low .. high - 1 whose action exceeds the limit, -1 for none."""
     row = board.actions[device]
-    held = board.held[row[low - 1]] if low > 0 else 0
+    held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
     limit = memory.limit[device]
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
         stage, mode = times.row[cell], board.mode[cell]
-        if held + memory.rises[kind, stage, mode] > limit:
+        if held_bytes + memory.rises[kind, stage, mode] > limit:
             return place
-        held += memory.adds[kind, stage, mode]
+        held_bytes += memory.adds[kind, stage, mode]
     return -1
 
 
@@ -798,12 +798,12 @@ def commit(
 ) -> None:
     """Write down the bytes held behind the changed places."""
     row = board.actions[device]
-    held = board.held[row[low - 1]] if low > 0 else 0
+    held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        held += memory.adds[kind, times.row[cell], board.mode[cell]]
-        board.held[row[place]] = held
+        held_bytes += memory.adds[kind, times.row[cell], board.mode[cell]]
+        board.held_bytes[row[place]] = held_bytes
 
 
 @lean
@@ -874,8 +874,8 @@ def hosts_fit(board: Board, times: TimeArrays, memory: MemoryArrays, device: int
         board.actions[device], board.counts[device], times, memory, board.mode, board.away
     )
     host = memory.host_of[device]
-    held = 0
+    host_bytes = 0
     for other in range(board.counts.size):
         if memory.host_of[other] == host:
-            held += board.hosts[other]
-    return held <= memory.host_limit[host]
+            host_bytes += board.hosts[other]
+    return host_bytes <= memory.host_limit[host]

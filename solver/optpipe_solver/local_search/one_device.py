@@ -423,20 +423,20 @@ def _expand(question: DeviceQuestion, layer: int, row: int) -> None:
     chores, ways, labels, _ = question
     m = chores.num_microbatches
     counts = labels.counts[layer, row]
-    held = _held(chores, counts)
-    if _do_weight_at_once(question, layer, row, held):
+    held_bytes = _held(chores, counts)
+    if _do_weight_at_once(question, layer, row, held_bytes):
         return
     for k in range(chores.num_stages):
         forwards, backwards, weights = counts[3 * k], counts[3 * k + 1], counts[3 * k + 2]
         due = (2 * k + 1) * m + backwards
         if forwards < m and _has_all(chores, ways, counts, 2 * k * m + forwards):
-            _extend(question, layer, row, 4 * k + FORWARD, held)
+            _extend(question, layer, row, 4 * k + FORWARD, held_bytes)
         if backwards < forwards and _has_all(chores, ways, counts, due):
-            _extend(question, layer, row, 4 * k + BACKWARD_INPUT, held)
+            _extend(question, layer, row, 4 * k + BACKWARD_INPUT, held_bytes)
             if chores.may_fuse[k]:
-                _extend(question, layer, row, 4 * k + FULL_BACKWARD, held)
+                _extend(question, layer, row, 4 * k + FULL_BACKWARD, held_bytes)
         if weights < backwards:
-            _extend(question, layer, row, 4 * k + BACKWARD_WEIGHT, held)
+            _extend(question, layer, row, 4 * k + BACKWARD_WEIGHT, held_bytes)
 
 
 @lean
@@ -449,7 +449,7 @@ def _has_all(chores: Chores, ways: Ways, counts: Ints, a: int) -> bool:
 
 
 @lean
-def _do_weight_at_once(question: DeviceQuestion, layer: int, row: int, held: int) -> bool:
+def _do_weight_at_once(question: DeviceQuestion, layer: int, row: int, held_bytes: int) -> bool:
     """Do a W that is in nobody's way; whether there is one."""
     chores, labels = question.chores, question.labels
     counts = labels.counts[layer, row]
@@ -464,10 +464,10 @@ def _do_weight_at_once(question: DeviceQuestion, layer: int, row: int, held: int
     if open_stages != 1:
         return False
     done = labels.time[layer, row] + chores.duration[BACKWARD_WEIGHT, found]
-    peak = held + chores.rise[BACKWARD_WEIGHT, found]
+    peak = held_bytes + chores.rise[BACKWARD_WEIGHT, found]
     if done > soonest or peak > chores.limit:
         return False
-    _extend(question, layer, row, 4 * found + BACKWARD_WEIGHT, held)
+    _extend(question, layer, row, 4 * found + BACKWARD_WEIGHT, held_bytes)
     return True
 
 
@@ -486,34 +486,34 @@ def _ready(question: DeviceQuestion, layer: int, row: int, action: int) -> float
 @lean
 def _held(chores: Chores, counts: Ints) -> int:
     """Return the bytes on the device, by counts."""
-    held = 0
+    held_bytes = 0
     for k in range(chores.num_stages):
-        held += counts[3 * k] * chores.delta[FORWARD, k]
-        held += counts[3 * k + 1] * chores.delta[BACKWARD_INPUT, k]
-        held += counts[3 * k + 2] * chores.delta[BACKWARD_WEIGHT, k]
-    return held
+        held_bytes += counts[3 * k] * chores.delta[FORWARD, k]
+        held_bytes += counts[3 * k + 1] * chores.delta[BACKWARD_INPUT, k]
+        held_bytes += counts[3 * k + 2] * chores.delta[BACKWARD_WEIGHT, k]
+    return held_bytes
 
 
 @lean
-def _extend(question: DeviceQuestion, layer: int, row: int, action: int, held: int) -> None:
+def _extend(question: DeviceQuestion, layer: int, row: int, action: int, held_bytes: int) -> None:
     """Make the label behind one more action, if it fits and can end in time."""
     chores, ways, labels, most_ms = question
     k, kind = action // 4, action % 4
-    if held + chores.rise[kind, k] > chores.limit:
+    if held_bytes + chores.rise[kind, k] > chores.limit:
         return
     counts = labels.trial_counts
     for i in range(3 * chores.num_stages):
         counts[i] = labels.counts[layer, row, i]
     done = _ready(question, layer, row, action) + chores.duration[kind, k]
     worst = labels.worst[layer, row]
-    made = _count_in(chores, counts, action)
-    if made >= 0:
-        worst = max(worst, done + ways.tail[made])
+    pass_number = _count_in(chores, counts, action)
+    if pass_number >= 0:
+        worst = max(worst, done + ways.tail[pass_number])
     if counts[3 * k + 2] == chores.num_microbatches and kind in (BACKWARD_WEIGHT, FULL_BACKWARD):
         worst = max(worst, done + chores.sync[k] - chores.begin)
     if worst > most_ms or done + _rest(chores, counts) - chores.begin > most_ms:
         return
-    if _look_ahead(question, layer, row, made, done):
+    if _look_ahead(question, layer, row, pass_number, done):
         later = (layer + (2 if kind == FULL_BACKWARD else 1)) % 3
         _insert(chores, labels, later, _Step(done, worst, labels.trail[layer, row], action))
 
@@ -523,16 +523,16 @@ def _count_in(chores: Chores, counts: Ints, action: int) -> int:
     """Count an action; return the number of the pass the others see, -1 for none."""
     m = chores.num_microbatches
     k, kind = action // 4, action % 4
-    made = -1
+    pass_number = -1
     if kind == FORWARD:
-        made = 2 * k * m + counts[3 * k]
+        pass_number = 2 * k * m + counts[3 * k]
         counts[3 * k] += 1
     elif kind != BACKWARD_WEIGHT:
-        made = (2 * k + 1) * m + counts[3 * k + 1]
+        pass_number = (2 * k + 1) * m + counts[3 * k + 1]
         counts[3 * k + 1] += 1
     if kind in (BACKWARD_WEIGHT, FULL_BACKWARD):
         counts[3 * k + 2] += 1
-    return made
+    return pass_number
 
 
 @lean
@@ -550,7 +550,9 @@ def _rest(chores: Chores, counts: Ints) -> float:
 
 
 @lean
-def _look_ahead(question: DeviceQuestion, layer: int, row: int, made: int, done: float) -> bool:
+def _look_ahead(
+    question: DeviceQuestion, layer: int, row: int, pass_number: int, done: float
+) -> bool:
     """Work out when passes to come can start at best; whether all can be in time."""
     chores, ways, labels, most_ms = question
     m = chores.num_microbatches
@@ -566,8 +568,8 @@ def _look_ahead(question: DeviceQuestion, layer: int, row: int, made: int, done:
             ready[a] = 0.0
         for a in range(first, part * m + m):
             low = max(low, before[a])
-            if made >= 0:
-                low = max(low, done + ways.lag[made, a])
+            if pass_number >= 0:
+                low = max(low, done + ways.lag[pass_number, a])
             if part % 2 == 1 and ready[a - m] > 0.0:
                 low = max(low, ready[a - m] + chores.duration[FORWARD, k] + ways.lag[a - m, a])
             ready[a] = low

@@ -444,15 +444,15 @@ def _split_or_fuse(
 def _peak(row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, modes: Ints) -> int:
     """Return the most bytes that a program holds above what is static."""
     cells, m = times.num_cells, times.num_microbatches
-    held, peak, above = 0, 0, 0
+    held_bytes, peak, above = 0, 0, 0
     for at in range(count):
         kind, cell = row[at] // cells, row[at] % cells
         mode = modes[cell]
         added = memory.adds[kind, cell // m, mode]
         rises = memory.rises[kind, cell // m, mode]
-        most = held + rises + (above if kind >= PAIRED_INPUT else 0)
+        most = held_bytes + rises + (above if kind >= PAIRED_INPUT else 0)
         peak = max(peak, most)
-        held += added
+        held_bytes += added
         # Of the F of a pair its workspace is still there.
         above = rises - added if kind == FORWARD else 0
     return peak

@@ -187,8 +187,8 @@ class Frame:
         kind, cell = np.divmod(codes, max(1, stages.size * m))
         if not stages.size:
             return codes
-        made: Ints = kind * self.compiled.times.num_cells + stages[cell // m] * m + cell % m
-        return made
+        global_codes: Ints = kind * self.compiled.times.num_cells + stages[cell // m] * m + cell % m
+        return global_codes
 
     def _job(self, device: int) -> DeviceProgram:
         """Return a device's job; its cells are numbered stage by stage, in model order."""
@@ -206,8 +206,8 @@ class Frame:
         where = np.full((2, stages.size * m), -1, dtype=np.int64)
         where[0, own[backward]] = np.flatnonzero(backward)
         where[1, own[weight]] = np.flatnonzero(weight)
-        held = np.repeat(stages, m)
-        cells = held * m + np.tile(np.arange(m, dtype=np.int64), stages.size)
+        stage_of_cell = np.repeat(stages, m)
+        cells = stage_of_cell * m + np.tile(np.arange(m, dtype=np.int64), stages.size)
         row, rows = times.row[cell], times.row[cells]
         return DeviceProgram(
             kind=kind,
@@ -319,8 +319,8 @@ def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> _Try | None:
     return min(found, key=_length, default=None)
 
 
-def _length(made: _Try) -> float:
-    return made.objective_ms
+def _length(attempt: _Try) -> float:
+    return attempt.objective_ms
 
 
 def _swept(frame: Frame, rule: Rule, ran: Ran, host_limits: Sequence[int]) -> list[_Try]:
@@ -397,7 +397,7 @@ class _HiddenSearch:
         self.units = [_unit(frame.problem, device) for device in range(len(frame.peaks))]
         fullest = max(range(len(moves)), key=lambda d: frame.peaks[d] / max(1, self.units[d]))
         self.fullest = fullest
-        self.held = frame.peaks[fullest] / max(1, self.units[fullest])
+        self.peak_units = frame.peaks[fullest] / max(1, self.units[fullest])
         self.budget = max(
             _FEWEST_HIDDEN, min(_MOST_HIDDEN, _HIDDEN_WORK // max(1, frame.num_actions))
         )
@@ -432,7 +432,7 @@ class _HiddenSearch:
         return min(high, self.level - 1)
 
     def _limits(self, level: int) -> list[int]:
-        return [int(level * self.held * unit / self.top) for unit in self.units]
+        return [int(level * self.peak_units * unit / self.top) for unit in self.units]
 
     def _is_free(self, rule: Rule, level: int) -> bool:
         """Whether a level costs no time; if so, remember it."""

@@ -130,7 +130,7 @@ class FitState(NamedTuple):
     """Everything that changes; scalars live in ``now`` (floats) and ``num`` (integers)."""
 
     mode: Ints
-    made: Floats
+    forward_end: Floats
     back: Floats
     out_start: Floats
     out_at: Ints
@@ -163,7 +163,7 @@ def begin(job: DeviceProgram) -> FitState:
     _look_ahead(job, ahead, work)
     return FitState(
         mode=np.zeros(cells, dtype=np.int64),
-        made=np.zeros(cells),
+        forward_end=np.zeros(cells),
         back=np.zeros(cells),
         out_start=np.full(cells, np.inf),
         out_at=np.zeros(cells, dtype=np.int64),
@@ -353,7 +353,7 @@ def _run(job: DeviceProgram, st: FitState, at: int) -> None:
     st.num[NUM_DONE] += 1
     st.boundary[st.num[NUM_DONE]] = st.now[CLOCK]
     if kind == FORWARD:
-        st.made[cell] = st.now[CLOCK]
+        st.forward_end[cell] = st.now[CLOCK]
 
 
 @lean
@@ -419,7 +419,7 @@ def _cheapest_to_leave(
     job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted
 ) -> tuple[int, float]:
     """Return the cell whose offload is estimated to cost least, and that cost (ms); -1 for none."""
-    victim, best, best_made = -1, np.inf, np.inf
+    victim, best, best_end = -1, np.inf, np.inf
     for index in range(st.num[NUM_KEPT] - 1, -1, -1):
         cell = st.kept[index]
         on_host = st.num[ON_HOST] + job.offload_bytes[cell]
@@ -430,9 +430,9 @@ def _cheapest_to_leave(
         cost = 0.0
         if rule.victim != FARTHEST:
             cost = _leaving_costs(job, rule, st, at, cell, wanted.for_cell)
-        oldest = rule.victim == OLDEST and cost == best and st.made[cell] < best_made
+        oldest = rule.victim == OLDEST and cost == best and st.forward_end[cell] < best_end
         if cost < best or oldest:
-            victim, best, best_made = cell, cost, st.made[cell]
+            victim, best, best_end = cell, cost, st.forward_end[cell]
         if best == 0.0 and rule.victim != OLDEST:
             break
     return victim, best
@@ -446,7 +446,7 @@ def _leaving_costs(  # noqa: PLR0917 - compiled code takes its arguments by posi
     length = rule.lane_share * job.offload_ms[cell]
     clock = st.now[CLOCK]
     lag = rule.lag * job.offload_ms[cell]
-    ready = max(clock, free_from(st, st.made[cell], length) + length + lag)
+    ready = max(clock, free_from(st, st.forward_end[cell], length) + length + lag)
     delay = max(0.0, ready - max(clock, job.arrival[at]))
     if for_cell >= 0:
         home = max(ready, st.now[IN_FREE]) + _return_ms(job, rule, for_cell)
@@ -469,7 +469,7 @@ def _return_ms(job: DeviceProgram, rule: Rule, cell: int) -> float:
 def _release(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
     """Send a cell away as early as its lane allows, and wait here until it is gone."""
     length = rule.lane_share * job.offload_ms[cell]
-    start = free_from(st, st.made[cell], length)
+    start = free_from(st, st.forward_end[cell], length)
     book(st, start, start + length)
     st.out_start[cell] = start
     st.out_at[cell] = (

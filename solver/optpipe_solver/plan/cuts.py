@@ -59,7 +59,7 @@ class _Open(NamedTuple):
     load: float
     sync: float
     static: int
-    held: int
+    held_bytes: int
 
 
 _UNTOUCHED = _Open(math.inf, 0.0, math.inf, 0, 0)
@@ -173,7 +173,7 @@ class _Sweep:
         device = self.placement[k]
         known = dict(label.open)
         before = known.pop(device, _UNTOUCHED)
-        room = self.model.devices[device].usable_bytes - before.held - before.static
+        room = self.model.devices[device].usable_bytes - before.held_bytes - before.static
         if run.static_bytes + run.needed_bytes > room:
             return None
         now = _Open(
@@ -181,7 +181,7 @@ class _Sweep:
             load=before.load + run.busy_ms,
             sync=min(before.sync, run.sync_ms),
             static=before.static + run.static_bytes,
-            held=before.held + run.held_bytes,
+            held_bytes=before.held_bytes + run.held_bytes,
         )
         closed = label.closed
         if device in self.placement[k + 1 :]:
@@ -200,21 +200,21 @@ class _Sweep:
         if math.isinf(self.cap_ms):
             return True
         cap = self.cap_ms
-        room = math.fsum(self.weights[d] * (cap - self._value(held)) for d, held in label.open)
+        room = math.fsum(self.weights[d] * (cap - self._value(so_far)) for d, so_far in label.open)
         ahead = set(self.placement[k + 1 :]) - {device for device, _ in label.open}
         fresh = _UNTOUCHED._replace(head=label.head)
         room += math.fsum(self.weights[d] for d in sorted(ahead)) * (cap - self._value(fresh))
         return room * (1 + 1e-9) >= self.model.num_microbatches * self.left[end]
 
-    def _value(self, held: _Open) -> float:
-        head = held.head if self.model.objective == "makespan" else 0.0
-        return head + self.model.num_microbatches * held.load
+    def _value(self, so_far: _Open) -> float:
+        head = so_far.head if self.model.objective == "makespan" else 0.0
+        return head + self.model.num_microbatches * so_far.load
 
-    def _projected(self, k: int, device: int, held: _Open) -> float:
+    def _projected(self, k: int, device: int, so_far: _Open) -> float:
         """A guess at the device's value when all its stages are like those it has."""
         counts = Counter(self.placement[: k + 1])
         times = self.placement.count(device) / counts[device]
-        return self._value(held._replace(load=held.load * times))
+        return self._value(so_far._replace(load=so_far.load * times))
 
     def _next_head(self, head: float, k: int, run: LayerRun, end: int) -> float:
         if k + 1 == len(self.placement):

@@ -146,8 +146,8 @@ def _interchangeable(model: Model, one: int, other: int) -> bool:
     """
     limited = {host.name for host in model.hosts if host.memory_bytes is not None}
     fields = [model.devices[device].model_dump(exclude={"name"}) for device in (one, other)]
-    for held in fields:
-        held["host"] = held["host"] if held["host"] in limited else None
+    for values in fields:
+        values["host"] = values["host"] if values["host"] in limited else None
     if fields[0] != fields[1]:
         return False
     swap = {one: other, other: one}
@@ -239,12 +239,12 @@ def _from(layers: tuple[Stage, ...], start: int) -> list[Stage]:
 
 
 def _run(stage: Stage, *, can_offload: bool) -> LayerRun:
-    held, needed = least_bytes(stage, can_offload=can_offload)
+    held_bytes, needed_bytes = least_bytes(stage, can_offload=can_offload)
     return LayerRun(
         busy_ms=stage.busy_ms,
         forward_ms=stage.forward_ms,
         sync_ms=stage.grad_sync_ms,
-        needed_bytes=needed,
-        held_bytes=held,
+        needed_bytes=needed_bytes,
+        held_bytes=held_bytes,
         static_bytes=stage.static_bytes,
     )

@@ -209,7 +209,7 @@ def _searched(lines: Lines, num_cut: int) -> str:
 def _rows(search: PlanSearch) -> tuple[PlanRow, ...]:
     ranked = sorted(
         search.candidates.values(),
-        key=lambda held: (held is not search.best, held.objective_ms, held.bound_ms),
+        key=lambda one: (one is not search.best, one.objective_ms, one.bound_ms),
     )
     return tuple(candidate.row(search.best) for candidate in ranked)
 

@@ -139,7 +139,7 @@ class PlanSearch:
         """Begin with what an earlier search found, where it is a cut of a line of this one."""
         sizes = cut_of(self.model, problem)
         lines = (self.even.line, *self.lines)
-        line = next((held for held in lines if held.placement == problem.placement), None)
+        line = next((known for known in lines if known.placement == problem.placement), None)
         if sizes is not None and line is not None:
             candidate = self._add(line, sizes)
             candidate.best.offer(programs, "given start")
@@ -191,11 +191,11 @@ class PlanSearch:
             cells = len(line.placement) * self.model.num_microbatches
             if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
-            for made in hand_plans(self.model, line.placement):
-                programs = made.programs() if self._is_shorter(made.objective_ms) else None
+            for plan in hand_plans(self.model, line.placement):
+                programs = plan.programs() if self._is_shorter(plan.objective_ms) else None
                 if programs is not None:
-                    candidate = self._add(line, made.sizes)
-                    candidate.best.offer(programs, f"{made.family} with {made.mode}")
+                    candidate = self._add(line, plan.sizes)
+                    candidate.best.offer(programs, f"{plan.family} with {plan.mode}")
                     self._tell(candidate)
                 self.stop.spend(cells / _HAND_CELLS)
                 if self.stop.is_over():
@@ -311,8 +311,12 @@ class PlanSearch:
             self.on_progress(Progress(now, method, *found))
 
     def _ranked(self) -> list[CutCandidate]:
-        known = [held for held in self.candidates.values() if held.best.programs is not None]
-        return sorted(known, key=lambda held: (held.objective_ms, held.bound_ms))
+        known = [
+            candidate
+            for candidate in self.candidates.values()
+            if candidate.best.programs is not None
+        ]
+        return sorted(known, key=lambda candidate: (candidate.objective_ms, candidate.bound_ms))
 
     def _move(self, phase: Stop) -> None:
         """Move cut points of the best candidates of different lines while that helps."""
@@ -330,7 +334,7 @@ class PlanSearch:
             if phase.is_over():  # to bound one takes a tenth of a second where stages are many
                 break
             near.append(self._add(centre.line, sizes))
-        promising = sorted((held for held in near if held.quick_ms is None), key=_by_bound)
+        promising = sorted((one for one in near if one.quick_ms is None), key=_by_bound)
         found = None
         for candidate in promising[:_TRIED_NEIGHBOURS]:
             if phase.is_over():
@@ -351,7 +355,7 @@ class PlanSearch:
                 self._note_work(candidate)
                 search(candidate, phase, share, self.seed + rounds)
                 self._tell(candidate)
-            pool = sorted(pool, key=lambda held: held.objective_ms)
+            pool = sorted(pool, key=lambda one: one.objective_ms)
             pool = pool[: max(_FINALISTS, len(pool) // 2)]
 
     def _solve_finalists(self) -> None:
@@ -373,7 +377,7 @@ class PlanSearch:
 
     def _unsolved(self) -> Iterator[CutCandidate]:
         """Yield who may still win or improve: the best known first, then those never evaluated."""
-        unevaluated = [held for held in self.candidates.values() if held.best.programs is None]
+        unevaluated = [one for one in self.candidates.values() if one.best.programs is None]
         for candidate in [*self._ranked(), *sorted(unevaluated, key=_by_bound)]:
             done = candidate.is_solved or candidate.best.is_optimal
             if not done and (candidate is self.best or self._is_open(candidate)):

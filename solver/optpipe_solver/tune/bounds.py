@@ -103,7 +103,7 @@ class LayerTable:
             pairs=pairs,
             slices=slices,
         )
-        static = [static_bytes(one.held, training).total for one in kinds_of_layer]
+        static = [static_bytes(one.parameters, training).total for one in kinds_of_layer]
         self.whole_parts_on = {
             hardware: [
                 one.numbers[which].with_static(total)
@@ -138,8 +138,8 @@ class LayerTable:
         inner = (min(p.whole_ms for p in self.parts_on[one][1:-1]) for one in self.ranks[1:-1])
         # The embedding in the first stage, a layer in each of the others before a rank's own.
         self.ahead_ms = [0.0, *accumulate((*firsts, *inner))][:pp]
-        held = _sum(kinds_of_layer)
-        self.after_ms = _after_ms(held, list(machines.values()), is_pipelined=pp > 1) / pp
+        parameters = _sum(kinds_of_layer)
+        self.after_ms = _after_ms(parameters, list(machines.values()), is_pipelined=pp > 1) / pp
 
     def quick_ms(self, candidate: TuneCandidate) -> float:
         """Return a first bound of a step in ms; infinite where not even the mean rank fits."""
@@ -207,7 +207,7 @@ class _Packing:
         self.lasts = [table.parts_on[one][-1] for one in table.ranks]
         self.number = self.layers[0].number
         self.is_all = self.number == sum(part.number for part in table.parts[1:-1])
-        self.held = [self._counts(rank, candidate) for rank in range(self.pp)]
+        self.counts = [self._counts(rank, candidate) for rank in range(self.pp)]
         m = candidate.num_microbatches
         self.ahead_ms = [table.share * ahead_ms / m for ahead_ms in table.ahead_ms]
 
@@ -266,7 +266,7 @@ class _Packing:
 
     def _most(self, rank: int, ends: Sequence[LayerNumbers], ms: float) -> int:
         """Return how many layers a rank can have beside these ends; -1: not even those."""
-        counts, layer = sorted(self.held[rank]), self.layers[rank]
+        counts, layer = sorted(self.counts[rank]), self.layers[rank]
         least = counts[0]
         time_left = ms * (1 + _ROUNDING) - sum(end.whole_ms for end in ends)
         room = self.table.rooms[rank] - sum(end.static + least * end.kept for end in ends)
@@ -303,7 +303,7 @@ class _KindOfLayer(NamedTuple):
     On all the same parameters, and nothing at rest among the numbers: that is what replicas change.
     """
 
-    held: RankParameters
+    parameters: RankParameters
     numbers: tuple[LayerNumbers, ...]
 
 
@@ -408,13 +408,15 @@ def _most_work(slow: Sequence[float], share: float, m: int) -> float:
     return prices
 
 
-def _after_ms(held: RankParameters, machines: Sequence[Machine], *, is_pipelined: bool) -> float:
+def _after_ms(
+    parameters: RankParameters, machines: Sequence[Machine], *, is_pipelined: bool
+) -> float:
     """Return what follows the pipeline on the ranks together, at least, each parameter's least."""
     found = 0.0
     for part in (
-        (held,)
+        (parameters,)
         if len(machines) == 1
-        else (RankParameters(held.common), RankParameters(0, held.experts))
+        else (RankParameters(parameters.common), RankParameters(0, parameters.experts))
     ):
         found += min(one.optimizer_ms(part) for one in machines)
         for name in ("reduction", "gathering"):
@@ -425,8 +427,8 @@ def _after_ms(held: RankParameters, machines: Sequence[Machine], *, is_pipelined
 
 
 def _sum(kinds: Sequence[_KindOfLayer]) -> RankParameters:
-    held = RankParameters(0)
+    parameters = RankParameters(0)
     for one in kinds:
         number = one.numbers[0].number
-        held = held.plus(RankParameters(number * one.held.common, number * one.held.experts))
-    return held
+        parameters = parameters.plus(one.parameters.times(number))
+    return parameters

@@ -336,7 +336,7 @@ def _kept(
     enough_ms: float,  # noqa: ARG001
     limit: float,  # noqa: ARG001
     is_timed: bool,  # noqa: ARG001
-    asked: tuple[bool, float],  # noqa: ARG001
+    goal: tuple[bool, float],  # noqa: ARG001
 ) -> list[BestCut]:
     """Return where an answer is kept, empty before it is there."""
     return []
@@ -381,17 +381,17 @@ class _CutProgram:
         ]
         # Rows of memory, to which `_priced` comes back: where they begin, and which they are.
         self.first = len(model.constraints)
-        self.held: list[tuple[int, list[MemoryMoment]]] = []
+        self.memory_rows: list[tuple[int, list[MemoryMoment]]] = []
         for rank, moments in enumerate(self.pattern.moments):
             fullest = _fullest(moments, given.beside)
-            self.held.append((rank, fullest))
+            self.memory_rows.append((rank, fullest))
             for moment in fullest:
                 model.add(self._fits(rank, moment))
             # Whole layers are fewer than what is left of a layer's room everywhere would hold.
             most = min(given.most_layers(rank, one) for one in fullest)
             own = [s for s, device in enumerate(given.placement) if device == rank]
-            held = [-1.0 * one for s in own for one in self.layers[s]]
-            model.add(at_least(total(list(held)), -float(most)))
+            terms = [-1.0 * one for s in own for one in self.layers[s]]
+            model.add(at_least(total(list(terms)), -float(most)))
         self.num_rows = len(model.constraints)
         self.rows = RowByRow(model)
         self.columns = np.array([self.rows.columns_of(row) for row in self.layers])
@@ -429,7 +429,7 @@ class _CutProgram:
             return None
         prices /= share
         moments, row = [], self.first
-        for rank, fullest in self.held:
+        for rank, fullest in self.memory_rows:
             of_place = float(prices[row + len(fullest)])
             counted = [self.given.most_layers(rank, one) for one in fullest]
             for which, moment in enumerate(fullest):

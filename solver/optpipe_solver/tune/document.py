@@ -76,7 +76,7 @@ class AskedTune:
     current: Configuration | None
 
 
-def read_question(asked: Mapping[str, Any]) -> AskedTune:
+def read_question(arguments: Mapping[str, Any]) -> AskedTune:
     """Return what plain values ask.
 
     Parameters
@@ -94,22 +94,24 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
         If nothing can be answered; it points at the field.
     """
     given = find_gpus(
-        asked["gpu"].split(","), asked.get("network"), asked.get("oversubscription", 1.0)
+        arguments["gpu"].split(","),
+        arguments.get("network"),
+        arguments.get("oversubscription", 1.0),
     )
     kinds = tuple((one.hardware, one.number) for one in given if one.number is not None)
     num_gpus = sum(number for _, number in kinds)
-    if kinds and asked["num_gpus"] != num_gpus:
+    if kinds and arguments["num_gpus"] != num_gpus:
         raise InputError(
-            f"num_gpus = {asked['num_gpus']}, but gpu = {asked['gpu']!r} are {num_gpus}; correct "
-            "one of them"
+            f"num_gpus = {arguments['num_gpus']}, but gpu = {arguments['gpu']!r} are {num_gpus}; "
+            "correct one of them"
         ).at("/num_gpus")
     question = TuneQuestion(
-        shape=_shape(asked),
+        shape=_shape(arguments),
         hardware=given[0].hardware,
         kinds=kinds if len(kinds) > 1 else (),
-        training=Training(**{name: asked[name] for name in _SWITCHES if name in asked}),
-        fixed=asked.get("fixed", {}),
-        **{name: asked[name] for name in _ASKED if name in asked},
+        training=Training(**{name: arguments[name] for name in _SWITCHES if name in arguments}),
+        fixed=arguments.get("fixed", {}),
+        **{name: arguments[name] for name in _ASKED if name in arguments},
     )
     if next(candidates(question), None) is None:
         raise InputError(
@@ -118,18 +120,18 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
             + (", each kind by itself" if question.kinds else "")
             + "; change one of them, or what is fixed"
         ).at("/num_gpus")
-    measured_step_s = asked.get("measured_step_s")
-    names = [name for name in ("current", "current_file") if asked.get(name) is not None]
+    measured_step_s = arguments.get("measured_step_s")
+    names = [name for name in ("current", "current_file") if arguments.get(name) is not None]
     if not names:
         if measured_step_s is not None:
             message = "measured_step_s says what a step of current takes; give both or none"
             raise InputError(message).at("/measured_step_s")
         return AskedTune(question=question, current=None)
     try:
-        if asked.get("current") is not None:
-            current = current_configuration(question, asked["current"])
+        if arguments.get("current") is not None:
+            current = current_configuration(question, arguments["current"])
         else:
-            current = read_current(question, asked["current_file"])
+            current = read_current(question, arguments["current_file"])
         calibrated(question, current, None)
     except InputError as error:
         is_elsewhere = error.pointers == ("/sequence",)
@@ -164,11 +166,11 @@ def read_current(
         sequence=question.training.sequence,
     )
     said = current.global_batch, current.training.sequence
-    asked = question.global_batch, question.training.sequence
-    if said != asked:
+    wanted = question.global_batch, question.training.sequence
+    if said != wanted:
         raise InputError(
-            f"a step of it is {said[0]} sequences of {said[1]:,} tokens, asked are {asked[0]} of "
-            f"{asked[1]:,}, and two such steps cannot be compared; ask for the same global batch "
+            f"a step of it is {said[0]} sequences of {said[1]:,} tokens, asked are {wanted[0]} of "
+            f"{wanted[1]:,}, and two such steps cannot be compared; ask for the same global batch "
             "and sequence"
         )
     return replace(current, kinds=_kinds_today(question, current.training))
@@ -218,16 +220,16 @@ def calibrated(
     return replace(question, time_factor=factor)
 
 
-def _shape(asked: Mapping[str, Any]) -> ModelShape:
-    if asked.get("model") is not None:
-        return find_model(asked["model"])
+def _shape(arguments: Mapping[str, Any]) -> ModelShape:
+    if arguments.get("model") is not None:
+        return find_model(arguments["model"])
     try:
-        return shape_from_config(json.dumps(asked["config"]))
+        return shape_from_config(json.dumps(arguments["config"]))
     except InputError as error:
         raise error.inside("/config") from None
 
 
-def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> Configuration:
+def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) -> Configuration:
     """Return what is run today: degrees, the layers cut as frameworks cut them.
 
     Parameters
@@ -242,10 +244,10 @@ def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> C
     InputError
         If the accelerators or the batch are not split so, or the model is not.
     """
-    degrees = {name: asked[name] for name in _DEGREES if name in asked}
-    pp, chunks = asked.get("pp", 1), asked.get("chunks", 1)
+    degrees = {name: arguments[name] for name in _DEGREES if name in arguments}
+    pp, chunks = arguments.get("pp", 1), arguments.get("chunks", 1)
     each = degrees.get("tp", 1) * degrees.get("cp", 1) * pp
-    dp = asked.get("dp") or max(1, question.num_gpus // each)
+    dp = arguments.get("dp") or max(1, question.num_gpus // each)
     if each * dp != question.num_gpus:
         raise InputError(
             f"current: tp x cp x pp x dp = {each * dp}, but num_gpus is {question.num_gpus}; "
@@ -261,7 +263,7 @@ def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> C
         question.training,
         **degrees,
         dp=dp,
-        recompute=frozenset(asked.get("recompute", ())),
+        recompute=frozenset(arguments.get("recompute", ())),
     )
     training.check_divides(question.shape)
     cut = PipelineCut(
@@ -276,7 +278,7 @@ def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> C
         hardware=question.hardware,
         training=training,
         pipeline=cut,
-        sizes=tuple(asked.get("layers", ())),
+        sizes=tuple(arguments.get("layers", ())),
         kinds=_kinds_today(question, training),
     )
     if current.sizes:

@@ -218,11 +218,11 @@ def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | Non
     where there is too much to simulate.
     """
     cut, question = configuration.pipeline, replace(question, headroom=0.0)
-    made = ConfigurationJudge(
+    configuration_judge = ConfigurationJudge(
         question, configuration.training, cut, kinds=configuration.kinds, is_limited=False
     )
-    sizes = configuration.sizes or made.sizes("even")
-    return made.by_names(sizes, (fused_family(cut.chunks, pairs=cut.pairs),))
+    sizes = configuration.sizes or configuration_judge.sizes("even")
+    return configuration_judge.by_names(sizes, (fused_family(cut.chunks, pairs=cut.pairs),))
 
 
 def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneRow:
@@ -243,15 +243,15 @@ def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneR
         )
     training, cut = row.configuration.training, row.configuration.pipeline
     for is_limited in (True, False):
-        made = ConfigurationJudge(
+        configuration_judge = ConfigurationJudge(
             question, training, cut, kinds=row.configuration.kinds, is_limited=is_limited
         )
-        found = made.by_families(sizes)
+        found = configuration_judge.by_families(sizes)
         if found is not None:
             return found
     raise InputError(
-        f"layers {list(sizes)}: {made.num_cells:,} cells are too many to simulate at once, which "
-        f"takes at most {_MOST_SIMULATED:,}; solve the row's problem instead"
+        f"layers {list(sizes)}: {configuration_judge.num_cells:,} cells are too many to simulate "
+        f"at once, which takes at most {_MOST_SIMULATED:,}; solve the row's problem instead"
     )
 
 
@@ -283,38 +283,38 @@ class ConfigurationJudge:
         self.kinds, self.ranks = kinds, question.ranks(kinds, cut.pp)
         self.is_limited = is_limited
         self.num_cells = cut.pp * cut.chunks * cut.num_microbatches * cut.slices
-        self._made: Estimate | None = None
+        self._known_estimate: Estimate | None = None
 
     @property
-    def made(self) -> Estimate:
+    def estimate(self) -> Estimate:
         """The estimate, with layers as whole frameworks treat them."""
-        if self._made is None:
-            self._made = self._estimate()
-        return self._made
+        if self._known_estimate is None:
+            self._known_estimate = self._estimate()
+        return self._known_estimate
 
     def _estimate(self) -> Estimate:
         cut, question = self.cut, self.question
-        made = estimate(
+        estimated = estimate(
             question.shape, self.ranks, self.training, pp=cut.pp, chunks=cut.chunks,
             num_microbatches=cut.num_microbatches, placement=cut.placement, layout=cut.layout,
             time_factor=question.time_factor,
             memory_bytes=tuple(map(question.usable_bytes_of, self.ranks)),
         )  # fmt: skip
         if question.framework == "any":
-            return made
-        return replace(made, model=_kept_only(made.model))
+            return estimated
+        return replace(estimated, model=_kept_only(estimated.model))
 
     @property
     def model(self) -> Model:
         """The layers, and what they run on."""
-        return self.made.model
+        return self.estimate.model
 
     def cut_numbers(self, table: LayerTable) -> CutNumbers | None:
         """Return what decides the best cut; None where that is not known."""
         model = self.model
         if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
             return None
-        return table.cut_numbers(self.cut, boundaries(model, self.made.placement))
+        return table.cut_numbers(self.cut, boundaries(model, self.estimate.placement))
 
     def by_cut(
         self,
@@ -349,8 +349,8 @@ class ConfigurationJudge:
         An annealing over cuts that begins with this one, or a plain one where that is shorter. A
         pair lasts as long as its passes less the most that either can hide, as in `best_cut`.
         """
-        given = boundaries(self.model, self.made.placement)
-        placement = self.made.placement
+        given = boundaries(self.model, self.estimate.placement)
+        placement = self.estimate.placement
         hidden: list[list[tuple[float, float]]] = []
         if self.cut.pairs:
             machines = [self.question.machine(self.training, one) for one in self.ranks]
@@ -416,7 +416,7 @@ class ConfigurationJudge:
 
     def _problem(self, sizes: tuple[int, ...]) -> Problem:
         """Return the problem of a cut, as `optpipe.presets.estimate` writes it."""
-        problem = self.model.problem(self.made.placement, sizes)
+        problem = self.model.problem(self.estimate.placement, sizes)
         question, cut = self.question, self.cut
         machines = tuple(question.machine(self.training, one) for one in self.ranks)
         if cut.slices > 1:
@@ -449,14 +449,14 @@ class ConfigurationJudge:
 
     def _pattern(self, links: tuple[Boundary, ...]) -> Pattern:
         """Return the framework's fused order."""
-        placement, m = self.made.placement, self.cut.num_microbatches
+        placement, m = self.estimate.placement, self.cut.num_microbatches
         names = (fused_family(self.cut.chunks, pairs=self.cut.pairs),)
         found = patterns_of(placement, m, links, transfers=False, recompute=False, names=names)
         return next(found)
 
     def _by_pattern(self, stop: Stop) -> tuple[TuneRow | None, float]:
         """Return the best cut for the framework's pattern by the plan MILP, and its bound in ms."""
-        links = boundaries(self.model, self.made.placement)
+        links = boundaries(self.model, self.estimate.placement)
         found = plan_pattern(self.model, self._pattern(links), stop)
         if isinstance(found, float):
             return None, found

@@ -214,12 +214,12 @@ def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
     kinds of accelerators in any order. With experts on several ranks also in pairs, and sequences
     from 32,768 tokens on also in slices, where the framework runs them (`left_out`).
     """
-    shape, asked = question.shape, question.fixed
+    shape, fixed = question.shape, question.fixed
     most_tp = min(_MOST_TP, *(one.gpus_per_node for one in question.all_kinds))
-    for tp in _powers(most_tp, asked.get("tp")):
+    for tp in _powers(most_tp, fixed.get("tp")):
         if shape.num_kv_heads % tp and shape.latent is None:
             continue
-        for cp in _powers(_MOST_CP, asked.get("cp")):
+        for cp in _powers(_MOST_CP, fixed.get("cp")):
             if question.num_gpus % (tp * cp) or (
                 cp > 1 and question.training.sequence // cp < _LEAST_TOKENS
             ):
@@ -228,22 +228,22 @@ def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
 
 
 def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCandidate]:
-    left, asked = question.num_gpus // (tp * cp), question.fixed
+    left, fixed = question.num_gpus // (tp * cp), question.fixed
     num_layers = question.shape.num_layers + question.shape.mtp + 2
     for pp in _divisors(left):
         dp = left // pp
         if not _may_cut(question, cp, pp):
             continue
-        if pp != asked.get("pp", pp) or dp != asked.get("dp", dp) or pp > num_layers:
+        if pp != fixed.get("pp", pp) or dp != fixed.get("dp", dp) or pp > num_layers:
             continue
         orders = question.orders(tp * cp * dp)
         if question.global_batch % dp or not orders:
             continue
-        for micro_batch in _powers(_MOST_MICRO_BATCH, asked.get("micro_batch")):
+        for micro_batch in _powers(_MOST_MICRO_BATCH, fixed.get("micro_batch")):
             if (question.global_batch // dp) % micro_batch:
                 continue
             m = question.global_batch // dp // micro_batch
-            chunks = [v for v in _chunks(question, pp, m) if v == asked.get("chunks", v)]
+            chunks = [v for v in _chunks(question, pp, m) if v == fixed.get("chunks", v)]
             degrees = {"tp": tp, "cp": cp, "dp": dp, "micro_batch": micro_batch}
             for training, kinds in product(_trainings(question, pp, degrees), orders):
                 for (pairs, n), v in product(_passes(question, training, pp), chunks):
@@ -253,7 +253,7 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
 
 def _passes(question: TuneQuestion, training: Training, pp: int) -> Iterator[tuple[bool, int]]:
     """Yield how passes may run: whether in pairs, and in how many slices of a sequence."""
-    asked = question.fixed
+    fixed = question.fixed
     ways = [(False, 1)]
     if _has_pairs(question) and training.ep * training.etp > 1:
         is_megatron = question.framework == "megatron"
@@ -269,7 +269,7 @@ def _passes(question: TuneQuestion, training: Training, pp: int) -> Iterator[tup
             and training.tokens // n >= _LEAST_TOKENS
         ]
     for pairs, n in ways:
-        if pairs == asked.get("pairs", pairs) and n == asked.get("slices", n):
+        if pairs == fixed.get("pairs", pairs) and n == fixed.get("slices", n):
             yield pairs, n
 
 
@@ -336,11 +336,11 @@ def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[
 
 
 def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> Iterator[Training]:
-    asked = question.fixed
+    fixed = question.fixed
     ranks = degrees["tp"] * degrees["cp"] * degrees["dp"]
     for ep, etp in _expert_degrees(question, ranks, degrees["tp"]):
         for zero in _zeros(question, pp, degrees["dp"] * degrees["cp"]):
-            if zero != asked.get("zero", zero):
+            if zero != fixed.get("zero", zero):
                 continue
             try:
                 training = replace(
@@ -360,9 +360,9 @@ def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tup
     torchtitan splits experts over tensor-parallel ranks where it does not spread them, and only
     then; Megatron-Core neither splits experts with biases nor overlaps those that stay.
     """
-    experts, asked = question.shape.experts, question.fixed
+    experts, fixed = question.shape.experts, question.fixed
     if experts is None:
-        if asked.get("ep", 1) == 1 == asked.get("etp", 1):
+        if fixed.get("ep", 1) == 1 == fixed.get("etp", 1):
             yield 1, 1
         return
     for ep in _divisors(experts.num):
@@ -376,7 +376,7 @@ def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tup
         if question.framework == "megatron" and question.training.ep_overlap and ep == 1:
             continue
         for etp in etps:
-            is_asked = (ep, etp) == (asked.get("ep", ep), asked.get("etp", etp))
+            is_asked = (ep, etp) == (fixed.get("ep", ep), fixed.get("etp", etp))
             if is_asked and ranks % (ep * etp) == 0:
                 yield ep, etp
 
@@ -421,10 +421,10 @@ def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
     return tuple(map(frozenset, sets))
 
 
-def _powers(most: int, asked: int | None) -> Iterator[int]:
+def _powers(most: int, fixed: int | None) -> Iterator[int]:
     """Yield 1, 2, 4 ... up to a number, or only what was asked for."""
-    if asked is not None:
-        yield asked
+    if fixed is not None:
+        yield fixed
         return
     value = 1
     while value <= most:

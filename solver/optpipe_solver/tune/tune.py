@@ -243,16 +243,16 @@ _FAR = 3.0
 
 def _beside(question: TuneQuestion, today: Training) -> tuple[str, ...]:
     """Return in what today's run differs from all that is searched, and from its own estimate."""
-    asked = question.training
-    differ = [name for name in _GIVEN if getattr(today, name) != getattr(asked, name)]
+    searched = question.training
+    differ = [name for name in _GIVEN if getattr(today, name) != getattr(searched, name)]
     found: tuple[str, ...] = ()
     if differ:
-        told = ", ".join(
+        differences = ", ".join(
             f"{name.replace('_', ' ')} {_told(getattr(today, name))} and not "
-            f"{_told(getattr(asked, name))}"
+            f"{_told(getattr(searched, name))}"
             for name in differ
         )
-        found += (f"what you run has {told}: the gain is that of changing this, too",)
+        found += (f"what you run has {differences}: the gain is that of changing this, too",)
     if not 1 / _FAR <= question.time_factor <= _FAR:
         found += (
             f"the measured step is {question.time_factor:.3g} times its estimate: see that it is "
@@ -372,17 +372,19 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     """Look for the best cut and schedule of a candidate."""
     candidate = task.candidate
     training, cut, kinds = candidate.training, candidate.cut(), candidate.kinds
-    made = ConfigurationJudge(task.question, training, cut, kinds=kinds)
+    configuration_judge = ConfigurationJudge(task.question, training, cut, kinds=kinds)
     stop = Stop(task.seconds, work=task.work, seed=task.seed, should_stop=should_stop)
-    simulating = made.num_cells * len(made.families) / _CELLS
+    simulating = configuration_judge.num_cells * len(configuration_judge.families) / _CELLS
     if task.level is _Level.SIMULATED:
-        return made.simulated(), 0.0, len(LAYOUTS) * simulating, None
+        return configuration_judge.simulated(), 0.0, len(LAYOUTS) * simulating, None
     if task.level in (_Level.RELAXED, _Level.CUT, _Level.REFUTED):
         relaxed = task.level is _Level.RELAXED
         least_ms = task.least_ms if task.level is _Level.REFUTED else 0.0
-        row, bound_ms, prices = made.by_cut(task.best_ms, stop, relaxed=relaxed, least_ms=least_ms)
+        row, bound_ms, prices = configuration_judge.by_cut(
+            task.best_ms, stop, relaxed=relaxed, least_ms=least_ms
+        )
         return row, bound_ms, stop.spent + (row is not None) * simulating, prices
-    return (*made.planned(stop), stop.spent, None)
+    return (*configuration_judge.planned(stop), stop.spent, None)
 
 
 class _TuneSearch:
@@ -398,7 +400,7 @@ class _TuneSearch:
         self.current: TuneRow | None = None
         self.known: list[TuneRow] = []
         self.told_s = 0.0
-        self.told: TuneRow | None = None
+        self.last_told: TuneRow | None = None
         self.ended_by: TuneEnd | None = None
         self.pool: Pool | None = None
         self.is_first = self.is_between = True
@@ -511,9 +513,11 @@ class _TuneSearch:
             seen.add(numbers)
             if is_known or formula_ms == inf:
                 continue
-            made = ConfigurationJudge(self.question, training, cut, kinds=kinds)
-            left -= made.num_cells * len(made.families) / _CELLS
-            self._offer(entry, made.by_families(made.sizes(cut.layout)))
+            configuration_judge = ConfigurationJudge(self.question, training, cut, kinds=kinds)
+            left -= configuration_judge.num_cells * len(configuration_judge.families) / _CELLS
+            self._offer(
+                entry, configuration_judge.by_families(configuration_judge.sizes(cut.layout))
+            )
 
     def _why(self, best_ms: float, bound_ms: float) -> TuneEnd:
         """Say what ended the search."""
@@ -635,7 +639,7 @@ class _TuneSearch:
             self.is_between = True
             if len(found) < len(entries) or not entries:
                 return
-            self._tell(is_better=self.best is not self.told)
+            self._tell(is_better=self.best is not self.last_told)
 
     def _looks_one_by_one(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
         for job in jobs:
@@ -645,8 +649,10 @@ class _TuneSearch:
 
     def _looks_at_once(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
         """Yield what is found, in the order of the jobs, until time is over or somebody says so."""
-        asked = [] if self.pool is None else [self.pool.apply_async(_look, (job,)) for job in jobs]
-        for one in asked:
+        pending = (
+            [] if self.pool is None else [self.pool.apply_async(_look, (job,)) for job in jobs]
+        )
+        for one in pending:
             while not one.ready():
                 if is_over():
                     return
@@ -731,7 +737,7 @@ class _TuneSearch:
         pause_s = max(_TELL_EVERY_S, _TELL_SHARE * self.stop.limit_s)
         if is_better or seconds >= self.told_s + pause_s:
             self.on_result(self.result())
-            self.told = self.best
+            self.last_told = self.best
             self.told_s = self.stop.seconds()
 
     def _fits(self, row: TuneRow) -> bool:

@@ -108,7 +108,7 @@ def board_state(table: Table) -> list[list[float]]:
         found += [board.first.tolist(), board.last.tolist()]
     for row, count in zip(board.actions, board.counts, strict=True):
         codes = row[:count]
-        found += [codes.tolist(), board.at[codes].tolist(), board.held[codes].tolist()]
+        found += [codes.tolist(), board.at[codes].tolist(), board.held_bytes[codes].tolist()]
         if table.rules.incremental:
             columns = (board.clock, board.out, board.back, board.end)
             found += [column[codes].tolist() for column in columns]

@@ -221,12 +221,12 @@ def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
         if host.memory_bytes is None:
             continue
         peaks = []
-        for device, held in enumerate(v.problem.devices):
-            cells = v.items.open_cells(device, ActionType.OFFLOAD)
-            if held.host != host.name or not cells:
+        for index, device in enumerate(v.problem.devices):
+            cells = v.items.open_cells(index, ActionType.OFFLOAD)
+            if device.host != host.name or not cells:
                 continue
-            peaks.append(v.host_peak(device))
-            yield from _host_peak_of(v, cells, device)
+            peaks.append(v.host_peak(index))
+            yield from _host_peak_of(v, cells, index)
         if peaks:
             yield at_least(host.memory_bytes / v.host_unit - total(peaks), 0.0)
 
@@ -236,12 +236,12 @@ def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterat
     everything = sum(size.values())
     for cell in cells:
         chosen = v.chosen(HorizonChoice.OFFLOADED, *cell)
-        held: list[Linear] = [size[cell] * chosen]
+        on_host: list[Linear] = [size[cell] * chosen]
         for other in cells:
             if other != cell:
                 yield from _on_host_when_issued(v, other, cell)
-                held.append(size[other] * v.on_host[other, cell])
-        excess = v.host_peak(device) - total(held) + everything * (1.0 - chosen)
+                on_host.append(size[other] * v.on_host[other, cell])
+        excess = v.host_peak(device) - total(on_host) + everything * (1.0 - chosen)
         yield at_least(excess, 0.0)
 
 
@@ -342,8 +342,8 @@ def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
         unit = max([1, *(abs(item.delta) for item in row), *(item.extra for item in row)])
         for item in row:
             if item.extra > 0:
-                held = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
-                yield at_least(limit / unit - held, 0.0)
+                used = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
+                yield at_least(limit / unit - used, 0.0)
 
 
 def _held_before(
@@ -386,9 +386,9 @@ def _weighed(weight: float, flag: Linear) -> Linear:
     return min(weight, 0.0)
 
 
-def _checkpoint_saving(v: HorizonVariables, stage: int, unit: int) -> float:
-    held = v.problem.stages[stage]
-    return (held.activation_bytes - (held.checkpoint_bytes or 0)) / unit
+def _checkpoint_saving(v: HorizonVariables, s: int, unit: int) -> float:
+    stage = v.problem.stages[s]
+    return (stage.activation_bytes - (stage.checkpoint_bytes or 0)) / unit
 
 
 def _checkpointed(v: HorizonVariables, forward: HorizonItem, item: HorizonItem) -> Linear:

@@ -147,15 +147,15 @@ _ITEM_ORDER = (_F, _I, _W, _B, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
 def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> HorizonItem:
-    stage, microbatch = opening.cell
-    held = problem.stages[stage]
-    action = Action(stage, kind, microbatch)
-    mode = problem.menus[stage][held.implied_mode(kind)]
+    s, microbatch = opening.cell
+    stage = problem.stages[s]
+    action = Action(s, kind, microbatch)
+    mode = problem.menus[s][stage.implied_mode(kind)]
     delta = action_delta(mode, kind)
     return HorizonItem(
         index=index,
         action=action,
-        device=held.device,
+        device=stage.device,
         duration=0.0 if kind.is_transfer else duration_ms(problem, action),
         presence=opening.presence(kind),
         delta=delta,
@@ -201,8 +201,10 @@ def num_order_pairs(problem: Problem, *, fifo: bool) -> int:
     """Return how many pairs of items would need an order binary: the size of the model."""
     m = problem.num_microbatches
     pairs = 0
-    for held in problem.stages_of:
-        count = m * sum(3 + problem.can_offload(s) + problem.stages[s].can_recompute for s in held)
+    for stages in problem.stages_of:
+        count = m * sum(
+            3 + problem.can_offload(s) + problem.stages[s].can_recompute for s in stages
+        )
         pairs += count * (count - 1) // (3 if fifo and m > 1 else 2)
     return pairs
 
@@ -523,8 +525,8 @@ def _possible_states(cells: Cells, before: Flags, b: int, device: int) -> Flags:
         for state in range(4):
             reached, left = True, True
             if state > 0:
-                made = cells.chain[cell, state - 1]
-                reached = made != b and not before[b, made]
+                entry = cells.chain[cell, state - 1]
+                reached = entry != b and not before[b, entry]
                 if state == 3 and fused >= 0 and not reached:
                     reached = fused != b and not before[b, fused]
             if state < 3:
@@ -557,7 +559,7 @@ def _least_held(cells: Cells, possible: Flags, device: int, fixed: tuple[int, in
     Under first in, first out no later cell of a lot is further than an earlier one.
     """
     chosen, state = fixed
-    held = 0
+    held_bytes = 0
     for cell in range(cells.low[device], cells.high[device]):
         same_lot = cells.lot[cell] >= 0 and cells.lot[cell] == cells.lot[chosen]
         least = _NO_STATE
@@ -567,8 +569,8 @@ def _least_held(cells: Cells, possible: Flags, device: int, fixed: tuple[int, in
             other = cell == chosen and k != state
             if possible[cell - cells.low[device], k] and not (too_far or too_near or other):
                 least = min(least, cells.cost[cell, k])
-        held += least
-    return int(held)
+        held_bytes += least
+    return int(held_bytes)
 
 
 @jitted
@@ -828,10 +830,10 @@ def _sure(group: Group, other: Group) -> bool:
 
 def _least_extra(owner: HorizonItems, item: HorizonItem) -> int:
     """Return the least bytes an item takes above those before it."""
-    stage, kind, j, *_ = item.action
-    if kind is _F and owner.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
-        held = owner.problem.stages[stage]
-        return item.extra - (held.activation_bytes - (held.checkpoint_bytes or 0))
+    s, kind, j, *_ = item.action
+    if kind is _F and owner.is_open(HorizonChoice.RECOMPUTED, (s, j)):
+        stage = owner.problem.stages[s]
+        return item.extra - (stage.activation_bytes - (stage.checkpoint_bytes or 0))
     return item.extra
 
 

@@ -323,11 +323,11 @@ class _PatternSearch:
                 continue
             begin, end = memory.first[device], memory.first[device + 1]
             live = memory.counts[begin:end, : len(own)]
-            held = np.einsum("mac,catk->matk", live, tables.held_bytes[:, list(own)])
-            held += tables.static_bytes[list(own)][:, :, None]
-            use = held.reshape(end - begin, -1) / _GIB
+            layer_bytes = np.einsum("mac,catk->matk", live, tables.held_bytes[:, list(own)])
+            layer_bytes += tables.static_bytes[list(own)][:, :, None]
+            use = layer_bytes.reshape(end - begin, -1) / _GIB
             room = (memory.limits[device] - memory.workspace[begin:end]) / _GIB
-            shape = held.shape[1:]
+            shape = layer_bytes.shape[1:]
             lengths = np.array([kind.length for kind in tables.kinds], dtype=np.float64)
             tops = np.broadcast_to(lengths[None, :, None], shape)
             for t in tables.long_runs:
@@ -422,7 +422,7 @@ class _PatternSearch:
     def _add_broken(self, values: dict[Variable, float]) -> bool:
         """Add the rows that a solution breaks; return whether there were any."""
         layers = np.array(
-            [[[values[one] for one in row] for row in held] for held in self.v.layers]
+            [[[values[one] for one in row] for row in runs] for runs in self.v.layers]
         )
         modes = np.array([[values[one] for one in row] for row in self.v.mode])
         rows = []
@@ -464,10 +464,12 @@ class _PatternSearch:
         problem = self.model.problem(self.tables.placement, choice.sizes)
         programs = _programs(self.pattern, problem, names)
         try:
-            made = evaluate(problem, programs, Provenance(method=f"plan-milp {self.pattern.name}"))
+            schedule = evaluate(
+                problem, programs, Provenance(method=f"plan-milp {self.pattern.name}")
+            )
         except IllegalScheduleError:  # a host is full: the model knows none
             return self.bound_ms
-        same = abs(made.makespan_ms - path_ms) <= 1e-9 * path_ms
+        same = abs(schedule.makespan_ms - path_ms) <= 1e-9 * path_ms
         what = (
             "passes that hide nothing wait for each other"
             if self.pattern.has_pairs
@@ -480,7 +482,7 @@ class _PatternSearch:
             path_ms=path_ms,
             problem=problem,
             programs=programs,
-            objective_ms=made.makespan_ms,
+            objective_ms=schedule.makespan_ms,
             bound_ms=min(self.bound_ms, path_ms),
             difference="" if same else f"{what} in the pattern, not in the schedule",
         )

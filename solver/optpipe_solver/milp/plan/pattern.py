@@ -299,8 +299,8 @@ class Pattern:
                 state[action.cell] = to
 
         def moment(action: Action, forward: int, *, with_inside: bool = False) -> MemoryMoment:
-            held = tuple(tuple(row) for row in counts)
-            return MemoryMoment(held, action.stage, action.type, with_inside, forward)
+            counts_now = tuple(tuple(row) for row in counts)
+            return MemoryMoment(counts_now, action.stage, action.type, with_inside, forward)
 
         program = self.programs[device]
         for before, action in zip((*program[:1], *program), program, strict=False):
@@ -473,25 +473,25 @@ class _GraphBuilder:
 
     def _hand_on(self, device: int, action: Action) -> None:
         """Note that an action ends with the compute node before now, and send its output."""
-        made = self.compute[device]
+        compute_node = self.compute[device]
         if action.type in (_W, _B):
-            self.last[action.stage] = made
+            self.last[action.stage] = compute_node
         sent = pass_of(action)
         if sent is not None:
-            self.left[sent] = self._message(device, sent, made)
+            self.left[sent] = self._message(device, sent, compute_node)
 
-    def _message(self, device: int, sent: Pass, made: int) -> tuple[int, float]:
+    def _message(self, device: int, sent: Pass, compute_node: int) -> tuple[int, float]:
         """Return the node after which the output has left, and the ms until it is there."""
         boundary = sent.stage - 1 if sent.backward else sent.stage
         target = sent.stage - 1 if sent.backward else sent.stage + 1
         placement = self.placement
         if not 0 <= target < len(placement) or placement[target] == device:
-            return made, 0.0
+            return compute_node, 0.0
         fill_ms, arrives_ms = self.pattern.links[boundary][sent.backward]
         if fill_ms == 0.0:
-            return made, arrives_ms
+            return compute_node, arrives_ms
         way = (device, placement[target])
-        causes = [(made, 0.0), (self.links.get(way, -1), 0.0)]
+        causes = [(compute_node, 0.0), (self.links.get(way, -1), 0.0)]
         node = self.node(device, 0, sent.stage, causes, fill_ms, lasts=False)
         self.links[way] = node
         return node, arrives_ms

@@ -73,8 +73,8 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     layers = [layer for layer in model.layers for _ in range(layer.repeat)]
     plain = [layer.model_copy(update={"repeat": 1, "name": ""}) for layer in layers]
     for _, run in groupby(enumerate(plain), key=lambda item: item[1].model_dump_json()):
-        held = list(run)
-        found.append(LayerKind(held[0][0], len(held)))
+        members = list(run)
+        found.append(LayerKind(members[0][0], len(members)))
     return tuple(found)
 
 
@@ -170,13 +170,13 @@ class PlanTables:
         """In ms, by kind of duration, stage, run and mode; with pairs two kinds more."""
         shape = (NUM_DURATIONS, len(self.placement), len(self.kinds), len(self.names))
         table = np.zeros(shape)
-        for s, device in enumerate(self.placement):
-            held = self.model.devices[device]
-            out, home = held.d2h_gb_per_s, held.h2d_gb_per_s
+        for s, index in enumerate(self.placement):
+            device = self.model.devices[index]
+            out, home = device.d2h_gb_per_s, device.h2d_gb_per_s
             for t, kind in enumerate(self.kinds):
-                layer = self._layer(device, kind)
+                layer = self._layer(index, kind)
                 for k, name in enumerate(self.names):
-                    mode = self._mode(device, t, name)
+                    mode = self._mode(index, t, name)
                     lasts = {
                         ActionType.FORWARD: layer.forward_ms,
                         ActionType.BACKWARD_INPUT: layer.backward_input_ms + mode.inside_ms,
@@ -359,8 +359,8 @@ class PlanVariables:
         for (device, t), one in self.on_device.items():
             found[one] = float(layers[home == device, t].sum())
             found[self.most[t]] = max(found[one], found.get(self.most[t], 0.0))
-        for s, held in enumerate(self.layers):
-            for t, row in enumerate(held):
+        for s, runs in enumerate(self.layers):
+            for t, row in enumerate(runs):
                 found |= {one: float(layers[s, t, k]) for k, one in enumerate(row)}
                 found[self.done[s][t]] = float(placed[s, t] >= self.tables.kinds[t].length)
             found |= {one: float(modes[s, k]) for k, one in enumerate(self.mode[s])}
@@ -370,7 +370,7 @@ class PlanVariables:
 
     def choice(self, values: dict[Variable, float]) -> PlanChoice:
         """Return the cut and the modes that a solution says."""
-        sizes = [sum(round(values[one]) for row in held for one in row) for held in self.layers]
+        sizes = [sum(round(values[one]) for row in runs for one in row) for runs in self.layers]
         modes = [max(range(len(row)), key=lambda k: values[row[k]]) for row in self.mode]
         return PlanChoice(tuple(sizes), tuple(modes))
 
@@ -424,11 +424,11 @@ def _greedy_cut(load: Floats, kinds: Sequence[int], most: float) -> tuple[int, .
     sizes, at = [], 0
     for s in range(load.shape[0]):
         last = len(kinds) - (load.shape[0] - s - 1)
-        begin, held = at, 0.0
-        while at < last and (at == begin or held + load[s, kinds[at]] <= most):
-            held += load[s, kinds[at]]
+        begin, stage_load = at, 0.0
+        while at < last and (at == begin or stage_load + load[s, kinds[at]] <= most):
+            stage_load += load[s, kinds[at]]
             at += 1
-        if held > most:
+        if stage_load > most:
             return None
         sizes.append(at - begin)
     return tuple(sizes) if at == len(kinds) else None
@@ -488,10 +488,10 @@ def durations_are_sums(v: PlanVariables) -> None:
 
 def devices_hold_whole_layers(v: PlanVariables) -> None:
     """(P8) What a device holds of a run is whole, and one of them holds the most: that lasts."""
-    for (device, t), held in v.on_device.items():
+    for (device, t), on_device in v.on_device.items():
         own = [s for s, home in enumerate(v.tables.placement) if home == device]
-        v.milp.add(total([v.of_run(s, t) for s in own]) - held == 0)
-        v.milp.add(at_least(v.most[t] - held, 0))
+        v.milp.add(total([v.of_run(s, t) for s in own]) - on_device == 0)
+        v.milp.add(at_least(v.most[t] - on_device, 0))
     for t, most in v.most.items():
         least_ms = v.tables.model.num_microbatches * float(v.tables.busy_ms[:, t].min())
         v.milp.add(at_least(v.makespan - least_ms * most, 0))

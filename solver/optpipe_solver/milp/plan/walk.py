@@ -249,12 +249,12 @@ def _fill(walk: _Walk) -> None:
             walk.durations[1, s] = 0.0
             for t in range(walk.layers.shape[1]):
                 low, high = walk.runs[t], walk.runs[t + 1]
-                held = max(0, min(end, high) - max(begin, low))
-                is_other = is_other or held != max(0, min(was_end, high) - max(was, low))
-                walk.layers[s, t, k] = held
-                if held > 0:
+                num_layers = max(0, min(end, high) - max(begin, low))
+                is_other = is_other or num_layers != max(0, min(was_end, high) - max(was, low))
+                walk.layers[s, t, k] = num_layers
+                if num_layers > 0:
                     for kind in range(walk.table.shape[0]):
-                        walk.durations[1, s, kind] += held * walk.table[kind, s, t, k]
+                        walk.durations[1, s, kind] += num_layers * walk.table[kind, s, t, k]
             walk.differs[s] = is_other
         begin, was = end, was_end
 
