@@ -54,7 +54,7 @@ __all__ = ["Parts", "PipelineModel", "cp_sat"]
 
 Linear: TypeAlias = cp_model.LinearExpr | int
 Literal: TypeAlias = cp_model.BoolVarT
-Held: TypeAlias = list[tuple[cp_model.IntervalVar, int]]
+HeldIntervals: TypeAlias = list[tuple[cp_model.IntervalVar, int]]
 """Intervals with the bytes that are held in each."""
 
 # --- The variables and intervals of one (stage, micro-batch), and what they stand on.
@@ -121,8 +121,8 @@ class PipelineModel:
         self.tight = [memory_binds(problem, device) for device in range(len(problem.devices))]
         self.compute: list[list[cp_model.IntervalVar]] = [[] for _ in problem.devices]
         self.lanes: dict[tuple[object, ...], list[cp_model.IntervalVar]] = {}
-        self.held: list[Held] = [[] for _ in problem.devices]
-        self.on_host: list[Held] = [[] for _ in problem.devices]
+        self.on_device: list[HeldIntervals] = [[] for _ in problem.devices]
+        self.on_host: list[HeldIntervals] = [[] for _ in problem.devices]
         self.parts: dict[Cell, Parts] = {}
         floor = min(self.scale.units(floor_ms), self.horizon)
         self.length = self.model.new_int_var(floor, self.horizon, "length")
@@ -207,7 +207,7 @@ class PipelineModel:
 
     def fits_device_memory(self) -> None:
         """What a device holds fits at every time."""
-        for device, intervals in enumerate(self.held):
+        for device, intervals in enumerate(self.on_device):
             if intervals:
                 unit, room = self.scale.memory(device)
                 sizes = [size // unit for _, size in intervals]
@@ -430,7 +430,7 @@ class PipelineModel:
     ) -> None:
         """Hold bytes from one time to another where all literals are true."""
         if size > 0:
-            self.held[stage.device].append((self._interval(start, end, where), size))
+            self.on_device[stage.device].append((self._interval(start, end, where), size))
 
     def _interval(
         self, start: Linear, end: Linear, where: Sequence[Literal]

@@ -369,7 +369,7 @@ def named_as_flags() -> Iterator[None]:
     try:
         yield
     except AskedError as error:
-        raise InputError(error.sentence.told(flag)) from None
+        raise InputError(error.sentence.text(flag)) from None
 
 
 def asked_shape(model: str | None, config: Path | None) -> ModelShape:
@@ -456,7 +456,7 @@ def _show(console: Console, shape: ModelShape, kinds: list[Accelerators], found:
         layout = megatron_layout(found.problem)
         console.print(f"Megatron-Core: {layout}", markup=False, soft_wrap=True)
     for note in found.notes:
-        console.print(note.told(flag), style="dim", markup=False)
+        console.print(note.text(flag), style="dim", markup=False)
     busy_ms = found.problem.busy_ms
     bound_by = [
         f"{load}, longer than the {busy_ms:,.1f} ms that the busiest device computes: the link "

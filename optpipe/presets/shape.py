@@ -517,12 +517,12 @@ class AskedSentence:
 
     parts: tuple[str | Field, ...]
 
-    def told(self, written: Callable[[Field], str]) -> str:
+    def text(self, written: Callable[[Field], str]) -> str:
         """Return the sentence with its fields written so."""
         return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
 
     def __str__(self) -> str:
-        return self.told(plain)
+        return self.text(plain)
 
 
 class AskedError(InputError):

@@ -271,7 +271,7 @@ class Deferral(Protocol):
     """Gradients put aside: what they are made from, and how."""
 
     @property
-    def held(self) -> Sequence[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         """What is kept until then."""
 
     def make(self) -> None:
@@ -287,7 +287,7 @@ class _Deferred(NamedTuple):
     output_gradient: Tensor
 
     @property
-    def held(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """See `Deferral`."""
         return self.layer_input, self.output_gradient
 
@@ -341,7 +341,7 @@ class WeightGradients:
         storages = {
             part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
             for deferred in self.deferred
-            for tensor in deferred.held
+            for tensor in deferred.tensors
             for part in parts_with_memory(tensor)
         }
         return sum(storages.values())
@@ -680,7 +680,7 @@ class _GroupedDeferred(NamedTuple):
     ends: Tensor
 
     @property
-    def held(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """See `Deferral`."""
         return self.layer_input, self.output_gradient
 
@@ -784,7 +784,7 @@ class _StoredDeferral(NamedTuple):
     items: list[Any]
 
     @property
-    def held(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """See `Deferral`."""
         leaves = tree_leaves([item[0] for item in self.items])
         return tuple(one for one in leaves if isinstance(one, Tensor))

@@ -199,13 +199,13 @@ def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     It is run each time, in order; a CUDA graph is not made of it.
     """
 
-    def made(function: Callable[..., None]) -> Callable[..., None]:
+    def operator_of(function: Callable[..., None]) -> Callable[..., None]:
         operator = custom_op(name, function, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
         operator.register_fake(lambda *_: None)
         operator.register_effect(EffectType.ORDERED)
         return operator
 
-    return made
+    return operator_of
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -395,15 +395,15 @@ def test_a_sentence_names_fields_as_the_asker_knows_them() -> None:
         (Field("tp", 3), " does not divide 32; lower ", Field("num_microbatches"))
     )
     assert str(sentence) == "tp = 3 does not divide 32; lower num_microbatches"
-    assert sentence.told(flag) == "--tp 3 does not divide 32; lower --microbatches"
-    assert sentence.told(plain) == str(sentence)
+    assert sentence.text(flag) == "--tp 3 does not divide 32; lower --microbatches"
+    assert sentence.text(plain) == str(sentence)
 
 
 def test_an_error_is_its_plain_sentence() -> None:
     """Who does not know the parts reads it like any other error."""
     with pytest.raises(AskedError, match=r"^zero = 7: must be 0, 1, 2 or 3; choose one$") as caught:
         Training(zero=7)
-    assert caught.value.sentence.told(flag).startswith("--zero 7:")
+    assert caught.value.sentence.text(flag).startswith("--zero 7:")
 
 
 @pytest.mark.parametrize("n", [31, 32])

@@ -154,7 +154,7 @@ class _Deferral(NamedTuple):
     output_gradient: Tensor
 
     @property
-    def held(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """What is kept until W."""
         return self.layer_input, self.output_gradient
 
