@@ -46,7 +46,7 @@ def write_families(into: Path) -> None:
     write_text(folder / "overview.inc", overview())
     write_text(folder / "ranking.inc", _ranking_table())
     entries = "".join(f"../generated/schedules/{family.name}\n" for family in FAMILIES)
-    write_text(folder / "pages.inc", f"```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{entries}```\n")
+    write_text(folder / "pages.inc", f"```{{toctree}}\n:hidden:\n\n{entries}```\n")
 
 
 def docstring_of(family: Family) -> str:
