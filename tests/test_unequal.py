@@ -318,6 +318,7 @@ def sliced_cases(draw: st.DrawFn, *, most: int = 3) -> Case:
     return tightened(Case(made, random_programs(made, rng)))
 
 
+@few(20)
 @given(sliced_cases())
 def test_starts_of_slices_are_legal_and_above_all_bounds(case: Case) -> None:
     """Memory is just that of some programs: what fits them is never called too little."""

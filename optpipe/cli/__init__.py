@@ -11,10 +11,12 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from optpipe.cli.compare import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
@@ -87,6 +89,12 @@ def make_app() -> typer.Typer:
     return app
 
 
+@cache
+def _program() -> Any:
+    """Return what parses a command line: made once, for who calls `main` often."""
+    return get_command(make_app())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code; no OptPipeError shows a stack trace.
 
@@ -94,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         try:
-            make_app()(args=arguments, prog_name="optpipe")
+            _program()(args=arguments, prog_name="optpipe")
         except OptPipeError as error:
             print_error(error)
             if isinstance(error, InfeasibleProblemError):

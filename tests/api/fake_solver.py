@@ -5,19 +5,25 @@ Anything else is solved at once. Schedules of this fake are serial: all of one m
 all of the next; an improvement swaps one micro-batch's split backwards for fused ones.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
 from optpipe.memory import device_peak_bytes
 from optpipe.problem import Problem
 from optpipe.schedule import Programs, Provenance
-from optpipe_solver import Robust
 from tests.api.outcomes import Progress, Result, SolveStatus
 from tests.api.serial import serial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_solver import Robust
 
 
 def solve(

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from optpipe_solver.budget import Progress, Result, SolveStatus
+if TYPE_CHECKING:
+    from optpipe_solver.budget import Progress, Result, SolveStatus
 
 __all__ = ["Progress", "Result", "SolveStatus"]
 

@@ -54,7 +54,8 @@ def address(job: dict[str, Any], batch: dict[str, Any]) -> str:
 
 def shown(visit: Visit) -> list[str]:
     """The sentence of each row."""
-    return visit.page.locator("#what-if .reason p:first-child").all_inner_texts()
+    sentences: list[str] = visit.page.locator("#what-if .reason p:first-child").all_inner_texts()
+    return sentences
 
 
 def local(batch: dict[str, Any], job: dict[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.measuring import load_stages
 from optpipe.runtime.treatments import parse_treatment
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 TINY = "optpipe.runtime.measuring.stages:tiny_gpt"
 QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
 
@@ -116,7 +118,8 @@ def test_bad_input_leaves_with_2(profile, stages, arguments, message) -> None:
 def test_samples_are_kept_where_they_make_no_problem(profile, tmp_path) -> None:
     """They may have taken an hour of GPUs; too many micro-batches are found out after it."""
     samples = tmp_path / "samples.json"
-    code, out, err = profile(TINY, "--samples-out", samples, "--memory-bytes", 1000, *QUICK)
+    few = ("--memory-bytes", 1000, "--modes", 0, *QUICK)
+    code, out, err = profile(TINY, "--samples-out", samples, *few)
     assert code == 2
     assert "reserved_bytes" in err
     assert "made by W" in out

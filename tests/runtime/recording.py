@@ -459,8 +459,11 @@ MUTATIONS: dict[str, Callable[[Offloader, RecordingCuda], None]] = {
     "the slot is given back at RELEASE": _give_back_at("release"),
     "the slot is given back at RELOAD": _give_back_at("reload"),
     "RELOAD allocates on the copy stream": _allocate_on_the_copy_stream,
+}
+OF_MESSAGES: dict[str, Callable[[Offloader, RecordingCuda], None]] = {
     "sends are not waited for": _no_wait_for(dist.isend),
     "receives are not waited for": _no_wait_for(dist.irecv),
     "a sent slot is free at once": _slot_free_at_once(of_receives=False),
     "a receive's slot is free at once": _slot_free_at_once(of_receives=True),
 }
+MUTATIONS |= OF_MESSAGES

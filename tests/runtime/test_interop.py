@@ -109,21 +109,22 @@ def test_tensor_parallel_layers_split_their_backward(ranks, fused):
 @pytest.mark.parametrize(("layout", "fused"), [(Shard(1), 0.0), (Replicate(), 0.3)])
 def test_dtensors_cross_stages_as_shards(ranks, layout, fused):
     """A V on two pipeline ranks, times two tensor-parallel ones; a sequence of three is uneven."""
-    problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
+    count = 3
+    problem = schedules.make_problem(TWO_RANKS, count)
     programs = schedules.random_programs(problem, 7, offload=0.4, recompute=0.25, fused=fused)
     schedule = schedules.make_schedule(problem, programs)
-    outcomes = ranks.run(interop_cases.train_spread, schedule, MICROBATCHES, layout)
+    outcomes = ranks.run(interop_cases.train_spread, schedule, count, layout)
     for rank, found in enumerate(outcomes):
         assert found.compared.losses_equal
         assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
         assert found.deferred_bytes > 0
         # What autograd saves are DTensors, too.
-        assert found.offloaded_bytes == found.compared.released_bytes > 10_000
+        assert found.offloaded_bytes == found.compared.released_bytes > 3_000
         assert found.compared.live_bytes_after_release == 0
         held = 3 if layout == Replicate() else 2 - rank % 2
         # Of each micro-batch and step an activation or gradient, beside it the table forwards.
         assert set(found.sent) == {2 * held * 6, 3}
-        assert len(found.sent) == 2 * MICROBATCHES * 3
+        assert len(found.sent) == 2 * count * 3
         assert found.output_bytes == [8 * (32 * held * 6 + 3)] * 3 + [0]
 
 
@@ -153,10 +154,8 @@ def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
     ("offload", "fused", "find_unused", "model"),
     [
         (0.0, 1.0, False, "small"),
-        (0.0, 0.0, False, "small"),
-        (0.5, 0.3, False, "small"),
-        (0.0, 1.0, True, "small"),
         (0.0, 0.0, True, "small"),
+        (0.5, 0.3, False, "small"),
         (0.5, 0.3, True, "small"),
         (0.0, 1.0, False, "delaying"),
         (0.5, 0.3, True, "delaying"),

@@ -19,6 +19,8 @@ from tests.runtime.memory_cases import Counted
 from tests.runtime.ranks import Ranks
 from tests.runtime.small_model import small_data, small_loss, small_stages
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 MICROBATCHES = 8
 
 

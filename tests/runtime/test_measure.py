@@ -24,6 +24,8 @@ from tests.runtime import measured
 from tests.runtime.delaying import DelayingLinear
 from tests.strategies import few
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 ONCE = Effort(repeats=1, warmups=0)
 FLOAT = 4
 CPU = torch.device("cpu")

@@ -10,6 +10,8 @@ from optpipe.simulate import Interval, make_timeline
 from tests.building import one_f_one_b, problem, programs, stage
 from tests.runtime import schedules
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 WALL = 1.7e12
 """A wall clock of these years, in ms."""
 

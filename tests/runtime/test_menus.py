@@ -17,6 +17,8 @@ from optpipe.stage import choose
 from tests.runtime import measured
 from tests.runtime.measured import WorkClock
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 FLOAT = 4
 
 

@@ -113,7 +113,7 @@ def test_the_full_horizon_model_alone_says_the_same(name: str) -> None:
         assert result.status is SolveStatus.OPTIMAL
 
 
-@few(8)
+@few(5)
 @given(tiny_problems_with_pairs())
 def test_nothing_with_pairs_is_better_than_what_is_proven(given: Problem) -> None:
     """All orders, fused or split, and all choices of pairs; more pairs allowed never hurt."""

@@ -75,7 +75,7 @@ def test_nothing_better_exists_and_more_modes_never_hurt(name: str) -> None:
     for count in range(len(modes) + 1):
         alike = {"uniform_modes": name == "all alike"}
         held = made(*modes[:count], m=2, memory=memory, devices=devices, **alike)
-        result, least = solve(held, work_limit=0.2, time_limit_s=600), optimum(held)
+        result, least = solve(held, work_limit=0.1, time_limit_s=600), optimum(held)
         if result.schedule is None:
             assert (result.status, least) == (SolveStatus.INFEASIBLE, before)
             continue
@@ -86,7 +86,7 @@ def test_nothing_better_exists_and_more_modes_never_hurt(name: str) -> None:
     assert before < float("inf")
 
 
-@few(10)
+@few(6)
 @given(tiny_problems(menus=True))
 def test_a_solve_finds_the_best_of_all_programs(held: Problem) -> None:
     """Of two cells in memory that some program fills; what is proven is no more than that."""

@@ -77,7 +77,7 @@ def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> No
             assert run.objective_ms(case.problem.objective) == made.objective_ms
 
 
-@few(10)
+@few(6)
 @given(cases(tight=True, menus=True))
 def test_never_worse_than_what_is_found_in_a_restriction(case: Case) -> None:
     """Families and whatever the search finds, up to the tolerance of what is optimal."""

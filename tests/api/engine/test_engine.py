@@ -58,6 +58,18 @@ def threads(tmp_path):
         yield bench
 
 
+def test_the_process_of_a_fake_imports_nothing_of_the_solver() -> None:
+    """Half a second of processor time, in each of some hundred processes of these tests."""
+    code = (
+        "import sys, optpipe_api.engine.worker as _, tests.api.fake_solver as _\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [
+        name for name in done.stdout.split() if name.startswith(("optpipe_solver", "numba"))
+    ]
+
+
 def test_every_incumbent_is_stored_as_it_comes(threads: Bench) -> None:
     bench = threads
     job_id = bench.submit("improve:4:0.2")

@@ -20,21 +20,27 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("pp 4", marks=pytest.mark.extended), "pp 2 x FSDP2 2, a V of four stages"]
+    ("name", "steps"),
+    [
+        pytest.param("pp 4", 10, marks=pytest.mark.extended),
+        pytest.param("pp 2 x FSDP2 2, a V of four stages", 10, marks=pytest.mark.extended),
+        ("pp 2 x FSDP2 2, a V of four stages", 3),
+    ],
 )
-def test_ten_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name):
+def test_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name, steps):
     """Its model, sharding and loss; ours splits backwards and offloads, and evaluates alike."""
     placement, data_parallel, fused = CASES[name]
     problem = schedules.make_problem(placement, torchtitan_cases.MICROBATCHES)
     programs = schedules.random_programs(problem, 3, offload=0.4, fused=fused, in_order=True)
     schedule = schedules.make_schedule(problem, programs)
-    outcomes = ranks.run(torchtitan_cases.train_titan, schedule, data_parallel, timeout=220)
+    train = partial(torchtitan_cases.train_titan, steps=steps)
+    outcomes = ranks.run(train, schedule, data_parallel, timeout=220)
     # Their last stage is on the last rank, ours where the schedule says; each column has its data.
     wanted = [one.wanted for one in outcomes if one.wanted]
     found = [one.found for one in outcomes if one.found]
     assert len(wanted) == len(found) == data_parallel
     for ours, theirs in zip(found, wanted, strict=True):
-        assert len(ours) == torchtitan_cases.STEPS
+        assert len(ours) == steps
         assert ours == pytest.approx(theirs, rel=1e-6)
         assert theirs[-1] != theirs[0]
     evaluated = [[one.evaluated, one.own_evaluation] for one in outcomes]
@@ -47,7 +53,7 @@ def test_ten_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name):
         for one, two in zip(found, wanted, strict=True)
         for a, b in zip(one, two, strict=True)
     )
-    print(f"torchtitan, {name}: losses of ten steps differ by at most {worst:.1e}, relative")
+    print(f"torchtitan, {name}: losses of {steps} steps differ by at most {worst:.1e}, relative")
 
 
 @pytest.mark.extended
@@ -56,7 +62,7 @@ def test_its_experts_leave_their_gradients_to_w(ranks):
     problem = schedules.make_problem((0, 1, 1, 0), torchtitan_cases.MICROBATCHES)
     programs = schedules.random_programs(problem, 3, offload=0.4, fused=0.3, in_order=True)
     schedule = schedules.make_schedule(problem, programs)
-    train = partial(torchtitan_cases.train_titan, experts=True)
+    train = partial(torchtitan_cases.train_titan, experts=True, steps=3)
     outcomes = ranks.run(train, schedule, 2, timeout=400)
     wanted = [one.wanted for one in outcomes if one.wanted]
     found = [one.found for one in outcomes if one.found]
@@ -80,40 +86,35 @@ def by_ours(placement: tuple[int, ...]) -> Any:
     return schedules.make_schedule(problem, programs)
 
 
-def test_its_whole_trainer_goes_on_from_every_checkpoint_as_if_unbroken(ranks, tmp_path):
+# Tensor parallelism and a CSV at every change: test_interop.py's.
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_its_whole_trainer_goes_on_from_every_checkpoint_as_if_unbroken(ranks, tmp_path, others):
     """Its 1F1B unbroken, ours from its checkpoint, ours elsewhere from ours, our CSV in torch's."""
-    path, steps = {one: str(tmp_path / one) for one in ("own", "ours", "moved", "csv", "tp")}, 6
+    path, steps = {one: str(tmp_path / one) for one in ("own", "ours", "moved", "csv", "tp")}, 3
     text = tmp_path / "schedule.csv"
     wave = schedules.wave(schedules.V_SHAPE, torchtitan_cases.MICROBATCHES)
     text.write_text(dump_csv(wave, for_torch=True))
+    start = partial(TitanRun, steps=steps, resume=(path["own"], 1))
+    four, moved, two = map(by_ours, ((0, 1, 2, 3), (0, 1, 2, 3, 3, 0), (0, 1, 1, 0)))
     runs = {
         "own": TitanRun(path["own"], steps),
-        "ours": TitanRun(
-            path["ours"], steps, schedule=by_ours((0, 1, 2, 3)), resume=(path["own"], 2)
-        ),
-        "moved": TitanRun(
-            path["moved"], steps, schedule=by_ours((0, 1, 2, 3, 3, 0)), resume=(path["ours"], 4)
-        ),
-        "csv": TitanRun(path["csv"], steps, "ZBVZeroBubble", None, str(text), (path["own"], 2)),
-        "tp": TitanRun(
-            path["tp"],
-            steps,
-            schedule=by_ours((0, 1, 1, 0)),
-            resume=(path["own"], 2),
-            tensor_parallel=2,
-        ),
+        "ours": start(path["ours"], schedule=four),
+        "moved": start(path["moved"], schedule=moved, resume=(path["ours"], 2)),
     }
+    if others:
+        runs["csv"] = start(path["csv"], name="ZBVZeroBubble", csv=str(text))
+        runs["tp"] = start(path["tp"], schedule=two, tensor_parallel=2)
     found = {
         name: ranks.run(torchtitan_cases.train_by_trainer, run, timeout=220)
         for name, run in runs.items()
     }
     holders = {name: [one for one in ends if one.losses] for name, ends in found.items()}
     (unbroken,) = holders.pop("own")
-    assert list(unbroken.losses) == [1, 2, 3, 4, 5, 6]
+    assert list(unbroken.losses) == [1, 2, 3]
     assert len(set(unbroken.losses.values())) == steps
     for name, ends in holders.items():
         assert len(ends) == runs[name].tensor_parallel
-        first = 5 if name == "moved" else 3
+        first = 3 if name == "moved" else 2
         for one in ends:
             wanted = {step: unbroken.losses[step] for step in range(first, steps + 1)}
             assert one.losses == pytest.approx(wanted, rel=1e-6)

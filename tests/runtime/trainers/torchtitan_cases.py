@@ -29,8 +29,6 @@ from optpipe.runtime import passes
 
 MICROBATCHES = 8
 STEPS = 10
-SAVED = 2
-"""Steps of the trainer between checkpoints."""
 _LENGTH = 8
 _WORDS = 2048
 _CPU = torch.device("cpu")
@@ -38,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Titan:
-    """A rank's ten steps: losses by torchtitan's 1F1B and by ours, and what ours did."""
+    """A rank's steps: losses by torchtitan's 1F1B and by ours, and what ours did."""
 
     wanted: list[float]
     found: list[float]
@@ -52,11 +50,12 @@ class Titan:
 
 
 def train_titan(
-    schedule: Schedule, data_parallel: int, device: torch.device = _CPU, *, experts: bool = False
-) -> Titan:
+    schedule: Schedule, data_parallel: int, device: torch.device = _CPU, *,
+    experts: bool = False, steps: int = STEPS,
+) -> Titan:  # fmt: skip
     """Train a debug model of torchtitan's twice, from the same values, on four ranks.
 
-    Llama's, or with ``experts`` DeepSeek's, whose parameters FSDP2 gathers in bf16; three steps.
+    Llama's, or with ``experts`` DeepSeek's, whose parameters FSDP2 gathers in bf16.
     """
     shim_torchtitan(on_cpu=device.type == "cpu")
     with warnings.catch_warnings():
@@ -65,7 +64,7 @@ def train_titan(
 
         from optpipe.runtime.trainers.torchtitan import pipeline_llm
 
-        wanted, evaluated, _ = _train(own, data_parallel, device, experts=experts)
+        wanted, evaluated, _ = _train(own, data_parallel, device, steps, experts=experts)
         ours = partial(pipeline_llm, schedule=schedule, min_offload_bytes=1)
         stacked, make = [], passes._GroupedDeferred.make
 
@@ -74,7 +73,9 @@ def train_titan(
             make(deferred)
 
         with mock.patch.object(passes._GroupedDeferred, "make", noted):
-            found, own_evaluation, made = _train(ours, data_parallel, device, experts=experts)
+            found, own_evaluation, made = _train(
+                ours, data_parallel, device, steps, experts=experts
+            )
     runner = made.runner
     made.close()
     return Titan(
@@ -90,7 +91,12 @@ def train_titan(
 
 
 def _train(
-    pipeline: Callable[..., Any], data_parallel: int, device: torch.device, *, experts: bool
+    pipeline: Callable[..., Any],
+    data_parallel: int,
+    device: torch.device,
+    steps: int,
+    *,
+    experts: bool,
 ) -> tuple[list[float], Any, Any]:
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -129,7 +135,7 @@ def _train(
     optimizer = torch.optim.AdamW([one for part in parts for one in part.parameters()], lr=1e-3)
     losses = []
     column = dist.get_rank() % data_parallel
-    for step in range(3 if experts else STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         found = _run(made.step, _data(step, column, device), first=first, last=last)
         optimizer.step()
@@ -296,7 +302,7 @@ def _trainer_config(run: TitanRun, words: str) -> Any:
             spmd_backend=run.backend,
         ),
         checkpoint=CheckpointManager.Config(
-            enable=True, interval=SAVED, last_save_model_only=False, keep_latest_k=0
+            enable=True, interval=1, last_save_model_only=False, keep_latest_k=0
         ),
         activation_checkpoint=None,
     )

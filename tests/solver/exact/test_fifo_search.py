@@ -98,7 +98,7 @@ def test_its_optimum_is_what_the_milp_says(given: Problem) -> None:
     """Two proofs that share no search: neither is above the other's schedule."""
     by_counts, by_milp = started(given), started(given)
     improve_by_beam(by_counts, Stop(20))
-    improve_by_milp(by_milp, Stop(5))
+    improve_by_milp(by_milp, Stop(2))
     assert by_counts.is_optimal
     assert by_milp.bound_ms <= by_counts.objective_ms * (1 + 1e-6)
     assert by_counts.bound_ms <= by_milp.objective_ms * (1 + 1e-6)
