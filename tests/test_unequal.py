@@ -213,10 +213,28 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     known = [compiled.objective_ms(rows) for _, rows in module._solved(module._plain(turned))]
     assert known
     assert replan(made, like=turned, work=3_000).makespan_ms <= min(known) + 1e-6
+    assert _tried(module, made, turned) == (0, 0.57)
+    kept = batch(COSTS, room=160)
+    assert _tried(module, kept, kept) == (1, pytest.approx(1 / 3))
     with pytest.raises(InputError, match="like: has 11 micro-batches, the problem 12"):
         replan(made, like=packed(COSTS[:-1]))
     with pytest.raises(InputError, match="modes offload and recompute otherwise"):
         replan(made, like=packed(COSTS, again=True))
+
+
+def _tried(module: Any, made: Problem, like: Problem) -> tuple[int, float]:
+    """Return how often rules are tried, and the share of the work that annealing has."""
+    ruled, shares, anneal = [], [], module._annealed
+
+    def annealed(compiled: Any, rows: Any, start_ms: float, work: int, seed: int) -> Any:
+        shares.append(work / 30_000)
+        return anneal(compiled, rows, start_ms, work, seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "dispatched", lambda *asked: ruled.append(asked))
+        patch.setattr(module, "_annealed", annealed)
+        replan(made, like=like, work=30_000)
+    return len(ruled), shares[0]
 
 
 def test_what_only_recomputation_fits_is_replanned_at_once() -> None:

@@ -7,8 +7,9 @@ fixed number of simulated actions. The rules make no copies to the host. Where t
 that stands for all is named: the first call with it solves problems of equal micro-batches
 (`optpipe_solver.dealing`), and that batch itself, under the limits and under tighter ones, as other
 batches need more. Later calls deal into the places of all these, in those of the batch the longest
-where its longest stood. Nothing depends on clocks or on earlier batches: all ranks that ask get the
-same answer.
+where its longest stood. Where such a deal fits and makes copies, no rule is tried: it is mostly
+shorter than what rules make, and annealing has their time. Nothing depends on clocks or on earlier
+batches: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.problem import Microbatch
 from optpipe.schedule import Provenance, Schedule
+from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import work_bound
 from optpipe_solver.dealing import dealt, orders, stand_ins
@@ -61,10 +63,13 @@ _WORK = 700_000
 _RULES_SHARE = 2 / 3
 """Share of the work that goes into dispatching rules, about half of the time; then annealing."""
 
+_DEALT_SHARE = 0.57
+"""Share of the work that annealing has where no rule is tried: about the same time in all."""
+
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
-_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.75, 0.6)
+_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.75, 0.6, 0.4)
 """Units of work for the batch that stands for all, under each of these shares of its memory."""
 
 _MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
@@ -108,19 +113,24 @@ def replan(
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
     compiled = CompiledProblem.of(problem)
-    starts = list(_starts(compiled, work, seed))
-    if like is not None or not starts:
-        shape = _alike(problem, like)
-        starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+    shape = _alike(problem, like)
+    deals: list[_Start] = []
     if like is not None:
         by_length = [_by_length(shape), _by_length(problem)]
-        starts += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
+        deals += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
+    starts: list[_Start] = []
+    anneals = _DEALT_SHARE
+    if not any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals):
+        anneals = 1 - _RULES_SHARE
+        starts += _ruled(compiled, round(_RULES_SHARE * work), seed)
+    starts += _usual(compiled)
+    if like is not None or not starts:
+        starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+    starts += deals
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem), work_bound(problem)
     best.offer(
-        compiled.decode(
-            _annealed(compiled, rows, start_ms, max(1, round((1 - _RULES_SHARE) * work)), seed)
-        ),
+        compiled.decode(_annealed(compiled, rows, start_ms, max(1, round(anneals * work)), seed)),
         "local-search",
     )
     best.offer_bound(bound.ms, bound.method)
@@ -231,12 +241,16 @@ def _serial(compiled: CompiledProblem) -> _Start:
     return "serial", compiled.objective_ms(rows), rows
 
 
-def _starts(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
-    """Yield the best that dispatching rules make, and 1F1B in the best of some orders."""
-    problem = compiled.problem
-    found = dispatched(compiled, orders(problem), round(_RULES_SHARE * work), seed)
+def _ruled(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
+    """Yield the best that dispatching rules make, if any."""
+    found = dispatched(compiled, orders(compiled.problem), work, seed)
     if found is not None:
         yield "dispatching rules", *found
+
+
+def _usual(compiled: CompiledProblem) -> Iterator[_Start]:
+    """Yield 1F1B, and what is made at once for equal micro-batches, in the best of some orders."""
+    problem = compiled.problem
     alike = list(stand_ins(problem))
     asked = [(name, problem.least) for name in _PLAIN]
     asked += [(name, stand_in) for name in _QUICK for stand_in in alike]
