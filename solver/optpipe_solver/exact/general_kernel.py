@@ -128,7 +128,8 @@ class GeneralState(NamedTuple):
     ``codes`` of all micro-batches, in order, equal ones by when their next input is there;
     ``weights`` = W started per stage; ``times``: the clock, then per device when compute, D2H and
     H2D are free, and compute for a backward that pairs with the F before it, ``LANES`` in all, then
-    per micro-batch when the input of its next pass is there; none before the clock.
+    per micro-batch when the input of its next pass is there; none before the clock, copies and
+    inputs not before their device is free (see `_forget`).
     """
 
     codes: Codes
@@ -400,7 +401,6 @@ def advance(
         new.weights[i] = state.weights[i]
     for i in range(len(state.times)):
         new.times[i] = max(state.times[i], start)
-    _settle(model, new)
     paired = 1 + (LANES - 1) * devices + device
     if kind == RELOAD:
         _reload(model, new, j, s)
@@ -418,6 +418,8 @@ def advance(
     new.times[paired] = new.times[1 + device]
     if kind <= DROP:
         new.times[paired] -= model.hidden[s]
+    _forget(model, new)
+    _settle(model, new)
 
 
 @lean
@@ -461,9 +463,32 @@ def _reload(model: GeneralProblem, new: GeneralState, j: int, s: int) -> None:
 
 
 @lean
+def _forget(model: GeneralProblem, new: GeneralState) -> None:
+    """Raise all that a device has sooner than it is free, even for a pair, to then.
+
+    Nothing of it starts before that, so states that differ in no more are one.
+    """
+    devices, last = len(model.room), 2 * len(model.forward) - 1
+    clock = free_at(model, new, 0, True)
+    for device in range(1, devices):
+        clock = min(clock, free_at(model, new, device, True))
+    new.times[0] = max(new.times[0], clock)
+    for device in range(devices):
+        free = free_at(model, new, device, True)
+        for lane in range(1, LANES - 1):
+            at = 1 + lane * devices + device
+            new.times[at] = max(new.times[at], free)
+    for j in range(len(new.codes)):
+        at, free = position_of(new.codes[j]), new.times[0]
+        if at <= last:
+            free = free_at(model, new, model.device[min(at, last - at)], True)
+        new.times[1 + LANES * devices + j] = max(new.times[1 + LANES * devices + j], free)
+
+
+@lean
 def _settle(model: GeneralProblem, new: GeneralState) -> None:
-    """What has come back by the clock is there."""
-    devices, clock = len(model.room), new.times[0]
+    """What has come back by the time its device is free is there."""
+    devices = len(model.room)
     for i in range(len(new.codes)):
         if new.codes[i] >> POSITION_BITS == 0:
             continue
@@ -471,8 +496,8 @@ def _settle(model: GeneralProblem, new: GeneralState) -> None:
             mode = mode_of(new.codes[i], s)
             if COMING <= mode < CHECKPOINT:
                 device = model.device[s]
-                end = new.times[1 + 2 * devices + device]
-                if end - (mode - COMING) * model.home[device] <= clock:
+                free, end = free_at(model, new, device, True), new.times[1 + 2 * devices + device]
+                if end - (mode - COMING) * model.home[device] <= free:
                     new.codes[i] = with_mode(new.codes[i], s, 0)
 
 

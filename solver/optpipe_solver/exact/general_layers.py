@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_solver.exact.fifo_kernel import SEED, hashed, not_later, same
+from optpipe_solver.exact.fifo_kernel import SEED, hashed, same
 from optpipe_solver.exact.general_kernel import (
     AWAY,
     CHECKPOINT,
@@ -194,6 +194,7 @@ def _expand_row(
     new, loads, other, made = work
     end, row = known
     survey(model, state, loads)
+    latest = _latest(model, state, loads)
     num_stages = len(model.forward)
     for number in range(num_stages + len(state.codes) * (_PASSES + num_stages)):
         event = _event(model, state, loads, number)
@@ -201,7 +202,7 @@ def _expand_row(
             continue
         start = start_of(model, state, loads, event)
         least = max(end, least_end_by(model, state, loads, event, start))
-        if start < 0 or least > model.horizon:
+        if start < 0 or start > latest or least > model.horizon:
             continue
         if wastes(model, state, loads, model.device[event[2]], start):
             continue
@@ -303,15 +304,23 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
     ``known`` is its bound, the row before it, and the way from there.
     """
     slot = _hash(state) & (len(layer.first) - 1)
-    at = layer.first[slot]
+    at, before = layer.first[slot], _NONE
     while at >= 0:
-        if layer.alive[at] and _same(layer, at, state):
-            if not_later(layer.times[at], state.times):
+        following = layer.link[at]
+        sooner, later = _compare(layer.times[at], state.times)
+        if (sooner or later) and _same(layer, at, state):
+            if sooner:
                 return int(at)
-            if not_later(state.times, layer.times[at]):
-                layer.alive[at] = False
-                layer.instead[at] = layer.size[0]
-        at = layer.link[at]
+            layer.alive[at] = False
+            layer.instead[at] = layer.size[0]
+            # Nobody need look at it again.
+            if before < 0:
+                layer.first[slot] = following
+            else:
+                layer.link[before] = following
+        else:
+            before = at
+        at = following
     row = layer.size[0]
     if row == len(layer.alive):
         return -1
@@ -327,6 +336,20 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
     layer.link[row], layer.first[slot] = layer.first[slot], row
     layer.size[0] += 1
     return int(row)
+
+
+@lean
+def _compare(a: NDArray[np.int32], b: NDArray[np.int32]) -> tuple[bool, bool]:
+    """Whether no time of ``a`` is later than that of ``b``, and the other way round."""
+    sooner, later = True, True
+    for i in range(len(a)):
+        if a[i] > b[i]:
+            sooner = False
+        elif a[i] < b[i]:
+            later = False
+        if not (sooner or later):
+            break
+    return sooner, later
 
 
 @lean
@@ -384,6 +407,24 @@ def least_end_by(
         end = start + model.fused[s] + model.last_w[left_w, s]
         return int(max(end, start + model.gradient[s] + model.last_i[left_i, s]))
     return int(start)
+
+
+@lean
+def _latest(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+    """Return when the next event starts at the latest: no device runs what it has left before.
+
+    Many events are left out by this alone, before the state after them is made.
+    """
+    m, latest = model.num_microbatches, model.horizon
+    for device in range(len(model.room)):
+        load = loads.owed[device]
+        for s in range(len(model.forward)):
+            if model.device[s] == device:
+                load += (m - loads.forwards[s]) * model.forward[s]
+                load += (m - loads.gradients[s]) * model.gradient[s]
+                load += (m - state.weights[s]) * model.weight[s]
+        latest = min(latest, model.horizon - load)
+    return int(latest)
 
 
 @lean

@@ -74,7 +74,7 @@ _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
 """How far up to the best schedule known choices are asked in turn, and how far at least: half as
 far where it takes too many states, then as far again, or twice as far where it was easy."""
 
-_EASY = 16
+_EASY = 12
 """A question is easy if it meets less than so many times what may be in one layer."""
 
 SMALL = 15

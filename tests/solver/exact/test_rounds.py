@@ -110,6 +110,17 @@ def test_in_turn_single_devices_prove_what_pairs_do_not() -> None:
     assert answer(alone, 590) == HorizonAnswer.FOUND
 
 
+def test_inputs_that_come_while_their_device_is_busy_are_as_one() -> None:
+    """Were it a state of its own when each came, 16,000 per layer would prove nothing here."""
+    sizes = {"activation_bytes": 30 * UNIT, "offload_bytes": 30 * UNIT}
+    chunks = [stage(s % 4, 10, 11, 9, **sizes, weight_context_bytes=15 * UNIT) for s in range(8)]
+    made = problem(chunks, [bus(memory_bytes=90 * UNIT)] * 4, m=8)
+    alone = tuple((device,) for device in range(4))
+    found = search_in_turn(made, alone, 553.5, most_states=10**6, most_in_layer=16_000)
+    assert found.answer is HorizonAnswer.NONE
+    assert found.num_states < 600_000
+
+
 def test_a_later_turn_goes_on_where_the_one_before_was_over() -> None:
     """1,188 states prove it; turns of 1,000 that began anew would meet the same ones for ever."""
     best = searched(real_problem(1.5, 4, **RECOMPUTE), 2_000_000)
