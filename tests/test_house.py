@@ -1,4 +1,4 @@
-"""The house: one class for one name, no circles of imports, packages at most three deep."""
+"""The house: a class name once, names that say what, no circles of imports, packages three deep."""
 
 import ast
 from collections import defaultdict
@@ -76,3 +76,24 @@ def test_a_script_begins_once_all_of_it_is_there() -> None:
     for name, tree in modules().items():
         guards = [node for node in tree.body if ast.unparse(node).startswith("if __name__ ==")]
         assert not guards or tree.body[-1] is guards[-1], name
+
+
+SAYS_NOTHING = {"held", "told", "asked", "made"}
+"""What was done with a value, and not what it is."""
+
+
+def bound_names(node: ast.AST) -> set[str]:
+    """Return the names of variables, parameters, fields and attributes that a node binds."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return {node.id if isinstance(node, ast.Name) else node.attr}
+    return {node.arg} if isinstance(node, ast.arg) else set()
+
+
+def test_a_name_says_what_it_holds() -> None:
+    """``made = solve(problem)`` says less than ``result``."""
+    found = {
+        module: names
+        for module, tree in modules().items()
+        if (names := set().union(*map(bound_names, ast.walk(tree))) & SAYS_NOTHING)
+    }
+    assert not found

@@ -43,8 +43,8 @@ def stand_ins(problem: Problem) -> tuple[Problem, ...]:
     What fits the first fits the problem, however it is dealt; of the second it may. Where a stage
     has modes that v1 cannot say, its cells are kept there.
     """
-    made = (_stand_in(problem, largest=True), _stand_in(problem, largest=False))
-    return made[:1] if made[0] == made[1] else made
+    problems = (_stand_in(problem, largest=True), _stand_in(problem, largest=False))
+    return problems[:1] if problems[0] == problems[1] else problems
 
 
 def _stand_in(problem: Problem, *, largest: bool) -> Problem:
@@ -72,14 +72,16 @@ def _stage(costs: list[tuple[Stage, int]], like: Stage, *, largest: bool) -> Sta
     if any(one.backward_ms is not None for one, _ in costs):
         fields["backward_ms"] = mean([one.fused_backward_ms for one, _ in costs])
     if not any(one.modes for one, _ in costs):
-        held = size([one.activation_bytes for one, _ in costs])
+        activation_bytes = size([one.activation_bytes for one, _ in costs])
         if all(one.offload_bytes for one, _ in costs):
             left = size([one.activation_bytes - one.offload_bytes for one, _ in costs])
-            fields["offload_bytes"] = held - left
+            fields["offload_bytes"] = activation_bytes - left
         again = [(one.recompute_ms, one.checkpoint_bytes) for one, _ in costs]
         if all(ms is not None and kept is not None for ms, kept in again):
             fields["recompute_ms"] = mean([ms or 0.0 for ms, _ in again])
-            fields["checkpoint_bytes"] = min(held, size([kept or 0 for _, kept in again]))
+            fields["checkpoint_bytes"] = min(
+                activation_bytes, size([kept or 0 for _, kept in again])
+            )
     return Stage.model_validate(fields)
 
 
@@ -97,10 +99,10 @@ def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[Ints]:
     down = sorted(range(m), key=lambda j: -length[j])
     up = down[::-1]
     in_turn = [j for pair in zip(down, up, strict=True) for j in pair][:m]
-    made = [down, up, in_turn, down[::2][::-1] + down[1::2], up[::2][::-1] + up[1::2]]
+    lists = [down, up, in_turn, down[::2][::-1] + down[1::2], up[::2][::-1] + up[1::2]]
     rng = random.Random(0)  # noqa: S311 - no secret
-    made += [rng.sample(range(m), m) for _ in range(shuffles)]
-    return [given, *(np.array(order, dtype=np.int64) for order in made)]
+    lists += [rng.sample(range(m), m) for _ in range(shuffles)]
+    return [given, *(np.array(order, dtype=np.int64) for order in lists)]
 
 
 def dealt(compiled: CompiledProblem, rows: Rows, order: Ints) -> Rows:
@@ -111,10 +113,10 @@ def dealt(compiled: CompiledProblem, rows: Rows, order: Ints) -> Rows:
     cells, m = compiled.times.num_cells, compiled.problem.num_microbatches
     stages = np.arange(cells) // m
     renamed = stages * m + order[np.arange(cells) % m]
-    kinds, held = np.divmod(rows.actions, cells)
+    kinds, cell = np.divmod(rows.actions, cells)
     modes = np.zeros_like(rows.modes)
     modes[renamed] = rows.modes
-    return Rows(kinds * cells + renamed[held], rows.lengths, modes)
+    return Rows(kinds * cells + renamed[cell], rows.lengths, modes)
 
 
 # --- Samples as micro-batches.

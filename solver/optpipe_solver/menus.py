@@ -158,9 +158,9 @@ def _projections(problem: Problem, rules: Sequence[_Rule]) -> tuple[Projection, 
             for d in problem.placement
         ]
         chosen = [_allowed(problem, s, _along(line, far[s]), rule) for s, line in enumerate(lines)]
-        made = _projection(problem, rule.name, chosen)
-        if all(made.modes != other.modes for other in found):
-            found.append(made)
+        projection = _projection(problem, rule.name, chosen)
+        if all(projection.modes != other.modes for other in found):
+            found.append(projection)
     return tuple(found)
 
 
@@ -186,13 +186,13 @@ def _share_of(problem: Problem, lines: list[list[int]], device: int) -> float:
     Between its F and its backward a micro-batch passes all later stages, while each device starts
     one of them per round of its own stages.
     """
-    held, m = problem.stages_of[device], problem.num_microbatches
-    last, rounds = len(problem.stages), max(1, len(held))
-    in_flight = {s: min(m, -(-(last - s) // rounds)) for s in held}
+    stages, m = problem.stages_of[device], problem.num_microbatches
+    last, rounds = len(problem.stages), max(1, len(stages))
+    in_flight = {s: min(m, -(-(last - s) // rounds)) for s in stages}
     room = problem.room_bytes(device)
-    steps = max((len(lines[s]) - 1 for s in held), default=0)
+    steps = max((len(lines[s]) - 1 for s in stages), default=0)
     for step in range(steps):
-        chosen = {s: problem.menus[s][_along(lines[s], step / steps)] for s in held}
+        chosen = {s: problem.menus[s][_along(lines[s], step / steps)] for s in stages}
         if sum(in_flight[s] * mode.forward_bytes for s, mode in chosen.items()) <= room:
             return step / steps
     return 1.0
@@ -308,7 +308,7 @@ RELEASEs take what is left: each was the best for some family and problem of ``b
 class _Footprint(NamedTuple):
     """A stage in one mode: bytes it holds before each action, and needs for its own; its cost."""
 
-    held: Ints
+    held_bytes: Ints
     needs: Ints
     cost_ms: float
 
@@ -331,12 +331,12 @@ def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
     """
     prompt = _with_prompt_weights(compiled, rows)
     is_same = np.array_equal(prompt.actions, rows.actions)
-    made = [
+    candidates = [
         fitted
         for form in ((rows,) if is_same else (rows, prompt))
         for fitted in _fitted(compiled, form)
     ]
-    return min(made, key=compiled.objective_ms, default=None)
+    return min(candidates, key=compiled.objective_ms, default=None)
 
 
 def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
@@ -370,14 +370,14 @@ def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:
     cells = compiled.times.num_cells
     actions = np.zeros_like(rows.actions)
     for device, codes in enumerate(rows.programs()):
-        made: list[int] = []
+        reordered: list[int] = []
         for code in codes.tolist():
             kind, cell = divmod(code, cells)
             if kind != simulate.BACKWARD_WEIGHT:
-                made.append(code)
+                reordered.append(code)
             if kind == simulate.BACKWARD_INPUT:
-                made.append(simulate.BACKWARD_WEIGHT * cells + cell)
-        actions[device, : len(made)] = made
+                reordered.append(simulate.BACKWARD_WEIGHT * cells + cell)
+        actions[device, : len(reordered)] = reordered
     return rows._replace(actions=actions)
 
 
@@ -392,13 +392,13 @@ class _DeviceWays(NamedTuple):
     @classmethod
     def of(cls, compiled: CompiledProblem, rows: Rows, device: int) -> _DeviceWays:
         codes = rows.actions[device, : rows.lengths[device]]
-        held = compiled.problem.stages_of[device]
-        numbers = [np.flatnonzero(compiled.memory.may[s]).tolist() for s in held]
+        stages = compiled.problem.stages_of[device]
+        numbers = [np.flatnonzero(compiled.memory.may[s]).tolist() for s in stages]
         ways = [
             [_footprint(compiled, codes, s, number) for number in known]
-            for s, known in zip(held, numbers, strict=True)
+            for s, known in zip(stages, numbers, strict=True)
         ]
-        return cls(held, numbers, ways, int(compiled.memory.limit[device]))
+        return cls(stages, numbers, ways, int(compiled.memory.limit[device]))
 
     def fitting(self, share: float) -> list[int] | None:
         """Return a mode for each stage so that the program fits a share of the limit, if any."""
@@ -481,7 +481,7 @@ def _changes(
     for stage, known in enumerate(ways):
         now = known[picked[stage]]
         for mode, other in enumerate(known):
-            freed = int(now.held[at] + now.needs[at] - other.held[at] - other.needs[at])
+            freed = int(now.held_bytes[at] + now.needs[at] - other.held_bytes[at] - other.needs[at])
             if freed > 0:
                 yield (other.cost_ms - now.cost_ms) / freed, stage, mode
 
@@ -489,7 +489,7 @@ def _changes(
 def _load(ways: list[list[_Footprint]], picked: tuple[int, ...] | list[int]) -> Ints:
     """Return the most bytes held during each action of the device."""
     taken = [known[k] for known, k in zip(ways, picked, strict=True)]
-    total: Ints = np.sum([way.held + way.needs for way in taken], axis=0)
+    total: Ints = np.sum([way.held_bytes + way.needs for way in taken], axis=0)
     return total
 
 
@@ -500,17 +500,17 @@ def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
     again = compiled.memory.again[row, modes]
     actions, lengths = np.zeros_like(rows.actions), np.zeros_like(rows.lengths)
     for device, codes in enumerate(rows.programs()):
-        made: list[int] = []
+        program: list[int] = []
         for code in codes.tolist():
             kind, cell = divmod(code, cells)
             if kind in (simulate.BACKWARD_INPUT, simulate.FULL_BACKWARD):
-                made += [simulate.RELOAD * cells + cell] * bool(goes[cell])
-                made += [simulate.RECOMPUTE * cells + cell] * bool(again[cell])
-            made.append(code)
+                program += [simulate.RELOAD * cells + cell] * bool(goes[cell])
+                program += [simulate.RECOMPUTE * cells + cell] * bool(again[cell])
+            program.append(code)
             if kind == simulate.FORWARD and goes[cell]:
-                made += [simulate.OFFLOAD * cells + cell, simulate.RELEASE * cells + cell]
-        actions[device, : len(made)] = made
-        lengths[device] = len(made)
+                program += [simulate.OFFLOAD * cells + cell, simulate.RELEASE * cells + cell]
+        actions[device, : len(program)] = program
+        lengths[device] = len(program)
     return Rows(actions, lengths, modes)
 
 

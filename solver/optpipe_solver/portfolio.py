@@ -168,9 +168,9 @@ def _is_tight(problem: Problem) -> bool:
     """
     return any(
         problem.room_bytes(device)
-        < (len(problem.devices) + 2) * min(problem.stages[s].activation_bytes for s in held)
-        for device, held in enumerate(problem.stages_of)
-        if held
+        < (len(problem.devices) + 2) * min(problem.stages[s].activation_bytes for s in stages)
+        for device, stages in enumerate(problem.stages_of)
+        if stages
     )
 
 
@@ -469,10 +469,18 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
                 yield fitted
                 has_any = has_any or fitted.legal
     for projection in projections(problem)[: 1 if builder.is_large else None]:
-        for made in _plain_starts(projection.problem, methods):
-            if made.programs is not None and made.legal and made.method != "serial":
-                programs = projection.translate(made.programs, problem)
-                yield replace(made, programs=programs, method=f"{made.method} {projection.name}")
+        for family_start in _plain_starts(projection.problem, methods):
+            if (
+                family_start.programs is not None
+                and family_start.legal
+                and family_start.method != "serial"
+            ):
+                programs = projection.translate(family_start.programs, problem)
+                yield replace(
+                    family_start,
+                    programs=programs,
+                    method=f"{family_start.method} {projection.name}",
+                )
 
 
 def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
@@ -483,14 +491,14 @@ def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
         yield builder.build(family, problem)[0]
     ways = orders(problem)
     for number, stand_in in enumerate(stand_ins(problem)):
-        asked = CompiledProblem.of(stand_in)
-        for made in all_starts(stand_in, methods):
-            if made.method == "serial":
+        stand_in_compiled = CompiledProblem.of(stand_in)
+        for start in all_starts(stand_in, methods):
+            if start.method == "serial":
                 continue
-            if made.programs is not None:
-                yield builder.deal(made, asked.encode(made.programs), ways)
+            if start.programs is not None:
+                yield builder.deal(start, stand_in_compiled.encode(start.programs), ways)
             elif number == 0:
-                yield made
+                yield start
 
 
 def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
@@ -503,12 +511,12 @@ def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterato
         yield start
         if rows is not None and not start.legal:
             fitted = builder.with_modes if problem.has_modes else builder.fit
-            if (made := fitted(family.name, rows)) is not None:
-                yield made
+            if (sliced := fitted(family.name, rows)) is not None:
+                yield sliced
     known = {family.name for family in FAMILIES if family.knows_slices}
-    for made in all_starts(whole_samples(problem), methods):
-        if made.method not in known:
-            yield from [made] if made.programs is None else builder.cut(made)
+    for sliced in all_starts(whole_samples(problem), methods):
+        if sliced.method not in known:
+            yield from [sliced] if sliced.programs is None else builder.cut(sliced)
 
 
 def rule_starts(problem: Problem, seed: int) -> Iterator[FamilyStart]:
@@ -533,11 +541,11 @@ class _StartBuilder:
         self.compiled = CompiledProblem.of(problem)
         self.is_large = is_large(problem)
 
-    def build(self, family: Family, asked: Problem) -> tuple[FamilyStart, Rows | None]:
+    def build(self, family: Family, variant: Problem) -> tuple[FamilyStart, Rows | None]:
         """Return a family's start, made for what is asked, and its programs as integers, if any."""
         began = time.perf_counter()
         try:
-            programs = family.build(asked)
+            programs = family.build(variant)
         except NotApplicable as why:
             seconds = time.perf_counter() - began
             return FamilyStart(family.name, None, 0.0, False, seconds, str(why), why.reason), None
@@ -559,7 +567,7 @@ class _StartBuilder:
         legal = length_ms < inf and keeps_limits(self.compiled, rows)
         return FamilyStart(method, programs, length_ms, legal, time.perf_counter() - began)
 
-    def deal(self, made: FamilyStart, rows: Rows, ways: Sequence[Ints]) -> FamilyStart:
+    def deal(self, start: FamilyStart, rows: Rows, ways: Sequence[Ints]) -> FamilyStart:
         """Return the best deal of programs made for equal micro-batches, legal ones first."""
         began = time.perf_counter()
         best: tuple[bool, float, Rows] | None = None
@@ -574,24 +582,24 @@ class _StartBuilder:
                 best = is_legal, length_ms, tried
         assert best is not None  # noqa: S101 - there is always the order given
         is_legal, length_ms, found = best
-        seconds = made.seconds + time.perf_counter() - began
+        seconds = start.seconds + time.perf_counter() - began
         return replace(
-            made,
+            start,
             programs=self.compiled.decode(found),
             objective_ms=length_ms,
             legal=is_legal,
             seconds=seconds,
         )
 
-    def cut(self, made: FamilyStart) -> Iterator[FamilyStart]:
+    def cut(self, uncut: FamilyStart) -> Iterator[FamilyStart]:
         """Yield a start made for whole samples, cut into slices, and with modes so that it fits."""
         began = time.perf_counter()
-        programs = in_slices(self.problem, made.programs or ())
+        programs = in_slices(self.problem, uncut.programs or ())
         rows = self.compiled.encode(programs)
-        start = self._measured(made.method, programs, rows, began)
-        yield replace(start, seconds=made.seconds + start.seconds)
+        start = self._measured(uncut.method, programs, rows, began)
+        yield replace(start, seconds=uncut.seconds + start.seconds)
         if self.problem.has_modes and not start.legal:
-            fitted = self.with_modes(made.method, rows)
+            fitted = self.with_modes(uncut.method, rows)
             if fitted is not None:
                 yield fitted
 
@@ -638,8 +646,8 @@ def restrictions(problem: Problem) -> tuple[Restriction, ...]:
         alone = problem.model_copy(update={"pairs": ()})
         return (Restriction("without pairs", alone), *restrictions(alone))
     if problem.has_modes:
-        made = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
-        return tuple(less for less in made if feasibility(less.problem).plan is not None)
+        narrowed = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
+        return tuple(less for less in narrowed if feasibility(less.problem).plan is not None)
     allowed = _allowed(problem)
     choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
     found = (_without(problem, forbidden) for forbidden in choices if forbidden)
@@ -749,10 +757,14 @@ class _RestrictedSearch:
 
     def start(self, stop: Stop) -> None:
         """Offer the restriction's families."""
-        for made in all_starts(self.less.problem):
-            if made.programs is not None and made.legal:
-                self.inner.offer(made.programs, made.method, expected_ms=made.objective_ms)
-                self.inner.keep(made.programs, made.objective_ms)
+        for family_start in all_starts(self.less.problem):
+            if family_start.programs is not None and family_start.legal:
+                self.inner.offer(
+                    family_start.programs,
+                    family_start.method,
+                    expected_ms=family_start.objective_ms,
+                )
+                self.inner.keep(family_start.programs, family_start.objective_ms)
             if stop.is_over():
                 return
 

@@ -225,11 +225,11 @@ def _known(shape: Problem) -> tuple[tuple[str, Rows], ...]:
         compiled = CompiledProblem.of(stand_in)
         starts = [one for one in all_starts(stand_in) if one.programs is not None and one.legal]
         starts.sort(key=lambda one: one.objective_ms)
-        made = [(one.method, one.programs) for one in starts[:_MOST_STARTS]]
+        ranked = [(one.method, one.programs) for one in starts[:_MOST_STARTS]]
         result = solve(stand_in, time_limit_s=_NO_LIMIT_S, work_limit=_SHAPE_WORK)
         if result.schedule is not None:
-            made.insert(0, ("equal micro-batches", result.schedule.programs))
-        found += [(method, compiled.encode(programs)) for method, programs in made if programs]
+            ranked.insert(0, ("equal micro-batches", result.schedule.programs))
+        found += [(method, compiled.encode(programs)) for method, programs in ranked if programs]
     return tuple(found)
 
 
@@ -252,23 +252,23 @@ def _usual(compiled: CompiledProblem) -> Iterator[_Start]:
     """Yield 1F1B, and what is made at once for equal micro-batches, in the best of some orders."""
     problem = compiled.problem
     alike = list(stand_ins(problem))
-    asked = [(name, problem.least) for name in _PLAIN]
-    asked += [(name, stand_in) for name in _QUICK for stand_in in alike]
+    families = [(name, problem.least) for name in _PLAIN]
+    families += [(name, stand_in) for name in _QUICK for stand_in in alike]
     family_of = {family.name: family for family in FAMILIES}
-    made = []
-    for name, equal in asked:
+    built = []
+    for name, equal in families:
         try:
-            made.append((name, compiled.encode(family_of[name].build(equal))))
+            built.append((name, compiled.encode(family_of[name].build(equal))))
         except NotApplicable:
             continue
-    yield from _deals(compiled, made, orders(problem))
+    yield from _deals(compiled, built, orders(problem))
 
 
 def _deals(
-    compiled: CompiledProblem, made: Iterable[tuple[str, Rows]], ways: Sequence[Ints]
+    compiled: CompiledProblem, built: Iterable[tuple[str, Rows]], ways: Sequence[Ints]
 ) -> Iterator[_Start]:
     """Yield the best legal deal of each of some programs for as many micro-batches."""
-    for method, rows in made:
+    for method, rows in built:
         deals = [dealt(compiled, rows, order) for order in ways]
         lengths = [compiled.objective_ms(one) for one in deals]
         for at in sorted(range(len(deals)), key=lengths.__getitem__):

@@ -54,7 +54,7 @@ class CellProblem(NamedTuple):
     ``number`` is that of a stage's modes. ``gradient`` is the time of an I, ``fused`` of a B (-1
     where none pays), both with ``inside`` of recomputation, ``again`` of a RECOMPUTE (-1 = none),
     ``extra[s]`` the least of either that any mode has, ``moved`` the bytes of copies that take
-    ``out`` and ``home``. A cell holds ``made`` bytes from its F on, ``there`` when its backward
+    ``out`` and ``home``. A cell takes ``held_bytes`` from its F on, ``there`` when its backward
     begins, ``context`` from then to W. ``need_...`` are the bytes an action needs above those held
     before it. ``least_i`` and ``least_w`` are the pieces of `bounds.relaxation`. ``up[s]`` and
     ``down[s]`` are the least times between the passes of s and those of the next kept stage, ``up``
@@ -79,7 +79,7 @@ class CellProblem(NamedTuple):
     moved: Ints
     out: Ints
     home: Ints
-    made: Ints
+    held_bytes: Ints
     there: Ints
     context: Ints
     need_f: Ints
@@ -207,7 +207,7 @@ def _with_cell(code: int, s: int, cell: int) -> int:
 
 @lean
 def _slot(model: CellProblem, s: int, k: int) -> int:
-    return int(s * model.made.shape[1] + k)
+    return int(s * model.held_bytes.shape[1] + k)
 
 
 @lean
@@ -240,8 +240,8 @@ def _fits(model: CellProblem, state: CellState, device: int, needs: int, at: int
     What is copied to the host is there until its copy has ended.
     """
     while True:
-        held, following = _held(model, state, device, at)
-        if held + needs <= model.room[device]:
+        held_bytes, following = _held(model, state, device, at)
+        if held_bytes + needs <= model.room[device]:
             return int(at)
         if following == _NEVER:
             return -1
@@ -251,23 +251,23 @@ def _fits(model: CellProblem, state: CellState, device: int, needs: int, at: int
 @lean
 def _held(model: CellProblem, state: CellState, device: int, at: int) -> tuple[int, int]:
     """Return the bytes held at a time if nothing starts, and when the next copy out ends."""
-    num_stages, held, following = len(model.forward), 0, _NEVER
+    num_stages, held_bytes, following = len(model.forward), 0, _NEVER
     for s in range(num_stages):
         if model.device[s] != device:
             continue
         for k in range(model.number[s]):
-            held += state.waiting[_slot(model, s, k)] * model.context[s, k]
+            held_bytes += state.waiting[_slot(model, s, k)] * model.context[s, k]
         for j in range(len(state.codes)):
             if not _is_held(state.codes[j], s, num_stages):
                 continue
             cell = _cell(state.codes[j], s)
             phase, k = cell & 3, cell >> 2
-            held += model.there[s, k] if phase == _HERE else model.made[s, k]
+            held_bytes += model.there[s, k] if phase == _HERE else model.held_bytes[s, k]
             if phase == _AWAY and state.cells[j, 1 + s] <= at:
-                held -= model.moved[s, k]
+                held_bytes -= model.moved[s, k]
             elif phase == _AWAY:
                 following = min(following, state.cells[j, 1 + s])
-    return held, following
+    return held_bytes, following
 
 
 @lean

@@ -86,8 +86,8 @@ def _dominates(one: CellMode, other: CellMode) -> bool:
     if one.offload_bytes > other.offload_bytes:
         return False
     moves = one.offload_bytes > 0 or other.offload_bytes == 0
-    held = one.forward_bytes <= (other.forward_bytes if moves else other.least_bytes)
-    return held and all(a <= b for a, b in zip(_costs(one), _costs(other), strict=True))
+    is_no_larger = one.forward_bytes <= (other.forward_bytes if moves else other.least_bytes)
+    return is_no_larger and all(a <= b for a, b in zip(_costs(one), _costs(other), strict=True))
 
 
 def _costs(mode: CellMode) -> tuple[float, ...]:
@@ -132,7 +132,7 @@ def search_cells(
     As `general_search.search_general`.
     """
     model = _problem_of(problem, horizon_ms, devices)
-    m, num_stages, num_modes = problem.num_microbatches, *model.made.shape
+    m, num_stages, num_modes = problem.num_microbatches, *model.held_bytes.shape
     num_times = 1 + 2 * len(model.room) + 1 + max(map(int, _lanes(model)))
     size = m, num_stages, num_modes, num_times
     layers = [make_cell_layer(most_in_layer, *size) for _ in range(5)]
@@ -225,7 +225,7 @@ def _problem_of(problem: Problem, horizon_ms: float, devices: Sequence[int]) -> 
         moved=sizes(lambda _, mode: mode.offload_bytes),
         out=times(lambda s, mode: _copy_ms(problem.offload_ms, s, mode)),
         home=times(lambda s, mode: _copy_ms(problem.reload_ms, s, mode)),
-        made=sizes(lambda _, mode: mode.forward_bytes),
+        held_bytes=sizes(lambda _, mode: mode.forward_bytes),
         there=sizes(lambda _, mode: mode.backward_bytes),
         context=sizes(lambda _, mode: mode.weight_context_bytes),
         need_f=sizes(lambda _, mode: mode.forward_bytes + mode.forward_workspace_bytes),

@@ -93,12 +93,12 @@ class FifoState(NamedTuple):
 
 
 class FifoLoads(NamedTuple):
-    """What is read off a state: per device bytes ``held`` and the time of all pieces ``left``.
+    """What is read off a state: per device ``held_bytes`` and the time of all pieces ``left``.
 
     ``ends`` is a place to compute in, per stage.
     """
 
-    held: Ints
+    held_bytes: Ints
     left: Ints
     ends: Ints
 
@@ -113,20 +113,20 @@ def make_fifo_state(num_stages: int, num_devices: int) -> FifoState:
 
 def make_fifo_loads(num_stages: int, num_devices: int) -> FifoLoads:
     """Return loads to write on."""
-    held, left = (np.zeros(num_devices, dtype=np.int64) for _ in range(2))
-    return FifoLoads(held, left, np.zeros(num_stages, dtype=np.int64))
+    held_bytes, left = (np.zeros(num_devices, dtype=np.int64) for _ in range(2))
+    return FifoLoads(held_bytes, left, np.zeros(num_stages, dtype=np.int64))
 
 
 @lean
 def weigh(line: FifoProblem, state: FifoState, loads: FifoLoads) -> None:
     """Write on the loads what every device holds, and what it has left to run."""
-    loads.held[:] = 0
+    loads.held_bytes[:] = 0
     loads.left[:] = 0
     m = line.num_microbatches
     for s in range(len(line.forward)):
         device = line.device[s]
         f, b, w = state.counts[3 * s], state.counts[3 * s + 1], state.counts[3 * s + 2]
-        loads.held[device] += (f - b) * line.activation[s] + (b - w) * line.context[s]
+        loads.held_bytes[device] += (f - b) * line.activation[s] + (b - w) * line.context[s]
         loads.left[device] += (m - f) * line.forward[s] + (m - b) * line.gradient[s]
         loads.left[device] += (m - w) * line.weight[s]
 
@@ -153,8 +153,8 @@ def piece_of(line: FifoProblem, s: int, kind: int) -> int:
 @lean
 def _arrival(line: FifoProblem, state: FifoState, s: int, gradient: int, index: int) -> int:
     """Return when an output of s is where it is needed: the last one made; the clock for others."""
-    made = state.counts[3 * s + gradient]
-    if index == made - 1:
+    num_done = state.counts[3 * s + gradient]
+    if index == num_done - 1:
         return int(state.times[1 + len(line.room) + len(line.forward) * gradient + s])
     return int(state.times[0])
 
@@ -166,7 +166,7 @@ def start_of(line: FifoProblem, state: FifoState, loads: FifoLoads, s: int, kind
     The loads says what devices hold.
     """
     device = line.device[s]
-    needs = loads.held[device] + line.workspace[kind, s]
+    needs = loads.held_bytes[device] + line.workspace[kind, s]
     if kind == 0:
         needs += line.activation[s]
     elif kind == 1:
@@ -222,7 +222,7 @@ def wastes(line: FifoProblem, state: FifoState, loads: FifoLoads, s: int, start:
     for other in range(len(line.forward)):
         if line.device[other] == device and free + line.split_w[other] <= start:
             waits = state.counts[3 * other + 2] < state.counts[3 * other + 1]
-            if waits and loads.held[device] + line.workspace[2, other] <= line.room[device]:
+            if waits and loads.held_bytes[device] + line.workspace[2, other] <= line.room[device]:
                 return True
     return False
 

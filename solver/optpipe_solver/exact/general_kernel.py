@@ -138,14 +138,14 @@ class GeneralState(NamedTuple):
 
 
 class GeneralLoads(NamedTuple):
-    """What is read off a state: per device bytes ``held`` and micro-batches ``sent``.
+    """What is read off a state: per device ``held_bytes`` and micro-batches ``sent``.
 
-    ``held`` counts what is AWAY as if it were there. ``owed`` is the time of the RECOMPUTEs to
-    come. Per stage: ``forwards`` and ``gradients`` started. Per position: ``num_at`` of
+    ``held_bytes`` counts what is AWAY as if it were there. ``owed`` is the time of the RECOMPUTEs
+    to come. Per stage: ``forwards`` and ``gradients`` started. Per position: ``num_at`` of
     micro-batches, and when the first of them is ``ready`` for its next pass.
     """
 
-    held: Ints
+    held_bytes: Ints
     sent: Ints
     owed: Ints
     forwards: Ints
@@ -193,7 +193,7 @@ def with_mode(code: int, s: int, mode: int) -> int:
 def survey(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> None:
     """Write on the loads what a state holds, ``num_at`` and ``ready`` aside."""
     num_stages = len(model.forward)
-    loads.held[:] = 0
+    loads.held_bytes[:] = 0
     loads.sent[:] = 0
     loads.owed[:] = 0
     loads.forwards[:] = 0
@@ -209,7 +209,7 @@ def survey(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> N
                 _hold(model, mode_of(code, s), s, loads)
     for s in range(num_stages):
         waiting = loads.gradients[s] - state.weights[s]
-        loads.held[model.device[s]] += waiting * model.context[s]
+        loads.held_bytes[model.device[s]] += waiting * model.context[s]
 
 
 @lean
@@ -217,10 +217,10 @@ def _hold(model: GeneralProblem, mode: int, s: int, loads: GeneralLoads) -> None
     """Add what one micro-batch holds on stage s, between F and backward."""
     device = model.device[s]
     if mode == CHECKPOINT:
-        loads.held[device] += model.checkpoint[s]
+        loads.held_bytes[device] += model.checkpoint[s]
         loads.owed[device] += model.again[s]
     else:
-        loads.held[device] += model.activation[s]
+        loads.held_bytes[device] += model.activation[s]
         loads.sent[device] += mode == AWAY
 
 
@@ -238,7 +238,7 @@ def fits_from(
     """
     needs, most = what
     sent = loads.sent[device]
-    over = loads.held[device] + needs - model.room[device]
+    over = loads.held_bytes[device] + needs - model.room[device]
     if over > 0:
         if model.moved[device] == 0:
             return -1

@@ -191,7 +191,7 @@ def _expand_row(
 
     ``known`` is the bound and the row of the state.
     """
-    new, loads, other, made = work
+    new, loads, other, noted = work
     end, row = known
     survey(model, state, loads)
     latest = _latest(model, state, loads)
@@ -214,7 +214,7 @@ def _expand_row(
         steps = 2 if event[0] == KEEP or event[0] == FUSED else 1
         target = _keep(layers[steps], new, (least, row, _way_of(event)))
         of = _number_of(model, loads, event)
-        if target < 0 or not _note(made, (row, target, steps), of, start):
+        if target < 0 or not _note(noted, (row, target, steps), of, start):
             return False
     return True
 

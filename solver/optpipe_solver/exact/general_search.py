@@ -378,7 +378,7 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
         self.problem = problem
         self.kept = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
         self.steps = make_steps(most_steps)
-        self.made: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
+        self.noted: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
         self.unit_ms = unit_ms(problem, horizon_ms)
         self.most_new = most_new
         size = problem.num_microbatches, len(self.general.forward), len(devices)
@@ -396,8 +396,8 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
 
     def _leave(self, layer: GeneralLayer) -> None:
         if len(self.steps.rows):
-            made = self.steps.rows[: int(self.steps.size[0])].copy()
-            self.made.append((made, layer.instead[: int(layer.size[0])].copy()))
+            noted = self.steps.rows[: int(self.steps.size[0])].copy()
+            self.noted.append((noted, layer.instead[: int(layer.size[0])].copy()))
             self.steps.size[0] = 0
         super()._leave(layer)
 
@@ -407,9 +407,9 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
         least = np.full(2 * m * num_kept, self.general.horizon, dtype=np.int64)
         last = np.ones(int(self.layers[0].size[0]), dtype=np.bool_)
         following = last, last
-        for made, instead in reversed(self.made):
+        for noted, instead in reversed(self.noted):
             reach = np.zeros(len(instead), dtype=np.bool_)
-            sweep(made, instead, reach, following, least)
+            sweep(noted, instead, reach, following, least)
             following = reach, following[0]
         starts = np.full((2, m, len(self.problem.stages)), ANYTIME)
         starts[:, :, self.kept] = least.reshape(2, m, num_kept) * self.unit_ms
@@ -504,7 +504,7 @@ class _GrowingProgram:
         self.problem = problem
         self.room = problem.room_bytes(device)
         self.actions: list[Action] = []
-        self.held = 0
+        self.held_bytes = 0
         self.leaving: list[tuple[int, int]] = []
         self.waiting: dict[int, list[int]] = {s: [] for s in problem.stages_of[device]}
 
@@ -512,7 +512,7 @@ class _GrowingProgram:
         """Write an event down, behind the RELEASEs that make room for what it needs."""
         kind, j, s = event
         while self.leaving and (
-            self.held + needed > self.room or (kind == RELOAD and (s, j) in self.leaving)
+            self.held_bytes + needed > self.room or (kind == RELOAD and (s, j) in self.leaving)
         ):
             self._release()
         if kind <= DROP:
@@ -523,12 +523,12 @@ class _GrowingProgram:
         elif kind == WEIGHT:
             j = self.waiting[s].pop(0)
         self.actions.append(Action(s, _TYPES[kind], j))
-        self.held += self._added(kind, s)
+        self.held_bytes += self._added(kind, s)
 
     def _forward(self, kind: int, j: int, s: int) -> None:
         stage = self.problem.stages[s]
         self.actions.append(Action(s, ActionType.FORWARD, j))
-        self.held += (stage.checkpoint_bytes or 0) if kind == DROP else stage.activation_bytes
+        self.held_bytes += (stage.checkpoint_bytes or 0) if kind == DROP else stage.activation_bytes
         if kind == SEND:
             self.actions.append(Action(s, ActionType.OFFLOAD, j))
             self.leaving.append((s, j))
@@ -536,7 +536,7 @@ class _GrowingProgram:
     def _release(self) -> None:
         s, j = self.leaving.pop(0)
         self.actions.append(Action(s, ActionType.RELEASE, j))
-        self.held -= self.problem.stages[s].offload_bytes
+        self.held_bytes -= self.problem.stages[s].offload_bytes
 
     def _added(self, kind: int, s: int) -> int:
         """Return the bytes held after an event that is no F, less those before."""

@@ -147,10 +147,12 @@ class _Series:
     the bound, or since the beginning, ``raises`` how often they did.
     """
 
-    def __init__(self, asked: Iterable[_DeviceSubset | _InTurn]) -> None:
-        held = [(one.size, level, one) for one in asked for level in range(len(_MOST_IN_LAYER))]
-        held.sort(key=lambda item: (item[0] + item[1], item[0]))
-        self.waiting = deque((one, _MOST_IN_LAYER[level]) for _, level, one in held)
+    def __init__(self, questions: Iterable[_DeviceSubset | _InTurn]) -> None:
+        ranked = [
+            (one.size, level, one) for one in questions for level in range(len(_MOST_IN_LAYER))
+        ]
+        ranked.sort(key=lambda item: (item[0] + item[1], item[0]))
+        self.waiting = deque((one, _MOST_IN_LAYER[level]) for _, level, one in ranked)
         self.vain, self.raises = 0.0, 0
 
     @property
@@ -161,8 +163,8 @@ class _Series:
     @property
     def is_at_first(self) -> bool:
         """Whether single devices with the fewest states are next, which is soon over."""
-        asked, most_in_layer = self.waiting[0]
-        return asked.size == 1 and most_in_layer == _MOST_IN_LAYER[0]
+        question, most_in_layer = self.waiting[0]
+        return question.size == 1 and most_in_layer == _MOST_IN_LAYER[0]
 
 
 class _Rounds:
@@ -189,11 +191,11 @@ class _Rounds:
     def _ask_next(self, series: _Series) -> None:
         """Ask the next question, or go on with it."""
         self.series_now = series
-        asked, most_in_layer = series.waiting[0]
-        if isinstance(asked, _InTurn):
-            self._raise_in_turn(asked, most_in_layer)
+        question, most_in_layer = series.waiting[0]
+        if isinstance(question, _InTurn):
+            self._raise_in_turn(question, most_in_layer)
         else:
-            self._raise(asked, most_in_layer)
+            self._raise(question, most_in_layer)
         if not self._is_over():
             series.waiting.popleft()
 
@@ -223,7 +225,7 @@ class _Rounds:
                 return
             self._prove(goal.proven(horizon_ms), choice.method)
 
-    def _raise_in_turn(self, asked: _InTurn, most_in_layer: int) -> None:
+    def _raise_in_turn(self, question: _InTurn, most_in_layer: int) -> None:
         """Raise the bound in steps, as long as they are large enough to be worth it.
 
         Where nobody learns any more, more devices at a time mostly do, within that very horizon:
@@ -232,18 +234,21 @@ class _Rounds:
         share = _FIRST_SHARE
         while share >= _LEAST_SHARE and not self._is_over():
             goal = Goal.of(self.best.problem, self.best.objective_ms)
-            lesson, asked.begun, shorter = asked.begun, None, share
+            lesson, question.begun, shorter = question.begun, None, share
             if lesson is None:
                 horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
-                lesson, shorter = _lesson(self.best.problem, asked.choices, horizon_ms), share / 2
-            too_long_ms, most = asked.unknown_ms
-            too_long_ms = min(asked.ceiling_ms, too_long_ms if most >= most_in_layer else inf)
+                lesson, shorter = (
+                    _lesson(self.best.problem, question.choices, horizon_ms),
+                    share / 2,
+                )
+            too_long_ms, most = question.unknown_ms
+            too_long_ms = min(question.ceiling_ms, too_long_ms if most >= most_in_layer else inf)
             if not self.best.bound_ms < lesson.horizon_ms < too_long_ms:
                 share = shorter
                 continue
             found = _go_on(
                 self.best.problem,
-                asked.choices,
+                question.choices,
                 lesson,
                 most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
                 most_in_layer=most_in_layer,
@@ -257,13 +262,13 @@ class _Rounds:
                 continue
             share = shorter
             if found.answer is HorizonAnswer.FOUND:
-                asked.ceiling_ms = lesson.horizon_ms
+                question.ceiling_ms = lesson.horizon_ms
                 if not is_easy:
                     return
             elif self._is_over():
-                asked.begun = lesson
+                question.begun = lesson
             else:
-                asked.unknown_ms = lesson.horizon_ms, most_in_layer
+                question.unknown_ms = lesson.horizon_ms, most_in_layer
 
     def _prove(self, bound_ms: float, method: str) -> None:
         """Offer a bound; what was met before it was not in vain."""
@@ -308,7 +313,7 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
 
     With each comes who can.
     """
-    used = [device for device, held in enumerate(problem.stages_of) if held]
+    used = [device for device, stages in enumerate(problem.stages_of) if stages]
     for size in range(1, len(used) + 1):
         chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
         if len(used) <= _FEW:
@@ -320,7 +325,7 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
 
 def _in_turn(problem: Problem) -> Iterator[_InTurn]:
     """Yield the choices of one, two, ... neighbours, where several have one clock."""
-    used = [device for device, held in enumerate(problem.stages_of) if held]
+    used = [device for device, stages in enumerate(problem.stages_of) if stages]
     for size in range(1, len(used) if problem.objective == "makespan" else 0):
         chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
         choices = tuple(devices for devices in chosen if general_can_search(problem, devices))
@@ -408,8 +413,8 @@ def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
     is_general = general_can_search(problem, devices)
     if is_general:
         yield _GENERAL
-    held = [problem.devices[device] for device in devices]
-    is_relaxed = any(one.half_duplex or one.pcie_group is not None for one in held)
+    descriptions = [problem.devices[device] for device in devices]
+    is_relaxed = any(one.half_duplex or one.pcie_group is not None for one in descriptions)
     is_small = len(problem.stages) * problem.num_microbatches <= SMALL
     has_menu = not all(knows_menu(problem, device) for device in devices)
     is_late = problem.objective == "span" and len(devices) == 1

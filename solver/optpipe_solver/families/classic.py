@@ -147,10 +147,14 @@ def build_gpipe(problem: Problem) -> Programs:
     microbatches = range(problem.num_microbatches)
     return tuple(
         (
-            *(Action(s, ActionType.FORWARD, j) for s in held for j in microbatches),
-            *(Action(s, ActionType.FULL_BACKWARD, j) for s in reversed(held) for j in microbatches),
+            *(Action(s, ActionType.FORWARD, j) for s in stages for j in microbatches),
+            *(
+                Action(s, ActionType.FULL_BACKWARD, j)
+                for s in reversed(stages)
+                for j in microbatches
+            ),
         )
-        for held in problem.stages_of
+        for stages in problem.stages_of
     )
 
 
@@ -271,7 +275,7 @@ def build_slimpipe(problem: Problem) -> Programs:
         samples are no equal numbers of slices, a multiple of p.
     """
     _some_slices(problem)
-    if all(len(held) <= 1 for held in problem.stages_of):
+    if all(len(stages) <= 1 for stages in problem.stages_of):
         return _programs(problem, chunks=1, group=1, ahead=2)
     chunks = chunks_of_loop(problem)
     p = len(problem.stages) // chunks

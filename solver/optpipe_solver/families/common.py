@@ -30,18 +30,18 @@ def one_stage_per_device(problem: Problem) -> None:
     NotApplicable
         Naming the first device with several.
     """
-    for device, held in enumerate(problem.stages_of):
-        if len(held) > 1:
+    for device, stages in enumerate(problem.stages_of):
+        if len(stages) > 1:
             raise NotApplicable(
                 NotApplicableReason.NEEDS_ONE_STAGE_PER_DEVICE,
                 f"this rule is for one stage per device, but device {device} holds stages "
-                f"{', '.join(map(str, held))}",
+                f"{', '.join(map(str, stages))}",
             )
 
 
 def programs_by_device(problem: Problem, by_stage: list[list[Action]]) -> Programs:
     """Return programs per device from programs per stage (one stage per device)."""
-    return tuple(tuple(by_stage[held[0]]) if held else () for held in problem.stages_of)
+    return tuple(tuple(by_stage[stages[0]]) if stages else () for stages in problem.stages_of)
 
 
 def chunks_of_loop(problem: Problem) -> int:

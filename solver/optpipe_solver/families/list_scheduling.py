@@ -94,7 +94,7 @@ def schedule(rules: GreedyRules, most: Ints, patience: float, m: int) -> tuple[b
 
     ``most[s]`` is how many micro-batches stage s may have between F and I.
     """
-    num_stages, num_devices = rules.device_of.size, rules.num_held.size
+    num_stages, num_devices = rules.device_of.size, rules.num_owned.size
     state = begin(rules, m)
     wakes = [(0.0, 0)]
     for device in range(1, num_devices):
@@ -121,16 +121,16 @@ def _choose(  # noqa: PLR0917 - compiled code takes its arguments by position
     """Return what an idle device does now, kind and stage in one number, or wait."""
     num_stages, m = rules.device_of.size, state.ready.shape[2]
     later = np.inf
-    for at in range(rules.num_held[device]):
-        s = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        s = rules.owned[device, at]
         j = state.done[BACKWARD, s]
         if j < m and state.memory[device] + rules.finish[BACKWARD, s] <= rules.limit[device]:
             ready = state.ready[BACKWARD, s, j]
             if ready <= now:
                 return int(BACKWARD * num_stages + s)
             later = min(later, ready)
-    for at in range(rules.num_held[device] - 1, -1, -1):
-        s = rules.held[device, at]
+    for at in range(rules.num_owned[device] - 1, -1, -1):
+        s = rules.owned[device, at]
         j = state.done[FORWARD, s]
         if j < m and state.ready[FORWARD, s, j] < np.inf and _admits(device, s, rules, most, state):
             ready = state.ready[FORWARD, s, j]
@@ -146,8 +146,8 @@ def _filling_weight(
 ) -> int:
     """Return the oldest waiting W if the wait is long enough for the patience, else wait."""
     oldest, stage = state.ready.shape[2], -1
-    for at in range(rules.num_held[device]):
-        s = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        s = rules.owned[device, at]
         j = state.done[WEIGHT, s]
         if rules.split == 1 and j < state.done[BACKWARD, s] and j <= oldest:
             oldest, stage = j, s
@@ -170,19 +170,19 @@ def _is_safe(device: int, admitted: int, rules: GreedyRules, state: GreedyState)
     """Banker's rule: what is in flight can be finished, oldest first, after this forward."""
     room = rules.limit[device] - state.memory[device] - rules.delta[FORWARD, admitted]
     first, last, ample = state.ready.shape[2], 0, 0
-    for at in range(rules.num_held[device]):
-        s = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        s = rules.owned[device, at]
         first = min(first, state.done[WEIGHT if rules.split == 1 else BACKWARD, s])
         last = max(last, state.done[FORWARD, s] + (1 if s == admitted else 0))
         ample += rules.peak[FORWARD, s] + max(0, rules.finish[BACKWARD, s])
     if room >= ample:
         return True
     for j in range(first, last):
-        held, needed = _to_finish(device, j, admitted, rules, state)
+        held_bytes, needed = _to_finish(device, j, admitted, rules, state)
         if needed > room:
             return False
-        room += held
-        if rules.num_held[device] == 1 and held > 0:
+        room += held_bytes
+        if rules.num_owned[device] == 1 and held_bytes > 0:
             return True
     return True
 
@@ -192,22 +192,22 @@ def _to_finish(
     device: int, j: int, admitted: int, rules: GreedyRules, state: GreedyState
 ) -> tuple[int, int]:
     """Return the bytes micro-batch j holds on a device, and the most it adds until it is done."""
-    held, extra, needed = 0, 0, 0
-    for at in range(rules.num_held[device]):
-        s = rules.held[device, at]
+    held_bytes, extra, needed = 0, 0, 0
+    for at in range(rules.num_owned[device]):
+        s = rules.owned[device, at]
         if j >= state.done[FORWARD, s] + (1 if s == admitted else 0):
             needed = max(needed, extra + rules.peak[FORWARD, s])
             extra += rules.delta[FORWARD, s]
         elif j >= state.done[BACKWARD, s]:
-            held += rules.delta[FORWARD, s]
+            held_bytes += rules.delta[FORWARD, s]
         elif rules.split == 1 and j >= state.done[WEIGHT, s]:
-            held -= rules.delta[WEIGHT, s]
-    for at in range(rules.num_held[device] - 1, -1, -1):
-        s = rules.held[device, at]
+            held_bytes -= rules.delta[WEIGHT, s]
+    for at in range(rules.num_owned[device] - 1, -1, -1):
+        s = rules.owned[device, at]
         if j >= state.done[BACKWARD, s]:
             needed = max(needed, extra + rules.finish[BACKWARD, s])
             extra -= rules.delta[FORWARD, s]
-    return held, needed
+    return held_bytes, needed
 
 
 # --- List scheduling of F, I, W (or B) under byte limits: the engine of the greedy families.

@@ -65,8 +65,8 @@ class PairRules(NamedTuple):
     """What a problem asks; tables by kind (F, I, W, B) and stage, ``hidden`` as in `TimeArrays`."""
 
     device_of: Ints
-    held: Ints
-    num_held: Ints
+    owned: Ints
+    num_owned: Ints
     duration: Floats
     delta: Ints
     rises: Ints
@@ -130,7 +130,7 @@ def squeeze_pairs(
     state = _begin(rules, order.num_microbatches)
     left = 2 * rules.device_of.size * order.num_microbatches
     wakes = [(0.0, 0)]
-    for device in range(1, rules.num_held.size):
+    for device in range(1, rules.num_owned.size):
         wakes.append((0.0, device))  # noqa: PERF401 - numba types the list by its first item
     clock = 0.0
     while left > 0 or len(wakes) > 0:
@@ -163,7 +163,7 @@ def squeeze_pairs(
 
 @jitted
 def _begin(rules: PairRules, m: int) -> PairState:
-    num_stages, num_devices = rules.device_of.size, rules.num_held.size
+    num_stages, num_devices = rules.device_of.size, rules.num_owned.size
     state = PairState(
         np.zeros((2, num_stages), np.int64),
         np.full((2, num_stages, m), np.inf),
@@ -174,7 +174,7 @@ def _begin(rules: PairRules, m: int) -> PairState:
         np.zeros(num_devices, np.int64),
         np.zeros(num_devices),
         np.zeros(num_devices, np.int64),
-        np.zeros((num_devices, 3 * m * rules.held.shape[1]), np.int64),
+        np.zeros((num_devices, 3 * m * rules.owned.shape[1]), np.int64),
         np.zeros(num_devices, np.int64),
         np.full(num_devices, np.inf),
         np.zeros(num_devices),
@@ -224,7 +224,7 @@ def _announce(
 @lean
 def _first_able(rules: PairRules, order: Order, state: PairState, now: float) -> int:
     """Return the first device that can run anything now, in whatever order; -1: none."""
-    for device in range(rules.num_held.size):
+    for device in range(rules.num_owned.size):
         if _first_ready(device, now, rules, order, state, True) != _WAIT or (
             _waiting_weight(device, rules, state) >= 0
         ):
@@ -256,13 +256,13 @@ def _try_pair(
     furthest = state.head[device] + policy.reach
     best, begins, sum_of_places = 1e-9, np.inf, 0
     forward, backward, letter = -1, -1, -1
-    for at in range(rules.num_held[device]):
-        a = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        a = rules.owned[device, at]
         place = _place(FORWARD, a, order, state)
         if place > furthest or not _leaves_room(device, a, rules, order, state):
             continue
-        for other in range(rules.num_held[device]):
-            b = rules.held[device, other]
+        for other in range(rules.num_owned[device]):
+            b = rules.owned[device, other]
             places = place + _place(1, b, order, state)
             if places - place > furthest:
                 continue
@@ -386,8 +386,8 @@ def _first_ready(
     """Return the first pass in block order that can run now, 2 * stage + kind, or wait."""
     m = order.num_microbatches
     best, found = np.iinfo(np.int64).max, _WAIT
-    for at in range(rules.num_held[device]):
-        stage = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        stage = rules.owned[device, at]
         for kind in range(2):
             j = state.done[kind, stage]
             if j >= m or state.ready[kind, stage, j] > now:
@@ -479,8 +479,8 @@ def _run_alone(
 
 @lean
 def _has_no_forward(device: int, m: int, rules: PairRules, state: PairState) -> bool:
-    for at in range(rules.num_held[device]):
-        if state.done[FORWARD, rules.held[device, at]] < m:
+    for at in range(rules.num_owned[device]):
+        if state.done[FORWARD, rules.owned[device, at]] < m:
             return False
     return True
 
@@ -489,8 +489,8 @@ def _has_no_forward(device: int, m: int, rules: PairRules, state: PairState) -> 
 def _waiting_weight(device: int, rules: PairRules, state: PairState) -> int:
     """Return the stage whose waiting W is of the oldest micro-batch, -1: none waits."""
     oldest, found = np.iinfo(np.int64).max, -1
-    for at in range(rules.num_held[device]):
-        stage = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        stage = rules.owned[device, at]
         if state.num_weights[stage] < state.num_split[stage]:
             j = state.split[stage, state.num_weights[stage]]
             if j < oldest:
@@ -527,15 +527,18 @@ def _leaves_room(device: int, s: int, rules: PairRules, order: Order, state: Pai
     place = order.place[2 * s, state.done[FORWARD, s]]
     if place - state.head[device] > _SCANNED or not _admits(device, s, rules, state):
         return False
-    held = state.in_flight[device] + rules.delta[FORWARD, s]
+    held_bytes = state.in_flight[device] + rules.delta[FORWARD, s]
     for at in range(state.head[device], place):
         code = order.sequence[device, at]
         stage, kind = code // 2, code % 2
         if order.place[code, state.done[kind, stage]] > at:
             continue
-        if held + rules.rises[FORWARD if kind == FORWARD else FULL, stage] > rules.limit[device]:
+        if (
+            held_bytes + rules.rises[FORWARD if kind == FORWARD else FULL, stage]
+            > rules.limit[device]
+        ):
             return False
-        held += rules.delta[FORWARD, stage] * (1 if kind == FORWARD else -1)
+        held_bytes += rules.delta[FORWARD, stage] * (1 if kind == FORWARD else -1)
     return True
 
 
@@ -546,8 +549,8 @@ def _admits(device: int, s: int, rules: PairRules, state: PairState) -> bool:
         return False
     room = rules.limit[device] - state.in_flight[device] - rules.delta[FORWARD, s]
     first, last, ample = state.ready.shape[2], 0, 0
-    for at in range(rules.num_held[device]):
-        stage = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        stage = rules.owned[device, at]
         first = min(first, state.done[1, stage])
         last = max(last, state.done[FORWARD, stage] + (1 if stage == s else 0))
         ample += rules.rises[FORWARD, stage] + max(0, rules.rises[FULL, stage])
@@ -567,15 +570,15 @@ def _to_finish(
 ) -> tuple[int, int]:
     """Return the bytes micro-batch j holds on a device, and the most it adds until it is done."""
     freed, extra, needed = 0, 0, 0
-    for at in range(rules.num_held[device]):
-        s = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        s = rules.owned[device, at]
         if j >= state.done[FORWARD, s] + (1 if s == admitted else 0):
             needed = max(needed, extra + rules.rises[FORWARD, s])
             extra += rules.delta[FORWARD, s]
         elif j >= state.done[1, s]:
             freed += rules.delta[FORWARD, s]
-    for at in range(rules.num_held[device] - 1, -1, -1):
-        s = rules.held[device, at]
+    for at in range(rules.num_owned[device] - 1, -1, -1):
+        s = rules.owned[device, at]
         if j >= state.done[1, s]:
             needed = max(needed, extra + rules.rises[FULL, s])
             extra -= rules.delta[FORWARD, s]
@@ -637,15 +640,16 @@ class PairingSqueezer:
 
 def _rules_of(compiled: CompiledProblem) -> PairRules:
     problem, memory = compiled.problem, compiled.memory
-    widest = max(len(held) for held in problem.stages_of)
+    widest = max(len(stages) for stages in problem.stages_of)
     kinds = [simulate.FORWARD, simulate.BACKWARD_INPUT, simulate.BACKWARD_WEIGHT, FULL]
     m = problem.num_microbatches
     return PairRules(
         device_of=np.array(problem.placement, dtype=np.int64),
-        held=np.array(
-            [[*held, *[0] * (widest - len(held))] for held in problem.stages_of], dtype=np.int64
+        owned=np.array(
+            [[*stages, *[0] * (widest - len(stages))] for stages in problem.stages_of],
+            dtype=np.int64,
         ),
-        num_held=np.array([len(held) for held in problem.stages_of], dtype=np.int64),
+        num_owned=np.array([len(stages) for stages in problem.stages_of], dtype=np.int64),
         duration=compiled.times.duration.reshape(-1, len(problem.stages), m)[kinds, :, 0].copy(),
         delta=memory.adds[kinds, :, 0].copy(),
         rises=memory.rises[kinds, :, 0].copy(),
@@ -703,9 +707,9 @@ def build_paired_blocks(problem: Problem) -> Programs:
     looks: list[tuple[float, int, BuildingBlock]] = []
     runs = [(block, policy) for block in paired_candidates(problem) for policy in _LOOKS]
     for block, policy in runs[: _affordable(problem, few)]:
-        made = squeezer.squeeze(block, policy, few)
-        if made is not None:
-            looks.append((made.objective_ms(objective), len(looks), block))
+        squeezed = squeezer.squeeze(block, policy, few)
+        if squeezed is not None:
+            looks.append((squeezed.objective_ms(objective), len(looks), block))
     best: list[BuildingBlock] = []
     for _, _, block in sorted(looks, key=lambda look: look[:2]):
         if all(block is not known for known in best):
@@ -714,13 +718,15 @@ def build_paired_blocks(problem: Problem) -> Programs:
     runs = [(block, policy) for policy in policies for block in best[:_FINALISTS]]
     affordable = _affordable(problem, problem.num_microbatches)
     tried = (squeezer.squeeze(block, policy) for block, policy in runs[:affordable])
-    found = [made for made in tried if made is not None]
+    found = [squeezed for squeezed in tried if squeezed is not None]
     if not found:
         raise NotApplicable(
             NotApplicableReason.DOES_NOT_FIT,
             "no building block with pairs fits the memory limits without offload and recompute",
         )
-    return min(found, key=lambda made: made.objective_ms(objective)).programs(len(problem.stages))
+    return min(found, key=lambda squeezed: squeezed.objective_ms(objective)).programs(
+        len(problem.stages)
+    )
 
 
 def _affordable(problem: Problem, num_microbatches: int) -> int:
@@ -747,8 +753,8 @@ def _of_pairs(problem: Problem) -> Iterator[BuildingBlock]:
     back = fmean(back for _, back in problem.boundary_ms)
     forwards = [ms + there for ms in (pair, forward, (forward + pair) / 2)]
     backwards = [ms + back for ms in (pair, backward, (backward + pair) / 2)]
-    held = max(map(len, problem.stages_of))
+    chunks = max(map(len, problem.stages_of))
     for slower in (1.0, 1.15, 1.3):
         for offsets in product(forwards, forwards, backwards, backwards):
-            period = max(held * pair * slower, 1e-9)
+            period = max(chunks * pair * slower, 1e-9)
             yield uniform_block(len(problem.stages), offsets, offsets[:3], period)

@@ -98,11 +98,11 @@ class _PolishRounds:
             self._offer(polisher.result())
         return True
 
-    def _offer(self, made: Squeezed | PairedSchedule | None) -> None:
+    def _offer(self, squeezed: Squeezed | PairedSchedule | None) -> None:
         problem = self.best.problem
-        if made is None or made.objective_ms(problem.objective) >= self.best.objective_ms:
+        if squeezed is None or squeezed.objective_ms(problem.objective) >= self.best.objective_ms:
             return
-        self.best.offer(made.programs(len(problem.stages)), _METHOD)
+        self.best.offer(squeezed.programs(len(problem.stages)), _METHOD)
 
     def _is_over(self) -> bool:
         return self.stop.is_over() or self.best.is_optimal
@@ -206,8 +206,8 @@ class BlockPolisher:
         return _BlockCourse(waits, period, policy)
 
     def _evaluate(self, course: _BlockCourse) -> float:
-        made = self._squeezed(course, self.few)
-        return inf if made is None else made.objective_ms(self.problem.objective)
+        squeezed = self._squeezed(course, self.few)
+        return inf if squeezed is None else squeezed.objective_ms(self.problem.objective)
 
     def _squeezed(
         self, course: _BlockCourse, num_microbatches: int | None

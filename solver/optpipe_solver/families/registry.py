@@ -283,13 +283,13 @@ def replaced(problem: Problem, kind: Shape, chunks: int) -> Problem:
 
 def _check_layers(problem: Problem, kind: Shape, chunks: int) -> None:
     for index, stage in enumerate(problem.stages):
-        held = stage.layers
-        if held is None or chunks == 1:
+        layers = stage.layers
+        if layers is None or chunks == 1:
             continue
-        if held.embedding or held.head or held.mtp or held.transformer % chunks:
+        if layers.embedding or layers.head or layers.mtp or layers.transformer % chunks:
             raise NotApplicable(
                 NotApplicableReason.CANNOT_BE_SPLIT,
-                f"stages[{index}] holds layers {held}, not {chunks} equal parts: cut the model "
+                f"stages[{index}] holds layers {layers}, not {chunks} equal parts: cut the model "
                 f"anew, with optpipe estimate --chunks {chunks} --placement {kind} or optpipe plan",
             )
 

@@ -63,17 +63,18 @@ def rules_of(
     problem: Problem, delta: Ints, workspace: Ints, limit: Ints, *, fused: bool
 ) -> GreedyRules:
     """Return the rules for what each pass adds, its workspace, and a limit per device."""
-    widest = max(len(held) for held in problem.stages_of)
+    widest = max(len(stages) for stages in problem.stages_of)
     peak = np.maximum(delta, 0) + workspace
     finish = peak[:WEIGHT].copy()
     if not fused:
         finish[BACKWARD] = np.maximum(finish[BACKWARD], delta[BACKWARD] + peak[WEIGHT])
     return GreedyRules(
         device_of=np.array(problem.placement, dtype=np.int64),
-        held=np.array(
-            [[*held, *[0] * (widest - len(held))] for held in problem.stages_of], dtype=np.int64
+        owned=np.array(
+            [[*stages, *[0] * (widest - len(stages))] for stages in problem.stages_of],
+            dtype=np.int64,
         ),
-        num_held=np.array([len(held) for held in problem.stages_of], dtype=np.int64),
+        num_owned=np.array([len(stages) for stages in problem.stages_of], dtype=np.int64),
         duration=durations_of(problem)[_kinds(fused=fused)],
         delta=delta,
         peak=peak,
@@ -101,7 +102,7 @@ def encoded(problem: Problem, codes: Sequence[Ints], *, fused: bool) -> Rows:
     """
     m = problem.num_microbatches
     num_cells = len(problem.stages) * m
-    widest = max(len(held) for held in problem.stages_of)
+    widest = max(len(stages) for stages in problem.stages_of)
     actions = np.zeros((len(codes), len(KINDS) * m * widest), dtype=np.int64)
     for device, row in enumerate(codes):
         actions[device, : row.size] = row
@@ -124,12 +125,12 @@ class GreedyRules(NamedTuple):
 
     ``delta`` is what a pass adds to its device's memory for good, ``peak`` the most it holds above
     what was there before, ``finish`` the same with its W right behind it. ``split`` is 0 where the
-    backward is fused and there is no W. Device d holds ``held[d, :num_held[d]]``.
+    backward is fused and there is no W. Device d holds ``owned[d, :num_owned[d]]``.
     """
 
     device_of: Ints
-    held: Ints
-    num_held: Ints
+    owned: Ints
+    num_owned: Ints
     duration: Floats
     delta: Ints
     peak: Ints
@@ -161,7 +162,7 @@ class GreedyState(NamedTuple):
 @jitted
 def begin(rules: GreedyRules, m: int) -> GreedyState:
     """Return the state before the first of m micro-batches."""
-    num_stages, num_devices = rules.device_of.size, rules.num_held.size
+    num_stages, num_devices = rules.device_of.size, rules.num_owned.size
     state = GreedyState(
         np.zeros((3, num_stages), np.int64),
         np.full((2, num_stages, m), np.inf),
@@ -169,7 +170,7 @@ def begin(rules: GreedyRules, m: int) -> GreedyState:
         np.zeros(num_devices, np.int64),
         np.zeros(num_devices),
         np.zeros(num_devices, np.int64),
-        np.zeros((num_devices, 3 * m * rules.held.shape[1]), np.int64),
+        np.zeros((num_devices, 3 * m * rules.owned.shape[1]), np.int64),
         np.zeros(num_devices, np.int64),
         np.full(num_devices, np.inf),
         np.zeros(num_devices),
@@ -261,7 +262,7 @@ def squeeze(
 
     Actions are ``(kind * num_stages + stage) * m + microbatch``.
     """
-    num_stages, num_devices = rules.device_of.size, rules.num_held.size
+    num_stages, num_devices = rules.device_of.size, rules.num_owned.size
     state = begin(rules, order.num_microbatches)
     wakes = [(0.0, 0)]
     for device in range(1, num_devices):
@@ -350,8 +351,8 @@ def _filling_weight(
     best, choice = np.inf, _WAIT
     if rules.split == 0:
         return choice
-    for at in range(rules.num_held[device]):
-        stage = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        stage = rules.owned[device, at]
         oldest = state.done[WEIGHT, stage]
         if (
             oldest < state.done[BACKWARD, stage]
@@ -375,8 +376,8 @@ def _early(
 ) -> int:
     """Return the first F or I in block order that can run now without blocking those before it."""
     best, choice = order.sequence.shape[1], _WAIT
-    for at in range(rules.num_held[device]):
-        stage = rules.held[device, at]
+    for at in range(rules.num_owned[device]):
+        stage = rules.owned[device, at]
         for kind in range(2):
             j = state.done[kind, stage]
             if j >= order.num_microbatches or state.ready[kind, stage, j] > now:
@@ -405,15 +406,17 @@ def _leaves_room(
     """Whether all passes before ``place`` still fit after this one, each W right behind its I."""
     if kind == BACKWARD:
         return True
-    held = state.in_flight[device] + rules.delta[FORWARD, stage]
+    held_bytes = state.in_flight[device] + rules.delta[FORWARD, stage]
     for at in range(state.head[device], place):
         code = order.sequence[device, at]
         before, which = code // 2, code % 2
         if order.place[code, state.done[which, before]] > at:
             continue
-        if held + rules.finish[which, before] > rules.limit[device]:
+        if held_bytes + rules.finish[which, before] > rules.limit[device]:
             return False
-        held += rules.delta[FORWARD, before] if which == FORWARD else -rules.delta[FORWARD, before]
+        held_bytes += (
+            rules.delta[FORWARD, before] if which == FORWARD else -rules.delta[FORWARD, before]
+        )
     return True
 
 
@@ -576,16 +579,16 @@ def squeezed_v(
 
 def unroll(problem: Problem, block: BuildingBlock, m: int) -> Order:
     """Return the order of F and I on every device: by time in the block, then along the chain."""
-    widest = max(len(held) for held in problem.stages_of)
+    widest = max(len(stages) for stages in problem.stages_of)
     sequence = np.zeros((len(problem.devices), 2 * m * widest), dtype=np.int64)
-    length = np.array([2 * m * len(held) for held in problem.stages_of], dtype=np.int64)
+    length = np.array([2 * m * len(stages) for stages in problem.stages_of], dtype=np.int64)
     # One more than m, and beyond every index: the next micro-batch of a code that is all done.
     place = np.full((2 * len(problem.stages), m + 1), np.iinfo(np.int64).max)
     repeats = np.arange(m) * block.period
-    for device, held in enumerate(problem.stages_of):
-        if not held:
+    for device, stages in enumerate(problem.stages_of):
+        if not stages:
             continue
-        there = np.array(held)
+        there = np.array(stages)
         back = there[::-1]
         codes = np.concatenate([2 * there + FORWARD, 2 * back + BACKWARD])
         times = np.concatenate([block.forward[there], block.backward[back]])

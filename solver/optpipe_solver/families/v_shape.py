@@ -133,9 +133,9 @@ def distance(problem: Problem, block: BuildingBlock) -> float:
     """Return how far, in orders of magnitude, the block's estimated memory is from the limit."""
     lifespans = np.maximum(1, np.ceil((block.backward - block.forward) / block.period))
     fullest = 0.0
-    for device, held in enumerate(problem.stages_of):
+    for device, stages in enumerate(problem.stages_of):
         room = problem.room_bytes(device)
-        used = sum(float(lifespans[s]) * problem.stages[s].activation_bytes for s in held)
+        used = sum(float(lifespans[s]) * problem.stages[s].activation_bytes for s in stages)
         fullest = max(fullest, used / max(1, room))
     return abs(log(max(fullest, 1e-12)))
 
@@ -143,7 +143,7 @@ def distance(problem: Problem, block: BuildingBlock) -> float:
 def _on_the_grid(problem: Problem) -> Iterator[BuildingBlock]:
     """Yield blocks of equal times in which no two passes of a device collide."""
     num_stages = len(problem.stages)
-    period = 3 * max(len(held) for held in problem.stages_of)
+    period = 3 * max(len(stages) for stages in problem.stages_of)
     for offsets in product((1, 2, 3), repeat=4):
         free = _free_turns(problem, offsets, period)
         for gaps in sorted({free[0], free[-1]} if free else {_TURNS[0]}):
@@ -161,8 +161,8 @@ def _free_turns(problem: Problem, offsets: tuple[int, ...], period: int) -> list
     )
     passes %= period
     free = np.ones(len(_TURNS), dtype=bool)
-    for held in problem.stages_of:
-        here = np.sort(passes[:, [*held, *(num_stages + s for s in held)]], axis=1)
+    for stages in problem.stages_of:
+        here = np.sort(passes[:, [*stages, *(num_stages + s for s in stages)]], axis=1)
         free &= (np.diff(here, axis=1) > 0).all(axis=1)
     turns = [gaps for gaps, is_free in zip(_TURNS, free, strict=True) if is_free]
     direct = [gaps for gaps in turns if gaps[0] == gaps[2] == 1]
@@ -192,7 +192,7 @@ def _in_real_time(problem: Problem) -> Iterator[BuildingBlock]:
 def _ever_slower(problem: Problem) -> Iterator[BuildingBlock]:
     """Yield V-Min's block with ever longer periods."""
     serial = _one_after_the_other(problem)
-    period = 3.0 * max(len(held) for held in problem.stages_of)
+    period = 3.0 * max(len(stages) for stages in problem.stages_of)
     while period < serial.period:
         yield replace(serial, period=period)
         period *= 1.25

@@ -74,7 +74,7 @@ class StageLine(NamedTuple):
         Of F, I and W: shape (3, S).
     there, back
         From F(s) to F(s+1), and from I(s+1) to I(s).
-    held, context
+    activation, context
         Bytes from F to I, and from I to W.
     workspace
         Of F, I and W: shape (3, S).
@@ -87,7 +87,7 @@ class StageLine(NamedTuple):
     duration: Floats
     there: Floats
     back: Floats
-    held: Ints
+    activation: Ints
     context: Ints
     workspace: Ints
     limit: Ints
@@ -127,7 +127,7 @@ def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -
     patient
         Whether an F that would delay a known I goes behind it; else only one that arrives later.
     """
-    num_stages, m = line.held.size, line.num_microbatches
+    num_stages, m = line.activation.size, line.num_microbatches
     plan = GreedyRun(
         kinds=np.empty((num_stages, 3 * m), dtype=np.int8),
         filled=np.zeros(num_stages, dtype=np.int64),
@@ -145,7 +145,7 @@ def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -
 @lean
 def _play(line: StageLine, plan: GreedyRun, warmup: Ints, small_gaps: int, patient: bool) -> None:
     """Run everything: the warm-up, turns of F and I with W between, and the W that remain."""
-    num_stages, m = line.held.size, line.num_microbatches
+    num_stages, m = line.activation.size, line.num_microbatches
     for s in range(num_stages):
         for _ in range(warmup[s]):
             _put(line, plan, s, FORWARD, _forward_ready(line, plan, s))
@@ -168,7 +168,7 @@ def _warmup_counts(line: StageLine, one_more: bool) -> Ints:
     As many as end before that I arrives, and memory admits here and on every stage before; the
     arrivals follow from the last stage to the first.
     """
-    num_stages, m = line.held.size, line.num_microbatches
+    num_stages, m = line.activation.size, line.num_microbatches
     ends = np.empty((num_stages, m))
     cap = np.empty(num_stages, dtype=np.int64)
     for s in range(num_stages):
@@ -207,7 +207,7 @@ def _turn(  # noqa: PLR0917 - compiled code takes its arguments by position
     patient: bool,
 ) -> None:
     """Give a stage its next F and I, as far as their inputs exist: the alternation of 1F1B."""
-    last = line.held.size - 1
+    last = line.activation.size - 1
     f, i = plan.done[FORWARD, s], plan.done[INPUT, s]
     arrival = np.inf
     if has_input:
@@ -259,7 +259,7 @@ def _most_idle(plan: GreedyRun) -> float:
 def _make_room(line: StageLine, plan: GreedyRun, s: int, kind: int) -> None:
     """Run weight gradients until an F or I fits, and behind it any W."""
     while plan.done[WEIGHT, s] < plan.done[INPUT, s] or kind == INPUT:
-        grown = line.held[s] if kind == FORWARD else line.context[s] - line.held[s]
+        grown = line.activation[s] if kind == FORWARD else line.context[s] - line.activation[s]
         now = plan.memory[s]
         own = now + max(0, grown) + line.workspace[kind, s]
         behind = now + grown + line.workspace[WEIGHT, s]
@@ -271,10 +271,10 @@ def _make_room(line: StageLine, plan: GreedyRun, s: int, kind: int) -> None:
 @lean
 def _holds(line: StageLine, s: int, in_flight: int) -> bool:
     """Whether, no W waiting, a stage has room for so many micro-batches and for finishing one."""
-    grown = line.context[s] - line.held[s]
+    grown = line.context[s] - line.activation[s]
     finishing = max(max(0, grown) + line.workspace[INPUT, s], grown + line.workspace[WEIGHT, s])
     most = max(finishing, line.workspace[FORWARD, s])
-    fits: bool = in_flight * line.held[s] + most <= line.limit[s]
+    fits: bool = in_flight * line.activation[s] + most <= line.limit[s]
     return fits
 
 
@@ -287,9 +287,9 @@ def _put(line: StageLine, plan: GreedyRun, s: int, kind: int, ready: float) -> N
         plan.idle[s] += start - plan.free[s]
     plan.free[s] = start + line.duration[kind, s]
     if kind == FORWARD:
-        plan.memory[s] += line.held[s]
+        plan.memory[s] += line.activation[s]
     elif kind == INPUT:
-        plan.memory[s] += line.context[s] - line.held[s]
+        plan.memory[s] += line.context[s] - line.activation[s]
     else:
         plan.memory[s] -= line.context[s]
     if kind != WEIGHT:
@@ -385,7 +385,7 @@ def _line(problem: Problem, limits: list[int]) -> StageLine:
         duration=durations_of(problem)[: len(_TYPES)],
         there=np.array([there for there, _ in problem.boundary_ms], dtype=np.float64),
         back=np.array([back for _, back in problem.boundary_ms], dtype=np.float64),
-        held=np.array([stage.activation_bytes for stage in problem.stages], dtype=np.int64),
+        activation=np.array([stage.activation_bytes for stage in problem.stages], dtype=np.int64),
         context=np.array([stage.weight_context_bytes for stage in problem.stages], dtype=np.int64),
         workspace=memory_of(problem).workspace[: len(_TYPES)],
         limit=np.array([min(limit, _UNLIMITED) for limit in limits], dtype=np.int64),
