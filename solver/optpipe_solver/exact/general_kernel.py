@@ -230,13 +230,15 @@ def fits_from(
     state: GeneralState,
     loads: GeneralLoads,
     device: int,
-    what: tuple[int, int],
+    what: tuple[int, int, bool],
 ) -> int:
-    """Return from when on ``what[0]`` more bytes fit on a device; -1 = not before others go.
+    """Return from when on so many more bytes fit on a device; -1 = not before others go.
 
-    Copies to the host run one after the other: at most ``what[1]`` may not have ended.
+    ``what``: the bytes, how many copies to the host may not have ended, one after the other, and
+    whether it is for a backward that may pair. A gap before a copy is over when its F ends; only
+    such a backward starts sooner, so of copies before the last one nothing is known to it.
     """
-    needs, most = what
+    needs, most, pairs = what
     sent = loads.sent[device]
     over = loads.held_bytes[device] + needs - model.room[device]
     if over > 0:
@@ -245,7 +247,7 @@ def fits_from(
         most = min(most, sent - (over + model.moved[device] - 1) // model.moved[device])
         if most < 0:
             return -1
-    if most >= sent:
+    if most >= sent or (pairs and most > 0):
         return int(state.times[0])
     left = state.times[1 + len(model.room) + device] - most * model.out[device]
     return int(max(left, state.times[0]))
@@ -262,10 +264,10 @@ def start_of(
     kind, j, s = event
     device = model.device[s]
     most = loads.sent[device] - (kind == RELOAD)
-    fits = fits_from(model, state, loads, device, (needs(model, kind, s), most))
+    pairs = (kind == GRADIENT and model.pairs_i[s]) or (kind == FUSED and model.pairs_b[s])
+    fits = fits_from(model, state, loads, device, (needs(model, kind, s), most, pairs))
     if fits < 0:
         return -1
-    pairs = (kind == GRADIENT and model.pairs_i[s]) or (kind == FUSED and model.pairs_b[s])
     start = max(fits, free_at(model, state, device, pairs))
     if kind <= DROP:
         start = max(start, model.head_f[loads.forwards[s], s])
@@ -330,9 +332,8 @@ def wastes(
         return False
     for s in range(len(model.forward)):
         if model.device[s] == device and state.weights[s] < loads.gradients[s]:
-            room = fits_from(
-                model, state, loads, device, (model.workspace[2, s], loads.sent[device])
-            )
+            what = (model.workspace[2, s], loads.sent[device], False)
+            room = fits_from(model, state, loads, device, what)
             if room >= 0 and max(room, free) + model.split_w[s] <= start and model.split_w[s] > 0:
                 return True
     return _wastes_gradient(model, state, loads, device, start)

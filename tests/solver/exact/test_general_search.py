@@ -9,7 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from optpipe import Problem, simulate
+from optpipe import Problem, find_violations, simulate
+from optpipe.schedule import parse_cell
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.heads_tails import nothing_known
 from optpipe_solver.bounds.relaxation import relaxed
@@ -26,7 +27,7 @@ from optpipe_solver.exact.general_search import (
     search_general,
 )
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
-from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.solver.bounds.judging import assert_below
 from tests.solver.exhaustive import optimum, tiny_problems, tiny_problems_with_pairs
 from tests.strategies import B, Case, F, I, cases, few
@@ -174,6 +175,38 @@ def test_a_pair_needs_the_memory_of_both_its_passes() -> None:
     )
     assert lower_bound(given).ms == 60
     assert search(given, (0, 3), 85.5).answer is HorizonAnswer.NONE
+
+
+def test_a_backward_in_a_pair_waits_for_no_copy_that_ended_before() -> None:
+    """The F beside it is to be copied too, when both are through; the copies before have ended.
+
+    Room for two micro-batches and a byte: 88 ms, which a legal program reaches.
+    """
+    near = stage(0, 10, 10, 0, backward_ms=10.0, activation_bytes=2 * UNIT, offload_bytes=2 * UNIT,
+                 backward_workspace_bytes=1, weight_context_bytes=0)  # fmt: skip
+    far = stage(1, 5, 6, 0, backward_ms=6.0, activation_bytes=0)
+    quick = {"d2h_gb_per_s": 2.0, "h2d_gb_per_s": 2.0}
+    given = problem(
+        [near, far],
+        [bus(memory_bytes=4 * UNIT + 1, **quick), bus()],
+        m=5,
+        format="optpipe/problem/v2",
+        links=[{"from": a, "to": 1 - a, "latency_ms": 6.0} for a in range(2)],
+        pairs=[{"forward": 0, "backward": 0, "with": "B", "hidden_ms": 10.0}],
+    )
+    row = (
+        "0F0 0F1 0OFFLOAD1 0RELEASE1 0F2 0OFFLOAD2 0RELEASE2 (0F3;0B0)OVERLAP_F_B 0OFFLOAD3 "
+        "0RELEASE3 0RELOAD1 (0F4;0B1)OVERLAP_F_B 0RELOAD2 0B2 0RELOAD3 0B3 0B4"
+    )
+    reached = (
+        tuple(action for cell in row.split() for action in parse_cell(cell)),
+        programs(" ".join(f"1F{j} 1B{j}" for j in range(5)))[0],
+    )
+    assert find_violations(given, reached) == []
+    length = simulate(given, reached).makespan_ms
+    assert length == 88
+    for devices in choices(given):
+        assert search(given, devices, length).answer is HorizonAnswer.FOUND
 
 
 def three_in_room_for_two(**fields: Any) -> Problem:
