@@ -87,7 +87,8 @@ async def test_a_thousand_who_wait_cost_one_query_a_round(stage: Scene, num_each
     began, before = loop.time(), len(stage.book.asked)
     assert before <= 3
     await until(lambda: len(stage.book.asked) >= before + 2)
-    assert loop.time() - began > 1.5 * ROUND_S
+    # The first of the two may come at once; between them is a round.
+    assert loop.time() - began > 0.9 * ROUND_S
     assert stage.book.asked[-2:] == [tuple(stage.ids)] * 2
     assert not any(task.done() for task in waiting)
     for job_id in stage.ids:
