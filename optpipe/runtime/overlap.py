@@ -147,8 +147,8 @@ def exchange(
     Tensor
         Shape (sum(received), ...): those of rank 0 first.
     """
-    received_rows = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return cast("Tensor", received_rows)
+    theirs: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return theirs
 
 
 class _Exchange(torch.autograd.Function):
