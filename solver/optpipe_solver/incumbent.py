@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
-    from optpipe_solver.arrays.encoding import Metrics
+    from optpipe_solver.arrays.encoding import CompiledProblem, Metrics
     from optpipe_solver.budget import Stop
 
 __all__ = ["Goal", "Incumbent", "grid_ms"]
@@ -56,6 +56,9 @@ class Incumbent:
         Told every improvement of the schedule or the bound, by one thread at a time.
     pools
         Whether to keep what is met beside the best, for `pool`.
+    compiled
+        The problem, where it is compiled already: then short programs are evaluated on arrays too,
+        in a tenth of the time.
 
     Attributes
     ----------
@@ -82,6 +85,7 @@ class Incumbent:
         on_progress: Callable[[Progress], None] | None = None,
         *,
         pools: bool = False,
+        compiled: CompiledProblem | None = None,
     ) -> None:
         self.problem = problem
         self.on_progress = on_progress
@@ -97,7 +101,7 @@ class Incumbent:
         self.cpu_seconds: dict[str, float] = {}
         self.work: float | None = None
         self.unfinished: dict[str, object] = {}
-        self._evaluate = Evaluator(problem)
+        self._evaluate = Evaluator(problem, compiled)
         self._noisy: NoisyTimes | None = None
         self._holder: Contender | None = None
         self._others: list[tuple[float, Programs]] = []

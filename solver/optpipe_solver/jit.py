@@ -25,7 +25,14 @@ __all__ = ["jitted", "lean"]
 
 
 _F = TypeVar("_F", bound="Callable[..., object]")
-_OPTIONS: dict[str, Any] = {"nopython": True, "nogil": True, "no_cfunc_wrapper": True}
+_OPTIONS: dict[str, Any] = {
+    "nopython": True,
+    "nogil": True,
+    "no_cfunc_wrapper": True,
+    # No question before each division whether the divisor is 0, and no way out if so: no kernel
+    # divides by what may be 0. Dispatching rules take half of the time so.
+    "error_model": "numpy",
+}
 
 
 def jitted(function: _F) -> _F:

@@ -128,7 +128,7 @@ def replan(
         starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
     starts += deals
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
-    best, bound = Incumbent(problem), work_bound(problem)
+    best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
     best.offer(
         compiled.decode(_annealed(compiled, rows, start_ms, max(1, round(anneals * work)), seed)),
         "local-search",

@@ -438,15 +438,19 @@ class Metrics(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates programs of one problem, by the reference or on arrays as their size asks."""
+    """Evaluates programs of one problem, by the reference or on arrays as their size asks.
 
-    def __init__(self, problem: Problem) -> None:
+    On arrays whatever their size where the caller has ``compiled`` it.
+    """
+
+    def __init__(self, problem: Problem, compiled: CompiledProblem | None = None) -> None:
         self.problem = problem
-        self._compiled: CompiledProblem | None = None
+        self._least = _LARGE if compiled is None else 0
+        self._compiled = compiled
 
     def __call__(self, programs: Programs) -> Metrics | None:
         """Return what the programs are worth, None where they are not legal."""
-        if sum(map(len, programs)) < _LARGE:
+        if sum(map(len, programs)) < self._least:
             return evaluate_by_reference(self.problem, programs)
         if self._compiled is None:
             self._compiled = CompiledProblem.of(self.problem)
