@@ -127,25 +127,6 @@ def test_each_batch_of_a_page_counts_its_own_items(stores) -> None:
     assert [found.num_items for found in stores.batches.page(10)] == [2, 1, 0]
 
 
-def test_progress_is_what_the_jobs_say(stores, clock) -> None:
-    added, _ = add(stores)
-    lease = claimed(stores).lease
-    states = stores.batches.get(added.id).counts
-    assert states == {JobState.QUEUED: 2, JobState.RUNNING: 1}
-    stores.jobs.record(lease, point(9.0, 1.0), LEASE_S, schedule="{}")
-    assert stores.batches.jobs(added.id)[0].objective_ms == 9.0
-    stores.jobs.finish(lease, FAILED)
-    seen = stores.batches.get(added.id)
-    assert seen.counts == {JobState.QUEUED: 2, JobState.FAILED: 1}
-    assert (seen.num_finished, seen.is_finished, seen.finished_at) == (1, False, None)
-    for _ in range(2):
-        clock.now += 1
-        stores.jobs.finish(claimed(stores).lease, ANSWERED)
-    seen = stores.batches.get(added.id)
-    assert (seen.num_finished, seen.is_finished) == (3, True)
-    assert seen.finished_at == clock()
-
-
 def test_a_batch_goes_whole_when_its_last_job_is_old(stores, clock) -> None:
     added, _ = add(stores)
     for _ in range(2):
