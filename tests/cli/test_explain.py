@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -111,22 +109,6 @@ def test_a_folder_without_a_question_is_refused(
     assert (code, "--what-if" in err) == (2, True)
     code, _, err = optpipe("explain", problem_file, schedule_file, "--what-if", "-o", problem_file)
     assert (code, "cannot make folder" in err) == (2, True)
-
-
-def test_explain_and_diff_need_no_solver(problem_file, csv_file) -> None:
-    code = (
-        "import sys\n"
-        "from optpipe.cli import main\n"
-        "for words in (['explain', *sys.argv[1:]], ['diff', *sys.argv[2:] * 2]):\n"
-        "    try:\n"
-        "        main(words)\n"
-        "    except SystemExit as leave:\n"
-        "        assert not leave.code, leave.code\n"
-        "assert not {'optpipe_solver', 'pulp', 'numba'} & set(sys.modules)\n"
-    )
-    command = [sys.executable, "-c", code, str(problem_file), str(csv_file)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_what_if_without_the_solver_names_the_pip_command(

