@@ -70,9 +70,9 @@ def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> Non
     )
     os.close(write_end)
     try:
-        told = ""
-        while (found := ADDRESS.search(told)) is None:
-            told += os.read(read_end, 4096).decode()
+        log = ""
+        while (found := ADDRESS.search(log)) is None:
+            log += os.read(read_end, 4096).decode()
         with httpx.Client(base_url=found[0], timeout=120) as http:
             answers = {http.post("/v1/jobs", json={}).status_code for _ in range(200)}
         assert answers == {422}
@@ -316,8 +316,8 @@ def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> N
     with logging_as("json"):
         through_telemetry("POST", 202)
         through_telemetry("GET", 200)
-    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    lines = [line for line in told if line["request"] == "r-1"]
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    lines = [line for line in logged if line["request"] == "r-1"]
     assert [line["action"] for line in lines] == ["inside", "http.request", "inside"]
     assert (lines[1]["status"], lines[1]["made"]) == (202, "/v1/jobs/1")
 

@@ -98,11 +98,11 @@ class Chart(NamedTuple):
         """Point there until the tooltip says so: a busy machine may lose a move; return it all."""
         for _ in range(100):
             self.move_to(name, ms, device)
-            told = str(self.page.evaluate(TOOLTIP))
-            if words in told:
-                return told
+            text = str(self.page.evaluate(TOOLTIP))
+            if words in text:
+                return text
             self.page.wait_for_timeout(100)
-        raise AssertionError(f"the tooltip never said {words!r}: {told!r}")
+        raise AssertionError(f"the tooltip never said {words!r}: {text!r}")
 
     def picture(self) -> Image.Image:
         return Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
@@ -272,15 +272,15 @@ def test_chunks_are_told_apart_by_their_stage(opened) -> None:
 
 def test_titles_are_not_cut_on_a_phone(opened, two) -> None:
     """They break into lines, each as wide as the frame at most, and the figure grows with them."""
-    told = "() => Bokeh.documents[0].get_model_by_name('gantt-0-title').text"
+    title = "() => Bokeh.documents[0].get_model_by_name('gantt-0-title').text"
     tall = "() => Bokeh.documents[0].get_model_by_name('gantt-0').outer_height"
     wide = opened(two)
-    assert "\n" not in wide.page.evaluate(told)
+    assert "\n" not in wide.page.evaluate(title)
     narrow = opened(two, width=360)
-    narrow.page.wait_for_function(f"({told})().includes('\\n')")
+    narrow.page.wait_for_function(f"({title})().includes('\\n')")
     narrow.settle()
-    lines = narrow.page.evaluate(told).split("\n")
-    assert " ".join(lines) == wide.page.evaluate(told)
+    lines = narrow.page.evaluate(title).split("\n")
+    assert " ".join(lines) == wide.page.evaluate(title)
     assert narrow.page.evaluate(tall) >= wide.page.evaluate(tall) + 10 * (len(lines) - 1)
 
 

@@ -51,9 +51,9 @@ DRAWN_TIMES = "Number(document.querySelector('.chart[data-drawn]')?.dataset.draw
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     """A server, and the query of each state."""
     real = Settings.model_fields["compare_path"].default
-    held = "tests.browser.held_tune:tune"
+    tuner = "tests.browser.held_tune:tune"
     folder = tmp_path_factory.mktemp("server")
-    settings = make_settings(folder, tune_path=held, compare_path=real, solver_processes=2)
+    settings = make_settings(folder, tune_path=tuner, compare_path=real, solver_processes=2)
     with running(settings) as (url, _):
 
         def made(path: str, body: dict[str, Any], wait: int = 100) -> dict[str, Any]:

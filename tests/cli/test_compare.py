@@ -50,7 +50,7 @@ def answering(monkeypatch):
 
 def row(method: str, **changes: Any) -> ComparisonRow:
     """A row with a schedule; numbers as wide as they get."""
-    made = ComparisonRow(
+    full = ComparisonRow(
         method=method,
         placement=AS_GIVEN,
         problem=make_small_problem(),
@@ -65,7 +65,7 @@ def row(method: str, **changes: Any) -> ComparisonRow:
         peak_bytes=80 * 1024**3,
         host_peak_bytes=512 * 1024**3,
     )
-    return replace(made, **changes)
+    return replace(full, **changes)
 
 
 def absent(method: str, reason: str) -> ComparisonRow:

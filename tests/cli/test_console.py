@@ -67,8 +67,8 @@ def controls(text: str) -> set[str]:
 def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command) -> None:
     problem = make_small_problem(24).model_copy(update={"name": NAME})
     path = write(tmp_path / "p.json", dump_problem(problem))
-    code, out, told = optpipe(command, path, write(tmp_path / "s\x1b[2J.csv", PLAIN))
-    assert (code, controls(out + told)) == (0, set())
+    code, out, err = optpipe(command, path, write(tmp_path / "s\x1b[2J.csv", PLAIN))
+    assert (code, controls(out + err)) == (0, set())
     # It shows names of schedules: those of their files.
     assert ("s\u241b[2J" in out) == (command == "plot")
 
@@ -157,17 +157,17 @@ def test_optimal_is_said_of_a_gap_of_a_millionth_and_no_more(gap, text) -> None:
 
 
 def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
-    asked = []
+    simulated = []
 
     def counted(given, programs):
-        asked.append(programs)
+        simulated.append(programs)
         return simulate(given, programs)
 
     monkeypatch.setattr("optpipe.cli.console.simulate", counted)
     shown(offloading, schedule_of(offloading))
-    assert asked == [baseline_programs(offloading.problem)]
+    assert simulated == [baseline_programs(offloading.problem)]
     shown(offloading, None)
-    assert offloading.programs in asked
+    assert offloading.programs in simulated
 
 
 def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkeypatch) -> None:
@@ -220,10 +220,10 @@ QUICK = ("--time-limit", "5", "--threads", "1", "--method", "serial")
 def files(tmp_path: Path, monkeypatch) -> Path:
     """A folder with a problem, a schedule of it, and tables; it is the current one."""
     monkeypatch.chdir(tmp_path)
-    made = evaluate(PROBLEM, load_csv(PLAIN), Provenance(method="by hand"))
+    schedule = evaluate(PROBLEM, load_csv(PLAIN), Provenance(method="by hand"))
     texts = {
         "p.json": dump_problem(PROBLEM),
-        "s.json": dump_schedule(made),
+        "s.json": dump_schedule(schedule),
         "s.csv": PLAIN,
         "m.json": '{"format": "optpipe/model/v1"}',
         "times.csv": "stage,action,time_ms\n0,F,1\n0,B,2\n",

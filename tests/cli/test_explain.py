@@ -47,8 +47,8 @@ def lazy_solver(monkeypatch):
 def test_explain_says_it_in_words(optpipe, problem_file, schedule_file, csv_file) -> None:
     code, out, _ = optpipe("explain", problem_file, schedule_file)
     assert code == 0
-    told = explain(make_small_problem(), load_csv(LEGAL))
-    assert all(sentence.text in out for sentence in told.sentences)
+    explanation = explain(make_small_problem(), load_csv(LEGAL))
+    assert all(sentence.text in out for sentence in explanation.sentences)
     assert "Critical path" in out
     assert "Why it offloads" in out
     assert optpipe("explain", problem_file, csv_file)[1] == out
@@ -150,7 +150,7 @@ def test_diff_of_schedules_says_what_changed_and_what_it_cost(
     optpipe, problem_file, csv_file, tmp_path
 ) -> None:
     small = make_small_problem()
-    devices = [held.model_copy(update={"memory_bytes": 10**12}) for held in small.devices]
+    devices = [device.model_copy(update={"memory_bytes": 10**12}) for device in small.devices]
     roomy = small.model_copy(update={"devices": devices})
     write(problem_file, dump_problem(roomy))
     other = write(tmp_path / "other.csv", PLAIN)
@@ -201,7 +201,7 @@ def test_diff_with_a_problem_that_has_no_schedule_names_what_it_would_take(
     optpipe, problem_file, tmp_path
 ) -> None:
     small = make_small_problem()
-    devices = [held.model_copy(update={"memory_bytes": 1}) for held in small.devices]
+    devices = [device.model_copy(update={"memory_bytes": 1}) for device in small.devices]
     less = write(tmp_path / "l.json", dump_problem(small.model_copy(update={"devices": devices})))
     code, out, _ = optpipe("diff", problem_file, less, "--json")
     costs = {cost["name"]: cost for cost in json.loads(out)["costs"]}

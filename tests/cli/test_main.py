@@ -134,8 +134,8 @@ def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, 
 
 
 def test_a_robust_solve_says_what_was_ranked_and_what_is_proven(optpipe, problem_file) -> None:
-    asked = ["--robust", "P95", "--jitter", 0.2, "--stragglers", 0.3, "--work-limit", 0.2]
-    done = optpipe("solve", problem_file, *asked)
+    options = ["--robust", "P95", "--jitter", 0.2, "--stragglers", 0.3, "--work-limit", 0.2]
+    done = optpipe("solve", problem_file, *options)
     assert done.code == 0, done.err
     assert "P95 under noise (actions +-20 %, devices +-30 %): " in done.out
     assert "Bound and gap are those without noise" in done.out
@@ -164,8 +164,8 @@ def test_a_restricted_solve_makes_a_schedule_of_the_whole_problem(optpipe, tmp_p
 
 def test_another_objective_is_another_problem(optpipe, problem_file, tmp_path) -> None:
     target = tmp_path / "found.json"
-    asked = ("--objective", "span", "--method", "greedy")
-    done = optpipe("solve", problem_file, *asked, "-o", target)
+    options = ("--objective", "span", "--method", "greedy")
+    done = optpipe("solve", problem_file, *options, "-o", target)
     assert done.code == 0, done.err
     found = load_schedule(target.read_text())
     other = make_small_problem().model_copy(update={"objective": "span"})
@@ -190,10 +190,10 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     import optpipe_solver
     from optpipe_solver import Result, SolveStatus
 
-    asked: list[float] = []
+    limits_s: list[float] = []
 
     def solve(*_: object, time_limit_s: float, **__: object) -> Result:
-        asked.append(time_limit_s)
+        limits_s.append(time_limit_s)
         return Result(SolveStatus.UNKNOWN, None, message="no time")
 
     monkeypatch.setattr(optpipe_solver, "solve", solve)
@@ -201,9 +201,9 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     assert done.code == 4
     assert "no time" in done.err
     # What came before the search is taken off, at most half of the limit.
-    assert 30 <= asked[0] < 60
+    assert 30 <= limits_s[0] < 60
     optpipe("solve", problem_file, "--time-limit", 0.02)
-    assert 0.01 <= asked[1] < 0.02
+    assert 0.01 <= limits_s[1] < 0.02
 
 
 def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:

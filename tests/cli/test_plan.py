@@ -43,12 +43,12 @@ def test_texts_wrap_and_numbers_are_whole(optpipe, tmp_path, monkeypatch, column
     monkeypatch.setenv("COLUMNS", columns)
     long = model([layer(900, 900, 900, repeat=48)], gpus(8, type="accelerator"))
     (path := tmp_path / "long.json").write_text(dump_model(long))
-    asked = ("plan", path, "--work-limit", 0.3, "--chunks", "4", "--placements", "loop")
-    code, out, err = optpipe(*asked)
+    command = ("plan", path, "--work-limit", 0.3, "--chunks", "4", "--placements", "loop")
+    code, out, err = optpipe(*command)
     assert code == 0, err
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= int(columns)
-    rows = json.loads(optpipe(*asked, "--json")[1])["candidates"]
+    rows = json.loads(optpipe(*command, "--json")[1])["candidates"]
     times = [row[name] for row in rows for name in ("bound_ms", "quick_ms", "final_ms")]
     assert {f"{ms:,.1f}" for ms in times if ms is not None and ms < 1e6} <= set(out.split())
 

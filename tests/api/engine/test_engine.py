@@ -181,11 +181,11 @@ def test_a_process_serves_one_job_after_the_other(tmp_path) -> None:
 
     What the process that starts it has held is not its own.
     """
-    held = b"1" * (600 * 1024**2)
+    ballast = b"1" * (600 * 1024**2)
     allowed = 1024**3
     settings = make_settings(tmp_path, solver_processes=1, solver_memory_bytes=allowed)
     solvers = Noted(settings)
-    assert len(held) > allowed // 2
+    assert len(ballast) > allowed // 2
     with closing(Bench(tmp_path, solvers)) as bench:
         for name in ("", "improve:2:0.01", "nothing", ""):
             bench.end(bench.submit(name))
@@ -437,6 +437,6 @@ def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None
     heard = Heard()
     reporter = _Reporter(cast("Any", heard), 0, given)
     reporter.carry(given, FULL, "tighter problem")
-    for number, made in enumerate((FULL, LEAN)):
-        reporter(Progress(float(number), "made", 6.0, None, made))
+    for number, found in enumerate((FULL, LEAN)):
+        reporter(Progress(float(number), "made", 6.0, None, found))
     assert heard.schedules == [FULL, LEAN]

@@ -70,9 +70,9 @@ def test_the_documented_example_is_compared_by_the_real_solver(tmp_path) -> None
     assert all(row.reason for row in rows if row.programs is None)
 
 
-@pytest.mark.parametrize("asked", [{"headers": {"Accept": "text/csv"}}, {"params": "format=csv"}])
-def test_rows_come_as_csv(http, asked: dict[str, Any]) -> None:
-    answer = compare(http, **asked)
+@pytest.mark.parametrize("form", [{"headers": {"Accept": "text/csv"}}, {"params": "format=csv"}])
+def test_rows_come_as_csv(http, form: dict[str, Any]) -> None:
+    answer = compare(http, **form)
     assert answer.headers["content-type"].startswith("text/csv")
     assert answer.headers["vary"] == "Accept"
     (row,) = csv.DictReader(io.StringIO(answer.text))

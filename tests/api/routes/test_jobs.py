@@ -228,8 +228,8 @@ def test_every_option_reaches_the_solver(http) -> None:
     options = {"gap": 0.25, "work_limit": 3.5, "threads": 2, "seed": 7, "method": "1f1b"}
     job = submit(http, "told", options=options).json()
     schedule = http.get(f"/v1/jobs/{job['id']}/schedule").json()
-    told = "gap=0.25 work=3.5 threads=2 seed=7 1f1b"
-    assert schedule["provenance"]["method"] == told
+    given = "gap=0.25 work=3.5 threads=2 seed=7 1f1b"
+    assert schedule["provenance"]["method"] == given
 
 
 @pytest.mark.parametrize(
@@ -471,9 +471,9 @@ def test_it_is_what_the_core_says_of_the_best_schedule(http, ended, path) -> Non
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
     schedule = load_schedule(http.get(f"/v1/jobs/{ended['id']}/schedule").text)
     problem = Problem.parse(http.get(f"/v1/jobs/{ended['id']}/problem").json())
-    told = Explanation.model_validate_json(answer.text)
-    assert told == explain(problem, schedule.programs, bound_ms=schedule.bound_ms)
-    assert told.length_ms == simulate(problem, schedule.programs).makespan_ms
+    explanation = Explanation.model_validate_json(answer.text)
+    assert explanation == explain(problem, schedule.programs, bound_ms=schedule.bound_ms)
+    assert explanation.length_ms == simulate(problem, schedule.programs).makespan_ms
     assert {sentence["topic"] for sentence in answer.json()["sentences"]} >= {"length", "idle"}
 
 

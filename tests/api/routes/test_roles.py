@@ -31,14 +31,14 @@ OPEN = {"/healthz", "/readyz"}
 def test_every_operation_but_the_signs_of_life_wants_a_key(nobody) -> None:
     """Walks the published document, so that a new route is asked too."""
     paths = nobody.get("/openapi.json").json()["paths"]
-    asked = [
+    closed = [
         (method, path)
         for path, operations in paths.items()
         for method in operations
         if path not in OPEN
     ]
-    assert len(asked) > 10
-    for method, path in asked:
+    assert len(closed) > 10
+    for method, path in closed:
         answer = nobody.request(method, path.replace("{", "").replace("}", ""))
         assert (answer.status_code, answer.json()["code"]) == (401, "key.required"), (method, path)
 
@@ -66,8 +66,8 @@ def test_the_document_says_that_a_key_is_wanted_and_where_not(nobody) -> None:
 
 def test_a_key_says_whose_it_is_and_what_it_may(as_) -> None:
     for name, role in ROLES.items():
-        told = as_[name].get("/v1/key").json()
-        assert told == {"name": name, "role": role}
+        view = as_[name].get("/v1/key").json()
+        assert view == {"name": name, "role": role}
 
 
 def test_owners_do_not_see_each_other_and_an_admin_sees_all(as_) -> None:

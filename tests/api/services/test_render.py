@@ -81,8 +81,8 @@ def test_what_is_shown_is_known_by_its_tag(http, ended, path) -> None:
 
 @pytest.mark.parametrize("beside", ["method:magic", "method:auto", "method:interleaved"])
 def test_a_method_without_a_schedule_is_refused_with_the_reason(http, path, beside) -> None:
-    told = fault(http.get(path, params={"beside": beside}), 422, "chart.beside")
-    assert beside in told["detail"]
+    problem = fault(http.get(path, params={"beside": beside}), 422, "chart.beside")
+    assert beside in problem["detail"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told", "words"),
+    ("error", "expected", "words"),
     [
         (TooLargeToDrawError("it may have 5"), TooLargeToDrawError, "may have 5"),
         (BodyTooHeavyError("30 s"), TooLargeToDrawError, "more than 30 s or 4294967296 bytes"),
@@ -159,7 +159,7 @@ def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
     ],
 )
 def test_what_ends_a_process_is_said_of_drawing(
-    monkeypatch, error: Exception, told: type[Exception], words: str
+    monkeypatch, error: Exception, expected: type[Exception], words: str
 ) -> None:
     """It is the schedule that is too large, not the request; 406 where a package is missing."""
 
@@ -168,5 +168,5 @@ def test_what_ends_a_process_is_said_of_drawing(
 
     with closing(Charts()) as charts:
         monkeypatch.setattr(charts._pool, "run", run)
-        with pytest.raises(told, match=words):
+        with pytest.raises(expected, match=words):
             asyncio.run(charts.picture("", ""))

@@ -70,8 +70,8 @@ def test_a_submission_is_read_whole(anywhere) -> None:
 
 
 def test_what_is_asked_of_noise_is_read(anywhere) -> None:
-    asked = {"robust": "P97.5", "stragglers": 0.3}
-    found = read(anywhere, {"problem": two_stages("n"), "options": asked})
+    options = {"robust": "P97.5", "stragglers": 0.3}
+    found = read(anywhere, {"problem": two_stages("n"), "options": options})
     assert (found.options.robust, found.options.jitter, found.options.stragglers) == (
         "P97.5",
         0.1,

@@ -47,24 +47,24 @@ def plan(size: int = 3) -> BatchPlan:
 
 
 def batch(name: str = "sweep", key: str | None = None, **changes: Any) -> NewBatch:
-    made = NewBatch(
+    new_batch = NewBatch(
         name=name,
         owner="ann",
         plan=plan(),
         request_hash=f"sha256:{name.encode().hex()}",
         idempotency_key=key,
     )
-    return replace(made, **changes)
+    return replace(new_batch, **changes)
 
 
 def items(number: int = 3, owner: str = "ann") -> list[NewJob]:
-    made = (new(f"item {at}", changes={"owner": owner, "tags": ("a",)}) for at in range(number))
-    return [replace(item, options=OPTIONS) for item in made]
+    jobs = (new(f"item {at}", changes={"owner": owner, "tags": ("a",)}) for at in range(number))
+    return [replace(item, options=OPTIONS) for item in jobs]
 
 
 def add(stores: Stores, number: int = 3, **changes: Any) -> tuple[BatchRecord, list[JobRecord]]:
-    made = batch(**{"plan": plan(number)} | changes)
-    return stores.batches.add(made, items(number), max_queued=100)
+    new_batch = batch(**{"plan": plan(number)} | changes)
+    return stores.batches.add(new_batch, items(number), max_queued=100)
 
 
 def claimed(stores: Stores) -> Claim:
@@ -241,8 +241,8 @@ def related(stores: Stores) -> tuple[BatchRecord, list[JobRecord]]:
     three = plan()
     tighter = ((1, 2), (), (1,))
     items = zip(three.items, tighter, strict=True)
-    made = replace(three, items=tuple(replace(item, tighter=them) for item, them in items))
-    return add(stores, plan=made)
+    nested = replace(three, items=tuple(replace(item, tighter=them) for item, them in items))
+    return add(stores, plan=nested)
 
 
 def end(stores: Stores, claim: Claim, objective_ms: float | None, **changes: Any) -> JobState:
@@ -274,8 +274,9 @@ def test_tighter_items_are_claimed_first_and_what_they_found_is_the_start(stores
             break
     last = claimed(stores)
     assert (last.job.batch_index, last.start) == (0, "8.0")
-    told = [entry.text for entry in stores.jobs.history(last.job.id)]
-    assert f"starts from the schedule of job {claims[-1].job.id}, whose problem is tighter" in told
+    sentences = [entry.text for entry in stores.jobs.history(last.job.id)]
+    source = f"job {claims[-1].job.id}"
+    assert f"starts from the schedule of {source}, whose problem is tighter" in sentences
     assert end(stores, last, 8.0) is JobState.SUCCEEDED
     assert stores.batches.get(added.id).is_finished
 
@@ -320,8 +321,8 @@ def test_answers_of_the_cache_are_held_against_each_other(stores) -> None:
     answers = [replace(ANSWERED, objective_ms=value, bound_ms=1.0) for value in (12.0, 9.0)]
     found = [replace(item, finished=one) for item, one in zip(two, answers, strict=True)]
     loose, tight = plan(2).items
-    made = replace(plan(2), items=(replace(loose, tighter=(1,)), tight))
-    _, jobs = stores.batches.add(batch(plan=made), found, max_queued=9)
+    nested = replace(plan(2), items=(replace(loose, tighter=(1,)), tight))
+    _, jobs = stores.batches.add(batch(plan=nested), found, max_queued=9)
     assert [job.state for job in jobs] == [JobState.QUEUED, JobState.SUCCEEDED]
     assert claimed(stores).is_carried
 

@@ -104,8 +104,8 @@ def test_versions_count_up_and_the_newest_is_given(store, clock) -> None:
     assert (second.version, second.num_seen, second.planned_ms) == (2, 4, 9.0)
     assert store.schedule(first.id) == (2, '{"ms": 9.0}')
     assert store.documents(first.id).planned == '{"p": 1}'
-    told = [(one.version, one.reason, one.predicted_ms) for one in store.versions(first.id)]
-    assert told == [(1, "because", 10.0), (2, "better", 9.0)]
+    listed = [(one.version, one.reason, one.predicted_ms) for one in store.versions(first.id)]
+    assert listed == [(1, "because", 10.0), (2, "better", 9.0)]
     assert [one.created_at for one in store.versions(first.id)] == [clock() - 7, clock()]
     assert {one.job_id for one in store.versions(first.id)} == {"1" * 32}
 
@@ -177,8 +177,8 @@ def test_step_times_are_averaged_by_version(store) -> None:
     for number, step_ms in ((1, 10.0), (2, 8.0), (1, 13.0), (1, None), (2, 9.0)):
         report = Report(version=number, document="", step=5, step_ms=step_ms)
         store.report(known.id, report, joined)
-    told = [(one.measured_ms, one.num_measured) for one in store.versions(known.id)]
-    assert told == [(11.5, 2), (8.5, 2)]
+    means = [(one.measured_ms, one.num_measured) for one in store.versions(known.id)]
+    assert means == [(11.5, 2), (8.5, 2)]
 
 
 @pytest.mark.parametrize("number", [0, 2])

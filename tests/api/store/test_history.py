@@ -97,7 +97,7 @@ def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "state", "told"),
+    ("outcome", "state", "history"),
     [
         (
             AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=7.0, bound_ms=6.0),
@@ -115,14 +115,14 @@ def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
     ],
 )
 def test_a_job_that_is_answered_at_once_is_born_finished(
-    store, clock, outcome: AttemptOutcome, state: JobState, told: list[object]
+    store, clock, outcome: AttemptOutcome, state: JobState, history: list[object]
 ) -> None:
     changes = {"finished": outcome, "cache": Cache.HIT, "source_id": "1" * 32}
     job, is_new = store.add(new(changes=changes), max_queued=0)
     assert (job.state, is_new, job.finished_at) == (state, True, clock.now)
     assert (job.objective_ms, job.bound_ms) == (outcome.objective_ms, outcome.bound_ms)
     assert job.error == outcome.error
-    assert history_of(store, job.id) == told
+    assert history_of(store, job.id) == history
     assert store.claim("worker", LEASE_S) is None
     assert store.get(job.id) == job
 
