@@ -205,17 +205,9 @@ def test_a_job_is_counted_from_submission_to_end(http) -> None:
     assert grown("optpipe_solve_seconds_sum") > 0
     assert grown("optpipe_gap_ratio_count") == 1
     assert value(after, "optpipe_store_up") == 1
-
-
-def test_an_answer_from_the_cache_is_counted_as_one(http) -> None:
-    solve(http, 3)
-    before = scrape(http)
-    solve(http, 3)
-    after = scrape(http)
-    hits = [
-        value(samples, "optpipe_jobs_accepted_total", cache="hit") for samples in (before, after)
-    ]
-    assert hits[1] - hits[0] == 1
+    solve(http, 2)
+    before, after = after, scrape(http)
+    assert grown("optpipe_jobs_accepted_total", cache="hit") == 1
 
 
 def test_requests_are_counted_by_route_and_never_by_path(http) -> None:
@@ -229,18 +221,12 @@ def test_requests_are_counted_by_route_and_never_by_path(http) -> None:
     requests = "optpipe_http_requests_total"
     assert value(samples, requests, method="GET", route="/v1/jobs/{job_id}", status="404") == 3
     assert value(samples, requests, method="GET", route="none", status="404") == 3
+    labels = {"method": "GET", "route": "/v1/jobs/{job_id}"}
+    assert value(samples, "optpipe_http_request_seconds_count", **labels) >= 3
+    assert value(samples, "optpipe_http_request_seconds_sum", **labels) > 0
     labelled = [labels for name, labels in samples if name == requests]
     assert {dict(labels)["method"] for labels in labelled} >= {"GET", "OTHER"}
     assert not re.search(r'(route|method)="[^"]*(nowhere|000000|LOCK)', text)
-
-
-def test_durations_are_measured(http) -> None:
-    http.get("/healthz")
-    samples = scrape(http)
-    labels = {"method": "GET", "route": "/healthz"}
-    count = value(samples, "optpipe_http_request_seconds_count", **labels)
-    assert count == value(samples, "optpipe_http_requests_total", **labels, status="200") >= 1
-    assert value(samples, "optpipe_http_request_seconds_sum", **labels) > 0
 
 
 def test_a_store_that_does_not_answer_is_a_number() -> None:

@@ -18,7 +18,7 @@ import pytest
 from optpipe import Problem, check_schedule, load_schedule
 from optpipe_api.requests.http import MAX_VALUES
 from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
-from tests.api.live import FAKE, two_stages
+from tests.api.live import FAKE, client, two_stages
 from tests.api.test_main import ADDRESS, Server
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ HOSTILE = {
 def server(tmp_path_factory) -> Iterator[Server]:
     """Run a server with its own limits, in a process of its own; its reader has begun."""
     server = Server(tmp_path_factory.mktemp("hostile"), solve_path=FAKE)
-    with httpx.Client(base_url=address(server), timeout=120) as http:
+    with client(address(server)) as http:
         post(http, with_parts(b'{"memory_bytes":4000}', many(STAGE, 4000)))
     yield server
     server.end(signal.SIGTERM)
@@ -154,7 +154,7 @@ def test_hostile_bodies_are_refused_in_bounded_work_and_memory(
     """As a problem detail; the server stays small, and so does whoever reads for it."""
     body, status = HOSTILE[name]
     before_mib = peak_mib(server.process.pid)
-    with httpx.Client(base_url=address(server), timeout=120) as http:
+    with client(address(server)) as http:
         answer, work = watched(server, yardstick, lambda: post(http, body))
     assert (answer.status_code, answer.headers["content-type"]) == (
         status,
@@ -171,12 +171,12 @@ def test_the_service_goes_on_while_and_after_it_is_attacked(server: Server) -> N
     body, _ = HOSTILE["zeros, not too many"]
 
     def attack() -> set[int]:
-        with httpx.Client(base_url=address(server), timeout=120) as http:
+        with client(address(server)) as http:
             return {post(http, body).status_code}
 
     num_asked = 0
     with (
-        httpx.Client(base_url=address(server), timeout=60) as http,
+        client(address(server)) as http,
         ThreadPoolExecutor(4) as attackers,
     ):
         attacks = [attackers.submit(attack) for _ in range(4)]
@@ -212,7 +212,7 @@ def test_a_problem_of_a_hundred_million_binaries_is_solved_without_them(
     assert num_order_pairs(Problem.parse(data), fifo=True) >= 10**8
     server = Server(tmp_path, solver_memory_bytes=2 * 1024**3)
     try:
-        with httpx.Client(base_url=address(server), timeout=120) as http:
+        with client(address(server)) as http:
             http.get("/v1/methods")  # loads the solver, which takes a second on a busy machine
             order = {"problem": data, "options": {"time_limit_s": 600}}
             job, work = watched(server, yardstick, lambda: http.post("/v1/jobs", json=order))
@@ -238,7 +238,7 @@ def test_a_problem_of_64_stages_and_512_micro_batches_is_taken(server: Server) -
         "stages": [{**stage, "device": device} for device in range(64)],
     }
     assert num_order_pairs(Problem.parse(problem), fifo=True) > 5 * 10**7
-    with httpx.Client(base_url=address(server), timeout=120) as http:
+    with client(address(server)) as http:
         answer = post(http, whole(problem))
         assert answer.status_code == 202
         http.post(answer.headers["location"] + "/cancel")

@@ -141,16 +141,6 @@ def test_a_key_still_names_its_job_when_that_was_given_more_time(store) -> None:
         add(store, key="k", time_limit_s=5.8)
 
 
-# The queue
-
-
-def test_higher_priorities_are_taken_first_and_then_first_come(store) -> None:
-    ids = [add(store, changes={"priority": priority}).id for priority in (0, -100, 7, 0, 7)]
-    taken = [store.claim("worker", LEASE_S).job.id for _ in ids]
-    assert taken == [ids[index] for index in (2, 4, 0, 3, 1)]
-    assert store.claim("worker", LEASE_S) is None
-
-
 # History
 
 

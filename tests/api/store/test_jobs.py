@@ -156,12 +156,6 @@ def test_who_deletes_what_was_served_has_been_served_all_the_same(store) -> None
     assert owners(turns) == "abab"
 
 
-def test_an_admin_s_priority_goes_before_all_turns(store) -> None:
-    submit(store, "a", number=2, priority=MAX_SHARED_PRIORITY)
-    submit(store, "b", number=2, priority=MAX_SHARED_PRIORITY + 1)
-    assert owners([store.claim("w", LEASE_S) for _ in range(4)]) == "bbaa"
-
-
 def test_a_key_runs_no_more_at_a_server_than_it_may(store) -> None:
     """Even beside an idle slot; another server counts for itself, and no key means no limit."""
     submit(store, "a", number=4)
