@@ -19,7 +19,7 @@ from optpipe_api.errors import BodyTooHeavyError
 from optpipe_api.services.batches import make_items
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import start_solver
-from tests.api.live import connected, keyed, make_settings, two_stages, until
+from tests.api.live import connected, keyed, make_settings, two_stages
 from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
 
@@ -157,24 +157,6 @@ def test_it_is_a_batch_like_any_other(http) -> None:
         (f'question = "{NAMES[2]}"', 1),
     ]
     assert post(http, job, name="mine").json()["name"] == "mine"
-
-
-def test_items_end_one_by_one(tmp_path) -> None:
-    with connected(starting(tmp_path, solver_processes=1)) as http:
-        job = solved(http, "waits")
-        batch = ask(http, job, wait=0)
-        before = job["objective_ms"]
-        assert (batch["is_finished"], list(found(batch).values())) == (
-            False,
-            [before, before, 2 * before],
-        )
-        path = f"/v1/batches/{batch['id']}"
-        http.post(f"/v1/jobs/{batch['items'][0]['job_id']}/cancel")
-        until(lambda: http.get(path).json()["items"][0]["state"] == "cancelled")
-        assert http.get(path).json()["is_finished"] is False
-        http.post(f"{path}/cancel")
-        ended = http.get(path, params={"wait": 60}).json()
-        assert (ended["is_finished"], found(ended)) == (True, found(batch))
 
 
 def test_a_repeated_key_asks_once_also_when_a_better_schedule_was_found(http) -> None:
