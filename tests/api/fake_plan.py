@@ -37,9 +37,11 @@ def plan(
 ) -> PlanResult:
     word, *arguments = model.name.split(":")
     if word == "told":
-        told = "" if work_limit is None else f"work={work_limit:g} "
-        told += f"threads={threads} seed={seed} chunks={list(chunks)} placements={list(placements)}"
-        return _result(model, _cut(model, 0), 0, told)
+        given = "" if work_limit is None else f"work={work_limit:g} "
+        given += (
+            f"threads={threads} seed={seed} chunks={list(chunks)} placements={list(placements)}"
+        )
+        return _result(model, _cut(model, 0), 0, given)
     if word == "large":
         return _nothing(model)
     if word == "dies":

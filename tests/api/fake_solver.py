@@ -46,8 +46,8 @@ def solve(
         given = f"gap={gap:g} work={work_limit} threads={threads} seed={seed} {method}"
         if robust is not None:
             given = f"P{robust.percent:g} of {robust.noise}"
-        told: Result = _finish(problem, serial(problem, 0), method=given)
-        return told
+        noted: Result = _finish(problem, serial(problem, 0), method=given)
+        return noted
     tell = on_progress or (lambda progress: None)
     stop = should_stop or (lambda: False)
     behaviour = _BEHAVIOURS.get(word, _at_once)

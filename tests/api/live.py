@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+import ssl
 import tempfile
 import threading
 import time
@@ -18,6 +19,8 @@ from fastapi import FastAPI
 from optpipe_api import Settings, create_app
 from optpipe_api.access import Role
 from optpipe_api.main import server_config
+from optpipe_api.services.parse_pool import ParsePool
+from optpipe_api.services.render import Charts
 from optpipe_api.store import open_stores
 from tests.api.instant import InstantSolvers
 
@@ -102,11 +105,35 @@ def make_settings(folder: Path, **overrides: object) -> Settings:
     return Settings(**(values | overrides))
 
 
+class _LastingPool(ParsePool):
+    def close(self) -> None:
+        """Go on: the next server need not start its processes anew, which takes seconds."""
+
+
+class _LastingCharts(Charts):
+    def close(self) -> None:
+        """Go on, too."""
+
+
+_lasting_pool, _lasting_charts = functools.cache(_LastingPool), functools.cache(_LastingCharts)
+
+
+@functools.cache
+def _encryption() -> ssl.SSLContext:
+    """What each client would make anew, in a tenth of a second."""
+    return ssl.create_default_context()
+
+
+def client(url: str, **options: Any) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=90, verify=_encryption(), **options)
+
+
 @contextmanager
 def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[str, FastAPI]]:
     """Run a server in a thread; yields its address and application.
 
-    Its solvers are threads too where they are fakes, unless the test is about processes.
+    Its solvers are threads too where they are fakes, and large bodies are read by processes that
+    all servers share, unless the test is about processes.
     """
     app = create_app(settings)
     config = server_config(app, settings)
@@ -117,6 +144,9 @@ def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[st
         is_fake = settings.engine == "local" and settings.solve_path.startswith("tests.")
         if is_fake and not processes:
             patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
+        if not processes:
+            patch.setattr("optpipe_api.service.ParsePool", _lasting_pool)
+            patch.setattr("optpipe_api.service.Charts", _lasting_charts)
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.01)
@@ -131,10 +161,7 @@ def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[st
 
 @contextmanager
 def connected(settings: Settings, *, processes: bool = False) -> Iterator[httpx.Client]:
-    with (
-        running(settings, processes=processes) as (url, _),
-        httpx.Client(base_url=url, timeout=90) as http,
-    ):
+    with running(settings, processes=processes) as (url, _), client(url) as http:
         yield http
 
 
@@ -145,8 +172,6 @@ def keyed(settings: Settings, **roles: Role) -> Iterator[dict[str, httpx.Client]
         keys = {name: stores.keys.create(name, role)[1] for name, role in roles.items()}
     with running(settings) as (url, _), ExitStack() as stack:
         yield {
-            name: stack.enter_context(
-                httpx.Client(base_url=url, timeout=90, headers={"X-API-Key": key})
-            )
+            name: stack.enter_context(client(url, headers={"X-API-Key": key}))
             for name, key in keys.items()
         }

@@ -39,7 +39,7 @@ def solve(
 
 
 def _found(problem: Problem, start: Programs | None, word: str) -> Programs:
-    has_gained = word == "gains" and max(held.memory_bytes for held in problem.devices) >= _GB
+    has_gained = word == "gains" and max(device.memory_bytes for device in problem.devices) >= _GB
     if word == "fused" or has_gained or (word == "later" and start is not None):
         return serial(problem, problem.num_microbatches)
     return serial(problem, 0) if start is None or word == "worse" else start

@@ -46,8 +46,8 @@ class Server:
 
     def post(self, path: str, body: object, name: str = "id") -> str:
         answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin, timeout=200)
-        made: str = answer.raise_for_status().json()[name]
-        return made
+        value: str = answer.raise_for_status().json()[name]
+        return value
 
     def ended(self, path: str) -> None:
         while httpx.get(f"{self.url}{path}", headers=self.admin).json()["finished_at"] is None:

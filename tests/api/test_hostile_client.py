@@ -20,7 +20,7 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.main import Protocol
 from optpipe_api.store import open_stores
 from tests.api import live
-from tests.api.live import connected, make_settings, running, two_stages, until
+from tests.api.live import client, connected, make_settings, running, two_stages, until
 
 # A server on loopback that asks for no keys, as `optpipe serve` starts it.
 SETTINGS: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def test_what_the_driver_says_of_the_database_stays_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = make_settings(tmp_path)
-    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
+    with running(settings) as (url, app), client(url) as http:
         app.state.service._stores.engine.dispose()
         for path in tmp_path.glob("jobs.db*"):
             path.unlink()
@@ -71,7 +71,7 @@ def test_no_form_of_a_url_shows_its_password(url: str) -> None:
 def test_a_database_that_takes_nothing_is_not_ready(tmp_path: Path) -> None:
     """A full disk, and a file that was deleted: reading works on in both."""
     settings = make_settings(tmp_path)
-    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
+    with running(settings) as (url, app), client(url) as http:
         assert http.get("/readyz").status_code == 200
         stores = app.state.service._stores
         stores.probe()
@@ -159,7 +159,7 @@ def test_whoever_sends_half_of_a_request_loses_the_connection(
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     beginnings = [b"", b"GET /hea", head, head + b"Content-Length: 100\r\n\r\n{"]
-    with running(make_settings(tmp_path)) as (url, _), httpx.Client(base_url=url) as http:
+    with running(make_settings(tmp_path)) as (url, _), client(url) as http:
         address = (http.base_url.host, http.base_url.port)
         with ExitStack() as stack:
             halves = [stack.enter_context(socket.create_connection(address)) for _ in beginnings]
@@ -193,7 +193,7 @@ def test_more_connections_than_files_are_refused_and_the_server_lives(
     """Those that are there are served on; and new ones as soon as the others are gone."""
     config = main.server_config
     monkeypatch.setattr(live, "server_config", lambda app, settings: capped(config(app, settings)))
-    with running(make_settings(tmp_path)) as (url, _), httpx.Client(base_url=url) as http:
+    with running(make_settings(tmp_path)) as (url, _), client(url) as http:
         address = (http.base_url.host, http.base_url.port)
         assert http.get("/healthz").status_code == 200
         with ExitStack() as stack:
@@ -218,7 +218,7 @@ def capped(config: Any) -> Any:
 def test_bodies_that_never_end_are_held_within_a_budget(tmp_path: Path) -> None:
     """A dozen large uploads stop in their middle; a small one is served, and then a large one."""
     settings = make_settings(tmp_path, max_body_bytes=1024**2, max_cells=500_000)
-    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
+    with running(settings) as (url, app), client(url) as http:
         address = (http.base_url.host, http.base_url.port)
         head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         part = head + b"Content-Length: 1000000\r\n\r\n" + b" " * 900_000

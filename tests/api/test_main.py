@@ -125,6 +125,7 @@ def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(st
     assert "Traceback" not in log.partition("the job is failed")[2]
 
 
+@pytest.mark.extended
 def test_the_real_solver_answers_through_server_and_client(start) -> None:
     server = start()
     problem = Problem.parse(two_stages("real"))

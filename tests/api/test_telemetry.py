@@ -56,7 +56,7 @@ class Stuck(io.StringIO):
 
 
 def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> None:
-    """Its pipe is full after some ten lines; hundreds are logged, and a signal ends it."""
+    """Its pipe is full after some ten lines; many more are logged, and a signal ends it."""
     settings = {
         "OPTPIPE_DATABASE_URL": f"sqlite:///{tmp_path}/jobs.db",
         "OPTPIPE_PORT": "0",
@@ -70,11 +70,11 @@ def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> Non
     )
     os.close(write_end)
     try:
-        told = ""
-        while (found := ADDRESS.search(told)) is None:
-            told += os.read(read_end, 4096).decode()
+        log = ""
+        while (found := ADDRESS.search(log)) is None:
+            log += os.read(read_end, 4096).decode()
         with httpx.Client(base_url=found[0], timeout=120) as http:
-            answers = {http.post("/v1/jobs", json={}).status_code for _ in range(200)}
+            answers = {http.post("/v1/jobs", json={}).status_code for _ in range(60)}
         assert answers == {422}
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -205,17 +205,9 @@ def test_a_job_is_counted_from_submission_to_end(http) -> None:
     assert grown("optpipe_solve_seconds_sum") > 0
     assert grown("optpipe_gap_ratio_count") == 1
     assert value(after, "optpipe_store_up") == 1
-
-
-def test_an_answer_from_the_cache_is_counted_as_one(http) -> None:
-    solve(http, 3)
-    before = scrape(http)
-    solve(http, 3)
-    after = scrape(http)
-    hits = [
-        value(samples, "optpipe_jobs_accepted_total", cache="hit") for samples in (before, after)
-    ]
-    assert hits[1] - hits[0] == 1
+    solve(http, 2)
+    before, after = after, scrape(http)
+    assert grown("optpipe_jobs_accepted_total", cache="hit") == 1
 
 
 def test_requests_are_counted_by_route_and_never_by_path(http) -> None:
@@ -229,18 +221,12 @@ def test_requests_are_counted_by_route_and_never_by_path(http) -> None:
     requests = "optpipe_http_requests_total"
     assert value(samples, requests, method="GET", route="/v1/jobs/{job_id}", status="404") == 3
     assert value(samples, requests, method="GET", route="none", status="404") == 3
+    labels = {"method": "GET", "route": "/v1/jobs/{job_id}"}
+    assert value(samples, "optpipe_http_request_seconds_count", **labels) >= 3
+    assert value(samples, "optpipe_http_request_seconds_sum", **labels) > 0
     labelled = [labels for name, labels in samples if name == requests]
     assert {dict(labels)["method"] for labels in labelled} >= {"GET", "OTHER"}
     assert not re.search(r'(route|method)="[^"]*(nowhere|000000|LOCK)', text)
-
-
-def test_durations_are_measured(http) -> None:
-    http.get("/healthz")
-    samples = scrape(http)
-    labels = {"method": "GET", "route": "/healthz"}
-    count = value(samples, "optpipe_http_request_seconds_count", **labels)
-    assert count == value(samples, "optpipe_http_requests_total", **labels, status="200") >= 1
-    assert value(samples, "optpipe_http_request_seconds_sum", **labels) > 0
 
 
 def test_a_store_that_does_not_answer_is_a_number() -> None:
@@ -316,8 +302,8 @@ def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> N
     with logging_as("json"):
         through_telemetry("POST", 202)
         through_telemetry("GET", 200)
-    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    lines = [line for line in told if line["request"] == "r-1"]
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    lines = [line for line in logged if line["request"] == "r-1"]
     assert [line["action"] for line in lines] == ["inside", "http.request", "inside"]
     assert (lines[1]["status"], lines[1]["made"]) == (202, "/v1/jobs/1")
 

@@ -19,7 +19,7 @@ from optpipe_api.errors import BodyTooHeavyError
 from optpipe_api.services.batches import make_items
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import start_solver
-from tests.api.live import connected, keyed, make_settings, two_stages, until
+from tests.api.live import connected, keyed, make_settings, two_stages
 from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
 
@@ -40,8 +40,8 @@ def solved(http: httpx.Client, name: str = "", **changes: Any) -> dict[str, Any]
 
 
 def post(http: httpx.Client, job: dict[str, Any] | str, wait: float = 60, **body: Any) -> Any:
-    asked = {"what_if": job if isinstance(job, str) else job["id"], **body}
-    return http.post("/v1/batches", params={"wait": wait}, json=asked)
+    request = {"what_if": job if isinstance(job, str) else job["id"], **body}
+    return http.post("/v1/batches", params={"wait": wait}, json=request)
 
 
 def ask(http: httpx.Client, job: dict[str, Any], wait: float = 60, **options: Any) -> Any:
@@ -64,12 +64,12 @@ def both(http: httpx.Client, job_id: str) -> tuple[Problem, Any]:
 def asked_locally(http: httpx.Client, job: dict[str, Any]) -> dict[str, WhatIfQuestion]:
     """The questions of `optpipe explain --what-if` about the same job, by name."""
     problem, schedule = both(http, job["id"])
-    asked = [as_it_is(problem, schedule.programs), *questions(problem, schedule.programs)]
-    return {one.name: one for one in asked if isinstance(one, WhatIfQuestion)}
+    both_kinds = [as_it_is(problem, schedule.programs), *questions(problem, schedule.programs)]
+    return {one.name: one for one in both_kinds if isinstance(one, WhatIfQuestion)}
 
 
 def offloading() -> list[dict[str, Any]]:
-    return [{**held, "offload_bytes": 1000} for held in two_stages()["stages"]]
+    return [{**stage, "offload_bytes": 1000} for stage in two_stages()["stages"]]
 
 
 # Asking
@@ -79,9 +79,9 @@ def test_each_item_is_a_question_of_the_command_line(http) -> None:
     """Its problem, its name and its words; and more memory gains what the solver makes of it."""
     job = solved(http, "gains", devices=[BUS] * 2, stages=offloading())
     batch = ask(http, job)
-    asked = asked_locally(http, job)
-    assert batch["axes"] == {"question": list(asked)}
-    for item, question in zip(batch["items"], asked.values(), strict=True):
+    by_name = asked_locally(http, job)
+    assert batch["axes"] == {"question": list(by_name)}
+    for item, question in zip(batch["items"], by_name.values(), strict=True):
         assert item["values"] == {
             "question": question.name,
             "num_microbatches": question.problem.num_microbatches,
@@ -98,10 +98,10 @@ def test_each_item_is_a_question_of_the_command_line(http) -> None:
 def test_each_search_starts_from_the_jobs_best_programs(http) -> None:
     """Twice as many micro-batches from the programs twice; a solver that only keeps its start."""
     job = solved(http, "keeps")
-    asked = asked_locally(http, job)
+    by_name = asked_locally(http, job)
     for item in ask(http, job)["items"]:
         one = http.get(f"/v1/jobs/{item['job_id']}").json()
-        assert both(http, one["id"])[1].programs == asked[item["values"]["question"]].start
+        assert both(http, one["id"])[1].programs == by_name[item["values"]["question"]].start
         assert (one["cache"], one["source_id"]) == ("near", job["id"])
         events = http.get(f"/v1/jobs/{one['id']}/events").text
         assert f"started from a schedule of job {job['id']}" in events
@@ -157,24 +157,6 @@ def test_it_is_a_batch_like_any_other(http) -> None:
         (f'question = "{NAMES[2]}"', 1),
     ]
     assert post(http, job, name="mine").json()["name"] == "mine"
-
-
-def test_items_end_one_by_one(tmp_path) -> None:
-    with connected(starting(tmp_path, solver_processes=1)) as http:
-        job = solved(http, "waits")
-        batch = ask(http, job, wait=0)
-        before = job["objective_ms"]
-        assert (batch["is_finished"], list(found(batch).values())) == (
-            False,
-            [before, before, 2 * before],
-        )
-        path = f"/v1/batches/{batch['id']}"
-        http.post(f"/v1/jobs/{batch['items'][0]['job_id']}/cancel")
-        until(lambda: http.get(path).json()["items"][0]["state"] == "cancelled")
-        assert http.get(path).json()["is_finished"] is False
-        http.post(f"{path}/cancel")
-        ended = http.get(path, params={"wait": 60}).json()
-        assert (ended["is_finished"], found(ended)) == (True, found(batch))
 
 
 def test_a_repeated_key_asks_once_also_when_a_better_schedule_was_found(http) -> None:

@@ -27,12 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def context(chromium: Browser, url: str) -> Iterator[BrowserContext]:
     """A browser where one page stays open: others of its process open in half of the time."""
-    with tabs(chromium) as made:
-        made.new_page().goto(f"{url}/healthz")
-        yield made
+    with tabs(chromium) as shared:
+        shared.new_page().goto(f"{url}/healthz")
+        yield shared
 
 
 @pytest.fixture
 def visit(context: BrowserContext, url: str) -> Iterator[Visit]:
-    with visiting_in(context, url) as made:
-        yield made
+    with visiting_in(context, url) as page:
+        yield page

@@ -102,11 +102,11 @@ def naming(name: str) -> Callable[[Request], bool]:
 
 def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
     page = visit.open()
-    held: list[Route] = []
+    routes: list[Route] = []
 
     def hold(route: Route) -> None:
         if "late" in (route.request.post_data or ""):
-            held.append(route)
+            routes.append(route)
         else:
             route.continue_()
 
@@ -117,12 +117,12 @@ def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
             upload(page, late)
     taken(page, two_stages(num_microbatches=3), "last.json")
     page.wait_for_selector("#problem-size >> text=3 micro-batches")
-    for route in held:
+    for route in routes:
         with page.expect_response("**/v1/variants"):
             route.continue_()
     page.evaluate("new Promise((resolve) => setTimeout(resolve, 200))")
     # The page may have asked twice.
-    assert len(held) >= 2
+    assert len(routes) >= 2
     assert page.is_hidden("#fault")
     assert page.is_visible("#problem-size >> text=3 micro-batches")
     assert page.inner_text("#slider-num_microbatches >> xpath=../output") == "as given · 3"

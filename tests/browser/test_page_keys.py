@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from optpipe_api.access import Role
-from tests.api.live import make_settings, running, two_stages, until
+from tests.api.live import client, make_settings, running, two_stages, until
 from tests.browser.visit import DRAWN, READY, SCHEDULE, taken, visiting
 
 if TYPE_CHECKING:
@@ -43,14 +43,17 @@ def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
             assert not [address for address in visit.requested if "opk_" in address]
 
 
-def test_who_may_only_read_estimates_and_is_told_what_solving_needs(
+def test_who_may_only_read_estimates_sees_answers_and_is_told_what_solving_needs(
     chromium: Browser, tmp_path
 ) -> None:
-    with running(make_settings(tmp_path, require_keys=True)) as (url, app):
+    settings = make_settings(tmp_path, require_keys=True, solve_path="tests.api.start_solver:solve")
+    with running(settings) as (url, app):
         keys = app.state.service.keys
         submitting = {"Authorization": f"Bearer {keys.create('looker', Role.SUBMIT)[1]}"}
-        body = {"problem": two_stages(name="improve:2:0")}
-        made = httpx.post(f"{url}/v1/jobs?wait=60", json=body, headers=submitting, timeout=90)
+        with client(url, headers=submitting) as http:
+            body = {"problem": two_stages(name="keeps")}
+            job_id = http.post("/v1/jobs?wait=60", json=body).json()["id"]
+            batch_id = http.post("/v1/batches?wait=60", json={"what_if": job_id}).json()["id"]
         keys.revoke("looker")
         key = keys.create("looker", Role.READ)[1]
         reading = {"Authorization": f"Bearer {key}"}
@@ -73,6 +76,10 @@ def test_who_may_only_read_estimates_and_is_told_what_solving_needs(
             assert "role submit" in page.inner_text("#role-hint")
             assert page.is_hidden("#fault")
             visit.picture("reader")
-            visit.open(f"?job={made.json()['id']}")
-            page.wait_for_selector("#job[data-state=succeeded]")
+            visit.open(f"?job={job_id}&what_if={batch_id}")
+            page.wait_for_selector("#what-if[data-finished=true]")
+            page.wait_for_selector("#ask-what-if", state="hidden")
             assert page.is_hidden("#resume")
+            visit.open(f"?job={job_id}")
+            page.wait_for_selector(DRAWN)
+            page.wait_for_selector("#what-if", state="hidden")

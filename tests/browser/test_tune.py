@@ -204,3 +204,7 @@ def test_methods_are_compared_from_the_form(visit: Visit) -> None:
     page.click("#compare")
     page.wait_for_selector("#comparison tbody tr")
     assert "Gain over 1F1B" in page.inner_text("#comparison thead")
+    assert page.locator("#comparison tbody tr").count() == 1
+    # It has no schedule, so no chart, and nothing to go on with.
+    assert page.locator("#job .chart, #resume").count() == 0
+    visit.picture("comparison")

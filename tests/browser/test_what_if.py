@@ -8,14 +8,12 @@ import httpx
 import pytest
 
 from optpipe.explain.what_if import WhatIfAnswer
-from optpipe_api.access import Role
 from tests.api.live import make_settings, running, two_stages
-from tests.browser.visit import DRAWN, PHONE, Visit, visiting
+from tests.browser.visit import DRAWN, Visit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.browser
 
@@ -166,36 +164,3 @@ def test_what_was_deleted_since_can_be_asked_again(visit: Visit, url: str) -> No
     page.wait_for_function("!location.search.includes('what_if')")
     assert page.inner_text(ASK) == "What would more buy?"
     assert shown(visit) == []
-
-
-def test_a_phone_in_the_dark_shows_it_and_the_keyboard_asks(chromium: Browser, url: str) -> None:
-    job = solved(url, "gains")
-    with visiting(chromium, url, PHONE, "dark") as visit:
-        page = visit.open(f"?job={job['id']}")
-        page.wait_for_selector(ASK)
-        page.focus(ASK)
-        page.keyboard.press("Enter")
-        page.wait_for_selector(ANSWERED)
-        page.wait_for_selector(DRAWN)
-        visit.picture("phone-what-if-dark")
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
-
-
-def test_who_may_only_read_sees_answers_and_no_button(chromium: Browser, tmp_path) -> None:
-    settings = make_settings(tmp_path, solve_path=STARTS, lease_s=60.0, require_keys=True)
-    with running(settings) as (url, app):
-        keys = app.state.service.keys
-        writer = {"X-API-Key": keys.create("team", Role.SUBMIT)[1]}
-        job = solved(url, "keeps", **writer)
-        batch = asked(url, job, **writer)
-        keys.revoke("team")
-        reader = keys.create("team", Role.READ)[1]
-        with visiting(chromium, url) as visit:
-            page = visit.page
-            page.add_init_script(f"sessionStorage.setItem('optpipe-key', {reader!r})")
-            visit.open(address(job, batch))
-            page.wait_for_selector(ANSWERED)
-            page.wait_for_selector("#ask-what-if", state="hidden")
-            visit.open(f"?job={job['id']}")
-            page.wait_for_selector(DRAWN)
-            page.wait_for_selector("#what-if", state="hidden")

@@ -30,5 +30,5 @@ def csv_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def schedule_file(tmp_path: Path) -> Path:
     """The same programs as a record."""
-    made = evaluate(make_small_problem(), make_small_programs(), Provenance(method="by hand"))
-    return write(tmp_path / "schedule.json", dump_schedule(made))
+    schedule = evaluate(make_small_problem(), make_small_programs(), Provenance(method="by hand"))
+    return write(tmp_path / "schedule.json", dump_schedule(schedule))

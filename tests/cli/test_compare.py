@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from optpipe import check, dump_problem, load_csv
+from optpipe import dump_problem, load_csv
 from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
-from optpipe_solver.families import FAMILIES
 from tests.plot.conftest import make_small_problem
 
 WIDTH = 100
@@ -50,7 +49,7 @@ def answering(monkeypatch):
 
 def row(method: str, **changes: Any) -> ComparisonRow:
     """A row with a schedule; numbers as wide as they get."""
-    made = ComparisonRow(
+    full = ComparisonRow(
         method=method,
         placement=AS_GIVEN,
         problem=make_small_problem(),
@@ -65,7 +64,7 @@ def row(method: str, **changes: Any) -> ComparisonRow:
         peak_bytes=80 * 1024**3,
         host_peak_bytes=512 * 1024**3,
     )
-    return replace(made, **changes)
+    return replace(full, **changes)
 
 
 def absent(method: str, reason: str) -> ComparisonRow:
@@ -77,17 +76,6 @@ def absent(method: str, reason: str) -> ComparisonRow:
         seconds=0.0,
         reason=reason,
     )
-
-
-def test_every_method_of_the_real_comparison_is_printed_as_json(run) -> None:
-    done = run("--time-limit", 1, "--json")
-    assert done.code == 0, done.err
-    rows = json.loads(done.out)
-    assert {"optpipe", *(family.name for family in FAMILIES)} <= {r["method"] for r in rows}
-    for found in rows:
-        if found["placement"] == AS_GIVEN and found["programs"] and not found["over_limit"]:
-            check(make_small_problem(), load_csv("\n".join(map(",".join, found["programs"]))))
-    assert done.err == "comparing every method; the optimiser takes up to 1 s\n"
 
 
 def test_table_keeps_the_order_and_says_what_does_not_fit_and_why_not(run, answering) -> None:
@@ -154,11 +142,6 @@ def test_markdown_is_a_table_and_nothing_else(run, answering) -> None:
     assert [line.split(" | ")[0] for line in lines] == ["| method", "| ---", "| a", "| zb-v"]
     assert lines[2].endswith("| over the memory limit |")
     assert lines[3].endswith("| needs [a V] |")
-
-
-def test_nothing_applies_and_nothing_is_found(run, answering) -> None:
-    answering([absent("zb-v", "needs a V")])
-    assert run().out == "\nnot applicable here:\n  zb-v: needs a V\n"
 
 
 def test_an_infeasible_problem_is_exit_code_3(run, tmp_path: Path) -> None:

@@ -129,8 +129,8 @@ def test_what_passes_hide_behind_each_other_is_read_from_traces(optpipe, tmp_pat
         paths.append(trace.write(tmp_path / f"rank{rank}.json"))
     out = tmp_path / "measured.json"
     sizes = ["--activation-bytes", "1", "--memory-bytes", "100", "--num-microbatches", "4"]
-    code, told, err = optpipe("import", "kineto", *paths, *sizes, "--pairs", "-o", out)
+    code, report, err = optpipe("import", "kineto", *paths, *sizes, "--pairs", "-o", out)
     assert code == 0, err
     (pair,) = load_problem(out.read_text()).pairs
     assert (pair.forward, pair.backward, pair.with_, pair.hidden_ms) == (0, 0, "B", 2.0)
-    assert "includes waiting for the other ranks of its group" in " ".join(told.split())
+    assert "includes waiting for the other ranks of its group" in " ".join(report.split())

@@ -22,10 +22,10 @@ def run(tmp_path, optpipe, monkeypatch) -> Iterator[Callable[..., tuple[int, str
 
 def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db"
-    code, text, told = optpipe("keys", "create", "--name", "ci", "--database-url", url)
+    code, text, err = optpipe("keys", "create", "--name", "ci", "--database-url", url)
     assert code == 0
     assert id_of(text.strip()) is not None
-    assert "role submit" in told
+    assert "role submit" in err
     monkeypatch.setenv("OPTPIPE_DATABASE_URL", url)
     optpipe("keys", "create", "--name", "ops", "--role", "admin")
     _, listed, _ = optpipe("keys", "list")
@@ -35,8 +35,8 @@ def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch
     ]
     assert text.strip() not in listed
     assert optpipe("keys", "revoke", "ci")[0] == 0
-    code, _, told = optpipe("keys", "revoke", "nobody")
-    assert (code, "keys list" in told) == (2, True)
+    code, _, err = optpipe("keys", "revoke", "nobody")
+    assert (code, "keys list" in err) == (2, True)
     stores = open_stores(url)
     assert [key.name for key in stores.keys.valid()] == ["ops"]
     stores.close()
@@ -46,17 +46,17 @@ def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch
 def test_keys_of_a_database_that_is_not_there_are_not_looked_for_in_a_new_one(
     tmp_path, run, command
 ) -> None:
-    code, _, told = run("keys", *command)
+    code, _, err = run("keys", *command)
     assert code == 1
-    assert "there is no database" in told
-    assert "OPTPIPE_DATABASE_URL" in told
+    assert "there is no database" in err
+    assert "OPTPIPE_DATABASE_URL" in err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_database_that_cannot_be_looked_at_is_one_line(run, monkeypatch) -> None:
     monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{'x' * 300}.db")
-    code, _, told = run("keys", "list")
-    assert (code, "does not answer" in told) == (1, True)
+    code, _, err = run("keys", "list")
+    assert (code, "does not answer" in err) == (1, True)
 
 
 def test_a_database_by_its_uri_is_found(tmp_path, run, monkeypatch) -> None:
@@ -73,14 +73,14 @@ def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(run) ->
     command = next(line for line in reversed(lines) if line.startswith("CMD "))
     program, *arguments = json.loads(command.removeprefix("CMD "))
     assert program == "optpipe"
-    code, _, told = run(*arguments)
+    code, _, err = run(*arguments)
     assert code == 1
-    hint = told.partition("optpipe keys ")[2].strip()
+    hint = err.partition("optpipe keys ")[2].strip()
     assert run("keys", *shlex.split(hint.replace("NAME", "me")))[0] == 0
 
 
 def test_keys_that_were_all_revoked_are_none(run) -> None:
     assert run("keys", "create", "--name", "me")[0] == 0
     assert run("keys", "revoke", "me")[0] == 0
-    code, _, told = run("serve", "--host", "0.0.0.0", "--port", "0")
-    assert (code, "optpipe keys create" in told) == (1, True)
+    code, _, err = run("serve", "--host", "0.0.0.0", "--port", "0")
+    assert (code, "optpipe keys create" in err) == (1, True)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,7 +17,17 @@ COMMANDS = [
     "tune", "solve", "check", "bound", "compare", "sweep", "plan", "plot", "explain", "diff",
     "export", "import", "profile", "serve", "submit", "fetch", "jobs", "keys",
 ]  # fmt: skip
-HEAVY = ["torch", "pulp", "highspy", "fastapi", "sqlalchemy", "matplotlib", "bokeh",
+LIGHT = """
+import sys
+from optpipe.cli import main
+for words in (["--help"], ["explain", *sys.argv[1:]], ["diff", *sys.argv[2:] * 2]):
+    try:
+        main(words)
+    except SystemExit as leave:
+        assert not leave.code, leave.code
+print(*sys.modules, file=sys.stderr)
+"""
+HEAVY = ["torch", "pulp", "highspy", "numba", "fastapi", "sqlalchemy", "matplotlib", "bokeh",
          "optpipe_solver"]  # fmt: skip
 
 
@@ -40,14 +49,13 @@ def test_help_of_every_command_has_an_example(optpipe, command: str) -> None:
     assert f"\n    optpipe {command}" in done.out
 
 
-def test_help_loads_neither_solver_nor_torch_nor_server() -> None:
-    code = (
-        "import sys\nfrom optpipe.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
+def test_help_explain_and_diff_load_neither_solver_nor_torch_nor_server(
+    problem_file, csv_file
+) -> None:
+    command = [sys.executable, "-c", LIGHT, str(problem_file), str(csv_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not set(HEAVY) & set(done.stderr.split())
 
 
 def test_check_accepts_a_legal_schedule_as_json_and_as_csv(
@@ -106,12 +114,9 @@ def test_solve_writes_a_schedule_that_check_accepts(optpipe, problem_file, tmp_p
     assert "1F1B" in done.out
     assert " ms " in done.err
     assert optpipe("check", problem_file, target).code == 0
-
-
-def test_solve_writes_csv_where_the_suffix_says_so(optpipe, problem_file, tmp_path) -> None:
-    target = tmp_path / "found.csv"
-    assert optpipe("solve", problem_file, "-o", target, "--time-limit", 5).code == 0
-    assert dump_csv(load_csv(target.read_text())) == target.read_text()
+    table = tmp_path / "found.csv"
+    assert optpipe("solve", problem_file, "-o", table, "--method", "greedy").code == 0
+    assert dump_csv(load_csv(table.read_text())) == table.read_text()
 
 
 def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, tmp_path) -> None:
@@ -129,8 +134,8 @@ def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, 
 
 
 def test_a_robust_solve_says_what_was_ranked_and_what_is_proven(optpipe, problem_file) -> None:
-    asked = ["--robust", "P95", "--jitter", 0.2, "--stragglers", 0.3, "--work-limit", 0.2]
-    done = optpipe("solve", problem_file, *asked)
+    options = ["--robust", "P95", "--jitter", 0.2, "--stragglers", 0.3, "--work-limit", 0.2]
+    done = optpipe("solve", problem_file, *options)
     assert done.code == 0, done.err
     assert "P95 under noise (actions +-20 %, devices +-30 %): " in done.out
     assert "Bound and gap are those without noise" in done.out
@@ -159,8 +164,8 @@ def test_a_restricted_solve_makes_a_schedule_of_the_whole_problem(optpipe, tmp_p
 
 def test_another_objective_is_another_problem(optpipe, problem_file, tmp_path) -> None:
     target = tmp_path / "found.json"
-    asked = ("--objective", "span", "--method", "greedy")
-    done = optpipe("solve", problem_file, *asked, "-o", target)
+    options = ("--objective", "span", "--method", "greedy")
+    done = optpipe("solve", problem_file, *options, "-o", target)
     assert done.code == 0, done.err
     found = load_schedule(target.read_text())
     other = make_small_problem().model_copy(update={"objective": "span"})
@@ -185,10 +190,10 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     import optpipe_solver
     from optpipe_solver import Result, SolveStatus
 
-    asked: list[float] = []
+    limits_s: list[float] = []
 
     def solve(*_: object, time_limit_s: float, **__: object) -> Result:
-        asked.append(time_limit_s)
+        limits_s.append(time_limit_s)
         return Result(SolveStatus.UNKNOWN, None, message="no time")
 
     monkeypatch.setattr(optpipe_solver, "solve", solve)
@@ -196,27 +201,15 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     assert done.code == 4
     assert "no time" in done.err
     # What came before the search is taken off, at most half of the limit.
-    assert 30 <= asked[0] < 60
+    assert 30 <= limits_s[0] < 60
     optpipe("solve", problem_file, "--time-limit", 0.02)
-    assert 0.01 <= asked[1] < 0.02
+    assert 0.01 <= limits_s[1] < 0.02
 
 
 def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:
     done = optpipe("bound", problem_file)
     assert done.code == 0
     assert float(done.out.partition(">= ")[2].partition(" ms")[0]) <= 13
-
-
-def test_a_missing_extra_names_the_pip_command(optpipe, problem_file, monkeypatch) -> None:
-    def absent(*_: object, **__: object) -> None:
-        raise ModuleNotFoundError("No module named 'highspy'", name="highspy")
-
-    import optpipe_solver
-
-    monkeypatch.setattr(optpipe_solver, "solve", absent)
-    done = optpipe("solve", problem_file)
-    assert done.code == 1
-    assert "pip install 'optpipe[solver]'" in done.err
 
 
 def test_plot_draws_schedules_one_above_the_other(optpipe, problem_file, schedule_file) -> None:
@@ -271,18 +264,6 @@ def test_names_that_look_like_markup_are_printed_as_they_are(optpipe, tmp_path) 
     assert "[bold]p" in done.out
 
 
-@pytest.mark.parametrize("place", ["missing/s.json", "."])
-def test_a_place_that_cannot_be_written_is_refused_before_solving(
-    optpipe, problem_file, tmp_path, place: str
-) -> None:
-    """A minute of solving is not thrown away for a typo."""
-    began = time.perf_counter()
-    done = optpipe("solve", problem_file, "--time-limit", 60, "-o", tmp_path / place)
-    assert done.code == 2
-    assert "cannot write" in done.err
-    assert time.perf_counter() - began < 20
-
-
 def test_check_refuses_a_record_whose_numbers_are_not_its_programs(
     optpipe, problem_file, schedule_file, tmp_path
 ) -> None:
@@ -301,14 +282,6 @@ def test_solve_draws_what_it_found(optpipe, problem_file, tmp_path, name: str) -
     assert done.code == 0, done.err
     assert f"written to {drawn}" in done.err
     assert drawn.stat().st_size > 1000
-
-
-def test_solve_refuses_a_picture_it_cannot_draw_before_it_solves(optpipe, problem_file) -> None:
-    """Nobody waits a minute to be told of a suffix."""
-    done = optpipe("solve", problem_file, "--plot", "a.bmp")
-    assert done.code == 2
-    assert "the suffix chooses the format" in done.err
-    assert "ms" not in done.out
 
 
 def test_solve_refuses_a_picture_that_takes_longer_than_its_limit(optpipe, tmp_path) -> None:

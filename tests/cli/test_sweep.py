@@ -27,14 +27,14 @@ MEMORY = ("--axis", "devices[*].memory_bytes=32,16,9", "--time-limit", "20", "--
 @pytest.fixture
 def solved(monkeypatch) -> list[tuple[str, bool]]:
     """Solve in no time; note the name of each problem, and whether it came with a start."""
-    asked: list[tuple[str, bool]] = []
+    solves: list[tuple[str, bool]] = []
 
     def noting(problem, **options):
-        asked.append((problem.name, options["start"] is not None))
+        solves.append((problem.name, options["start"] is not None))
         return fake_solver.solve(problem, **options)
 
     monkeypatch.setattr(optpipe_solver, "solve", noting)
-    return asked
+    return solves
 
 
 def read(path: Path) -> list[Any]:
@@ -123,14 +123,14 @@ def test_no_row_is_worse_than_one_of_a_tighter_problem(
     problem_file.write_text(dump_problem(problem.model_copy(update={"stages": stages})))
     table = tmp_path / "t.csv"
     more = ("--axis", "stages[0].grad_sync_ms=0,1", "-o", table, "--time-limit", "20")
-    for memory, asked in (("16", 2), ("40,32,16", 4)):
+    for memory, num_solves in (("16", 2), ("40,32,16", 4)):
         starts.clear()
         code, out, err = optpipe(
             "sweep", problem_file, "--axis", f"devices[*].memory_bytes={memory}", *more
         )
-        assert (code, len(starts)) == (0, asked), err
+        assert (code, len(starts)) == (0, num_solves), err
         # What is gone on with knows no schedules.
-        assert starts == [None] + ["tighter problem"] * (asked - 1)
+        assert starts == [None] + ["tighter problem"] * (num_solves - 1)
         rows = read(table)
         assert {row["state"] for row in rows} == {"succeeded"}
         assert {row["objective_ms"] for row in rows} == {17.0}

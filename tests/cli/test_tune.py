@@ -116,13 +116,13 @@ def test_a_file_of_another_step_is_not_compared_and_other_numbers_are_named(
     script.write_text(text.format(4096))
     done = optpipe(*SMALL, "--current", script)
     assert done.code == 2
-    told = " ".join(done.err.split())
-    assert "a step of it is 16 sequences of 4,096 tokens, asked are 16 of 8,192" in told
+    said = " ".join(done.err.split())
+    assert "a step of it is 16 sequences of 4,096 tokens, asked are 16 of 8,192" in said
     script.write_text(text.format(8192))
     given = ("--precision", "fp8", "--measured-step-s", "60")
     done = optpipe(*SMALL, "--current", script, *given)
     assert done.code == 0, done.err
-    told = " ".join(done.out.split())
-    assert "today: tp 2 pp 4 dp 1 mb 1 zero 0" in told
-    assert "what you run has precision bf16 and not fp8: the gain is that of changing this" in told
-    assert re.search(r"the measured step is \d+\.?\d* times its estimate", told)
+    said = " ".join(done.out.split())
+    assert "today: tp 2 pp 4 dp 1 mb 1 zero 0" in said
+    assert "what you run has precision bf16 and not fp8: the gain is that of changing this" in said
+    assert re.search(r"the measured step is \d+\.?\d* times its estimate", said)

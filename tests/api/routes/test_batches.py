@@ -83,14 +83,6 @@ def test_a_sweep_becomes_a_job_of_each_combination(http) -> None:
     assert http.get(f"{BASE}/{batch['id']}").json() == batch
 
 
-def test_a_list_of_problems_is_a_batch_too(http) -> None:
-    problems = [two_stages("one"), two_stages("two", num_microbatches=2)]
-    batch = made(http, {"problems": problems})
-    assert [item["name"] for item in batch["items"]] == ["one", "two"]
-    assert [item["values"] for item in batch["items"]] == [{}, {}]
-    assert (batch["name"], batch["axes"]) == ("one", {})
-
-
 def test_what_was_solved_before_is_answered_at_once(http) -> None:
     axes = {"num_microbatches": [5, 6]}
     made(http, body("first", axes))
@@ -186,11 +178,6 @@ def test_problems_that_are_too_large_together_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(submission, "MOST_BYTES", 2000)
     with pytest.raises(BodyTooLargeError, match="the first 2 of 3 problems take more than 2000"):
         read_batch(json.dumps(body()).encode(), Settings(), ["auto"])
-
-
-def test_a_queue_without_room_for_all_takes_none(tmp_path) -> None:
-    with connected(make_settings(tmp_path, max_queued_jobs=2)) as http:
-        assert "the limit is 2" in refused(http, body(), 429)
 
 
 # Results

@@ -26,7 +26,7 @@ def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -
 
 
 def test_an_estimate_is_the_one_of_the_package(http) -> None:
-    asked = {
+    body = {
         "model": "llama3-70b",
         "gpu": "h100",
         "pp": 8,
@@ -36,7 +36,7 @@ def test_an_estimate_is_the_one_of_the_package(http) -> None:
         "chunks": 2,
         "placement": "v",
     }
-    view = http.post("/v1/estimates", json=asked).json()
+    view = http.post("/v1/estimates", json=body).json()
     training = Training(tp=8, sequence=8192)
     expected = estimate(
         find_model("llama3-70b"),
@@ -60,7 +60,7 @@ LENGTHS = [[4000, 96], [1024], [8000, 100, 92]]
 
 
 @pytest.mark.parametrize(
-    ("asked", "holds"),
+    ("options", "holds"),
     [
         ({"pairs": True}, lambda problem: problem.pairs),
         ({"modes": 4}, lambda problem: all(len(stage.modes) > 1 for stage in problem.stages)),
@@ -68,26 +68,26 @@ LENGTHS = [[4000, 96], [1024], [8000, 100, 92]]
         ({"lengths": LENGTHS, "costs": 2}, lambda problem: problem.num_costs == 2),
     ],
 )
-def test_an_estimate_has_what_is_asked_for(http, asked, holds) -> None:
+def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
     """Of a model with experts, as the command line writes it."""
     given = {"model": "qwen3-30b-a3b", "gpu": "h100", "pp": 4, "chunks": 2, "ep": 8, "dp": 8}
-    view = http.post("/v1/estimates", json=given | {"dispatch": "fp8"} | asked).json()
+    view = http.post("/v1/estimates", json=given | {"dispatch": "fp8"} | options).json()
     expected = estimate(
         find_model("qwen3-30b-a3b"),
         find_gpu("h100"),
         Training(ep=8, dp=8, dispatch="fp8"),
         pp=4,
-        num_microbatches=len(asked.get("lengths", ())) or 16,
+        num_microbatches=len(options.get("lengths", ())) or 16,
         chunks=2,
         placement="loop",
-        **asked,
+        **options,
     )
     assert Problem.parse(view["problem"]) == expected.problem
     assert holds(expected.problem)
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("options", "sentence"),
     [
         ({"lengths": LENGTHS, "sequence": 4096}, "lengths say sequence, too"),
         ({"lengths": LENGTHS, "num_microbatches": 3}, "lengths say num_microbatches, too"),
@@ -96,17 +96,17 @@ def test_an_estimate_has_what_is_asked_for(http, asked, holds) -> None:
         ({"measured_step_s": 0.001}, "% of their peak, and cannot above"),
     ],
 )
-def test_what_an_estimate_cannot_be_is_refused(http, asked, told) -> None:
-    answer = http.post("/v1/estimates", json={"model": "llama3-8b", "gpu": "h100"} | asked)
+def test_what_an_estimate_cannot_be_is_refused(http, options, sentence) -> None:
+    answer = http.post("/v1/estimates", json={"model": "llama3-8b", "gpu": "h100"} | options)
     assert answer.status_code == 422
-    assert told in answer.json()["detail"]
+    assert sentence in answer.json()["detail"]
 
 
 def test_an_estimate_can_be_varied_at_once(http) -> None:
-    asked = {"model": "llama3-8b", "gpu": "a100", "pp": 4}
-    plain = Problem.parse(http.post("/v1/estimates", json=asked).json()["problem"])
+    body = {"model": "llama3-8b", "gpu": "a100", "pp": 4}
+    plain = Problem.parse(http.post("/v1/estimates", json=body).json()["problem"])
     values = {"memory_scale": 0.5, "latency_ms": 1}
-    varied = http.post("/v1/estimates", json={**asked, "values": values}).json()["problem"]
+    varied = http.post("/v1/estimates", json={**body, "values": values}).json()["problem"]
     (expected,) = sweep(plain, {name: [value] for name, value in values.items()})
     assert Problem.parse(varied) == expected.problem
 
@@ -137,7 +137,6 @@ def test_a_config_stands_for_a_model(http) -> None:
         ({"gpu": "abacus"}, "input.invalid", "abacus", "/gpu"),
         ({"tp": 64}, "input.invalid", "tp = 64", "/tp"),
         ({"pp": 0}, "request.invalid", "pp = 0", "/pp"),
-        ({"pp": 4000}, "input.invalid", "4000 stages", "/pp"),
         ({"pp": 4000}, "input.invalid", "lower pp or chunks", "/pp"),
         ({"chunks": 2, "placement": "linear"}, "input.invalid", "placement = 'linear'",
          "/placement"),
@@ -152,21 +151,12 @@ def test_an_estimate_that_cannot_be_made_says_why_and_where(
     http, changes, code: str, said: str, pointer: str
 ) -> None:
     """Value, rule, fix; fields by their names in JSON, never by those of the command line."""
-    asked = {"model": "llama3-8b", "gpu": "h100", **changes}
-    asked = {name: value for name, value in asked.items() if value is not ...}
-    told = fault(http.post("/v1/estimates", json=asked), 422, code)
-    assert said in told["detail"]
-    assert "--" not in told["detail"]
-    assert told["pointers"] == [pointer]
-
-
-def test_a_wrong_parameter_is_pointed_at(http) -> None:
-    """Each in the order of the sentences, in the part of the request where it stands."""
-    told = fault(http.get("/v1/jobs", params={"limit": 0, "state": "x"}), 422, "request.invalid")
-    assert sorted(place.split("/")[1:3] for place in told["pointers"]) == [
-        ["query", "limit"], ["query", "state"],
-    ]  # fmt: skip
-    assert len(told["pointers"]) == len(told["errors"])
+    body = {"model": "llama3-8b", "gpu": "h100", **changes}
+    body = {name: value for name, value in body.items() if value is not ...}
+    detail = fault(http.post("/v1/estimates", json=body), 422, code)
+    assert said in detail["detail"]
+    assert "--" not in detail["detail"]
+    assert detail["pointers"] == [pointer]
 
 
 def test_a_variant_is_that_of_a_sweep(http) -> None:
@@ -179,19 +169,6 @@ def test_a_variant_is_that_of_a_sweep(http) -> None:
     assert Problem.parse(view["problem"]) == expected.problem
     same = http.post("/v1/variants", json={"problem": two_stages("a")}).json()
     assert Problem.parse(same["problem"]) == Problem.parse(two_stages("a"))
-
-
-def test_a_variant_that_breaks_a_rule_is_refused(http) -> None:
-    fault(
-        http.post("/v1/variants", json={"problem": two_stages(num_microbatches=0)}),
-        422,
-        "problem.invalid",
-    )
-    wrong = {"problem": two_stages(), "values": {"memory_scale": -1}}
-    assert (
-        "memory_scale"
-        in fault(http.post("/v1/variants", json=wrong), 422, "input.invalid")["detail"]
-    )
 
 
 @given(problems())

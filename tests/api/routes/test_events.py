@@ -16,7 +16,7 @@ from optpipe.wire import EventKind
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import HistoryEntry
 from optpipe_api.routes import jobs
-from tests.api.live import make_settings, running, until
+from tests.api.live import client, make_settings, running, until
 from tests.api.routes.test_jobs import fault, submit
 
 
@@ -102,7 +102,7 @@ def test_a_stopping_server_lets_followers_go_and_another_one_goes_on(tmp_path) -
         began = time.monotonic()
     thread.join()
     assert time.monotonic() - began < 40
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=90) as http:
+    with running(settings) as (url, _), client(url) as http:
         http.post(f"/v1/jobs/{job['id']}/cancel")
         rest = followed(http, job["id"], seen[-1]["number"])
         assert seen + rest == followed(http, job["id"])
@@ -110,13 +110,13 @@ def test_a_stopping_server_lets_followers_go_and_another_one_goes_on(tmp_path) -
 
 
 def _submitted(url: str) -> dict[str, Any]:
-    with httpx.Client(base_url=url) as http:
+    with client(url) as http:
         found: dict[str, Any] = submit(http, "improve:30:0.2", wait=0).json()
     return found
 
 
 def _follow_until_cut(url: str, job_id: str, seen: list[dict[str, Any]]) -> None:
-    with httpx.Client(base_url=url, timeout=90) as http:
+    with client(url) as http:
         seen.extend(follow(http, job_id))
 
 
@@ -156,7 +156,7 @@ async def test_a_database_that_is_gone_ends_the_stream_for_a_reconnection() -> N
 def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:
     """Neither one that waits nor one that has just been sent something."""
     server = running(make_settings(tmp_path))
-    with server as (url, app), httpx.Client(base_url=url, timeout=90) as http:
+    with server as (url, app), client(url) as http:
         job = submit(http, "improve:1:60", wait=0).json()
         followers = app.state.service.jobs._followers
         for count in (1, 3):

@@ -86,12 +86,12 @@ def test_every_incumbent_comes_with_its_own_problem(http) -> None:
 
 def test_options_reach_the_planner(http) -> None:
     options = {"chunks": [2, 1], "placements": ["v"], "seed": 3, "threads": 2, "work_limit": 0.5}
-    for given, told in (
+    for given, method in (
         (options, "work=0.5 threads=2 seed=3 chunks=[2, 1] placements=['v']"),
         ({}, "threads=1 seed=0 chunks=[1, 2, 4] placements=['linear', 'loop', 'v', 'free']"),
     ):
         job = planned(http, "told", options=given)
-        assert fetched(http, job)[1].provenance.method == told
+        assert fetched(http, job)[1].provenance.method == method
 
 
 def test_the_placements_of_a_request_are_those_of_the_planner() -> None:

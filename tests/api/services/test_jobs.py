@@ -68,7 +68,7 @@ class Bench:
         self.engine = engine
         self.changes = Changes()
         self.pool = ParsePool()
-        self.held: list[asyncio.Future[Any]] = []
+        self.waiting: list[asyncio.Future[Any]] = []
         cache = JobCache(self.settings, self.store, self.pool)
         self.jobs = JobService(self.settings, self.store, engine, self.changes, cache=cache)
 
@@ -91,7 +91,7 @@ class Bench:
         self.changes.publish(claim.job.id)
 
     def hold(self, waiting: Any) -> None:
-        self.held.append(asyncio.ensure_future(waiting))
+        self.waiting.append(asyncio.ensure_future(waiting))
 
     async def collect(self, job_id: str, after: int = 0) -> list[HistoryEntry]:
         entries = await self.jobs.events(job_id, after, ANYBODY)
@@ -107,9 +107,9 @@ async def bench(tmp_path, request) -> AsyncIterator[Bench]:
     """A parameter holds settings."""
     with closing(Bench(tmp_path, **getattr(request, "param", {}))) as bench:
         yield bench
-        for waiting in bench.held:
+        for waiting in bench.waiting:
             waiting.cancel()
-        await asyncio.gather(*bench.held, return_exceptions=True)
+        await asyncio.gather(*bench.waiting, return_exceptions=True)
 
 
 async def until(condition) -> None:
@@ -208,11 +208,11 @@ async def test_many_followers_of_one_job_ask_the_store_as_often_as_one(
 ) -> None:
     job_id = bench.submit().id
     claim = bench.claim()
-    asked: list[str] = []
+    queries: list[str] = []
     history = bench.store.history
 
     def counted(*arguments: Any) -> list[HistoryEntry]:
-        asked.append("")
+        queries.append("")
         return history(*arguments)
 
     monkeypatch.setattr(bench.store, "history", counted)
@@ -225,7 +225,7 @@ async def test_many_followers_of_one_job_ask_the_store_as_often_as_one(
     bench.end(claim)
     found = await asyncio.gather(*following)
     assert all(entries == history(job_id) for entries in found)
-    assert len(asked) < 30
+    assert len(queries) < 30
     assert tails == {}
 
 
@@ -269,7 +269,7 @@ ASKED = JobOptions(time_limit_s=10.0, work_limit=5.0, threads=2, seed=1, gap=0.0
 def two(name: str = "", **stage: Any) -> Problem:
     """The problem of `two_stages`, with other numbers in both of its stages."""
     data = two_stages(name)
-    return Problem.parse(data | {"stages": [{**held, **stage} for held in data["stages"]]})
+    return Problem.parse(data | {"stages": [{**one, **stage} for one in data["stages"]]})
 
 
 class Shelf:
@@ -341,7 +341,7 @@ def answer_of(objective_ms: float | None, bound_ms: float | None, **options) -> 
 
 
 @pytest.mark.parametrize(
-    ("had", "asked", "is_answer"),
+    ("had", "wanted", "is_answer"),
     [
         # Found with the same budget, or with more.
         ({}, {}, True),
@@ -374,11 +374,11 @@ def answer_of(objective_ms: float | None, bound_ms: float | None, **options) -> 
     ],
 )
 def test_an_answer_counts_where_it_would_be_found_again(
-    had: dict[str, Any], asked: dict[str, Any], is_answer: bool
+    had: dict[str, Any], wanted: dict[str, Any], is_answer: bool
 ) -> None:
     """The job has an objective of 100 ms, and a bound of 50 ms where nothing else is said."""
     job = answer_of(100.0, had.pop("bound_ms", 50.0), **had)
-    assert answers(job, replace(ASKED, **asked)) is is_answer
+    assert answers(job, replace(ASKED, **wanted)) is is_answer
 
 
 def test_a_hit_is_the_other_jobs_answer_under_another_name(shelf) -> None:

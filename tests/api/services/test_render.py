@@ -81,8 +81,8 @@ def test_what_is_shown_is_known_by_its_tag(http, ended, path) -> None:
 
 @pytest.mark.parametrize("beside", ["method:magic", "method:auto", "method:interleaved"])
 def test_a_method_without_a_schedule_is_refused_with_the_reason(http, path, beside) -> None:
-    told = fault(http.get(path, params={"beside": beside}), 422, "chart.beside")
-    assert beside in told["detail"]
+    problem = fault(http.get(path, params={"beside": beside}), 422, "chart.beside")
+    assert beside in problem["detail"]
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,19 @@ def test_a_batch_has_the_chart_of_its_frontier(http) -> None:
     fault(http.get(f"/v1/batches/{'0' * 32}/chart"), 404, "batch.not_found")
 
 
-def made(*shown: Shown) -> str:
+def test_a_process_makes_the_same_as_this_one(shown, monkeypatch) -> None:
+    """A fault is told too, and too many at once are refused."""
     with closing(Charts()) as maker:
-        return asyncio.run(maker.schedules(shown, "light"))
 
+        def drawn(*shown: Shown) -> str:
+            return asyncio.run(maker.schedules(shown, "light"))
 
-def test_a_process_makes_the_same_as_this_one(shown) -> None:
-    assert made(shown) == render.make_schedule([shown], "light")
-    with pytest.raises(NotComparableError, match="no published method"):
-        made(Shown(problem=shown.problem, method="magic"))
+        assert drawn(shown) == render.make_schedule([shown], "light")
+        with pytest.raises(NotComparableError, match="no published method"):
+            drawn(Shown(problem=shown.problem, method="magic"))
+        monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
+        with pytest.raises(TooManyFormsError):
+            drawn(shown)
 
 
 @pytest.mark.parametrize("kind", ["chart", "picture"])
@@ -146,7 +150,7 @@ def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told", "words"),
+    ("error", "expected", "words"),
     [
         (TooLargeToDrawError("it may have 5"), TooLargeToDrawError, "may have 5"),
         (BodyTooHeavyError("30 s"), TooLargeToDrawError, "more than 30 s or 4294967296 bytes"),
@@ -155,7 +159,7 @@ def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
     ],
 )
 def test_what_ends_a_process_is_said_of_drawing(
-    monkeypatch, error: Exception, told: type[Exception], words: str
+    monkeypatch, error: Exception, expected: type[Exception], words: str
 ) -> None:
     """It is the schedule that is too large, not the request; 406 where a package is missing."""
 
@@ -164,11 +168,5 @@ def test_what_ends_a_process_is_said_of_drawing(
 
     with closing(Charts()) as charts:
         monkeypatch.setattr(charts._pool, "run", run)
-        with pytest.raises(told, match=words):
+        with pytest.raises(expected, match=words):
             asyncio.run(charts.picture("", ""))
-
-
-def test_too_many_charts_at_once_are_refused(shown, monkeypatch) -> None:
-    monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
-    with pytest.raises(TooManyFormsError):
-        made(shown)

@@ -70,8 +70,8 @@ def test_a_submission_is_read_whole(anywhere) -> None:
 
 
 def test_what_is_asked_of_noise_is_read(anywhere) -> None:
-    asked = {"robust": "P97.5", "stragglers": 0.3}
-    found = read(anywhere, {"problem": two_stages("n"), "options": asked})
+    options = {"robust": "P97.5", "stragglers": 0.3}
+    found = read(anywhere, {"problem": two_stages("n"), "options": options})
     assert (found.options.robust, found.options.jitter, found.options.stragglers) == (
         "P97.5",
         0.1,
@@ -98,13 +98,9 @@ def test_a_comparison_is_read(anywhere) -> None:
     ("body", "words"),
     [
         ({"problem": {"stages": 1}}, "stages = 1"),
-        ({"model": {"layers": 1}}, "layers = 1"),
-        ({"problem": two_stages(), "tags": ["no spaces"]}, "tags"),
         ({"problem": two_stages(), "priority": 101}, "priority = 101"),
-        ({"problem": two_stages(num_microbatches=10**9)}, "exceeds"),
         ({"problem": two_stages(num_microbatches=300_000)}, "OPTPIPE_MAX_CELLS"),
         ({"problem": two_stages(), "options": {"method": "magic"}}, "must be one of auto"),
-        ({"problem": two_stages(), "options": {"chunks": [1]}}, "options.chunks"),
         ({"problem": two_stages(), "options": {"robust": "P100"}}, "robust"),
         ({"problem": two_stages(), "options": {"jitter": 0.2}}, "add robust"),
         ({"problem": two_stages(), "options": {"robust": "P90", "jitter": 1}}, "jitter"),

@@ -31,8 +31,8 @@ def added(
     if kind == "jobs":
         return stores.jobs.add(test_jobs.new(name, key, {"owner": owner}), max_queued=room)[0]
     if kind == "batches":
-        made, items = test_batches.batch(name, key, owner=owner), test_batches.items()
-        return stores.batches.add(made, items, max_queued=room)[0]
+        batch, items = test_batches.batch(name, key, owner=owner), test_batches.items()
+        return stores.batches.add(batch, items, max_queued=room)[0]
     return stores.deployments.add(test_deployments.new(name, key, owner=owner), max_queued=room)[0]
 
 

@@ -1,9 +1,7 @@
 """What a deployment store must do: the promises of `optpipe_api.store.deployments`, one by one."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import sqlalchemy as sa
@@ -19,11 +17,9 @@ from optpipe_api.deployments import (
     Report,
 )
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
-from optpipe_api.jobs import JobError
 from optpipe_api.store import Stores
 from optpipe_api.store.database import deployment_versions, deployments, measurements, reading
 from optpipe_api.store.deployments import KEPT_REPORTS, DeploymentStore
-from tests.api.store.test_jobs import together
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 
@@ -108,19 +104,10 @@ def test_versions_count_up_and_the_newest_is_given(store, clock) -> None:
     assert (second.version, second.num_seen, second.planned_ms) == (2, 4, 9.0)
     assert store.schedule(first.id) == (2, '{"ms": 9.0}')
     assert store.documents(first.id).planned == '{"p": 1}'
-    told = [(one.version, one.reason, one.predicted_ms) for one in store.versions(first.id)]
-    assert told == [(1, "because", 10.0), (2, "better", 9.0)]
+    listed = [(one.version, one.reason, one.predicted_ms) for one in store.versions(first.id)]
+    assert listed == [(1, "because", 10.0), (2, "better", 9.0)]
     assert [one.created_at for one in store.versions(first.id)] == [clock() - 7, clock()]
     assert {one.job_id for one in store.versions(first.id)} == {"1" * 32}
-
-
-def test_a_settled_solve_leaves_its_error_and_nothing_to_do(store) -> None:
-    known = solving(store)
-    assert store.pending() == [known.id]
-    error = JobError(code="problem.infeasible", message="too small", needs={"a": 1})
-    settled = store.settle(known, error)
-    assert (settled.job_id, settled.job_reason, settled.error) == (None, None, error)
-    assert store.pending() == []
 
 
 def test_a_judgement_that_wants_a_solve_begins_the_next_one(store) -> None:
@@ -134,14 +121,9 @@ def test_a_judgement_that_wants_a_solve_begins_the_next_one(store) -> None:
     assert wanted.planned_ms == 10.5
     assert store.documents(idle.id).planned == '{"p": 2}'
     assert store.pending() == [idle.id]
-
-
-def test_a_new_version_is_not_judged_yet(store) -> None:
-    judged = store.judge(
-        published(store), Judgement(num_reports=0, current_ms=2.0, expected_ms=1.0)
-    )
-    assert judged.drift == 1.0
-    assert store.publish(judged, version(9.0)).drift is None
+    # A new version is not judged yet.
+    again = store.start(wanted, "2" * 32)
+    assert (again.drift is None, store.publish(again, version(9.0)).drift) == (False, None)
 
 
 def test_who_comes_too_late_changes_nothing(store) -> None:
@@ -158,21 +140,6 @@ def test_who_comes_too_late_changes_nothing(store) -> None:
         assert late() is None
     assert store.get(old.id) == solving
     assert store.versions(old.id) == []
-
-
-def test_of_many_servers_one_publishes(open_store) -> None:
-    stores = [open_store() for _ in range(4)]
-    known = solving(stores[0])
-    found: list[DeploymentRecord | None] = []
-    barrier = threading.Barrier(4)
-
-    def publish(store: DeploymentStore) -> None:
-        barrier.wait()
-        found.append(store.publish(known, version()))
-
-    together([partial(publish, store) for store in stores])
-    assert sum(one is not None for one in found) == 1
-    assert [one.version for one in stores[0].versions(known.id)] == [1]
 
 
 def test_an_ended_deployment_refuses_every_change(store, clock) -> None:
@@ -194,18 +161,6 @@ def test_an_ended_deployment_refuses_every_change(store, clock) -> None:
 # Reports
 
 
-def test_reports_make_what_is_measured_and_are_something_to_do(store) -> None:
-    idle = store.settle(published(store))
-    assert store.pending() == []
-    reported = store.report(idle.id, Report(version=1, document="a"), joined)
-    assert (reported.num_reports, reported.num_judged) == (1, 0)
-    assert store.documents(idle.id).measured == '{"p": 0}: a'
-    assert store.pending() == [idle.id]
-    judged = Judgement(num_reports=1, current_ms=1.0, expected_ms=1.0)
-    store.judge(reported, judged)
-    assert store.pending() == []
-
-
 def test_the_newest_reports_count_oldest_first(store) -> None:
     idle = store.settle(published(store))
     for number in range(KEPT_REPORTS + 2):
@@ -222,8 +177,8 @@ def test_step_times_are_averaged_by_version(store) -> None:
     for number, step_ms in ((1, 10.0), (2, 8.0), (1, 13.0), (1, None), (2, 9.0)):
         report = Report(version=number, document="", step=5, step_ms=step_ms)
         store.report(known.id, report, joined)
-    told = [(one.measured_ms, one.num_measured) for one in store.versions(known.id)]
-    assert told == [(11.5, 2), (8.5, 2)]
+    means = [(one.measured_ms, one.num_measured) for one in store.versions(known.id)]
+    assert means == [(11.5, 2), (8.5, 2)]
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -263,18 +218,3 @@ def test_an_ended_deployment_is_deleted_with_its_versions_and_reports(store) -> 
             assert list(kept) == [other.position]
     with pytest.raises(DeploymentNotFoundError):
         store.delete(gone.id)
-
-
-def test_what_ended_long_ago_is_forgotten_with_all_it_had(store, clock) -> None:
-    ids = [published(store).id for _ in range(3)]
-    for known_id in ids:
-        store.report(known_id, Report(version=1, document="a"), joined)
-    for known_id in ids[:2]:
-        clock.now += 10
-        store.end(known_id)
-    assert store.delete_ended(clock(), limit=5) == 1
-    assert [found.id for found in store.page(10)] == ids[:0:-1]
-    with pytest.raises(DeploymentNotFoundError):
-        store.versions(ids[0])
-    assert store.delete_ended(clock() + 1, limit=5) == 1
-    assert store.delete_ended(clock() + 1, limit=5) == 0

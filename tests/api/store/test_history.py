@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from optpipe.errors import InputError
 from optpipe.wire import Cache, EventKind, JobKind, JobState
 from optpipe_api.errors import (
     KeyReusedError,
@@ -98,7 +97,7 @@ def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "state", "told"),
+    ("outcome", "state", "history"),
     [
         (
             AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=7.0, bound_ms=6.0),
@@ -116,14 +115,14 @@ def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
     ],
 )
 def test_a_job_that_is_answered_at_once_is_born_finished(
-    store, clock, outcome: AttemptOutcome, state: JobState, told: list[object]
+    store, clock, outcome: AttemptOutcome, state: JobState, history: list[object]
 ) -> None:
     changes = {"finished": outcome, "cache": Cache.HIT, "source_id": "1" * 32}
     job, is_new = store.add(new(changes=changes), max_queued=0)
     assert (job.state, is_new, job.finished_at) == (state, True, clock.now)
     assert (job.objective_ms, job.bound_ms) == (outcome.objective_ms, outcome.bound_ms)
     assert job.error == outcome.error
-    assert history_of(store, job.id) == told
+    assert history_of(store, job.id) == history
     assert store.claim("worker", LEASE_S) is None
     assert store.get(job.id) == job
 
@@ -140,16 +139,6 @@ def test_a_key_still_names_its_job_when_that_was_given_more_time(store) -> None:
     assert (again.id, again.options.time_limit_s) == (job.id, 5.0 + 0.7 + 0.1)
     with pytest.raises(KeyReusedError):
         add(store, key="k", time_limit_s=5.8)
-
-
-# The queue
-
-
-def test_higher_priorities_are_taken_first_and_then_first_come(store) -> None:
-    ids = [add(store, changes={"priority": priority}).id for priority in (0, -100, 7, 0, 7)]
-    taken = [store.claim("worker", LEASE_S).job.id for _ in ids]
-    assert taken == [ids[index] for index in (2, 4, 0, 3, 1)]
-    assert store.claim("worker", LEASE_S) is None
 
 
 # History
@@ -211,23 +200,6 @@ def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
     assert trace == [(9.0, None), (None, 2.0), (8.0, 2.0), (7.0, 2.0)]
 
 
-def test_reading_on_misses_nothing_and_doubles_nothing(store) -> None:
-    claim = claimed(store)
-    other = claimed(store)
-    found, after = [], 0
-    for step in range(6):
-        store.record(claim.lease, point(9.0 - step), LEASE_S, schedule="S")
-        store.record(other.lease, point(9.0 - step), LEASE_S, schedule="S")
-        part = store.history(claim.job.id, after, limit=1 + step % 2)
-        found += part
-        after = part[-1].number
-    found += store.history(claim.job.id, after)
-    assert found == store.history(claim.job.id)
-    assert store.history(claim.job.id, found[-1].number) == []
-    numbers = [entry.number for entry in found]
-    assert numbers == sorted(set(numbers))
-
-
 # More time
 
 
@@ -252,22 +224,6 @@ def test_more_time_queues_a_job_again_as_it_stands(store, clock, event) -> None:
     assert ended.state is JobState.SUCCEEDED
 
 
-def test_time_that_a_job_overran_is_not_taken_from_its_new_time(store, clock) -> None:
-    claim = claimed(store)
-    clock.now += 7
-    store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
-    job = resume(store, claim.job.id, 2.0)
-    assert job.options.time_limit_s - job.spent_s == 2.0
-
-
-def test_a_cancelled_job_can_be_resumed_and_cancelled_again(store) -> None:
-    claim = claimed(store)
-    store.request_cancel(claim.job.id)
-    store.finish(claim.lease, AttemptOutcome(event=JobEvent.CANCEL))
-    assert not resume(store, claim.job.id, 1.0).cancel_requested
-    assert store.request_cancel(claim.job.id).state is JobState.CANCELLED
-
-
 def test_more_time_is_refused_where_it_changes_nothing(store) -> None:
     optimal = finished(store, bound_ms=9.0)
     infeasible = finished(store, JobEvent.PROVE_INFEASIBLE)
@@ -280,13 +236,6 @@ def test_more_time_is_refused_where_it_changes_nothing(store) -> None:
         with pytest.raises(StateConflictError, match=why):
             resume(store, job.id, 1.0)
         assert store.get(job.id) == job
-
-
-def test_more_time_ends_at_the_limit_of_the_service(store) -> None:
-    job = finished(store)
-    with pytest.raises(InputError, match=r"would get 8\.0 s, more than 7\.0"):
-        store.resume(job.id, 3.0, max_time_limit_s=7.0, max_queued=9)
-    assert store.get(job.id) == job
 
 
 def test_more_time_waits_in_the_same_queue_as_new_jobs(store) -> None:
@@ -306,19 +255,6 @@ def test_more_time_waits_in_the_same_queue_as_new_jobs(store) -> None:
 
 
 # Finding
-
-
-def test_pages_hold_only_what_is_asked_for(store) -> None:
-    batch = "2" * 32
-    mine = add(store, changes={"owner": "a", "tags": ("x", "y"), "batch_id": batch})
-    add(store, changes={"owner": "b", "tags": ("x",)})
-    store.request_cancel(add(store, changes={"owner": "a"}).id)
-    assert store.page(9, owner="a", state=JobState.QUEUED) == [mine]
-    assert store.page(9, owner="a", tag="x") == [mine]
-    assert store.page(9, batch_id=batch) == [mine]
-    assert len(store.page(9, tag="x")) == 2
-    assert len(store.page(9, owner="a")) == 2
-    assert store.page(9, tag="none") == store.page(9, mine.position) == []
 
 
 def test_the_same_are_answered_jobs_of_one_owner_newest_first(store) -> None:
@@ -348,6 +284,3 @@ def test_the_alike_have_ended_with_a_schedule(store) -> None:
     store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
     add(store, changes=shape)
     assert [job.id for job in store.alike("sha256:s", owner="", limit=9)] == ended[::-1]
-
-
-# Forgetting

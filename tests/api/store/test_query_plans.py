@@ -123,18 +123,18 @@ def test_jobs_are_counted_once_for_all_who_ask_within_a_second(tmp_path, monkeyp
 
     with closing(open_stores(make_settings(tmp_path).database_url)) as stores:
         service = Service(make_settings(tmp_path), stores, Silent(), {})  # type: ignore[arg-type]
-        asked: list[str] = []
+        queries: list[str] = []
         counts = stores.jobs.counts
 
         def counted() -> dict[JobState, int]:
-            asked.append("")
+            queries.append("")
             return counts()
 
         monkeypatch.setattr(stores.jobs, "counts", counted)
         found = [service.recent_counts() for _ in range(50)]
-        assert len(asked) == 1
+        assert len(queries) == 1
         assert all(one == found[0] for one in found)
         monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + 2.0)
         service.recent_counts()
-        assert len(asked) == 2
+        assert len(queries) == 2
         service.pool.close()
