@@ -1,7 +1,7 @@
 """The Zero Bubble greedy: golden programs, published rates, every limit, legality, its clock."""
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,8 +21,6 @@ from optpipe_solver.families.zero_bubble import (
 from tests.building import problem, programs, stage
 from tests.solver.families.pipelines import built, lines
 from tests.solver.families.test_families import TABLE, published
-
-ROWS = pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: f"{row['model']}-m{row['m']}")
 
 
 def rate_of(given: Problem, rows: Programs) -> float:
@@ -70,23 +68,22 @@ def test_golden_below_1p() -> None:
     )
 
 
-@ROWS
-@pytest.mark.parametrize(("factor", "column"), [(1, "ZB-1p"), (2, "ZB-2p")])
-def test_published(row: dict[str, Any], factor: int, column: str) -> None:
-    """Zero Bubble, tables 5 and 9: span-based rates to four decimals or better, legal."""
-    given = published(row, factor * row["p"])
-    rows = build_zero_bubble_greedy(given)
-    assert find_violations(given, rows) == []
-    assert rate_of(given, rows) <= row["bubble_rate_span"][column] + 5e-5
+@pytest.mark.parametrize(
+    ("factor", "column", "build"), [(1, "ZB-1p", build_zb_1p), (2, "ZB-2p", build_zb_2p)]
+)
+def test_published_at_its_limit_whatever_the_problems_own(
+    factor: int, column: str, build: Callable[[Problem], Programs]
+) -> None:
+    """Zero Bubble, tables 5 and 9: span-based rates to four decimals or better, legal.
 
-
-@ROWS
-def test_named_limits_ignore_the_problems_own(row: dict[str, Any]) -> None:
-    """ZB-1p and ZB-2p are the greedy at p and 2p activations."""
-    tiny = published(row, 1)
-    for factor, build in ((1, build_zb_1p), (2, build_zb_2p)):
-        under_limit = published(row, factor * row["p"])
-        assert build(tiny) == build_zero_bubble_greedy(under_limit)
+    ZB-1p and ZB-2p are the greedy at p and 2p activations.
+    """
+    for row in TABLE["rows"]:
+        given = published(row, factor * row["p"])
+        rows = build_zero_bubble_greedy(given)
+        assert find_violations(given, rows) == []
+        assert rate_of(given, rows) <= row["bubble_rate_span"][column] + 5e-5
+        assert build(published(row, 1)) == rows
 
 
 def test_every_limit_from_one_activation_to_2p() -> None:
@@ -102,20 +99,13 @@ def test_every_limit_from_one_activation_to_2p() -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 8])
-def test_no_bubble_at_equal_times_and_2p(p: int) -> None:
+def test_bubbles_and_memory_at_equal_times(p: int) -> None:
+    """None with 2p activations; with p that of ZB-H1, (p - 1)(F + I - W), and 1F1B's memory."""
     given = problem([stage(device) for device in range(p)], m=3 * p)
-    rows = build_zb_2p(given)
-    assert simulate(given, rows).span_ms == given.busy_ms
-    assert peak(given, rows) <= 20 * p
-
-
-@pytest.mark.parametrize("p", [2, 3, 8])
-def test_zb_1p_bubble_at_equal_times(p: int) -> None:
-    """That of ZB-H1: (p - 1)(F + I - W), with the memory of 1F1B's first stage."""
-    given = problem([stage(device) for device in range(p)], m=3 * p)
-    rows = build_zb_1p(given)
-    assert simulate(given, rows).span_ms == given.busy_ms + p - 1
-    assert peak(given, rows) == 10 * p
+    for build, idle_ms, most in ((build_zb_2p, 0, 2 * p), (build_zb_1p, p - 1, p)):
+        rows = build(given)
+        assert simulate(given, rows).span_ms == given.busy_ms + idle_ms
+        assert peak(given, rows) <= 10 * most
 
 
 def test_too_little_for_one_microbatch_is_refused_with_the_numbers() -> None:
