@@ -26,8 +26,8 @@ def plain_cases(draw: st.DrawFn) -> Case:
     """Problems and legal programs without offload or recompute; half have no byte to spare."""
     document = draw(documents())
     document["num_microbatches"] = draw(st.integers(1, 4))
-    for held in document["stages"]:
-        cost = held["costs"][0] if "costs" in held else held
+    for one_stage in document["stages"]:
+        cost = one_stage["costs"][0] if "costs" in one_stage else one_stage
         cost.pop("recompute_workspace_bytes")
         for name in ("modes", "offload_bytes", "recompute_ms", "checkpoint_bytes"):
             cost.pop(name, None)
