@@ -161,7 +161,7 @@ def test_the_files_are_of_the_form_that_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "fault"),
     [
         ({"micro_batch": 0}, "micro_batch = 0: must be a whole number >= 1, or null"),
         ({"tp": "4"}, "tp = '4': must be a whole number >= 1, or null"),
