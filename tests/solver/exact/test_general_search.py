@@ -295,8 +295,6 @@ def test_all_devices_together_are_as_long_as_the_fifo_search_says(given: Problem
 @pytest.mark.parametrize(
     ("most", "widest", "is_told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 99, 1)]
 )
-    ("most", "widest", "is_told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 99, 1)]
-)
 def test_too_many_states_or_a_stop_prove_nothing(most: int, widest: int, is_told: int) -> None:
     """Too many in all, or in one layer, or told to stop: unknown, however short the horizon."""
     found = search_general(
