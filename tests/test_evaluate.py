@@ -28,6 +28,7 @@ def test_every_number_is_the_cores_own(case: Case) -> None:
     assert schedule.problem_hash == case.problem.problem_hash
     assert schedule.placement == case.problem.placement
     assert schedule.provenance is WHERE_FROM
+    verify(case.problem, evaluate(*case, WHERE_FROM, bound_ms=0.0))
 
 
 def test_a_run_that_the_caller_has_made_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +77,6 @@ def test_a_bound_above_the_objective_is_no_proof() -> None:
     """It would look like an optimum; one of the two is wrong."""
     with pytest.raises(ValueError, match=r"bound_ms = 3\.1: a bound may not exceed"):
         evaluate(problem([stage()]), ROW, WHERE_FROM, bound_ms=3.1)
-
-
-@given(cases(menus=True, pairs=True))
-def test_a_schedule_with_its_own_numbers_is_verified(case: Case) -> None:
-    verify(case.problem, evaluate(*case, WHERE_FROM, bound_ms=0.0))
 
 
 @pytest.mark.parametrize(

@@ -24,22 +24,6 @@ def shown(pieces) -> list[tuple[str, int, str, float, float]]:
     ]
 
 
-def test_a_chain_through_two_devices_and_back_with_its_links() -> None:
-    given_problem = problem(
-        [stage(0, f=2, i=3, w=1), stage(1, f=4, i=5, w=1)],
-        links=[{"from": 0, "to": 1, "latency_ms": 0.5}],
-    )
-    assert shown(path_of(given_problem, programs("0F0 0I0 0W0", "1F0 1I0 1W0"))) == [
-        ("compute", 0, "0F0", 0, 2),
-        ("link", 1, "1F0", 2, 2.5),
-        ("compute", 1, "1F0", 2.5, 6.5),
-        ("compute", 1, "1I0", 6.5, 11.5),
-        ("link", 0, "0I0", 11.5, 12),
-        ("compute", 0, "0I0", 12, 15),
-        ("compute", 0, "0W0", 15, 16),
-    ]
-
-
 def test_offload_release_and_reload_are_on_it_where_the_device_waits_for_them() -> None:
     given_problem = problem([offloadable(f=1, i=1, w=2, grad_sync_ms=3)], m=2)
     rows = programs("0F0 0OFFLOAD0 0F1 0RELEASE0 0I1 0W1 0RELOAD0 0I0 0W0")

@@ -58,36 +58,6 @@ def test_where_one_of_two_would_do_either_can_be_kept_but_not_both() -> None:
     ]
 
 
-def test_one_alone_that_would_not_fit_is_needed() -> None:
-    tight = programs("0F0 0OFFLOAD0 0RELEASE0 0F1 0F2 0B2 0B1 0RELOAD0 0B0")
-    (group,) = stage_reliefs(limited(20 * MB), tight)
-    (relief,) = group.reliefs
-    assert relief.verdict is Necessity.NEEDED
-    assert (relief.microbatch, relief.saved_bytes) == (0, 10 * MB)
-    assert (str(relief.exceeds_at), relief.excess_bytes) == ("0F2", 10 * MB)
-
-
-def test_with_memory_for_all_every_offload_is_unneeded() -> None:
-    (group,) = stage_reliefs(limited(31 * MB), ROWS)
-    assert {relief.verdict for relief in group.reliefs} == {Necessity.UNNEEDED}
-    assert (str(group.exceeds_at), group.excess_bytes) == ("0F2", -MB)
-    assert group.microbatches(Necessity.UNNEEDED) == (0, 1)
-
-
-def test_a_recomputation_is_judged_from_its_forward_on() -> None:
-    """The F that keeps only its checkpoint is the action that would exceed."""
-    posed = problem(
-        [stage(recompute_ms=1, checkpoint_bytes=2, forward_workspace_bytes=5)],
-        [{"memory_bytes": 20}],
-        m=2,
-    )
-    rows = programs("0F0 0F1 0RECOMPUTE1 0B1 0B0")
-    (group,) = stage_reliefs(posed, rows)
-    (relief,) = group.reliefs
-    assert (group.kind, relief.saved_bytes, relief.verdict) == ("recompute", 8, Necessity.NEEDED)
-    assert (str(relief.exceeds_at), relief.excess_bytes) == ("0F1", 5)
-
-
 def test_a_release_right_before_its_reload_relieves_nothing() -> None:
     posed = limited(10 * MB)
     rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0 0F1 0B1 0F2 0B2")

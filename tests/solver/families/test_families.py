@@ -33,20 +33,20 @@ def published(row: dict[str, Any], limit: float) -> Problem:
     Bytes are those of one layer in units of s b h: 34 + 5 a s / h from F, 32 after I.
     """
     model = TABLE["models"][row["model"]]
-    held = round(1000 * (34 + 5 * model["heads"] * model["seq"] / model["hidden"]))
+    activation = round(1000 * (34 + 5 * model["heads"] * model["seq"] / model["hidden"]))
     p = row["p"]
     return Problem.parse(
         {
             "num_microbatches": row["m"],
             "objective": "span",
-            "devices": [{"memory_bytes": int(limit * held)} for _ in range(p)],
+            "devices": [{"memory_bytes": int(limit * activation)} for _ in range(p)],
             "stages": [
                 {
                     "device": d,
                     "forward_ms": row["forward_ms"],
                     "backward_input_ms": row["backward_input_ms"],
                     "backward_weight_ms": row["backward_weight_ms"],
-                    "activation_bytes": held,
+                    "activation_bytes": activation,
                     "weight_context_bytes": 32000,
                 }
                 for d in range(p)
@@ -177,9 +177,9 @@ def _with_all_pairs(given: Problem) -> Problem:
     """Every F may run together with every B of its device, and hide a millisecond."""
     pairs = tuple(
         LicensedPair(forward=a, backward=b, hidden_ms=1.0)
-        for held in given.stages_of
-        for a in held
-        for b in held
+        for own in given.stages_of
+        for a in own
+        for b in own
     )
     return given.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
 
@@ -246,7 +246,7 @@ def test_a_loop_goes_round_a_v_turns_and_the_order_of_the_line_is_kept(
     given = problem([stage(device, 4 + device) for device in line])
     copy = replaced(given, kind, chunks)
     assert copy.placement == placement
-    assert [held.forward_ms for held in copy.stages] == [
+    assert [part.forward_ms for part in copy.stages] == [
         (4 + device) / chunks for device in line for _ in range(chunks)
     ]
 
@@ -268,7 +268,7 @@ def test_boundaries_inside_are_as_wide_as_the_wider_side() -> None:
     """The first stage knows only its output, the last only its input."""
     line = problem([stage(0, output_bytes=7), stage(1, output_bytes=5), stage(2)])
     copy = replaced(line, "v", 2)
-    assert [held.output_bytes for held in copy.stages] == [7, 7, 7, 5, 5, 0]
+    assert [part.output_bytes for part in copy.stages] == [7, 7, 7, 5, 5, 0]
 
 
 def test_a_checkpoint_is_at_least_the_input() -> None:
@@ -276,9 +276,9 @@ def test_a_checkpoint_is_at_least_the_input() -> None:
     fields = {"recompute_ms": 3, "checkpoint_bytes": 8, "output_bytes": 6}
     line = problem([stage(0, **fields), stage(1, **fields | {"activation_bytes": 9})])
     copy = replaced(line, "loop", 2)
-    assert [held.checkpoint_bytes for held in copy.stages] == [4, 5, 5, 4]
-    assert [held.activation_bytes for held in copy.stages] == [5, 5, 5, 4]
-    assert [held.recompute_ms for held in copy.stages] == [1.5] * 4
+    assert [part.checkpoint_bytes for part in copy.stages] == [4, 5, 5, 4]
+    assert [part.activation_bytes for part in copy.stages] == [5, 5, 5, 4]
+    assert [part.recompute_ms for part in copy.stages] == [1.5] * 4
 
 
 def test_a_loop_is_closed_by_the_slowest_link_of_the_line() -> None:
@@ -333,7 +333,7 @@ def test_totals_are_kept(given: Problem, kind: Shape, chunks: int) -> None:
             assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name))
     assert copy.devices == given.devices
     assert (copy.num_microbatches, copy.objective) == (given.num_microbatches, given.objective)
-    assert {len(held) for held in copy.stages_of} <= {0, chunks}
+    assert {len(own) for own in copy.stages_of} <= {0, chunks}
 
 
 def test_what_a_stage_holds_is_kept_or_shared_out() -> None:

@@ -70,14 +70,14 @@ def loop(
     return problem([offloadable(k % d, 10, 10, 10) for k in range(d * v)], devices, m=m)
 
 
-def peak(given: Problem, made: Programs) -> float:
+def peak(given: Problem, rows: Programs) -> float:
     """Micro-batches (all stages of a device) that the fullest device holds."""
-    held = max(device_peak_bytes(given, k, row) for k, row in enumerate(made))
-    return held / sum(given.stages[s].activation_bytes for s in given.stages_of[0])
+    most = max(device_peak_bytes(given, k, row) for k, row in enumerate(rows))
+    return most / sum(given.stages[s].activation_bytes for s in given.stages_of[0])
 
 
-def ms(given: Problem, made: Programs) -> float:
-    return simulate(given, made).makespan_ms
+def ms(given: Problem, rows: Programs) -> float:
+    return simulate(given, rows).makespan_ms
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -90,10 +90,10 @@ def test_never_worse_than_the_published_planner(
     base_ms = ms(given, grouped_interleaved(given, group))
     peaks = []
     for chunks in sorted({1, v // 2, v}):
-        made = pipeoffload(given, group, chunks)
-        assert find_violations(given, made) == []
-        assert ms(given, made) == pytest.approx(base_ms)
-        peaks.append(peak(given, made))
+        rows = pipeoffload(given, group, chunks)
+        assert find_violations(given, rows) == []
+        assert ms(given, rows) == pytest.approx(base_ms)
+        peaks.append(peak(given, rows))
     assert min(peaks) <= published
 
 
@@ -125,12 +125,12 @@ def test_the_map(at: tuple[int, int, int, int, int, float]) -> None:
     assert ms(given, free) == pytest.approx(base_ms)
     smallest = max(smallest_memory(given))
     assert smallest == 10 * UNIT
-    held = max(device_peak_bytes(given, k, row) for k, row in enumerate(free))
-    for limit in (smallest, (smallest + held) // 2):
+    most = max(device_peak_bytes(given, k, row) for k, row in enumerate(free))
+    for limit in (smallest, (smallest + most) // 2):
         tight = loop(p, v, m, transfer, memory_bytes=limit)
-        made = pipeoffload(tight, group, chunks)
-        assert find_violations(tight, made) == []
-        assert ms(tight, made) >= base_ms * (1 - 1e-12)
+        rows = pipeoffload(tight, group, chunks)
+        assert find_violations(tight, rows) == []
+        assert ms(tight, rows) >= base_ms * (1 - 1e-12)
 
 
 @st.composite
@@ -170,15 +170,15 @@ def offloading_loops(draw: st.DrawFn) -> Problem:
 def test_legal_within_the_limits_or_a_reason(given: Problem) -> None:
     """Whatever the times, sizes, lanes and limits."""
     for build in (build_po_h, build_po_f):
-        made = built(build, given)
-        if isinstance(made, NotApplicableReason):
-            assert made in {
+        rows = built(build, given)
+        if isinstance(rows, NotApplicableReason):
+            assert rows in {
                 NotApplicableReason.TOO_FEW_MICROBATCHES,
                 NotApplicableReason.CANNOT_OFFLOAD,
                 NotApplicableReason.DOES_NOT_FIT,
             }
         else:
-            assert find_violations(given, made) == []
+            assert find_violations(given, rows) == []
 
 
 def test_reasons() -> None:
@@ -213,9 +213,9 @@ def test_golden() -> None:
 def test_moves_nothing_where_everything_fits() -> None:
     """Tight otherwise."""
     given = problem([offloadable(0, 3, 3, 3), offloadable(1, 3, 3, 3)], m=4)
-    made = build_ada_offload(given)
-    assert not any(a.type is ActionType.OFFLOAD for row in made for a in row)
-    assert simulate(given, made).makespan_ms <= simulate(given, build_zb_h1(given)).makespan_ms
+    rows = build_ada_offload(given)
+    assert not any(a.type is ActionType.OFFLOAD for row in rows for a in row)
+    assert simulate(given, rows).makespan_ms <= simulate(given, build_zb_h1(given)).makespan_ms
 
 
 def test_does_not_fit() -> None:
@@ -254,12 +254,12 @@ def test_legal_or_too_few(given: Problem) -> None:
     d = len(set(given.placement))
     for build, group in ((build_gis, d), (build_gis_h, smallest_group(given))):
         assert (d + 1) // 2 <= group <= d
-        made = built(build, given)
-        if isinstance(made, NotApplicableReason):
-            assert made is NotApplicableReason.TOO_FEW_MICROBATCHES
+        rows = built(build, given)
+        if isinstance(rows, NotApplicableReason):
+            assert rows is NotApplicableReason.TOO_FEW_MICROBATCHES
             assert given.num_microbatches < group
         else:
-            assert find_violations(given, made) == []
+            assert find_violations(given, rows) == []
 
 
 def test_groups_grow_with_unequal_stages() -> None:

@@ -72,7 +72,7 @@ def test_published_ordering(row: dict[str, Any]) -> None:
     scaled to p and halved per chunk. With its own times ZB-V is 0.001 behind ZB-H2 on 14.6B.
     """
     p, m = row["p"], row["m"]
-    times = next(held for held in PROFILED if held["model"] == row["model"])
+    times = next(profile for profile in PROFILED if profile["model"] == row["model"])
     names = ("forward_ms", "backward_input_ms", "backward_weight_ms")
     f, i, w = (times[name] * times["p"] / p for name in names)
     links = [
@@ -100,8 +100,8 @@ def test_legal_and_within_the_memory_column_on_any_v(given: Problem, name: str) 
     assert find_violations(given, programs) == []
     most = 2 * min(given.num_microbatches, formula(len(given.devices)))
     for program in programs:
-        held = accumulate({"F": 1, "I": 0, "W": -1}[action.type] for action in program)
-        assert max(held) <= most
+        in_flight = accumulate({"F": 1, "I": 0, "W": -1}[action.type] for action in program)
+        assert max(in_flight) <= most
 
 
 def test_a_device_without_a_stage_does_not_count() -> None:

@@ -35,10 +35,8 @@ def serially(given: Problem) -> Programs:
     """F, I and W of one micro-batch after the other: the least memory without tricks."""
     return programs(
         *(
-            " ".join(
-                f"{s}F{j} {s}I{j} {s}W{j}" for s in held for j in range(given.num_microbatches)
-            )
-            for held in given.stages_of
+            " ".join(f"{s}F{j} {s}I{j} {s}W{j}" for s in own for j in range(given.num_microbatches))
+            for own in given.stages_of
         )
     )
 
@@ -125,7 +123,7 @@ def test_astronomic_sizes_do_not_overflow() -> None:
     assert find_violations(given, build_zb_2p(given))[0].code == "memory.device"
 
 
-@given(lines(memory=lambda draw, held: draw(st.integers(0, 120))))
+@given(lines(memory=lambda draw, one_stage: draw(st.integers(0, 120))))
 def test_legal_or_does_not_fit(given: Problem) -> None:
     """Any limit, context above activation, workspaces: legal, or one micro-batch does not fit."""
     rows = built(build_zero_bubble_greedy, given)
@@ -142,18 +140,21 @@ def test_named_limits_are_legal_on_any_line(given: Problem) -> None:
     for factor, build in ((1, build_zb_1p), (2, build_zb_2p)):
         rows = build(given)
         assert find_violations(given, rows) == []
-        for held in given.stages:
+        for one_stage in given.stages:
             beside = max(
-                held.forward_workspace_bytes,
-                max(0, held.weight_context_bytes - held.activation_bytes)
-                + max(held.backward_input_workspace_bytes, held.backward_weight_workspace_bytes),
+                one_stage.forward_workspace_bytes,
+                max(0, one_stage.weight_context_bytes - one_stage.activation_bytes)
+                + max(
+                    one_stage.backward_input_workspace_bytes,
+                    one_stage.backward_weight_workspace_bytes,
+                ),
             )
-            most = factor * len(given.stages) * held.activation_bytes + beside
-            used = device_peak_bytes(given, held.device, rows[held.device])
-            assert used - held.static_bytes <= most
+            most = factor * len(given.stages) * one_stage.activation_bytes + beside
+            used = device_peak_bytes(given, one_stage.device, rows[one_stage.device])
+            assert used - one_stage.static_bytes <= most
 
 
-@given(lines(memory=lambda draw, held: 100))
+@given(lines(memory=lambda draw, one_stage: 100))
 def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -> None:
     """Every combination of hyper-parameters runs exactly as planned; none beats the result."""
     limits = [100] * len(given.stages)
@@ -167,9 +168,9 @@ def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -
             given, [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))]
         )
         run = simulate(given, rows)
-        for s, held in enumerate(given.stages):
-            assert run.times[held.device][-1].end == plan.free[s]
-            assert run.times[held.device][0].start == plan.first[s]
+        for s, one_stage in enumerate(given.stages):
+            assert run.times[one_stage.device][-1].end == plan.free[s]
+            assert run.times[one_stage.device][0].start == plan.first[s]
         length = zero_bubble._objective_ms(given, plan)
         assert length == run.objective_ms(given.objective)
         assert won <= length

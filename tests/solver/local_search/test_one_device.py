@@ -156,15 +156,6 @@ def test_polished_programs_cannot_gain_from_one_device(case: Case) -> None:
             assert again.objective_ms == found.objective_ms
 
 
-def test_a_poor_program_becomes_the_best_of_its_device() -> None:
-    """Serial on both devices: device 0 alone can save the waits of its forwards."""
-    compiled = CompiledProblem.of(problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=3))
-    serial = compiled.encode(build_serial(compiled.problem))
-    found = one_device(compiled).reoptimise(serial, 0)
-    assert found.is_exact
-    assert found.objective_ms == best_by_trying(compiled, serial, 0) < compiled.length_ms(serial)[0]
-
-
 def test_too_little_room_is_said() -> None:
     """With one label per layer the search goes on but claims nothing."""
     compiled = CompiledProblem.of(problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=4))

@@ -134,7 +134,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert fastest_ms < inf
     if question.memory_bytes == TIGHT or question.kinds:
         assert inf in best_of.values(), "memory is no question here"
-    result = tune(question, time_limit_s=60, work_limit=3.0, threads=threads, gap=0.0)
+    result = tune(question, time_limit_s=60, work_limit=1.0, threads=threads, gap=0.0)
     assert result.best is not None
     assert result.gap is not None
     assert result.bound_ms <= fastest_ms * (1 + 1e-6)
@@ -169,7 +169,7 @@ def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
             assert found.objective_ms + table.after_ms >= bound_ms * (1 - 1e-6), one
             searched += 1
     assert searched == 4
-    result = tune(question, time_limit_s=60, work_limit=3.0, gap=0.0)
+    result = tune(question, time_limit_s=60, work_limit=1.0, gap=0.0)
     assert result.best is not None
     assert result.gap is not None
     whole_ms = min(ms for one, ms in best_of.items() if one.slices == 1)
@@ -268,7 +268,7 @@ def test_more_chunks_than_a_plan_takes_have_the_schedules_of_families() -> None:
     question = asked(replace(SMALL, num_layers=18), framework="torchtitan", num_gpus=2)
     question = replace(question, training=Training(sequence=2048))
     question = replace(question, fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 10})
-    result = tune(question, time_limit_s=60, work_limit=0.5)
+    result = tune(question, time_limit_s=60, work_limit=0.1)
     assert result.best is not None
     assert result.best.configuration.pipeline.chunks == 10
 
@@ -482,11 +482,11 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
 def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
     """More than the load and no more than the even cut takes, 16 and 3 of 16 parts of a rank."""
     even = numbers_of(4, 4, 16, [10] * 16)
-    bound_ms, sizes, *_ = best_cut(even, stop=Stop(60.0, work=3.0))
+    bound_ms, sizes, *_ = best_cut(even, stop=Stop(60.0, work=1.0))
     assert 16 * 41.0 < bound_ms <= 16 * 41.875
     assert sum(sizes) == 162
     room = even.rooms[0]
-    assert best_cut(even._replace(rooms=(0.9 * room,) * 4), stop=Stop(60.0, work=3.0))[0] > bound_ms
+    assert best_cut(even._replace(rooms=(0.9 * room,) * 4), stop=Stop(60.0, work=1.0))[0] > bound_ms
     assert best_cut(even._replace(rooms=(0.5 * room,) * 4))[:2] == (inf, ())
 
 
