@@ -245,6 +245,7 @@ def test_memory_is_what_the_vendors_tool_shows(name) -> None:
 HUGGING_FACE = Path(__file__).parents[1] / "data/huggingface"
 PUBLISHED_CONFIGS = json.loads((HUGGING_FACE / "published.json").read_text("utf-8"))
 """What publishers wrote when they published, fields that nobody reads left out."""
+LLAMA3_8B = PUBLISHED_CONFIGS["llama3-8b"]
 
 # Written by the configuration classes of transformers 5.24.0 (defaults included, without the label
 # maps that every file repeats).
@@ -384,7 +385,7 @@ def test_gpt2_is_read() -> None:
 )
 def test_what_is_not_understood_is_refused_by_name(change, named) -> None:
     with pytest.raises(InputError, match=named):
-        shape_from_config(json.dumps(PUBLISHED_CONFIGS["llama3-8b"] | change))
+        shape_from_config(json.dumps(LLAMA3_8B | change))
 
 
 def test_a_sparse_step_is_refused() -> None:
