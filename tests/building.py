@@ -44,8 +44,8 @@ def document(
     It is of v2 where a stage says its layers.
     """
     if devices is None:
-        devices = [bus() for _ in range(1 + max(held["device"] for held in stages))]
-    if any("layers" in held for held in stages):
+        devices = [bus() for _ in range(1 + max(one_stage["device"] for one_stage in stages))]
+    if any("layers" in one_stage for one_stage in stages):
         fields = {"format": "optpipe/problem/v2", **fields}
     return {"num_microbatches": m, "devices": devices, "stages": stages, **fields}
 

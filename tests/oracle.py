@@ -27,8 +27,8 @@ def is_legal(problem: Problem, programs: Programs) -> bool:
     if _waits_in_a_circle(problem, programs) or not _come_in_turn(problem, programs):
         return False
     fits = all(
-        device_peak(problem, index, row) <= held.memory_bytes - held.reserved_bytes
-        for index, (held, row) in enumerate(zip(problem.devices, programs, strict=True))
+        device_peak(problem, index, row) <= device.memory_bytes - device.reserved_bytes
+        for index, (device, row) in enumerate(zip(problem.devices, programs, strict=True))
     )
     peaks = host_peaks(problem, programs)
     return fits and all(
@@ -415,7 +415,7 @@ class Ticking:
 
     def _length(self, action: Action) -> int:
         stage, way = _stage(self.problem, *action.cell), self.ways[action.cell]
-        held = self.problem.devices[stage.device]
+        own_device = self.problem.devices[stage.device]
         split = stage.backward_input_ms + stage.backward_weight_ms
         fused = split if stage.backward_ms is None else stage.backward_ms
         length = {
@@ -425,8 +425,8 @@ class Ticking:
             "B": fused + way.inside_ms,
             "RECOMPUTE": way.apart_ms,
             "RELEASE": 0,
-            "OFFLOAD": way.moved / 1e6 / (held.d2h_gb_per_s or 1),
-            "RELOAD": way.moved / 1e6 / (held.h2d_gb_per_s or 1),
+            "OFFLOAD": way.moved / 1e6 / (own_device.d2h_gb_per_s or 1),
+            "RELOAD": way.moved / 1e6 / (own_device.h2d_gb_per_s or 1),
         }[action.type.value]
         assert length is not None
         assert length == int(length)

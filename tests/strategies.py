@@ -65,7 +65,7 @@ def documents(
     placement = draw(placements())
     num_devices = max(placement) + 1
     version = "v2" if unequal else draw(st.sampled_from(["v1", "v2"]))
-    made: dict[str, Any] = {
+    document: dict[str, Any] = {
         "format": f"optpipe/problem/{version}",
         "num_microbatches": draw(st.integers(1, 3)),
         "objective": draw(st.sampled_from(["makespan", "span"])),
@@ -77,27 +77,27 @@ def documents(
         "links": draw(_links(num_devices)),
     }
     if unequal:
-        made |= draw(_unequal(made["num_microbatches"], placement))
+        document |= draw(_unequal(document["num_microbatches"], placement))
     elif pairs and version == "v2":
-        made["pairs"] = draw(_licences(made["stages"]))
-    return made
+        document["pairs"] = draw(_licences(document["stages"]))
+    return document
 
 
 @st.composite
 def _unequal(draw: st.DrawFn, m: int, placement: list[int]) -> dict[str, Any]:
     """Stages with some costs, which micro-batch has which, and what is known of their order."""
     num_costs = draw(st.integers(1, 3))
-    made: dict[str, Any] = {"stages": []}
+    fields: dict[str, Any] = {"stages": []}
     for device in placement:
         first, *others = [draw(_nested(draw(_stages(device)))) for _ in range(num_costs)]
         costs = [stage["costs"][0] for stage in (first, *others)]
-        made["stages"].append({**first, "costs": costs})
+        fields["stages"].append({**first, "costs": costs})
     microbatch = st.fixed_dictionaries(
         {"cost": st.integers(0, num_costs - 1), "sample": st.none() | st.integers(0, 1)}
     )
-    made["microbatches"] = draw(st.lists(microbatch, min_size=m, max_size=m))
-    made["order"] = draw(st.sampled_from(["free", "free", "given"]))
-    return made
+    fields["microbatches"] = draw(st.lists(microbatch, min_size=m, max_size=m))
+    fields["order"] = draw(st.sampled_from(["free", "free", "given"]))
+    return fields
 
 
 @st.composite
@@ -256,8 +256,8 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
     """
     keen = rng.random()
     some = [problem.cost_of.index(cost) for cost in range(problem.num_costs)]
-    same = {(s, c): _mode(problem, s, j, rng, keen) for s, held in enumerate(problem.stages)
-            if held.uniform_modes for c, j in enumerate(some)}  # fmt: skip
+    same = {(s, c): _mode(problem, s, j, rng, keen) for s, one_stage in enumerate(problem.stages)
+            if one_stage.uniform_modes for c, j in enumerate(some)}  # fmt: skip
     chosen = {
         (s, j): same[s, problem.cost_of[j]]
         if (s, problem.cost_of[j]) in same

@@ -17,26 +17,27 @@ ROW = programs("0F0 0I0 0W0")
 
 @given(cases(menus=True, pairs=True))
 def test_every_number_is_the_cores_own(case: Case) -> None:
-    made = evaluate(*case, WHERE_FROM)
+    schedule = evaluate(*case, WHERE_FROM)
     run = simulate(*case)
-    assert (made.makespan_ms, made.span_ms) == (run.makespan_ms, run.span_ms)
-    assert made.objective_ms == run.objective_ms(case.problem.objective)
-    assert made.peak_bytes == tuple(
+    assert (schedule.makespan_ms, schedule.span_ms) == (run.makespan_ms, run.span_ms)
+    assert schedule.objective_ms == run.objective_ms(case.problem.objective)
+    assert schedule.peak_bytes == tuple(
         device_peak_bytes(case.problem, device, row) for device, row in enumerate(case.programs)
     )
-    assert made.host_peak_bytes == host_peak_bytes(*case)
-    assert made.problem_hash == case.problem.problem_hash
-    assert made.placement == case.problem.placement
-    assert made.provenance is WHERE_FROM
+    assert schedule.host_peak_bytes == host_peak_bytes(*case)
+    assert schedule.problem_hash == case.problem.problem_hash
+    assert schedule.placement == case.problem.placement
+    assert schedule.provenance is WHERE_FROM
+    verify(case.problem, evaluate(*case, WHERE_FROM, bound_ms=0.0))
 
 
 def test_a_run_that_the_caller_has_made_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same schedule, without another check or simulation."""
     given_problem = problem([stage()])
-    run, made = simulate(given_problem, ROW), evaluate(given_problem, ROW, WHERE_FROM)
+    run, schedule = simulate(given_problem, ROW), evaluate(given_problem, ROW, WHERE_FROM)
     for name in ("check", "simulate"):
         monkeypatch.delattr(import_module("optpipe.evaluate"), name)
-    assert evaluate(given_problem, ROW, WHERE_FROM, run=run) == made
+    assert evaluate(given_problem, ROW, WHERE_FROM, run=run) == schedule
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,11 @@ def test_a_run_that_the_caller_has_made_is_not_made_again(monkeypatch: pytest.Mo
     ],
 )
 def test_optimal_is_what_the_gap_says(bound, gap, status, stopped_by) -> None:
-    made = evaluate(problem([stage()]), ROW, WHERE_FROM, bound_ms=bound, stopped_by="time_limit")
-    assert (made.gap, made.status, made.stopped_by) == (gap, status, stopped_by)
-    assert made.bound_ms == (bound and min(bound, 3.0))
+    schedule = evaluate(
+        problem([stage()]), ROW, WHERE_FROM, bound_ms=bound, stopped_by="time_limit"
+    )
+    assert (schedule.gap, schedule.status, schedule.stopped_by) == (gap, status, stopped_by)
+    assert schedule.bound_ms == (bound and min(bound, 3.0))
 
 
 def test_the_gap_is_that_of_the_objective() -> None:
@@ -74,11 +77,6 @@ def test_a_bound_above_the_objective_is_no_proof() -> None:
     """It would look like an optimum; one of the two is wrong."""
     with pytest.raises(ValueError, match=r"bound_ms = 3\.1: a bound may not exceed"):
         evaluate(problem([stage()]), ROW, WHERE_FROM, bound_ms=3.1)
-
-
-@given(cases(menus=True, pairs=True))
-def test_a_schedule_with_its_own_numbers_is_verified(case: Case) -> None:
-    verify(case.problem, evaluate(*case, WHERE_FROM, bound_ms=0.0))
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ class _Service(BaseHTTPRequestHandler):
         posted = Problem.parse(body["problem"])
         _Service.options = body["options"]
         programs = offloading(posted)
-        made = evaluate(posted, programs, Provenance(method="by hand"))
-        _Service.schedule = dump_schedule(made)
+        answer = evaluate(posted, programs, Provenance(method="by hand"))
+        _Service.schedule = dump_schedule(answer)
         self._answer(json.dumps(JOB))
 
     def do_GET(self) -> None:
@@ -171,7 +171,7 @@ def test_targets_are_the_next_letters_and_a_seed_makes_the_same_text() -> None:
 
 def test_room_is_counted_in_activations_beside_what_is_always_there() -> None:
     """The larger of activation and weight context, and the larger workspace, must fit."""
-    held = stage(
+    full = stage(
         activation_bytes=100,
         weight_context_bytes=120,
         static_bytes=30,
@@ -179,7 +179,7 @@ def test_room_is_counted_in_activations_beside_what_is_always_there() -> None:
         backward_input_workspace_bytes=7,
     )
     after = stage(1, activation_bytes=8)
-    whole = problem([held, after], [bus(reserved_bytes=1000)] * 2, m=3)
+    whole = problem([full, after], [bus(reserved_bytes=1000)] * 2, m=3)
     first, second = with_room(whole, 2.5).devices
     assert first.memory_bytes == 1000 + 30 + 7 + 300
     assert second.memory_bytes == 1000 + 20

@@ -119,13 +119,13 @@ def test_a_run_never_needs_more_than_its_stage_says(found: list[dict[str, Any]])
     stages = as_stages(found)
     whole = reduce(fuse, stages)
     full, context = whole.activation_bytes, whole.weight_context_bytes
-    held = list(accumulate(stage.activation_bytes for stage in stages))
+    kept = list(accumulate(stage.activation_bytes for stage in stages))
     later = [sum(s.weight_context_bytes for s in stages[k:]) for k in range(len(stages) + 1)]
     for k, stage in enumerate(stages):
-        before = held[k] - stage.activation_bytes
-        assert held[k] + stage.forward_workspace_bytes <= full + whole.forward_workspace_bytes
-        assert held[k] + stage.backward_workspace_bytes <= full + whole.backward_workspace_bytes
-        turning = max(held[k] + later[k + 1], before + later[k])
+        before = kept[k] - stage.activation_bytes
+        assert kept[k] + stage.forward_workspace_bytes <= full + whole.forward_workspace_bytes
+        assert kept[k] + stage.backward_workspace_bytes <= full + whole.backward_workspace_bytes
+        turning = max(kept[k] + later[k + 1], before + later[k])
         limit = max(full, context) + whole.backward_input_workspace_bytes
         assert turning + stage.backward_input_workspace_bytes <= limit
         weights = later[k] + stage.backward_weight_workspace_bytes
@@ -135,7 +135,7 @@ def test_a_run_never_needs_more_than_its_stage_says(found: list[dict[str, Any]])
 @given(st.lists(layers(), min_size=1, max_size=5))
 def test_a_recomputed_run_never_needs_more_than_its_stage_says(found: list[dict[str, Any]]) -> None:
     """F keeps checkpoints, less what a recomputation brings back; it holds a layer's input."""
-    stages = as_stages([{"recompute_ms": 1, "checkpoint_bytes": 0, **held} for held in found])
+    stages = as_stages([{"recompute_ms": 1, "checkpoint_bytes": 0, **fields} for fields in found])
     whole = reduce(fuse, stages)
     kept = 0
     for k, stage in enumerate(stages):

@@ -5,12 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
 from pydantic import ValidationError
 
 from optpipe import Device, Problem, ProblemError, dump_problem, load_problem
 from tests.building import document, everything_at_once, problem, stage
-from tests.strategies import problems
 
 WHOLE = everything_at_once()[0].model_dump(mode="json", by_alias=True)
 
@@ -195,10 +193,14 @@ def test_defaults_are_those_of_the_design() -> None:
     assert (device.d2h_gb_per_s, device.h2d_gb_per_s, device.pcie_group) == (None, None, None)
     assert (device.half_duplex, device.host, device.reserved_bytes) == (False, "host0", 0)
     assert [(host.name, host.memory_bytes) for host in bare.hosts] == [("host0", None)]
-    held = bare.stages[0]
-    assert held.weight_context_bytes == held.activation_bytes == 10
-    assert (held.backward_ms, held.recompute_ms, held.checkpoint_bytes) == (None, None, None)
-    assert held.fused_backward_ms == 2
+    bare_stage = bare.stages[0]
+    assert bare_stage.weight_context_bytes == bare_stage.activation_bytes == 10
+    assert (bare_stage.backward_ms, bare_stage.recompute_ms, bare_stage.checkpoint_bytes) == (
+        None,
+        None,
+        None,
+    )
+    assert bare_stage.fused_backward_ms == 2
     assert not bare.can_offload(0)
     assert bare.objective == "makespan"
     assert bare.boundary_ms == ((0.0, 0.0),)
@@ -225,7 +227,7 @@ def test_hash_ignores_name_key_order_and_what_defaults_say_anyway() -> None:
     same = [
         data | {"name": "other"},
         dict(reversed(data.items())),
-        data | {"stages": [dict(reversed(held.items())) for held in data["stages"]]},
+        data | {"stages": [dict(reversed(one_stage.items())) for one_stage in data["stages"]]},
         data | {"links": [{"from": 1, "to": 0, "latency_ms": 0}]},
         data | {"links": [{"from": 1, "to": 0}, {"from": 0, "to": 1}]},
         put(data, ("hosts",), ...),
@@ -293,15 +295,8 @@ def test_values_are_frozen() -> None:
 
 
 def test_a_device_can_be_made_without_a_name() -> None:
-    made = Problem(num_microbatches=1, devices=(Device(memory_bytes=9),), stages=(stage(),))
-    assert made.devices[0].name == "gpu0"
-
-
-@given(problems(menus=True))
-def test_a_problem_survives_its_own_dump(made: Problem) -> None:
-    again = Problem.parse(made.model_dump(mode="json", by_alias=True))
-    assert again == made
-    assert again.problem_hash == made.problem_hash
+    built = Problem(num_microbatches=1, devices=(Device(memory_bytes=9),), stages=(stage(),))
+    assert built.devices[0].name == "gpu0"
 
 
 def test_layers_are_kept_and_nothing_else_changes() -> None:
@@ -340,9 +335,9 @@ def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
     again = {"name": "recompute", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
     menu: list[dict[str, Any]] = [KEEP, {"name": "offload", "offload_bytes": 5}, again]
     read = Problem.parse(nested(modes=menu))
-    held = read.stages[0]
+    flat = read.stages[0]
     assert read.format == "optpipe/problem/v1"
-    assert (held.offload_bytes, held.checkpoint_bytes, held.recompute_ms) == (5, 2, 3)
+    assert (flat.offload_bytes, flat.checkpoint_bytes, flat.recompute_ms) == (5, 2, 3)
     # v1 has no names: one that may say which part goes is kept, and runs as it says.
     menu[1] |= {"name": "offload mlp"}
     read = Problem.parse(nested(modes=menu))

@@ -326,23 +326,6 @@ def test_programs_that_fit_a_limit_fit_a_larger_one_and_take_the_same_time(case,
     assert simulate(larger, programs) == simulate(problem, programs)
 
 
-def test_the_smallest_pipeline_has_one_line_over_its_memory() -> None:
-    """From problems to a line: the index of each is found again."""
-    base = building.problem([building.stage(0)], [{"memory_bytes": 100}])
-    found = sweep(base, {"memory_scale": [1, 0.5]})
-    points = [
-        Point(
-            index=index,
-            family=family_of(item.problem),
-            label=label_of(item.values, base.name),
-            memory_bytes=memory_of(item.problem),
-        )
-        for index, item in enumerate(found)
-    ]
-    (line,) = frontier(points)
-    assert [(p.index, p.limit_bytes) for p in line.points] == [(1, 50), (0, 100)]
-
-
 # --- Relaxations: what is legal in the tighter one of two is legal in the looser one, and no
 # longer there.
 
@@ -418,8 +401,8 @@ def test_every_axis_that_relaxes_is_known_in_its_direction_alone(
 ) -> None:
     """The looser problem knows the tighter one, and the tighter one nobody."""
     base = one("stages[*].output_bytes", 10**6)
-    made = [item.problem for item in sweep(base, {name: [loose, tight]})]
-    assert tighter_ones(made) == [(1,), ()]
+    swept = [item.problem for item in sweep(base, {name: [loose, tight]})]
+    assert tighter_ones(swept) == [(1,), ()]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +415,7 @@ def test_every_axis_that_relaxes_is_known_in_its_direction_alone(
 )
 def test_what_has_another_shape_is_no_relaxation(name: str, values: list[Any]) -> None:
     """Nor is more memory for fewer micro-batches, or a bus that is faster and shared."""
-    made = [item.problem for item in sweep(BASE, {name: values, "memory_scale": [1, 2]})]
-    assert tighter_ones(made) == [(), (0,), (), (2,)]
+    swept = [item.problem for item in sweep(BASE, {name: values, "memory_scale": [1, 2]})]
+    assert tighter_ones(swept) == [(), (0,), (), (2,)]
     shared = one("devices[*].half_duplex", True)
     assert tighter_ones([one("pcie_scale", 2, shared), shared, BASE]) == [(), (), (1,)]

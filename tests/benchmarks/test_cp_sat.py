@@ -80,9 +80,9 @@ def _duplex(**fields: Any) -> Problem:
 
 def _vee(**fields: Any) -> Problem:
     """Both devices copy out at the same time, to make room for their second chunk."""
-    held = [offloadable(d, **_BYTES) for d in range(2)]
+    leading = [offloadable(d, **_BYTES) for d in range(2)]
     rest = [stage(d, activation_bytes=2 * UNIT) for d in (1, 0)]
-    return problem([*held, *rest], [bus(memory_bytes=2 * UNIT, **_SLOW, **fields)] * 2, m=1)
+    return problem([*leading, *rest], [bus(memory_bytes=2 * UNIT, **_SLOW, **fields)] * 2, m=1)
 
 
 def _chunks(limit: int, **first: Any) -> Problem:
@@ -153,12 +153,12 @@ TINY |= {
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., PeerAnswer]) -> None:
-    held = TINY[name]
-    said = peer(held, started(held).programs)
+    posed = TINY[name]
+    said = peer(posed, started(posed).programs)
     assert said.status == "optimal"
     assert said.extra["refused"] == 0
-    assert judge(held, said.programs) == pytest.approx(optimum(held))
-    assert said.bound_ms == pytest.approx(optimum(held))
+    assert judge(posed, said.programs) == pytest.approx(optimum(posed))
+    assert said.bound_ms == pytest.approx(optimum(posed))
 
 
 @given(case=cases())
@@ -166,11 +166,11 @@ def test_its_bound_is_below_every_legal_schedule(
     case: Case, peer: Callable[..., PeerAnswer]
 ) -> None:
     """Started from any legal schedule it finds one no worse, and no bound above that."""
-    held, programs = case
-    said = peer(held, programs, 1.0)
-    found = judge(held, said.programs)
+    posed, programs = case
+    said = peer(posed, programs, 1.0)
+    found = judge(posed, said.programs)
     assert found is not None
-    assert found <= simulate(held, programs).objective_ms(held.objective)
+    assert found <= simulate(posed, programs).objective_ms(posed.objective)
     assert said.status != "infeasible"
     assert said.bound_ms is None or said.bound_ms <= found * (1 + 1e-6)
 
@@ -190,11 +190,11 @@ def test_it_agrees_with_the_milp(offload: bool, peer: Callable[..., PeerAnswer])
     without = problem(
         [stage(d, 4, 4, 2, **half) for d in range(3)], [{"memory_bytes": 20}] * 3, m=4
     )
-    held = parked() if offload else without
-    ours = started(held)
-    said = peer(held, ours.programs, 20.0)
+    posed = parked() if offload else without
+    ours = started(posed)
+    said = peer(posed, ours.programs, 20.0)
     improve_by_milp(ours, Stop(15))
-    found = judge(held, said.programs)
+    found = judge(posed, said.programs)
     assert found is not None
     assert said.bound_ms is not None
     assert said.bound_ms <= ours.objective_ms * (1 + 1e-6)

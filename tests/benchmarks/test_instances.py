@@ -21,8 +21,8 @@ def test_the_files_are_what_the_script_makes() -> None:
 
 
 def test_the_index_is_what_the_script_makes() -> None:
-    made = [{key: str(value) for key, value in row.items()} for _, row in DOCUMENTS.values()]
-    assert made == ROWS
+    rows = [{key: str(value) for key, value in row.items()} for _, row in DOCUMENTS.values()]
+    assert rows == ROWS
 
 
 @pytest.mark.parametrize("name", [row["name"] for row in ROWS])

@@ -34,8 +34,8 @@ ROW = BenchRow(
 
 
 def test_only_legal_and_better_programs_are_kept() -> None:
-    held = problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=2)
-    best = BestLegal(held)
+    given = problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=2)
+    best = BestLegal(given)
     serial = programs("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
     assert not best.offer(programs("0F0", "1F0"), "broken")
     assert best.offer(serial, "serial")

@@ -31,8 +31,8 @@ def test_the_set_covers_what_it_must() -> None:
 def test_limits_grow_and_v1_has_a_schedule_at_each_but_of_the_longest_context() -> None:
     for name, problem in PROBLEMS.items():
         assert feasibility(problem).plan is not None
-        for held in (v1_menus(problem), as_v1(problem)):
-            assert (feasibility(held).plan is None) == name.startswith(LONG)
+        for of_v1 in (v1_menus(problem), as_v1(problem)):
+            assert (feasibility(of_v1).plan is None) == name.startswith(LONG)
     for name, problem in PROBLEMS.items():
         if "-tight-" in name:
             limits = [

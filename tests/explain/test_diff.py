@@ -44,11 +44,11 @@ def test_placement_is_compared_by_stage() -> None:
 
 
 def test_costs_are_those_of_the_simulator_and_the_walk() -> None:
-    made = problem([offloadable(0), offloadable(1)], m=2)
-    costs = {cost.name: cost for cost in schedule_costs(made, BEFORE, AFTER)}
+    given_problem = problem([offloadable(0), offloadable(1)], m=2)
+    costs = {cost.name: cost for cost in schedule_costs(given_problem, BEFORE, AFTER)}
     makespan = costs["makespan"]
     assert (makespan.before, makespan.after) == (
-        simulate(made, BEFORE).makespan_ms, simulate(made, AFTER).makespan_ms
+        simulate(given_problem, BEFORE).makespan_ms, simulate(given_problem, AFTER).makespan_ms
     )  # fmt: skip
     assert (costs["offloaded"].before, costs["offloaded"].after) == (0, 10_000_000)
     assert costs["idle, reload"].before == 0
@@ -120,8 +120,8 @@ def test_fields_that_change_alike_stand_in_one_line() -> None:
         update={
             "num_microbatches": 4,
             "stages": [
-                held.model_copy(update={"forward_ms": 2.0 if i < 3 else 1.5})
-                for i, held in enumerate(before.stages)
+                one_stage.model_copy(update={"forward_ms": 2.0 if i < 3 else 1.5})
+                for i, one_stage in enumerate(before.stages)
             ],
         }
     )

@@ -17,41 +17,41 @@ from tests.explain.inexact import inexact_cases
 from tests.strategies import Case, cases
 
 
-def causes(made, rows) -> list[dict[IdleCause, float]]:
-    return [device.causes for device in idle_times(made, rows, simulate(made, rows))]
+def causes(posed, rows) -> list[dict[IdleCause, float]]:
+    return [device.causes for device in idle_times(posed, rows, simulate(posed, rows))]
 
 
 def test_warm_up_cool_down_and_the_way_back() -> None:
-    made = problem(
+    posed = problem(
         [stage(0, f=2, i=3, w=1), stage(1, f=4, i=5, w=1)],
         links=[{"from": 0, "to": 1, "latency_ms": 0.5}],
     )
-    assert causes(made, programs("0F0 0I0 0W0", "1F0 1I0 1W0")) == [
+    assert causes(posed, programs("0F0 0I0 0W0", "1F0 1I0 1W0")) == [
         {IdleCause.BACKWARD: 9.5, IdleCause.LINK: 0.5},
         {IdleCause.WARM_UP: 2.5, IdleCause.COOL_DOWN: 3.5},
     ]
 
 
 def test_a_forward_that_comes_late() -> None:
-    made = problem([stage(0, f=5), stage(1)], m=2)
+    posed = problem([stage(0, f=5), stage(1)], m=2)
     rows = programs("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
-    assert causes(made, rows)[1] == {
+    assert causes(posed, rows)[1] == {
         IdleCause.WARM_UP: 5, IdleCause.FORWARD: 4, IdleCause.COOL_DOWN: 2
     }  # fmt: skip
 
 
 def test_a_release_a_reload_and_a_gradient_reduction() -> None:
-    made = problem([offloadable(f=1, i=1, w=2, grad_sync_ms=3)], m=2)
+    posed = problem([offloadable(f=1, i=1, w=2, grad_sync_ms=3)], m=2)
     rows = programs("0F0 0OFFLOAD0 0F1 0RELEASE0 0I1 0W1 0RELOAD0 0I0 0W0")
-    assert causes(made, rows) == [
+    assert causes(posed, rows) == [
         {IdleCause.RELOAD: 10, IdleCause.RELEASE: 9, IdleCause.GRAD_SYNC: 3}
     ]
 
 
 def test_under_span_a_late_start_costs_nothing() -> None:
-    made = problem([stage(0, f=2), stage(1, f=4)], objective="span")
+    posed = problem([stage(0, f=2), stage(1, f=4)], objective="span")
     rows = programs("0F0 0B0", "1F0 1B0")
-    assert causes(made, rows) == [{IdleCause.BACKWARD: 6}, {IdleCause.COOL_DOWN: 4}]
+    assert causes(posed, rows) == [{IdleCause.BACKWARD: 6}, {IdleCause.COOL_DOWN: 4}]
 
 
 @given(cases(menus=True) | inexact_cases())
@@ -142,16 +142,16 @@ def test_it_is_told_least_first() -> None:
     """Two stages, one micro-batch; the reduction of 4 ms on device 1 starts at 8 of 15 ms."""
     given = problem([stage(0, 2, 3, 1, grad_sync_ms=4), stage(1, 2, 3, 1, grad_sync_ms=4)], m=1)
     rows = one_f_one_b(2, 1, "IW")
-    told = explain(given, rows)
-    assert told.length_ms == 15
-    factors = {(one.lane, one.devices): one.factor for one in told.slacks}
+    explanation = explain(given, rows)
+    assert explanation.length_ms == 15
+    factors = {(one.lane, one.devices): one.factor for one in explanation.slacks}
     assert factors == {
         ("compute", (0,)): 1,
         ("grad sync", (0,)): 1,
         ("compute", (1,)): 1,
         ("grad sync", (1,)): pytest.approx(7 / 4),
     }
-    assert [one.text for one in told.sentences if one.topic == "slack"] == [
+    assert [one.text for one in explanation.sentences if one.topic == "slack"] == [
         "compute of gpu0 and gpu1: whatever gets slower there makes the step longer",
         "gradient reduction of gpu0: whatever gets slower there makes the step longer",
         "gradient reduction of gpu1: may take 75 % longer before the step does",

@@ -23,23 +23,23 @@ def test_every_start_is_legal_for_its_changed_problem(case: Case) -> None:
 
 def test_more_cells_than_there_may_be_are_not_asked_for() -> None:
     """One stage, two micro-batches: four cells when they are twice as many."""
-    made = problem([stage(0)], m=2)
-    *_, refused = questions(made, ROWS, max_cells=3)
+    posed = problem([stage(0)], m=2)
+    *_, refused = questions(posed, ROWS, max_cells=3)
     assert isinstance(refused, Unasked)
     assert refused.sentence().endswith("stages x micro-batches may not exceed 3")
-    *_, asked = questions(made, ROWS, max_cells=4)
-    assert isinstance(asked, WhatIfQuestion)
-    assert (asked.problem.num_microbatches, len(asked.start[0])) == (4, 8)
+    *_, question = questions(posed, ROWS, max_cells=4)
+    assert isinstance(question, WhatIfQuestion)
+    assert (question.problem.num_microbatches, len(question.start[0])) == (4, 8)
 
 
 def test_the_bus_is_asked_about_where_something_crosses_it() -> None:
     """A stage that cannot be offloaded gains nothing by a faster one."""
     _, refused, _ = questions(problem([stage(0)], m=2), ROWS)
-    _, asked, _ = questions(problem([offloadable(0)], [bus()], m=2), ROWS)
-    assert refused.name == asked.name == "faster-pcie"
+    _, question, _ = questions(problem([offloadable(0)], [bus()], m=2), ROWS)
+    assert refused.name == question.name == "faster-pcie"
     assert isinstance(refused, Unasked)
-    assert isinstance(asked, WhatIfQuestion)
-    assert asked.problem.devices[0].d2h_gb_per_s == 1.2
+    assert isinstance(question, WhatIfQuestion)
+    assert question.problem.devices[0].d2h_gb_per_s == 1.2
 
 
 # What an answer says: the gain per micro-batch, and what is proven of it.
@@ -76,9 +76,9 @@ def test_gain_and_proof_in_words(given: WhatIfAnswer, said: str) -> None:
 
 
 def test_numbers_say_the_same_as_words() -> None:
-    told = answer(180, 160, 8).as_json()
-    assert told["gain"] == pytest.approx(0.1)
-    assert told["most_gain"] == pytest.approx(0.2)
-    assert (told["buys_nothing"], told["microbatches_after"]) == (False, 8)
+    said = answer(180, 160, 8).as_json()
+    assert said["gain"] == pytest.approx(0.1)
+    assert said["most_gain"] == pytest.approx(0.2)
+    assert (said["buys_nothing"], said["microbatches_after"]) == (False, 8)
     assert answer(90, None).most_gain is None
     assert answer(0, 0).is_proven

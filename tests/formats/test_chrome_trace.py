@@ -71,14 +71,14 @@ def test_every_action_that_takes_time_is_there_at_its_simulated_time(
     problem, programs, events
 ) -> None:
     run = simulate(problem, programs)
-    told = {event["name"]: event for event in events if event["ph"] == "X"}
+    drawn = {event["name"]: event for event in events if event["ph"] == "X"}
     for action, at in zip(programs[0], run.times[0], strict=True):
         if action.type == "RELEASE":
-            assert str(action) not in told
+            assert str(action) not in drawn
             continue
-        assert told[str(action)]["ts"] == pytest.approx(at.start * 1e3, abs=1e-3)
-        assert told[str(action)]["dur"] == pytest.approx((at.end - at.start) * 1e3, abs=2e-3)
-    assert told["gradient reduction"]["dur"] == pytest.approx(700)
+        assert drawn[str(action)]["ts"] == pytest.approx(at.start * 1e3, abs=1e-3)
+        assert drawn[str(action)]["dur"] == pytest.approx((at.end - at.start) * 1e3, abs=2e-3)
+    assert drawn["gradient reduction"]["dur"] == pytest.approx(700)
 
 
 def test_threads_that_carry_events_are_named_and_others_are_not(events) -> None:
@@ -95,17 +95,17 @@ def test_a_schedule_without_transfers_has_no_empty_lanes(problem) -> None:
 
 
 def test_the_memory_counter_reaches_the_peak_of_the_walk(events) -> None:
-    held = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
-    assert max(held) == 12
-    assert held[0] == 0
-    assert held[-1] == 0
+    levels = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+    assert max(levels) == 12
+    assert levels[0] == 0
+    assert levels[-1] == 0
 
 
 def test_messages_that_queue_stand_in_a_process_of_their_link() -> None:
     link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
     sized = [building.stage(0, output_bytes=5 * building.UNIT), building.stage(1)]
-    made = building.problem(sized, m=2, links=[link], format="optpipe/problem/v2")
-    found = json.loads(dump_chrome_trace(made, building.one_f_one_b(2, 2)))["traceEvents"]
+    given = building.problem(sized, m=2, links=[link], format="optpipe/problem/v2")
+    found = json.loads(dump_chrome_trace(given, building.one_f_one_b(2, 2)))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     sent = [e for e in found if e.get("cat") == "message" and not e["args"]["backward"]]
     assert [names[e["pid"]] for e in sent] == ["link 0 -> 1"] * 2

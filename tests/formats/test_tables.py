@@ -108,7 +108,7 @@ def test_columns_that_say_nothing_are_left_out(changes: dict[str, Any], name: st
 
 
 def sweep_row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> SweepRow:
-    made: dict[str, Any] = {
+    row: dict[str, Any] = {
         "index": index,
         "values": {"memory_scale": 0.5, "placement": "v"} if values is None else values,
         "name": "p",
@@ -122,7 +122,7 @@ def sweep_row(index: int = 0, values: dict[str, Any] | None = None, **fields: An
         "job_id": None,
         "message": None,
     }
-    return cast("SweepRow", made | fields)
+    return cast("SweepRow", row | fields)
 
 
 FAILED = sweep_row(
@@ -183,7 +183,7 @@ AXIS = st.text("ab[*].,\"'0 é", max_size=5)
 @given(st.lists(st.dictionaries(AXIS, JSON, max_size=3), min_size=1, max_size=4))
 @example([{"a": "12"}, {"a": 12}, {"a": "null"}, {"a": '"x"'}, {"a": ""}])
 def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
-    rows = [sweep_row(index, held) for index, held in enumerate(values)]
+    rows = [sweep_row(index, value) for index, value in enumerate(values)]
     assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
 
 

@@ -115,10 +115,10 @@ def test_replicas_share_a_device_and_chunks_too(tmp_path: Path) -> None:
     run = read_kineto(paths)
     assert run.placement == (0, 1, 1, 0)
     assert run.spreads[3, "F"].num_samples == 2
-    asked = Given.model_validate(
+    rest = Given.model_validate(
         {"num_microbatches": 4, "stage": {"activation_bytes": 1}, "device": {"memory_bytes": 9}}
     )
-    assert run.problem(asked).placement == (0, 1, 1, 0)
+    assert run.problem(rest).placement == (0, 1, 1, 0)
 
 
 def test_the_file_name_names_the_rank_where_the_trace_does_not(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_ranges_of_ones_own_are_named_by_patterns(tmp_path: Path) -> None:
 def test_messages_take_as_long_as_their_shorter_end(tmp_path: Path) -> None:
     """10 us and 100 GB/s between two ranks, one of which always waits for the other."""
     sender, receiver = Trace(rank=4), Trace(rank=6)
-    for trace, held in ((sender, 0), (receiver, 1)):
-        trace.gpu(f"PP:{held}F0", (0, 10))
+    for trace, number in ((sender, 0), (receiver, 1)):
+        trace.gpu(f"PP:{number}F0", (0, 10))
     for elements in (1_000_000, 1_000_000, 4_000_000):
         true_us = 10 + 2 * elements / 1e5
         sender.message("send", 6, elements, true_us if elements > 1e6 else true_us + 500)
@@ -174,8 +174,8 @@ def test_messages_take_as_long_as_their_shorter_end(tmp_path: Path) -> None:
 def test_the_kernel_of_a_batch_carries_the_messages_noted_before_it(tmp_path: Path) -> None:
     """Two tensors of 2 and 4 MB in 60 us; before torch 2.6 the group names the peer."""
     sender, receiver = Trace(rank=4), Trace(rank=6)
-    for trace, held in ((sender, 0), (receiver, 1)):
-        trace.gpu(f"PP:{held}F0", (0, 10))
+    for trace, number in ((sender, 0), (receiver, 1)):
+        trace.gpu(f"PP:{number}F0", (0, 10))
     for waiting in (0, 900):
         sender.batch("send", "[4, 6]", (1_000_000, 2_000_000), 60 + waiting)
         receiver.batch("recv", "[4, 6]", (1_000_000, 2_000_000), 960 - waiting)
@@ -353,10 +353,10 @@ def test_bytes_are_those_of_the_tensors_that_stay(traces) -> None:
 
 @pytest.mark.extended
 def test_it_makes_a_problem(traces) -> None:
-    asked = Given.model_validate(
+    rest = Given.model_validate(
         {"stage": {"activation_bytes": 100}, "device": {"memory_bytes": 1000}}
     )
-    built = read_kineto(traces).without_warmup().problem(asked)
+    built = read_kineto(traces).without_warmup().problem(rest)
     assert (len(built.stages), built.num_microbatches) == (2, 2)
     assert built.stages[1].backward_ms is not None
     assert built.stages[1].backward_ms >= SLOW_MS
@@ -428,7 +428,7 @@ def test_what_lies_there_before_a_step_is_static(tmp_path: Path) -> None:
     for stage in (0, 1):
         step(trace, stage)
     built = build_problem(read_kineto([trace.write(tmp_path / "a.json")]))
-    assert [held.static_bytes for held in built.problem.stages] == [351, 350]
+    assert [one_stage.static_bytes for one_stage in built.problem.stages] == [351, 350]
     assert built.problem.devices[0].memory_bytes == 80_000
     assert built.problem.num_microbatches == 1
     assert "static_bytes is all that lay on the GPU" in "\n".join(built.notes)

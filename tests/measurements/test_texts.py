@@ -223,8 +223,8 @@ def test_a_problem_has_the_medians_of_the_table(stages) -> None:
     ]
     text = dump_times(Measurements(source="test", samples=tuple(found)))
     built = read_times(text).problem(ENOUGH)
-    for held, of_stage in zip(built.stages, stages, strict=True):
-        medians = held.forward_ms, held.backward_input_ms, held.backward_weight_ms
+    for one_stage, of_stage in zip(built.stages, stages, strict=True):
+        medians = one_stage.forward_ms, one_stage.backward_input_ms, one_stage.backward_weight_ms
         assert medians == tuple(round(statistics.median(list_ms), 6) for list_ms in of_stage)
 
 

@@ -50,9 +50,9 @@ def test_medians_become_the_times_of_a_problem() -> None:
 )
 def test_a_fused_backward_is_kept_and_split(times, share, expected) -> None:
     """As measured, as given, or all of it input gradient, and then a note says so."""
-    asked = ENOUGH.model_copy(update={"weight_share": share})
+    rest = ENOUGH.model_copy(update={"weight_share": share})
     run = measured({(0, "F"): [1], **{(0, action): [ms] for action, ms in times.items()}})
-    built = build_problem(run, asked)
+    built = build_problem(run, rest)
     only = built.problem.stages[0]
     assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == expected
     assert ("only B was measured" in "\n".join(built.notes)) == ("I" not in times)
@@ -85,8 +85,8 @@ def test_too_few_times_are_refused(times, message) -> None:
 def test_the_micro_batches_seen_are_counted() -> None:
     samples = [Sample(stage=0, action="F", time_ms=1, microbatch=j) for j in range(6)]
     samples.append(Sample(stage=0, action="B", time_ms=1, microbatch=0))
-    asked = Given(stage=ENOUGH.stage, device=ENOUGH.device)
-    assert Measurements(source="test", samples=tuple(samples)).problem(asked).num_microbatches == 6
+    rest = Given(stage=ENOUGH.stage, device=ENOUGH.device)
+    assert Measurements(source="test", samples=tuple(samples)).problem(rest).num_microbatches == 6
 
 
 def test_one_stage_counts_before_all_and_all_before_measured() -> None:
@@ -98,10 +98,10 @@ def test_one_stage_counts_before_all_and_all_before_measured() -> None:
         stages=(StageFacts(activation_bytes=7, static_bytes=3),) * 2,
         devices=(DeviceFacts(memory_bytes=70, reserved_bytes=6),),
     )
-    asked = ENOUGH.model_copy(update={"stages": (StageFacts(activation_bytes=9),)})
-    built = run.problem(asked)
-    assert [held.activation_bytes for held in built.stages] == [9, 100]
-    assert [held.static_bytes for held in built.stages] == [3, 3]
+    rest = ENOUGH.model_copy(update={"stages": (StageFacts(activation_bytes=9),)})
+    built = run.problem(rest)
+    assert [one_stage.activation_bytes for one_stage in built.stages] == [9, 100]
+    assert [one_stage.static_bytes for one_stage in built.stages] == [3, 3]
     first = built.devices[0]
     assert (first.memory_bytes, first.reserved_bytes) == (1000, 6)
 
@@ -126,8 +126,8 @@ def test_what_the_base_gives_is_noted_once_for_all_stages_alike() -> None:
     """Stages 0 and 1 lack a backward, stage 2 everything."""
     base = problem([stage(0, 1, 2, 3), stage(1, 1, 2, 3), stage(2, 1, 2, 3)])
     built = build_problem(measured({(0, "F"): [5.0], (1, "F"): [6.0]}), base=base)
-    assert [held.forward_ms for held in built.problem.stages] == [5, 6, 1]
-    assert [held.backward_weight_ms for held in built.problem.stages] == [3, 3, 3]
+    assert [one_stage.forward_ms for one_stage in built.problem.stages] == [5, 6, 1]
+    assert [one_stage.backward_weight_ms for one_stage in built.problem.stages] == [3, 3, 3]
     kept = "neither B nor I and W were measured; the base problem's times are kept."
     assert built.notes == (
         f"Stage 0-1: {kept}",
@@ -148,7 +148,7 @@ TOGETHER = Measurements(source="test", samples=measured(ONE).samples, placement=
 
 
 @pytest.mark.parametrize(
-    ("run", "asked", "base", "message"),
+    ("run", "rest", "base", "message"),
     [
         (measured(ONE), TOO_MANY, None, "2 stages are described, but times of 1"),
         (
@@ -166,10 +166,10 @@ TOGETHER = Measurements(source="test", samples=measured(ONE).samples, placement=
         (TOGETHER, None, problem([stage(0), stage(1)]), "stages 0 and 1 ran on one device"),
     ],
 )
-def test_what_contradicts_the_measurements_is_refused(run, asked, base, message) -> None:
+def test_what_contradicts_the_measurements_is_refused(run, rest, base, message) -> None:
     """More described stages than measured; sizes, fewer stages, another placement of a base."""
     with pytest.raises(MeasurementError, match=message):
-        run.problem(asked, base)
+        run.problem(rest, base)
 
 
 def test_links_are_fitted_and_the_others_given() -> None:
@@ -180,8 +180,8 @@ def test_links_are_fitted_and_the_others_given() -> None:
     )
     times = {(s, a): [1.0] for s in range(3) for a in ("F", "B")}
     run = Measurements(source="test", samples=measured(times).samples, transfers=transfers)
-    asked = ENOUGH.model_copy(update={"link_gb_per_s": 5.0, "link_latency_ms": 0.5})
-    links = {(link.source, link.target): link for link in run.problem(asked).links}
+    rest = ENOUGH.model_copy(update={"link_gb_per_s": 5.0, "link_latency_ms": 0.5})
+    links = {(link.source, link.target): link for link in run.problem(rest).links}
     assert links[0, 1].latency_ms == pytest.approx(0.01)
     assert links[0, 1].bandwidth_gb_per_s == pytest.approx(2)
     assert (links[1, 2].latency_ms, links[2, 1].bandwidth_gb_per_s) == (0.5, 5)
@@ -202,23 +202,23 @@ def test_measured_links_follow_the_devices_of_the_base() -> None:
 
 def test_a_recomputation_takes_what_was_measured_or_a_forward() -> None:
     """With checkpoint_bytes known: RECOMPUTE's median, else F's."""
-    asked = Given(
+    rest = Given(
         num_microbatches=1,
         stage=StageFacts(activation_bytes=10, checkpoint_bytes=1),
         device=ENOUGH.device,
     )
     times = {(0, "F"): [2.0], (0, "B"): [1.0]}
-    assert measured(times).problem(asked).stages[0].recompute_ms == 2
-    assert measured(times | {(0, "RECOMPUTE"): [3.0]}).problem(asked).stages[0].recompute_ms == 3
+    assert measured(times).problem(rest).stages[0].recompute_ms == 2
+    assert measured(times | {(0, "RECOMPUTE"): [3.0]}).problem(rest).stages[0].recompute_ms == 3
 
 
 def test_every_assumption_is_noted() -> None:
     times = {(s, a): [1.0] for s in range(2) for a in ("F", "I", "W", "RECOMPUTE")}
-    asked = Given(
+    rest = Given(
         num_microbatches=1, stage=StageFacts(activation_bytes=9, offload_bytes=9),
         device=ENOUGH.device,
     )  # fmt: skip
-    notes = "\n".join(build_problem(measured(times), asked).notes)
+    notes = "\n".join(build_problem(measured(times), rest).notes)
     assert "static_bytes of stage 0-1" in notes
     assert "weight_context_bytes of stage 0-1" in notes
     assert "output_bytes of stage 0-1" in notes
@@ -230,8 +230,8 @@ def test_every_assumption_is_noted() -> None:
 def test_the_last_stage_needs_no_output() -> None:
     """It sends nothing on; what the others send is known."""
     times = {(s, a): [1.0] for s in range(2) for a in ("F", "B")}
-    asked = ENOUGH.model_copy(update={"stages": (StageFacts(output_bytes=5),)})
-    assert "output_bytes" not in "\n".join(build_problem(measured(times), asked).notes)
+    rest = ENOUGH.model_copy(update={"stages": (StageFacts(output_bytes=5),)})
+    assert "output_bytes" not in "\n".join(build_problem(measured(times), rest).notes)
 
 
 def test_the_first_step_of_each_rank_is_left_out() -> None:

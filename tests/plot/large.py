@@ -12,5 +12,5 @@ def large_case(num_devices: int, num_microbatches: int) -> tuple[Problem, Progra
     stages = [stage(device, 29.7, 29.4, 19.9, **sizes) for device in range(num_devices)]
     devices = [{"memory_bytes": 80 * GIB}] * num_devices
     name = f"{num_devices} x {num_microbatches}"
-    made = problem(stages, devices, num_microbatches, name=name)
-    return made, one_f_one_b(num_devices, num_microbatches, "IW")
+    whole = problem(stages, devices, num_microbatches, name=name)
+    return whole, one_f_one_b(num_devices, num_microbatches, "IW")

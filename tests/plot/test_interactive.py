@@ -38,12 +38,12 @@ class Tags(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.addresses: list[str] = []
         self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs) -> None:
         self.tags.append(tag)
-        self.asked += [
+        self.addresses += [
             value for name, value in attrs if name in {"src", "href", "srcset", "action"}
         ]
 
@@ -53,7 +53,11 @@ def named(layout: Any, name: str) -> Any:
 
 
 def columns_of(layout, place: int) -> Any:
-    (bars,) = [held for held in named(layout, f"gantt-{place}").renderers if held.name == "bars"]
+    (bars,) = [
+        renderer
+        for renderer in named(layout, f"gantt-{place}").renderers
+        if renderer.name == "bars"
+    ]
     return bars.data_source.data
 
 
@@ -109,8 +113,8 @@ def test_a_bound_is_a_line_only_where_it_is_a_moment(small_problem, small_progra
     of_span = small_problem.model_copy(update={"objective": "span"})
     layout = schedule_chart([View("a", of_span, small_programs, 11.0)])
     assert list(named(layout, "gantt-0").select({"name": "bound"})) == []
-    told = named(layout, "gantt-0-title").text
-    assert "span 12 ms" in told or "span 13 ms" in told
+    of_span_title = named(layout, "gantt-0-title").text
+    assert "span 12 ms" in of_span_title or "span 13 ms" in of_span_title
 
 
 def test_a_bound_of_0_says_nothing(small_problem, small_programs) -> None:
@@ -122,8 +126,8 @@ def test_a_bound_of_0_says_nothing(small_problem, small_programs) -> None:
 
 def test_idle_shares_stand_at_devices_and_their_mean_in_the_title() -> None:
     """The first device computes for 6 ms of 18, the second for 12; the page reads the objective."""
-    made = problem([stage(0, 1, 1, 1), stage(1, 2, 2, 2)], m=2)
-    layout = schedule_chart([View("a", made, load_csv("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"))])
+    given = problem([stage(0, 1, 1, 1), stage(1, 2, 2, 2)], m=2)
+    layout = schedule_chart([View("a", given, load_csv("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"))])
     (axis,) = named(layout, "gantt-0").yaxis
     assert axis.major_label_overrides == {0: "gpu0 67 %", 1: "gpu1 33 %"}
     assert layout.tags == [18]
@@ -161,7 +165,7 @@ def test_a_file_asks_nobody_for_anything(views, theme) -> None:
     page = chart_html(schedule_chart(views, theme=theme), title=title, theme=theme)
     tags = Tags()
     tags.feed(page)
-    assert tags.asked == []
+    assert tags.addresses == []
     assert "img" not in tags.tags
     assert "iframe" not in tags.tags
 
@@ -191,9 +195,11 @@ def test_the_memory_chart_begins_with_the_fullest_device() -> None:
     problem, programs = large_case(4, 8)
     layout = schedule_chart([View("1F1B", problem, programs)])
     plot = named(layout, "memory-0")
-    told = named(layout, "memory-0-title").text
-    assert told == "1F1B, memory of gpu0: peak 76.0 GiB of 80.0 GiB"
-    (shown,) = {held.data_source.id: held.data_source for held in plot.renderers}.values()
+    title = named(layout, "memory-0-title").text
+    assert title == "1F1B, memory of gpu0: peak 76.0 GiB of 80.0 GiB"
+    (shown,) = {
+        renderer.data_source.id: renderer.data_source for renderer in plot.renderers
+    }.values()
     assert isinstance(shown, ColumnDataSource)
     assert max(shown.data["held"]) == 76
     assert set(shown.data["static"]) == {12}
@@ -203,7 +209,7 @@ def test_the_memory_chart_begins_with_the_fullest_device() -> None:
 def test_scripts_are_modules_that_come_with_the_package(views) -> None:
     """They are read from the package, so the wheel must hold them."""
     found: list[Any] = list(schedule_chart(views).select({"type": CustomJS}))
-    codes = {str(held.code) for held in found}
+    codes = {str(script.code) for script in found}
     assert len(codes) == 2
     assert all("export default" in code for code in codes)
 

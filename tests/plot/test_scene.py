@@ -25,7 +25,6 @@ from optpipe.plot.scene import (
     NUM_CODES,
     PALETTES,
     TITLES,
-    Curve,
     codes_of,
     drawing_of,
     peaks_of,
@@ -91,8 +90,8 @@ def test_a_gradient_reduction_has_the_bytes_of_its_moment() -> None:
     assert len(rows) == 2
     for row in rows:
         curve = drawing.memory[bars.device[row]]
-        held = curve.held_bytes[curve.moments <= bars.start[row]][-1]
-        assert bars.before[row] == bars.after[row] == held
+        level = curve.held_bytes[curve.moments <= bars.start[row]][-1]
+        assert bars.before[row] == bars.after[row] == level
 
 
 def test_every_action_type_but_release_has_a_code() -> None:
@@ -156,16 +155,9 @@ def test_a_peak_is_in_the_columns_it_touches_and_nowhere_else(case, num_columns:
         peaks = peaks_of(curve, end, edges)
         for column in range(num_columns):
             left, right = edges[column], min(edges[column + 1], end)
-            held = curve.held_bytes[(curve.moments < right) & (until > left)]
+            level = curve.held_bytes[(curve.moments < right) & (until > left)]
             if left < right:
-                assert peaks[column] == held.max()
-
-
-def test_a_peak_shorter_than_a_column_is_kept() -> None:
-    """What a mean would hide is what a limit is about."""
-    curve = Curve(moments=np.array([0.0, 50.0, 50.1]), held_bytes=np.array([1, 9, 2]))
-    peaks = peaks_of(curve, 100.0, np.linspace(0, 100, 11))
-    assert peaks.tolist() == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]
+                assert peaks[column] == level.max()
 
 
 # Names of methods, as the field writes them.

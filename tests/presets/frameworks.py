@@ -149,12 +149,12 @@ def _split(model: Any, named: list[list[str]]) -> list[int]:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    calls = json.load(sys.stdin)
     said = sys.stdout
     sys.stdout = sys.stderr
     warnings.simplefilter("ignore")
     answers = []
-    for call in asked:
+    for call in calls:
         try:
             answers.append(globals()[call["call"]](**call["with"]))
         except Exception as error:  # noqa: BLE001 - whatever the framework says is the answer

@@ -1,6 +1,7 @@
 """Bytes against the formulas of the papers, with one shape that all of them can express."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -25,27 +26,25 @@ def kept(**changes) -> int:
     return layer_kept(GPT, training, DENSE).activation_bytes
 
 
-def test_one_device_is_korthikanti_equation_1() -> None:
-    """s b h (34 + 5 a s / h)."""
-    assert kept() == S * B * (34 * H + 5 * A * S)
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_tensor_parallel_is_equation_2(tp) -> None:
-    """s b h (10 + 24 / t + 5 a s / (h t))."""
-    expected = S * B * (10 * H + 24 * H // tp + 5 * A * S // tp)
-    assert kept(tp=tp, sequence_parallel=False) == expected
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_sequence_parallel_is_equation_4(tp) -> None:
-    """s b h / t (34 + 5 a s / h)."""
-    assert kept(tp=tp) == S * B * (34 * H + 5 * A * S) // tp
-
-
-def test_flash_attention_removes_the_scores() -> None:
-    """34 s b h are left, and 4 bytes per token and head."""
-    assert kept(flash=True) == S * B * (34 * H + 4 * A)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Korthikanti's equations 1, 2 and 4: s b h (34 + 5 a s / h), (10 + 24 / t + 5 a s / (h t))
+        # and, with sequence parallelism, a t-th of the first.
+        ({}, 34 * H + 5 * A * S),
+        *(
+            ({"tp": t, "sequence_parallel": False}, 10 * H + 24 * H // t + 5 * A * S // t)
+            for t in (2, 8)
+        ),
+        *(({"tp": t}, (34 * H + 5 * A * S) // t) for t in (2, 8)),
+        # Flash attention leaves 34 s b h, and 4 bytes per token and head.
+        ({"flash": True}, 34 * H + 4 * A),
+        # PipeOffload: norms, GELU and dropouts of the residual stream are made again.
+        ({"flash": True, "lean": True}, 20 * H + 4 * A),
+    ],
+)
+def test_what_f_keeps_per_token_is_the_papers(changes: dict[str, Any], expected: int) -> None:
+    assert kept(**changes) == S * B * expected
 
 
 def test_small_tensors_stay_on_the_device() -> None:
@@ -55,11 +54,6 @@ def test_small_tensors_stay_on_the_device() -> None:
     mixtral = find_model("mixtral-8x7b")
     routed = layer_kept(mixtral, Training(micro_batch=B, sequence=S), MOE)
     assert routed.activation_bytes - routed.offload_bytes == S * B * 4 * (32 + 8)
-
-
-def test_lean_keeps_20_of_34() -> None:
-    """PipeOffload: norms, GELU and dropouts of the residual stream are made again."""
-    assert kept(flash=True, lean=True) == S * B * (20 * H + 4 * A)
 
 
 def test_weight_context_is_the_zero_bubble_papers() -> None:

@@ -84,22 +84,22 @@ def _read(name: str) -> tuple[str, float, float]:
     *clauses, last = name.split(", ")
     share = {"offload": 1.0, "offload half": 0.5}.get(last, 0.0)
     clauses += [] if share else [last]
-    told = ", ".join(clauses).removeprefix("recompute ").split(", ")
-    if "half of the layers" in told[-1]:
-        return (told[0] if len(told) == 2 else ""), 0.5, share
-    if " of " not in told[-1]:
-        return told[0], 0, share
-    return (told[0] if len(told) == 2 else ""), int(told[-1].partition(" of ")[0]), share
+    words = ", ".join(clauses).removeprefix("recompute ").split(", ")
+    if "half of the layers" in words[-1]:
+        return (words[0] if len(words) == 2 else ""), 0.5, share
+    if " of " not in words[-1]:
+        return words[0], 0, share
+    return (words[0] if len(words) == 2 else ""), int(words[-1].partition(" of ")[0]), share
 
 
 def _weights(layers: list[Layer], some: float) -> list[float]:
     """Return how much of each layer is recomputed in full."""
     said = [layer.layers or StageLayers() for layer in layers]
-    held = [one.transformer + one.mtp for one in said]
+    counts = [one.transformer + one.mtp for one in said]
     if some == 0.5:
-        return [some * one for one in held]
-    before = [sum(held[:n]) for n in range(len(held))]
-    return [float(bool(one) and n < some) for one, n in zip(held, before, strict=True)]
+        return [some * one for one in counts]
+    before = [sum(counts[:n]) for n in range(len(counts))]
+    return [float(bool(one) and n < some) for one, n in zip(counts, before, strict=True)]
 
 
 class _Expected(NamedTuple):

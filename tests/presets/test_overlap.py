@@ -117,7 +117,7 @@ def test_experts_exchange_hides_and_the_rest_of_the_problem_is_what_it_was() -> 
     assert given == found.problem
     both = {(one.forward, one.backward, one.with_) for one in given.pairs}
     assert both == {
-        (a, b, letter) for held in given.stages_of for a in held for b in held for letter in "BI"
+        (a, b, letter) for own in given.stages_of for a in own for b in own for letter in "BI"
     }
     assert min(one.hidden_ms for one in given.pairs) > 0
     schedule = solve(given, time_limit_s=60, work_limit=0.2).schedule

@@ -82,10 +82,10 @@ def answers():
         calls.append((name, "torchtitan", {**given, "flags": flags}))
     models = [(model.module, model.flavor) for model in TITAN_MODELS.values()]
     calls.append(("parameters", "parameters", {"models": models}))
-    asked = [{"call": call, "with": given} for _, call, given in calls]
+    questions = [{"call": call, "with": given} for _, call, given in calls]
     done = subprocess.run(
         [sys.executable, "-m", "tests.presets.frameworks"],
-        input=json.dumps(asked), capture_output=True, text=True, check=False, cwd=ROOT,
+        input=json.dumps(questions), capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip([name for name, *_ in calls], json.loads(done.stdout), strict=True))
@@ -107,11 +107,11 @@ def test_megatron_core_places_the_layers_of_our_yaml_so(answers, name):
     if pp == 1:
         assert found["layers"] is None
         return
-    for stage, held in enumerate(configuration.stages):
+    for stage, contents in enumerate(configuration.stages):
         theirs = found["layers"][stage % pp][stage // pp]
         counts = [theirs.count(kind) for kind in ("embedding", "decoder", "mtp", "loss")]
-        assert counts == [held.embedding, held.transformer, held.mtp, held.head]
-        assert len(theirs) == held.total
+        assert counts == [contents.embedding, contents.transformer, contents.mtp, contents.head]
+        assert len(theirs) == contents.total
 
 
 def _sizes(configuration: Configuration) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
         assert found["stages"] == owned
         assert found["microbatches"] == cut.num_microbatches
         assert [len(part) - ("norm" in part) for part in found["modules"]] == [
-            held.total for held in configuration.stages
+            contents.total for contents in configuration.stages
         ]
         layers = [f"layers.{index}" for index in range(configuration.shape.num_layers)]
         every = ["tok_embeddings", *layers, "norm", "lm_head"]
@@ -208,13 +208,13 @@ def test_the_command_hands_megatron_the_arguments_that_were_pasted(tmp_path, nam
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA_ARGS": "--mock-data --lr 1",
              "NODE_RANK": "3", "MASTER_ADDR": "head"},
     )  # fmt: skip
-    told = done.stdout.split("\0")[:-1]
-    at = told.index("pretrain_gpt.py")
-    assert told[at + 1 :] == ["--mock-data", "--lr", "1", *arguments]
+    words = done.stdout.split("\0")[:-1]
+    at = words.index("pretrain_gpt.py")
+    assert words[at + 1 :] == ["--mock-data", "--lr", "1", *arguments]
     hopper = ("dense, interleaved", "expert in every second layer")
     wanted = ["32"] * (name == "MTP, folded, captured") or ["1"] * (name in hopper)
-    assert told[: len(wanted) + 1] == [*wanted, "--nproc-per-node"]
-    assert told[at - 4 : at] == ["--node-rank", "3", "--master-addr", "head"]
+    assert words[: len(wanted) + 1] == [*wanted, "--nproc-per-node"]
+    assert words[at - 4 : at] == ["--node-rank", "3", "--master-addr", "head"]
 
 
 def test_a_command_has_a_process_for_each_gpu_of_as_few_hosts_as_hold_them():

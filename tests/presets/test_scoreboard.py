@@ -41,6 +41,12 @@ def found(fit) -> list[Score]:
     return rows
 
 
+@pytest.fixture(scope="module")
+def more(fit) -> tuple[list[Score], int]:
+    """Rows that nobody fitted, and how many could not be read."""
+    return _counted(scores(published(MORE), fit))
+
+
 def errors(found, kind=None) -> list[float]:
     """Sizes of the errors of time in per cent, of one class."""
     return sorted(
@@ -50,21 +56,19 @@ def errors(found, kind=None) -> list[float]:
     )
 
 
-def test_what_is_said_to_users_is_what_the_scoreboard_prints(fit, found) -> None:
+def test_what_is_said_to_users_is_what_the_scoreboard_prints(fit, found, more) -> None:
     """Its lines stand in docs/estimate.md; README and limits quote the last one; bands are its."""
     page = (ROOT / "docs/estimate.md").read_text("utf-8")
     lines = summary(found, 0)
     assert all(line in page for line in lines)
-    more, archive = (
-        summary(*_counted(scores(published(PUBLISHED.with_name(name)), fit)))
-        for name in ("more_runs.json", "archive_runs.json")
-    )
-    assert all(line in page for line in (*more, *archive))
-    memory = next(line for line in more if line.startswith("memory"))
+    of_more = summary(*more)
+    archive = published(PUBLISHED.with_name("archive_runs.json"))
+    assert all(line in page for line in (*of_more, *summary(*_counted(scores(archive, fit)))))
+    memory = next(line for line in of_more if line.startswith("memory"))
     for name in ("README.md", "docs/limits.md"):
         text = " ".join((ROOT / name).read_text("utf-8").split())
-        assert all(line in text for line in (lines[-1], memory, more[-1]))
-    for bands, beside in ((ERROR_BANDS, lines), (WIDE_BANDS, more)):
+        assert all(line in text for line in (lines[-1], memory, of_more[-1]))
+    for bands, beside in ((ERROR_BANDS, lines), (WIDE_BANDS, of_more)):
         for kind, band in bands.items():
             line = f"{kind}: {band.num_rows} rows, median {100 * band.median:.1f} %, "
             assert f"{line}worst {100 * band.worst:.1f} %" in beside
@@ -102,9 +106,8 @@ def test_a_rows_efficiencies_never_saw_its_model(fit, found) -> None:
             assert before != after
 
 
-def test_the_catalogue_has_what_the_fit_finds() -> None:
+def test_the_catalogue_has_what_the_fit_finds(fit) -> None:
     """To three digits; each a share, and four per generation."""
-    fit = fit_of_published()
     for generation in PRIORS:
         best = fit.without(generation, None)
         gpu = next(one for one in GPUS.values() if one.generation == generation)
@@ -128,9 +131,9 @@ def test_rows_nobody_has_seen_are_read_or_named(fit) -> None:
     assert all(word in line for word, line in zip(said_of, left, strict=True))
 
 
-def test_memory_is_met_row_by_row(fit) -> None:
+def test_memory_is_met_row_by_row(more) -> None:
     """Whole training runs of eight B200 (SimuMax's measurements), each split alike, within 8 %."""
-    rows, _ = scores(published(MORE), fit)
+    rows, _ = more
     measured = [s for s in rows if "SimuMax" in s.run.source]
     assert len(measured) == 27
     assert max(abs(s.memory_error or 1.0) for s in measured) < 0.08
@@ -158,7 +161,7 @@ def test_the_files_are_of_the_form_that_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "fault"),
     [
         ({"micro_batch": 0}, "micro_batch = 0: must be a whole number >= 1, or null"),
         ({"tp": "4"}, "tp = '4': must be a whole number >= 1, or null"),
@@ -170,8 +173,8 @@ def test_the_files_are_of_the_form_that_is_read() -> None:
         ({"schedule": "zb-1p"}, "schedule 'zb-h1': has one stage per rank, and chunks = 5"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_shown_with_its_fault(fit, changes, told) -> None:
+def test_a_row_that_cannot_be_read_is_shown_with_its_fault(fit, changes, fault) -> None:
     """Whatever a file says: never a traceback, never a guess."""
     found, left = scores([published()[0] | changes, published()[1]], fit)
     assert len(found) == 1
-    assert told in left[0]
+    assert fault in left[0]

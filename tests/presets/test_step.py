@@ -191,7 +191,7 @@ def test_activation_memory_of_1f1b_is_the_published() -> None:
             machine = Machine(A100, A100.efficiency, training)
             cut = PipelineCut(pp=p, num_microbatches=batches[model])
             found = step_estimate(shape, machine, cut, sizes=sizes)
-            held = max(memory.activations for memory in found.memory) / 1e9
-            assert held == pytest.approx(size, rel=0.06)
+            fullest_gb = max(memory.activations for memory in found.memory) / 1e9
+            assert fullest_gb == pytest.approx(size, rel=0.06)
             compared += 1
     assert compared == 6

@@ -79,9 +79,9 @@ def optimum(problem: Problem) -> float:
         [
             program
             for program in _programs(problem, device)
-            if device_peak_bytes(problem, device, program) <= held.usable_bytes
+            if device_peak_bytes(problem, device, program) <= limits.usable_bytes
         ]
-        for device, held in enumerate(problem.devices)
+        for device, limits in enumerate(problem.devices)
     ]
     best = inf
     for programs in product(*per_device):
@@ -193,7 +193,7 @@ def least_of_one_microbatch(problem: Problem, limit: float = inf) -> tuple[float
     Of micro-batch 0 alone, in bytes beside static ones: every mode and every order of its actions
     in which forwards go up the stages and backwards down again.
     """
-    held = problem.stages_of[0]
+    own = problem.stages_of[0]
     best = [inf, inf]
 
     def grow(
@@ -209,12 +209,12 @@ def least_of_one_microbatch(problem: Problem, limit: float = inf) -> tuple[float
             if not chain:
                 continue
             is_pass = chain[0].type in (F, I, B)
-            if not is_pass or at == (turn if turn < len(held) else 2 * len(held) - 1 - turn):
+            if not is_pass or at == (turn if turn < len(own) else 2 * len(own) - 1 - turn):
                 rest = (*chains[:at], chain[1:], *chains[at + 1 :])
                 grow((*program, chain[0]), rest, turn + is_pass, least)
 
     static = problem.static_bytes_of(0)
-    for chains in product(*(_chains(problem, s, 0) for s in held)):
+    for chains in product(*(_chains(problem, s, 0) for s in own)):
         for least in (0, 1):
             grow((), tuple(chain for _, chain in chains), 0, least)
     return best[0] - static, best[1]

@@ -36,14 +36,14 @@ def test_a_turn_in_steps_has_whole_ones_and_at_least_one() -> None:
 
 def test_a_turn_ends_with_what_it_is_a_turn_of() -> None:
     """By its time, its work, or because somebody says stop; its own end is its own."""
-    told = False
-    whole = Stop(100.0, work=4.0, should_stop=lambda: told)
+    is_stopped = False
+    whole = Stop(100.0, work=4.0, should_stop=lambda: is_stopped)
     turn = whole.turn(should_stop=lambda: True)
     assert turn.is_told()
     assert not whole.is_told()
     turn = whole.turn()
     assert not turn.is_over()
-    told = True
+    is_stopped = True
     assert turn.is_told()
     assert Stop(0.0).turn().is_over()
 

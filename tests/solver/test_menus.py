@@ -65,21 +65,29 @@ TINY: dict[str, tuple[int, int, list[dict[str, Any]]]] = {
     "all alike": (1, 14, [FP8, PART]),
 }
 """Devices, memory of each in UNITs, menu beside keep."""
+IN_OTHERS = {"inside", "smaller copies"}
+"""Whose modes another menu has, too."""
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extended) if name in IN_OTHERS else name
+        for name in TINY
+    ],
+)
 def test_nothing_better_exists_and_more_modes_never_hurt(name: str) -> None:
     """Found in a fraction of a unit of work what all programs there are say, mode by mode more."""
     devices, memory, modes = TINY[name]
     before = float("inf")
     for count in range(len(modes) + 1):
         alike = {"uniform_modes": name == "all alike"}
-        held = made(*modes[:count], m=2, memory=memory, devices=devices, **alike)
-        result, least = solve(held, work_limit=0.1, time_limit_s=600), optimum(held)
+        posed = made(*modes[:count], m=2, memory=memory, devices=devices, **alike)
+        result, least = solve(posed, work_limit=0.1, time_limit_s=600), optimum(posed)
         if result.schedule is None:
             assert (result.status, least) == (SolveStatus.INFEASIBLE, before)
             continue
-        check(held, result.schedule.programs)
+        check(posed, result.schedule.programs)
         assert result.schedule.objective_ms == pytest.approx(least, rel=1e-9)
         assert least <= before
         before = least
@@ -88,12 +96,12 @@ def test_nothing_better_exists_and_more_modes_never_hurt(name: str) -> None:
 
 @few(6)
 @given(tiny_problems(menus=True))
-def test_a_solve_finds_the_best_of_all_programs(held: Problem) -> None:
+def test_a_solve_finds_the_best_of_all_programs(posed: Problem) -> None:
     """Of two cells in memory that some program fills; what is proven is no more than that."""
-    result, least = solve(held, work_limit=0.1, time_limit_s=600), optimum(held)
+    result, least = solve(posed, work_limit=0.1, time_limit_s=600), optimum(posed)
     assert result.schedule is not None
     assert result.bound_ms is not None
-    check(held, result.schedule.programs)
+    check(posed, result.schedule.programs)
     assert result.bound_ms <= least * (1 + 1e-9)
     assert result.schedule.objective_ms == pytest.approx(least, rel=1e-9)
 
@@ -118,9 +126,9 @@ def test_one_mode_per_stage_is_found_where_there_is_one(case: Case) -> None:
 
 def test_the_cheapest_modes_that_fit_are_taken() -> None:
     """Both stages of a device: norms alone frees too little, all costs more than to copy a part."""
-    held = made(NORMS, ALL, PART, m=4, memory=24)
-    compiled = CompiledProblem.of(held)
-    found = with_uniform_modes(compiled, compiled.encode(build_gpipe(held)))
+    posed = made(NORMS, ALL, PART, m=4, memory=24)
+    compiled = CompiledProblem.of(posed)
+    found = with_uniform_modes(compiled, compiled.encode(build_gpipe(posed)))
     assert found is not None
     assert set(found.modes.tolist()) == {3}
     (text, _) = (",".join(map(str, row)) for row in compiled.decode(found))
@@ -129,8 +137,8 @@ def test_the_cheapest_modes_that_fit_are_taken() -> None:
 
 def test_projections_say_what_a_menu_has_of_keep_offload_and_recompute() -> None:
     """The base is keep or a leaner mode inside; what goes with it differs in nothing else."""
-    held = made(NORMS, ALL, PART, AWAY, m=4, memory=24)
-    found = {one.name: one for one in projections(held)}
+    posed = made(NORMS, ALL, PART, AWAY, m=4, memory=24)
+    found = {one.name: one for one in projections(posed)}
     assert {name: one.modes[0] for name, one in found.items()} == {
         "of three modes": (0, 3, 2),
         "lean": (1,),
@@ -146,9 +154,9 @@ def test_modes_of_a_stage_leave_room_for_copies_to_wait_in() -> None:
     """Half as many bytes to copy fit with the tightest transfers, and a device then waits for each:
     more of them go, and nothing waits."""
     half = {"name": "half", "offload_bytes": 5}
-    held = made(half, PART | {"offload_bytes": 9}, m=8, memory=32, devices=4)
-    compiled = CompiledProblem.of(held)
-    rows = compiled.encode(build_gpipe(held))
+    posed = made(half, PART | {"offload_bytes": 9}, m=8, memory=32, devices=4)
+    compiled = CompiledProblem.of(posed)
+    rows = compiled.encode(build_gpipe(posed))
     found = with_uniform_modes(compiled, rows)
     assert found is not None
     tightest = _with_actions(compiled, rows, found.modes)
@@ -170,32 +178,32 @@ def test_narrower_menus_begin_with_v1s_and_name_modes_as_the_whole_menu_does() -
     assert list(free.values())[:3] == [(0, 3, 2), (0, 3), (0, 2)]
 
 
-@pytest.mark.parametrize("uniform", [False, True])
-def test_a_solve_chooses_modes_together_with_the_order(uniform: bool) -> None:
+@pytest.mark.parametrize(("uniform", "work"), [(False, 0.05), (True, 0.3)])
+def test_a_solve_chooses_modes_together_with_the_order(uniform: bool, work: float) -> None:
     """Better than every start; where all are alike they stay so."""
-    held = made(NORMS, ALL, PART, AWAY, m=6, memory=21, devices=3, uniform_modes=uniform)
-    starts = [made for made in all_starts(held) if made.legal]
-    assert {made.method for made in starts} >= {"serial", "1f1b+modes"}
-    result = solve(held, work_limit=0.3, time_limit_s=600)
+    posed = made(NORMS, ALL, PART, AWAY, m=6, memory=21, devices=3, uniform_modes=uniform)
+    starts = [start for start in all_starts(posed) if start.legal]
+    assert {start.method for start in starts} >= {"serial", "1f1b+modes"}
+    result = solve(posed, work_limit=work, time_limit_s=600)
     assert result.schedule is not None
-    check(held, result.schedule.programs)
-    assert result.schedule.objective_ms < min(made.objective_ms for made in starts)
+    check(posed, result.schedule.programs)
+    assert result.schedule.objective_ms < min(start.objective_ms for start in starts)
     for stage in range(3):
-        modes = modes_of(held, result.schedule.programs[stage])
+        modes = modes_of(posed, result.schedule.programs[stage])
         assert len(set(modes.values())) == 1 or not uniform
 
 
 def test_large_problems_get_one_mode_per_stage_and_one_projection() -> None:
     """Both are found by sums and sweeps; hundreds of thousands of actions take seconds."""
-    held = made(NORMS, ALL, PART, m=900, memory=40, devices=8)
-    assert is_large(held)
-    starts = {start.method: start for start in all_starts(held, ("1f1b", "gpipe"))}
+    posed = made(NORMS, ALL, PART, m=900, memory=40, devices=8)
+    assert is_large(posed)
+    starts = {start.method: start for start in all_starts(posed, ("1f1b", "gpipe"))}
     assert {name.partition(" ")[2] for name in starts} == {"", "of three modes"}
     alike, fitted = starts["1f1b+modes"], starts["1f1b+offload of three modes"]
     assert alike.programs is not None
     assert len({one.mode for one in alike.programs[0] if one.type is ActionType.FORWARD}) == 1
     for start in (alike, fitted):
-        best = Incumbent(held)
+        best = Incumbent(posed)
         assert start.programs is not None
         assert best.offer(start.programs, start.method)
         assert best.objective_ms == start.objective_ms

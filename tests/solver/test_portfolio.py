@@ -71,17 +71,17 @@ def test_judged_as_by_the_reference(case: Case) -> None:
             assert start.objective_ms == run.objective_ms(case.problem.objective)
 
 
-def copies(made: list[FamilyStart]) -> list[str]:
+def copies(starts: list[FamilyStart]) -> list[str]:
     """The methods with offload added."""
-    return [start.method for start in made if start.method.endswith("+offload")]
+    return [start.method for start in starts if start.method.endswith("+offload")]
 
 
 def test_copies_come_last_the_shortest_originals_first() -> None:
     """Families as they are are cheap; a copy costs several sweeps."""
-    made = list(all_starts(tight_line(), QUICK))
-    order = [start.method for start in made]
-    originals = {start.method: start for start in made}
-    fitted = copies(made)
+    starts = list(all_starts(tight_line(), QUICK))
+    order = [start.method for start in starts]
+    originals = {start.method: start for start in starts}
+    fitted = copies(starts)
     assert len(fitted) > 2
     assert order[-len(fitted) :] == fitted
     before = [originals[method.removesuffix("+offload")] for method in fitted]
@@ -93,11 +93,11 @@ def test_large_problems_get_copies_only_of_what_could_win(monkeypatch: pytest.Mo
     """Fewer than of a small problem, in the same order, and the best start is the same."""
     everything = list(all_starts(tight_line(), QUICK))
     monkeypatch.setattr(portfolio, "_LARGE", 0)
-    made = list(all_starts(tight_line(), QUICK))
-    fitted = copies(made)
+    starts = list(all_starts(tight_line(), QUICK))
+    fitted = copies(starts)
     assert 0 < len(fitted) < len(copies(everything))
     assert fitted == [method for method in copies(everything) if method in fitted]
-    best = min(start.objective_ms for start in made if start.legal)
+    best = min(start.objective_ms for start in starts if start.legal)
     assert best == min(start.objective_ms for start in everything if start.legal)
 
 
@@ -118,9 +118,9 @@ def test_a_large_problem_is_1f1b_before_it_is_serial(monkeypatch: pytest.MonkeyP
 def test_programs_with_recompute_get_no_copy() -> None:
     """Offload is added to compute programs alone."""
     given = tight_line(recompute_ms=10.0, checkpoint_bytes=9 * UNIT)
-    made = {start.method: start for start in all_starts(given, ("1f1b-r",))}
-    assert set(made) == {"1f1b-r"}
-    assert not made["1f1b-r"].legal
+    starts = {start.method: start for start in all_starts(given, ("1f1b-r",))}
+    assert set(starts) == {"1f1b-r"}
+    assert not starts["1f1b-r"].legal
 
 
 # --- Threads of a solve run side by side, end when told, and say what went wrong.

@@ -24,8 +24,8 @@ def with_modes() -> Problem:
     moved = {"name": "half", "offload_bytes": 5}
     again = {"name": "again", "recompute": "inside", "recompute_ms": 1e-10}
     cost = {k: v for k, v in stage().items() if k != "device"}
-    held = {"device": 0, "costs": [{**cost, "modes": [{"name": "keep"}, moved, again]}]}
-    return problem([held], [bus(memory_bytes=100, d2h_gb_per_s=1e9, h2d_gb_per_s=1e9)], m=2,
+    staged = {"device": 0, "costs": [{**cost, "modes": [{"name": "keep"}, moved, again]}]}
+    return problem([staged], [bus(memory_bytes=100, d2h_gb_per_s=1e9, h2d_gb_per_s=1e9)], m=2,
                    format="optpipe/problem/v2")  # fmt: skip
 
 
@@ -42,9 +42,9 @@ def test_of_equals_the_one_stays_that_fills_moves_and_recomputes_least(
     """Peaks first, then bytes moved, then recomputation, in whatever order they are offered."""
     best = Incumbent(with_modes())
     ranks = [LEAN, AGAIN, MOVED, FULL]
-    for number, made in enumerate(order, start=1):
-        check(best.problem, made)
-        best.offer(made, "made", expected_ms=6.0)
+    for number, offered in enumerate(order, start=1):
+        check(best.problem, offered)
+        best.offer(offered, "made", expected_ms=6.0)
         assert best.programs == min(order[:number], key=ranks.index)
     assert best.objective_ms == pytest.approx(6.0, rel=1e-9)
 
@@ -85,21 +85,21 @@ def test_of_all_else_equal_the_one_stays_that_noise_delays_least() -> None:
     """The 95th percentile decides, whichever is offered first; else it is not asked."""
     given, one, other = _late(m=3)
     noisy = NoisyTimes(given)
-    late = {made: noisy.percentile(made) for made in (one, other)}
+    late = {offered: noisy.percentile(offered) for offered in (one, other)}
     assert late[one] != late[other]
     for order in ((one, other), (other, one)):
         best = Incumbent(given)
-        for made in order:
-            best.offer(made, "made")
-        assert best.programs == min(late, key=lambda made: late[made])
+        for offered in order:
+            best.offer(offered, "made")
+        assert best.programs == min(late, key=lambda offered: late[offered])
 
 
 def test_noise_is_asked_only_between_equals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of families there are dozens, of draws hundreds."""
     monkeypatch.setattr(NoisyTimes, "lengths", lambda *_: pytest.fail("drawn"))
     best = Incumbent(with_modes())
-    for made in (FULL, MOVED, AGAIN, LEAN, LEAN):
-        best.offer(made, "made")
+    for offered in (FULL, MOVED, AGAIN, LEAN, LEAN):
+        best.offer(offered, "made")
     assert best.programs == LEAN
 
 
@@ -152,10 +152,10 @@ def test_draws_are_the_same_whether_they_are_kept_or_drawn_again(
 ) -> None:
     """Large problems' factors take too much memory to be kept."""
     given, one, other = _late(m=3)
-    kept = [NoisyTimes(given).lengths(made).tolist() for made in (one, other)]
+    kept = [NoisyTimes(given).lengths(offered).tolist() for offered in (one, other)]
     monkeypatch.setattr("optpipe_solver.ranking._MOST_KEPT", 0)
     noisy = NoisyTimes(given)
-    assert [noisy.lengths(made).tolist() for made in (one, other)] == kept
+    assert [noisy.lengths(offered).tolist() for offered in (one, other)] == kept
     assert noisy._kept == []
 
 

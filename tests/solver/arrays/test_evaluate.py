@@ -18,8 +18,8 @@ from tests.building import UNIT, bus, everything_at_once, offloadable, problem, 
 from tests.strategies import Case, cases, mutated
 
 
-def _say_the_same(held: Problem, rows: Programs) -> None:
-    assert evaluate_arrays(CompiledProblem.of(held), rows) == evaluate_by_reference(held, rows)
+def _say_the_same(posed: Problem, rows: Programs) -> None:
+    assert evaluate_arrays(CompiledProblem.of(posed), rows) == evaluate_by_reference(posed, rows)
 
 
 @given(cases(menus=True, pairs=True))
@@ -59,7 +59,7 @@ AGAIN = problem([stage(0, recompute_ms=1, checkpoint_bytes=2)], m=1)
 
 
 @pytest.mark.parametrize(
-    ("held", "rows"),
+    ("posed", "rows"),
     [
         (TWO, programs("0F0 0F1 0B0 0B1")),
         (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1F1 1B0")),
@@ -85,10 +85,10 @@ AGAIN = problem([stage(0, recompute_ms=1, checkpoint_bytes=2)], m=1)
         (AGAIN, programs("0RECOMPUTE0 0F0 0I0 0W0")),
     ],
 )
-def test_each_rule_is_asked(held: Problem, rows: Programs) -> None:
+def test_each_rule_is_asked(posed: Problem, rows: Programs) -> None:
     """One broken rule each, which both refuse."""
-    assert evaluate_by_reference(held, rows) is None
-    assert evaluate_arrays(CompiledProblem.of(held), rows) is None
+    assert evaluate_by_reference(posed, rows) is None
+    assert evaluate_arrays(CompiledProblem.of(posed), rows) is None
 
 
 def test_a_cell_is_offloaded_or_recomputed_and_hosts_have_limits() -> None:
@@ -99,10 +99,10 @@ def test_a_cell_is_offloaded_or_recomputed_and_hosts_have_limits() -> None:
     assert evaluate_arrays(CompiledProblem.of(both), rows) is None
     for copies, fits in ((2, True), (1, False)):
         hosts = [{"name": "host0", "memory_bytes": copies * 10 * UNIT}]
-        held = problem([offloadable(0)], [bus()], m=2, hosts=hosts)
+        posed = problem([offloadable(0)], [bus()], m=2, hosts=hosts)
         trips = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0RELOAD0 0B0 0RELOAD1 0B1"
-        assert (evaluate_arrays(CompiledProblem.of(held), programs(trips)) is not None) == fits
-        _say_the_same(held, programs(trips))
+        assert (evaluate_arrays(CompiledProblem.of(posed), programs(trips)) is not None) == fits
+        _say_the_same(posed, programs(trips))
 
 
 def test_large_programs_are_judged_on_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

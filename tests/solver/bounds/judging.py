@@ -36,9 +36,9 @@ def of_families(given: Problem) -> Iterator[float]:
 
 def line(p: int, m: int, activations: float, objective: str = "makespan") -> Problem:
     """The Zero Bubble paper's 6.2B profile on p devices with so many activations of memory."""
-    held = {"activation_bytes": 66_000, "weight_context_bytes": 32_000}
+    sizes = {"activation_bytes": 66_000, "weight_context_bytes": 32_000}
     return problem(
-        [stage(d, 29.718, 29.444, 19.927, **held) for d in range(p)],
+        [stage(d, 29.718, 29.444, 19.927, **sizes) for d in range(p)],
         [{"memory_bytes": int(activations * 66_000)}] * p,
         m=m,
         objective=objective,

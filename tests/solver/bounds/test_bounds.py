@@ -55,8 +55,7 @@ def test_one_activation_lets_micro_batches_pass_one_by_one() -> None:
     assert lower_bound(given).ms == pytest.approx(72)
 
 
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24)])
+@pytest.mark.parametrize(("p", "m", "objective"), [(4, 8, "makespan"), (8, 24, "span")])
 def test_zb_h1_is_proven_optimal_at_one_activation_per_device(
     p: int, m: int, objective: str
 ) -> None:
@@ -123,9 +122,9 @@ def test_what_waits_for_w_is_on_the_device_in_every_mode(memory: int, left: int)
     """
     modes = [{"name": "keep"}, {"name": "again", "forward_bytes": 0, "recompute": "apart",
                                 "recompute_ms": 1.0}]  # fmt: skip
-    held = {"activation_bytes": 10, "weight_context_bytes": 10, "modes": modes}
+    sizes = {"activation_bytes": 10, "weight_context_bytes": 10, "modes": modes}
     given = problem(
-        [stage(d, 1, 1, 3, **held) for d in range(2)],
+        [stage(d, 1, 1, 3, **sizes) for d in range(2)],
         [{"memory_bytes": memory}] * 2,
         m=4,
         format="optpipe/problem/v2",
@@ -140,8 +139,11 @@ def test_an_offloaded_checkpoint_pays_both_ways() -> None:
     """
     away = {"name": "away", "forward_bytes": 4 * UNIT, "offload_bytes": 4 * UNIT,
             "recompute": "apart", "recompute_ms": 6.0}  # fmt: skip
-    held = stage(0, 1, 1, 1, activation_bytes=10 * UNIT)
-    stages = [{**held, "modes": [{"name": "keep"}, away]}, stage(1, 9, 1, 0, activation_bytes=0)]
+    first_stage = stage(0, 1, 1, 1, activation_bytes=10 * UNIT)
+    stages = [
+        {**first_stage, "modes": [{"name": "keep"}, away]},
+        stage(1, 9, 1, 0, activation_bytes=0),
+    ]
     links = [{"from": 0, "to": 1, "latency_ms": 5.0}]
     devices = [bus(memory_bytes=10 * UNIT), bus()]
     given = problem(stages, devices, m=3, links=links, format="optpipe/problem/v2")
@@ -230,16 +232,16 @@ def test_copies_of_two_sizes_are_no_less_than_they_save() -> None:
     ]
     cost = {"forward_ms": 2, "backward_input_ms": 2, "backward_weight_ms": 2, "modes": modes,
             "activation_bytes": 10 * UNIT, "weight_context_bytes": 2 * UNIT}  # fmt: skip
-    made = problem(
+    posed = problem(
         [{"device": device, "costs": [cost]} for device in range(4)],
         [bus(memory_bytes=14 * UNIT, d2h_gb_per_s=20.0, h2d_gb_per_s=20.0)] * 4,
         m=6,
         format="optpipe/problem/v2",
     )
-    found = solve(made, work_limit=1.0)
+    found = solve(posed, work_limit=0.05)
     assert found.schedule is not None
     assert found.schedule.objective_ms < 50
-    assert all(bound.ms <= found.schedule.objective_ms for bound in lower_bounds(made))
+    assert all(bound.ms <= found.schedule.objective_ms for bound in lower_bounds(posed))
 
 
 @given(st.one_of(cases(menus=True, pairs=True), cases(tight=True, menus=True, pairs=True)))
@@ -264,8 +266,10 @@ def test_every_bound_is_below_all_families(case: Case) -> None:
     assert_below(case.problem, min(of_families(case.problem)))
 
 
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-@pytest.mark.parametrize("activations", [1, 1.5, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize(
+    ("activations", "objective"),
+    [(1, "span"), (1.5, "makespan"), (2, "span"), (3, "makespan"), (8, "span")],
+)
 def test_every_bound_is_below_all_families_of_a_line(activations: float, objective: str) -> None:
     """Good schedules of a published profile under every limit."""
     given = line(4, 10, activations, objective)
@@ -274,7 +278,7 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
 
 @pytest.mark.parametrize(
     ("shape", "room", "m"),
-    [("v", 9, 10), ("v", 9, 30), ("v", 7, 10), ("v", 4, 10), ("loop", 9, 10), ("loop", 5, 10)],
+    [("v", 9, 10), ("v", 7, 10), ("v", 4, 10), ("loop", 5, 10)],
 )
 @pytest.mark.parametrize("hidden_ms", [1.0, pytest.param(0.6, marks=pytest.mark.extended)])
 def test_every_bound_is_below_good_schedules_in_pairs(
@@ -384,8 +388,8 @@ def test_one_mode_more_never_raises_a_bound(case: Case, data: st.DataObject) -> 
     richer = case.problem.model_dump(mode="json", by_alias=True)
     if "costs" not in richer["stages"][0]:
         return
-    for held in richer["stages"]:
-        (cost,) = held["costs"]
+    for one_stage in richer["stages"]:
+        (cost,) = one_stage["costs"]
         one_more = data.draw(random_modes("one more", cost["activation_bytes"]))
         cost["modes"] = [*cost["modes"], one_more]
     after = Problem.parse(richer)
@@ -413,7 +417,9 @@ def test_numbering_of_devices_does_not_matter(case: Case, rng: random.Random) ->
     place = {old: new for new, old in enumerate(order)}
     data = problem.model_dump(by_alias=True)
     data["devices"] = [data["devices"][old] for old in order]
-    data["stages"] = [held | {"device": place[held["device"]]} for held in data["stages"]]
+    data["stages"] = [
+        one_stage | {"device": place[one_stage["device"]]} for one_stage in data["stages"]
+    ]
     data["links"] = [
         link | {"from": place[link["from"]], "to": place[link["to"]]} for link in data["links"]
     ]

@@ -34,15 +34,14 @@ from tests.strategies import Case, cases
 
 def line(activations: float, ratio: float, m: int = 8) -> Problem:
     """Four devices, times of a published profile; a transfer takes ``ratio`` of F, I and W."""
-    held = {"activation_bytes": 1000, "weight_context_bytes": 432, "offload_bytes": 1000}
+    sizes = {"activation_bytes": 1000, "weight_context_bytes": 432, "offload_bytes": 1000}
     times = (29.718, 29.444, 19.927)
     rate = 1000 / (ratio * sum(times) * 1e6)
     device = {"memory_bytes": int(1000 * activations), "d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
-    return problem([stage(d, *times, **held) for d in range(4)], [device] * 4, m=m)
+    return problem([stage(d, *times, **sizes) for d in range(4)], [device] * 4, m=m)
 
 
-@pytest.mark.parametrize("ratio", [0.25, 1.0])
-@pytest.mark.parametrize("activations", [1, 1.5, 2, 3])
+@pytest.mark.parametrize(("activations", "ratio"), [(1, 1.0), (1.5, 0.25), (2, 1.0), (3, 0.25)])
 def test_it_is_below_all_families(activations: float, ratio: float) -> None:
     """Families look for good schedules, random programs do not."""
     given = line(activations, ratio, m=5)
@@ -93,8 +92,8 @@ def test_any_prices_prove_a_bound(case: Case, with_windows: bool, seed: int) -> 
     """What is proven does not depend on how well the linear program was solved."""
     length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
     rng = np.random.default_rng(seed)
-    for device, held in enumerate(case.problem.stages_of):
-        if held:
+    for device, own in enumerate(case.problem.stages_of):
+        if own:
             program = program_of(case.problem, device, with_windows=with_windows)
             prices = rng.uniform(0, 2, len(program.patterns.phases)).tolist()
             assert program.proven(prices) <= length * (1 + 1e-9) + 1e-9
@@ -104,8 +103,8 @@ def test_any_prices_prove_a_bound(case: Case, with_windows: bool, seed: int) -> 
 def test_the_heaviest_pattern_is_that_of_brute_force(case: Case, most: int, seed: int) -> None:
     """All sets of up to three cells, tried one by one, hold no heavier one that fits."""
     rng = np.random.default_rng(seed)
-    for device, held in enumerate(case.problem.stages_of):
-        if not held:
+    for device, own in enumerate(case.problem.stages_of):
+        if not own:
             continue
         work = work_of(Paths(case.problem), device, makespan=True)
         patterns = Patterns(work)

@@ -37,7 +37,7 @@ def asked(given: Problem, devices: Sequence[int], horizon_ms: float) -> HorizonA
 def test_every_schedule_is_met(case: Case) -> None:
     """No horizon is denied that a legal schedule keeps, whatever memory and lanes allow."""
     length = simulate(*case).objective_ms(case.problem.objective)
-    used = [device for device, held in enumerate(case.problem.stages_of) if held]
+    used = [device for device, own in enumerate(case.problem.stages_of) if own]
     for size in (1, len(used)):
         for devices in combinations(used, size):
             if cells_can_search(case.problem, devices):
@@ -96,12 +96,12 @@ LONG_AND_SHORT = [
 
 
 def _with_menu(
-    device: int, menu: object = MENU, held: int = 2 * UNIT, times: Sequence[int] = (3, 2, 2)
+    device: int, menu: object = MENU, kept_bytes: int = 2 * UNIT, times: Sequence[int] = (3, 2, 2)
 ) -> dict[str, object]:
     """A stage whose micro-batches hold so much where they are kept."""
-    made = stage(device, *times, activation_bytes=held)
-    del made["device"]
-    return {"device": device, "costs": [{**made, "modes": menu}]}
+    fields = stage(device, *times, activation_bytes=kept_bytes)
+    del fields["device"]
+    return {"device": device, "costs": [{**fields, "modes": menu}]}
 
 
 V2 = {"format": "optpipe/problem/v2"}

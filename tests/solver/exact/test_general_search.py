@@ -211,11 +211,11 @@ def test_a_backward_in_a_pair_waits_for_no_copy_that_ended_before() -> None:
 
 def three_in_room_for_two(**fields: Any) -> Problem:
     """Three micro-batches, room for two on device 0: 12 ms there and back, 2 ms per copy."""
-    held = offloadable(0, 2, 2, 1, offload_bytes=2 * UNIT, activation_bytes=2 * UNIT)
+    near = offloadable(0, 2, 2, 1, offload_bytes=2 * UNIT, activation_bytes=2 * UNIT)
     far = stage(1, 0, 0, 0, activation_bytes=0)
     devices = [bus(memory_bytes=4 * UNIT), bus()]
     links = [{"from": 0, "to": 1, "latency_ms": 6.0}]
-    return problem([{**held, **fields}, far], devices, m=3, links=links)
+    return problem([{**near, **fields}, far], devices, m=3, links=links)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def three_in_room_for_two(**fields: Any) -> Problem:
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_one_device_is_searched_exactly(fields: dict[str, Any], objective: str) -> None:
     """Alone on its pipeline, what the search finds is the optimum of all programs."""
-    held = offloadable(0, 2, 2, 1, offload_bytes=2 * UNIT, activation_bytes=2 * UNIT)
-    alone = problem([{**held, **fields}], [bus(memory_bytes=3 * UNIT)], m=2, objective=objective)
+    near = offloadable(0, 2, 2, 1, offload_bytes=2 * UNIT, activation_bytes=2 * UNIT)
+    alone = problem([{**near, **fields}], [bus(memory_bytes=3 * UNIT)], m=2, objective=objective)
     assert shortest(alone, 0) == optimum(alone)
 
 
@@ -254,10 +254,10 @@ def test_offload_and_recompute_help_as_much_as_they_cost() -> None:
 
 def in_pairs(stages: list[dict[str, Any]], room: int, letter: str, **fields: Any) -> Problem:
     """Three micro-batches, F of stage 0 may hide 1 ms beside a backward of it, bytes are cells."""
-    held = [one | {"activation_bytes": 1 - at} for at, one in enumerate(stages)]
+    sized = [one | {"activation_bytes": 1 - at} for at, one in enumerate(stages)]
     pair = {"forward": 0, "backward": 0, "with": letter, "hidden_ms": 1.0}
     devices = [bus(memory_bytes=room), bus()][: len(stages)]
-    return problem(held, devices, m=3, format="optpipe/problem/v2", pairs=[pair], **fields)
+    return problem(sized, devices, m=3, format="optpipe/problem/v2", pairs=[pair], **fields)
 
 
 @pytest.mark.parametrize("letter", ["I", "B"])
@@ -292,16 +292,18 @@ def test_all_devices_together_are_as_long_as_the_fifo_search_says(given: Problem
         assert found.answer is answer
 
 
-@pytest.mark.parametrize(("most", "widest", "told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 99, 1)])
-def test_too_many_states_or_a_stop_prove_nothing(most: int, widest: int, told: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "widest", "is_told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 99, 1)]
+)
+def test_too_many_states_or_a_stop_prove_nothing(most: int, widest: int, is_told: int) -> None:
     """Too many in all, or in one layer, or told to stop: unknown, however short the horizon."""
     found = search_general(
         three_in_room_for_two(),
         (0, 1),
-        1 if told else 45,
+        1 if is_told else 45,
         most_states=most,
         most_in_layer=widest,
-        should_stop=lambda: bool(told),
+        should_stop=lambda: bool(is_told),
     )
     assert (found.answer, found.found_ms) == (HorizonAnswer.UNKNOWN, None)
 

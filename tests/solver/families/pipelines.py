@@ -48,9 +48,9 @@ def loops(
     stages = [draw(_stages(order[k % p], recompute=recompute)) for k in range(p * rounds)]
     devices: list[dict[str, Any]] = []
     for index in range(num_devices):
-        held = [stage for stage in stages if stage["device"] == index]
-        room = PLENTY if memory is None else memory(draw, held)
-        static = sum(stage["static_bytes"] for stage in held)
+        own = [stage for stage in stages if stage["device"] == index]
+        room = PLENTY if memory is None else memory(draw, own)
+        static = sum(stage["static_bytes"] for stage in own)
         devices.append({"memory_bytes": room + static + 3, "reserved_bytes": 3})
     communication = draw(st.sampled_from([0, 1, 50]))
     return Problem.parse(

@@ -85,9 +85,9 @@ def test_one_after_the_other_with_prompt_weight_gradients_is_the_last_resort() -
     """Two W that wait together need more workspace than there is, and no other block fits."""
     sizes = [(0, 1, 3, 3), (1, 3, 2, 1), (1, 1, 3, 1), (0, 2, 3, 0)]
     stages = [
-        stage(device, activation_bytes=held, weight_context_bytes=context,
+        stage(device, activation_bytes=activation, weight_context_bytes=context,
               backward_weight_workspace_bytes=workspace, backward_workspace_bytes=50)
-        for device, held, context, workspace in sizes
+        for device, activation, context, workspace in sizes
     ]  # fmt: skip
     given = problem(stages, [{"memory_bytes": 6} for _ in range(2)], m=3)
     first = dump_csv(build_building_blocks(given)).splitlines()[0]

@@ -70,14 +70,14 @@ def loop(
     return problem([offloadable(k % d, 10, 10, 10) for k in range(d * v)], devices, m=m)
 
 
-def peak(given: Problem, made: Programs) -> float:
+def peak(given: Problem, rows: Programs) -> float:
     """Micro-batches (all stages of a device) that the fullest device holds."""
-    held = max(device_peak_bytes(given, k, row) for k, row in enumerate(made))
-    return held / sum(given.stages[s].activation_bytes for s in given.stages_of[0])
+    most = max(device_peak_bytes(given, k, row) for k, row in enumerate(rows))
+    return most / sum(given.stages[s].activation_bytes for s in given.stages_of[0])
 
 
-def ms(given: Problem, made: Programs) -> float:
-    return simulate(given, made).makespan_ms
+def ms(given: Problem, rows: Programs) -> float:
+    return simulate(given, rows).makespan_ms
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -90,10 +90,10 @@ def test_never_worse_than_the_published_planner(
     base_ms = ms(given, grouped_interleaved(given, group))
     peaks = []
     for chunks in sorted({1, v // 2, v}):
-        made = pipeoffload(given, group, chunks)
-        assert find_violations(given, made) == []
-        assert ms(given, made) == pytest.approx(base_ms)
-        peaks.append(peak(given, made))
+        rows = pipeoffload(given, group, chunks)
+        assert find_violations(given, rows) == []
+        assert ms(given, rows) == pytest.approx(base_ms)
+        peaks.append(peak(given, rows))
     assert min(peaks) <= published
 
 
@@ -114,7 +114,7 @@ def test_full_offload_holds_next_to_nothing() -> None:
     assert values[4] < values[2] <= 1.0
 
 
-@pytest.mark.parametrize("at", MAP[5::41], ids=str)
+@pytest.mark.parametrize("at", MAP[5::82], ids=str)
 def test_the_map(at: tuple[int, int, int, int, int, float]) -> None:
     """A sample of the 448 settings, without a limit and under two: always legal, never refused."""
     p, m, v, group, chunks, transfer = at
@@ -125,17 +125,12 @@ def test_the_map(at: tuple[int, int, int, int, int, float]) -> None:
     assert ms(given, free) == pytest.approx(base_ms)
     smallest = max(smallest_memory(given))
     assert smallest == 10 * UNIT
-    held = max(device_peak_bytes(given, k, row) for k, row in enumerate(free))
-    for limit in (smallest, (smallest + held) // 2):
+    most = max(device_peak_bytes(given, k, row) for k, row in enumerate(free))
+    for limit in (smallest, (smallest + most) // 2):
         tight = loop(p, v, m, transfer, memory_bytes=limit)
-        made = pipeoffload(tight, group, chunks)
-        assert find_violations(tight, made) == []
-        assert ms(tight, made) >= base_ms * (1 - 1e-12)
-
-
-def test_the_map_has_448_settings() -> None:
-    """As published."""
-    assert len(MAP) == len(set(MAP)) == 448
+        rows = pipeoffload(tight, group, chunks)
+        assert find_violations(tight, rows) == []
+        assert ms(tight, rows) >= base_ms * (1 - 1e-12)
 
 
 @st.composite
@@ -175,15 +170,15 @@ def offloading_loops(draw: st.DrawFn) -> Problem:
 def test_legal_within_the_limits_or_a_reason(given: Problem) -> None:
     """Whatever the times, sizes, lanes and limits."""
     for build in (build_po_h, build_po_f):
-        made = built(build, given)
-        if isinstance(made, NotApplicableReason):
-            assert made in {
+        rows = built(build, given)
+        if isinstance(rows, NotApplicableReason):
+            assert rows in {
                 NotApplicableReason.TOO_FEW_MICROBATCHES,
                 NotApplicableReason.CANNOT_OFFLOAD,
                 NotApplicableReason.DOES_NOT_FIT,
             }
         else:
-            assert find_violations(given, made) == []
+            assert find_violations(given, rows) == []
 
 
 def test_reasons() -> None:
@@ -205,9 +200,6 @@ def test_gis_itself_is_kept_where_nothing_can_be_hidden() -> None:
 # --- The AdaOffload-style start: no slower than its bases where copies hide.
 
 
-EXAMPLES = Path(__file__).parents[3] / "examples/problems"
-
-
 def test_golden() -> None:
     """Two devices, the first with room for one and a half activations of two."""
     devices = [bus(memory_bytes=15 * UNIT), bus(memory_bytes=100 * UNIT)]
@@ -221,18 +213,9 @@ def test_golden() -> None:
 def test_moves_nothing_where_everything_fits() -> None:
     """Tight otherwise."""
     given = problem([offloadable(0, 3, 3, 3), offloadable(1, 3, 3, 3)], m=4)
-    made = build_ada_offload(given)
-    assert not any(a.type is ActionType.OFFLOAD for row in made for a in row)
-    assert simulate(given, made).makespan_ms <= simulate(given, build_zb_h1(given)).makespan_ms
-
-
-def test_the_example_loses_nothing() -> None:
-    """Within 80 GB at most as slow as ZB-H1 without any limit."""
-    given = Problem.parse(json.loads((EXAMPLES / "llama3-8b-h100-pp4.json").read_text()))
-    made = build_ada_offload(given)
-    assert find_violations(given, made) == []
-    unlimited = simulate(given, build_zb_h1(given)).makespan_ms
-    assert simulate(given, made).makespan_ms <= unlimited + 1e-6
+    rows = build_ada_offload(given)
+    assert not any(a.type is ActionType.OFFLOAD for row in rows for a in row)
+    assert simulate(given, rows).makespan_ms <= simulate(given, build_zb_h1(given)).makespan_ms
 
 
 def test_does_not_fit() -> None:
@@ -241,45 +224,28 @@ def test_does_not_fit() -> None:
     assert built(build_ada_offload, given) is NotApplicableReason.DOES_NOT_FIT
 
 
-TIMES = [(10, 10, 10), (10, 12, 7), (10, 15, 5), (10, 7, 12)]
-
-
 def plain_loop(d: int, v: int, m: int, times: tuple[float, float, float] = (10, 10, 10)) -> Problem:
     """Equal stages of 10 bytes per micro-batch."""
     return problem([stage(k % d, *times) for k in range(d * v)], m=m)
 
 
-@pytest.mark.parametrize("d", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize("times", TIMES, ids=str)
-def test_memory_and_bubble_formulas(d: int, v: int, times: tuple[float, float, float]) -> None:
-    """Every group size from half of the devices to all: g (v - 1) + d, and the bubble."""
-    for group in range((d + 1) // 2, d + 1):
-        given = plain_loop(d, v, 3 * group, times)
-        made = grouped_interleaved(given, group)
-        busy = 3 * group * v * sum(times)
-        forward, inputs, weights = times
-        late = (d - group) * forward + max(0.0, d * inputs - group * (inputs + weights))
-        bubble = (d - 1) * (forward + inputs) + (v - 1) * late
-        assert simulate(given, made).makespan_ms == pytest.approx(busy + bubble)
-        peaks = [device_peak_bytes(given, k, made[k]) // 10 for k in range(d)]
-        assert peaks == [group * (v - 1) + d - k for k in range(d)]
+@pytest.mark.parametrize("times", [(10, 10, 10), (10, 12, 7), (10, 15, 5), (10, 7, 12)], ids=str)
+def test_memory_and_bubble_formulas(times: tuple[float, float, float]) -> None:
+    """Every group size from half of the devices to all: g (v - 1) + d, and the bubble.
 
-
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize("d", [2, 4, 8, 16])
-def test_published_memory_and_bubble(d: int, v: int) -> None:
-    """Table 1 of PipeOffload: M and (v + 1) / (2 v) M; (d - 1)(F + B) and the extra of GIS-H."""
-    assert PUBLISHED["table1"]["GIS"] == ["M", "(d-1)(F+B)"]
-    assert PUBLISHED["table1"]["GIS-H"] == ["(v+1)/(2v) M", "(d-1)(F+B)+((v-1)d/2)(F+B-W)"]
-    given = plain_loop(d, v, 3 * d)
-    busy = 3 * d * v * 30
-    unit = 10 * v
-    whole, half = build_gis(given), build_gis_h(given)
-    assert device_peak_bytes(given, 0, whole[0]) / unit == d
-    assert device_peak_bytes(given, 0, half[0]) / unit == d * (v + 1) / (2 * v)
-    assert simulate(given, whole).makespan_ms == busy + (d - 1) * 20
-    assert simulate(given, half).makespan_ms == busy + (d - 1) * 20 + (v - 1) * d / 2 * 10
+    Of equal times those of the paper; docs/generators has them, and a test that holds them.
+    """
+    forward, inputs, weights = times
+    for d, v in product((2, 3, 5, 8), (2, 4)):
+        for group in range((d + 1) // 2, d + 1):
+            given = plain_loop(d, v, 3 * group, times)
+            rows = grouped_interleaved(given, group)
+            late = (d - group) * forward + max(0.0, d * inputs - group * (inputs + weights))
+            busy = 3 * group * v * sum(times)
+            bubble = (d - 1) * (forward + inputs) + (v - 1) * late
+            assert simulate(given, rows).makespan_ms == pytest.approx(busy + bubble)
+            peaks = [device_peak_bytes(given, k, rows[k]) // 10 for k in range(d)]
+            assert peaks == [group * (v - 1) + d - k for k in range(d)]
 
 
 @given(loops())
@@ -288,12 +254,12 @@ def test_legal_or_too_few(given: Problem) -> None:
     d = len(set(given.placement))
     for build, group in ((build_gis, d), (build_gis_h, smallest_group(given))):
         assert (d + 1) // 2 <= group <= d
-        made = built(build, given)
-        if isinstance(made, NotApplicableReason):
-            assert made is NotApplicableReason.TOO_FEW_MICROBATCHES
+        rows = built(build, given)
+        if isinstance(rows, NotApplicableReason):
+            assert rows is NotApplicableReason.TOO_FEW_MICROBATCHES
             assert given.num_microbatches < group
         else:
-            assert find_violations(given, made) == []
+            assert find_violations(given, rows) == []
 
 
 def test_groups_grow_with_unequal_stages() -> None:
@@ -304,11 +270,3 @@ def test_groups_grow_with_unequal_stages() -> None:
     long = stage(0, 9, 30, 0)
     stages = [long | {"device": k % 4} for k in range(8)]
     assert smallest_group(problem(stages, m=8)) == 4
-
-
-@pytest.mark.parametrize("build", [build_gis, build_gis_h])
-def test_a_group_must_fill(build) -> None:
-    """One micro-batch makes none of two."""
-    with pytest.raises(NotApplicable, match="only 1") as answer:
-        build(plain_loop(3, 2, 1))
-    assert answer.value.reason is NotApplicableReason.TOO_FEW_MICROBATCHES

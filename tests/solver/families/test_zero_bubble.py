@@ -1,7 +1,7 @@
 """The Zero Bubble greedy: golden programs, published rates, every limit, legality, its clock."""
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,8 +22,6 @@ from tests.building import problem, programs, stage
 from tests.solver.families.pipelines import built, lines
 from tests.solver.families.test_families import TABLE, published
 
-ROWS = pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: f"{row['model']}-m{row['m']}")
-
 
 def rate_of(given: Problem, rows: Programs) -> float:
     return bubble_rate(given, simulate(given, rows).span_ms)
@@ -37,10 +35,8 @@ def serially(given: Problem) -> Programs:
     """F, I and W of one micro-batch after the other: the least memory without tricks."""
     return programs(
         *(
-            " ".join(
-                f"{s}F{j} {s}I{j} {s}W{j}" for s in held for j in range(given.num_microbatches)
-            )
-            for held in given.stages_of
+            " ".join(f"{s}F{j} {s}I{j} {s}W{j}" for s in own for j in range(given.num_microbatches))
+            for own in given.stages_of
         )
     )
 
@@ -70,23 +66,22 @@ def test_golden_below_1p() -> None:
     )
 
 
-@ROWS
-@pytest.mark.parametrize(("factor", "column"), [(1, "ZB-1p"), (2, "ZB-2p")])
-def test_published(row: dict[str, Any], factor: int, column: str) -> None:
-    """Zero Bubble, tables 5 and 9: span-based rates to four decimals or better, legal."""
-    given = published(row, factor * row["p"])
-    rows = build_zero_bubble_greedy(given)
-    assert find_violations(given, rows) == []
-    assert rate_of(given, rows) <= row["bubble_rate_span"][column] + 5e-5
+@pytest.mark.parametrize(
+    ("factor", "column", "build"), [(1, "ZB-1p", build_zb_1p), (2, "ZB-2p", build_zb_2p)]
+)
+def test_published_at_its_limit_whatever_the_problems_own(
+    factor: int, column: str, build: Callable[[Problem], Programs]
+) -> None:
+    """Zero Bubble, tables 5 and 9: span-based rates to four decimals or better, legal.
 
-
-@ROWS
-def test_named_limits_ignore_the_problems_own(row: dict[str, Any]) -> None:
-    """ZB-1p and ZB-2p are the greedy at p and 2p activations."""
-    tiny = published(row, 1)
-    for factor, build in ((1, build_zb_1p), (2, build_zb_2p)):
-        under_limit = published(row, factor * row["p"])
-        assert build(tiny) == build_zero_bubble_greedy(under_limit)
+    ZB-1p and ZB-2p are the greedy at p and 2p activations.
+    """
+    for row in TABLE["rows"]:
+        given = published(row, factor * row["p"])
+        rows = build_zero_bubble_greedy(given)
+        assert find_violations(given, rows) == []
+        assert rate_of(given, rows) <= row["bubble_rate_span"][column] + 5e-5
+        assert build(published(row, 1)) == rows
 
 
 def test_every_limit_from_one_activation_to_2p() -> None:
@@ -102,20 +97,13 @@ def test_every_limit_from_one_activation_to_2p() -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 8])
-def test_no_bubble_at_equal_times_and_2p(p: int) -> None:
+def test_bubbles_and_memory_at_equal_times(p: int) -> None:
+    """None with 2p activations; with p that of ZB-H1, (p - 1)(F + I - W), and 1F1B's memory."""
     given = problem([stage(device) for device in range(p)], m=3 * p)
-    rows = build_zb_2p(given)
-    assert simulate(given, rows).span_ms == given.busy_ms
-    assert peak(given, rows) <= 20 * p
-
-
-@pytest.mark.parametrize("p", [2, 3, 8])
-def test_zb_1p_bubble_at_equal_times(p: int) -> None:
-    """That of ZB-H1: (p - 1)(F + I - W), with the memory of 1F1B's first stage."""
-    given = problem([stage(device) for device in range(p)], m=3 * p)
-    rows = build_zb_1p(given)
-    assert simulate(given, rows).span_ms == given.busy_ms + p - 1
-    assert peak(given, rows) == 10 * p
+    for build, idle_ms, most in ((build_zb_2p, 0, 2 * p), (build_zb_1p, p - 1, p)):
+        rows = build(given)
+        assert simulate(given, rows).span_ms == given.busy_ms + idle_ms
+        assert peak(given, rows) <= 10 * most
 
 
 def test_too_little_for_one_microbatch_is_refused_with_the_numbers() -> None:
@@ -135,7 +123,7 @@ def test_astronomic_sizes_do_not_overflow() -> None:
     assert find_violations(given, build_zb_2p(given))[0].code == "memory.device"
 
 
-@given(lines(memory=lambda draw, held: draw(st.integers(0, 120))))
+@given(lines(memory=lambda draw, one_stage: draw(st.integers(0, 120))))
 def test_legal_or_does_not_fit(given: Problem) -> None:
     """Any limit, context above activation, workspaces: legal, or one micro-batch does not fit."""
     rows = built(build_zero_bubble_greedy, given)
@@ -152,18 +140,21 @@ def test_named_limits_are_legal_on_any_line(given: Problem) -> None:
     for factor, build in ((1, build_zb_1p), (2, build_zb_2p)):
         rows = build(given)
         assert find_violations(given, rows) == []
-        for held in given.stages:
+        for one_stage in given.stages:
             beside = max(
-                held.forward_workspace_bytes,
-                max(0, held.weight_context_bytes - held.activation_bytes)
-                + max(held.backward_input_workspace_bytes, held.backward_weight_workspace_bytes),
+                one_stage.forward_workspace_bytes,
+                max(0, one_stage.weight_context_bytes - one_stage.activation_bytes)
+                + max(
+                    one_stage.backward_input_workspace_bytes,
+                    one_stage.backward_weight_workspace_bytes,
+                ),
             )
-            most = factor * len(given.stages) * held.activation_bytes + beside
-            used = device_peak_bytes(given, held.device, rows[held.device])
-            assert used - held.static_bytes <= most
+            most = factor * len(given.stages) * one_stage.activation_bytes + beside
+            used = device_peak_bytes(given, one_stage.device, rows[one_stage.device])
+            assert used - one_stage.static_bytes <= most
 
 
-@given(lines(memory=lambda draw, held: 100))
+@given(lines(memory=lambda draw, one_stage: 100))
 def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -> None:
     """Every combination of hyper-parameters runs exactly as planned; none beats the result."""
     limits = [100] * len(given.stages)
@@ -177,9 +168,9 @@ def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -
             given, [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))]
         )
         run = simulate(given, rows)
-        for s, held in enumerate(given.stages):
-            assert run.times[held.device][-1].end == plan.free[s]
-            assert run.times[held.device][0].start == plan.first[s]
+        for s, one_stage in enumerate(given.stages):
+            assert run.times[one_stage.device][-1].end == plan.free[s]
+            assert run.times[one_stage.device][0].start == plan.first[s]
         length = zero_bubble._objective_ms(given, plan)
         assert length == run.objective_ms(given.objective)
         assert won <= length

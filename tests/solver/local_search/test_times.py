@@ -38,22 +38,24 @@ def kept_move_by_move(draw: st.DrawFn) -> Case:
     """
     document = draw(documents(menus=True).filter(lambda one: len(one["devices"]) > 1))
     document |= {"num_microbatches": draw(st.integers(2, 5))}
-    made = Problem.parse(document if draw(st.booleans()) else document | {"links": []})
+    drawn = Problem.parse(document if draw(st.booleans()) else document | {"links": []})
     passes = ("forward_ms", "backward_input_ms", "backward_ms")
     stages = [
-        held.model_copy(
+        one_stage.model_copy(
             update={
-                name: max(1.0, ms) for name in passes if (ms := getattr(held, name)) is not None
+                name: max(1.0, ms)
+                for name in passes
+                if (ms := getattr(one_stage, name)) is not None
             }
-            | ({} if held.modes else {"activation_bytes": 4 * UNIT, "offload_bytes": 4 * UNIT})
+            | ({} if one_stage.modes else {"activation_bytes": 4 * UNIT, "offload_bytes": 4 * UNIT})
         )
-        for held in made.stages
+        for one_stage in drawn.stages
     ]
     rates = {"d2h_gb_per_s": draw(st.sampled_from([0.5, 4.0])), "h2d_gb_per_s": 2.0}
     lanes = {**rates, "half_duplex": False, "pcie_group": None}
-    devices = [device.model_copy(update=lanes) for device in made.devices]
-    made = made.model_copy(update={"stages": stages, "devices": devices})
-    case = Case(made, random_programs(made, random.Random(draw(st.integers(0, 2**32)))))
+    devices = [device.model_copy(update=lanes) for device in drawn.devices]
+    drawn = drawn.model_copy(update={"stages": stages, "devices": devices})
+    case = Case(drawn, random_programs(drawn, random.Random(draw(st.integers(0, 2**32)))))
     return tightened(case) if draw(st.booleans()) else case
 
 
@@ -151,8 +153,8 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
         if table.rules.incremental:
             ends = ends_of(table, table.board.actions[device, : len(program)])
             assert ends.tolist() == [one.end for one in run.times[device]]
-        held = max(host_walk(case.problem, program), default=0)
-        assert table.board.hosts[device] == held or not table.rules.hosts_limited
+        host_bytes = max(host_walk(case.problem, program), default=0)
+        assert table.board.hosts[device] == host_bytes or not table.rules.hosts_limited
 
 
 @given(cases(menus=True), st.integers(0, 2**32))

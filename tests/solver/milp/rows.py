@@ -122,8 +122,8 @@ class _Reading:
         values = {}
         for (s, j), variable in v.d2h.items():
             away = self.at.get(Action(s, ActionType.OFFLOAD, j))
-            made = self.at[Action(s, ActionType.FORWARD, j)]
-            values[variable] = max(made.end, _low(variable)) if away is None else away.start
+            forward = self.at[Action(s, ActionType.FORWARD, j)]
+            values[variable] = max(forward.end, _low(variable)) if away is None else away.start
         for (s, j), variable in v.h2d.items():
             back = self.at.get(Action(s, ActionType.RELOAD, j))
             values[variable] = _low(variable) if back is None else back.start

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 def offloading_problem(m: int = 8) -> Problem:
     """Four devices, two activations, offload: with eight micro-batches no proof in seconds."""
-    held = {"activation_bytes": 10, "weight_context_bytes": 5, "offload_bytes": 10}
-    stages = [stage(d, 4, 4, 2, **held) for d in range(4)]
+    sizes = {"activation_bytes": 10, "weight_context_bytes": 5, "offload_bytes": 10}
+    stages = [stage(d, 4, 4, 2, **sizes) for d in range(4)]
     device = {"memory_bytes": 20, "d2h_gb_per_s": 2.5e-6, "h2d_gb_per_s": 2.5e-6}
     return problem(stages, [device] * 4, m=m)
 
@@ -192,8 +192,8 @@ def test_the_milp_proves_what_no_bound_does() -> None:
 
 def test_what_fits_in_neither_order_does_not_exist_together() -> None:
     """14.5, found and proven; while a W and a later B could overlap, 17 was all that came of it."""
-    held = {"weight_context_bytes": 5, "backward_ms": 2.25}
-    stages = [stage(0, 2, 1, 1, **held), stage(1, 1, 2.5, 2.5, **held)]
+    sizes = {"weight_context_bytes": 5, "backward_ms": 2.25}
+    stages = [stage(0, 2, 1, 1, **sizes), stage(1, 1, 2.5, 2.5, **sizes)]
     best = started(problem(stages, [{"memory_bytes": 20}, {"memory_bytes": 15}], m=3))
     assert best.objective_ms == 15
     improve_by_milp(best, Stop(30))
@@ -235,9 +235,9 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     placement, m = draw(st.sampled_from([((0, 1, 0), 1), ((0,), 2)]))
     numbers = st.integers(1, 4)
     extra = {"offload_bytes": 10, "recompute_ms": 2, "checkpoint_bytes": 3} if m > 1 else {}
-    held = {"activation_bytes": 10, "weight_context_bytes": draw(st.integers(2, 12))}
+    sizes = {"activation_bytes": 10, "weight_context_bytes": draw(st.integers(2, 12))}
     stages = [
-        stage(d, draw(numbers), draw(numbers), draw(numbers), **held, **(extra if d == 0 else {}))
+        stage(d, draw(numbers), draw(numbers), draw(numbers), **sizes, **(extra if d == 0 else {}))
         for d in placement
     ]
     room = draw(st.integers(24, 40) if m == 1 else st.integers(12, 24))
@@ -292,8 +292,8 @@ def _knapsack(n: int) -> MilpModel:
     model.minimise(total([-float(1000 + (i * 7919) % 501) * x for i, x in enumerate(xs)]))
     for k in range(5):
         weights = [1000.0 + (i * 104729 + k * 31337) % 733 for i in range(n)]
-        held = total([-w * x for w, x in zip(weights, xs, strict=True)])
-        model.add(at_least(held, -sum(weights) // 2))
+        weight = total([-w * x for w, x in zip(weights, xs, strict=True)])
+        model.add(at_least(weight, -sum(weights) // 2))
     return model
 
 

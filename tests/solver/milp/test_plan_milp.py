@@ -116,7 +116,14 @@ def test_the_first_relaxation_knows_each_devices_load() -> None:
     assert relaxed.bound >= 16 * (3 + 16 * 9 + 12) / 4
 
 
-@pytest.mark.parametrize(("room_mb", "fit"), [(150, 5), (60, 4), (50, 3)])
+@pytest.mark.parametrize(
+    ("room_mb", "fit"),
+    [
+        pytest.param(150, 5, marks=pytest.mark.extended),
+        pytest.param(60, 4, marks=pytest.mark.extended),
+        (50, 3),
+    ],
+)
 def test_no_device_holds_more_layers_than_it_can_and_one_holds_its_share(
     room_mb: int, fit: int
 ) -> None:
@@ -136,8 +143,8 @@ def test_no_device_holds_more_layers_than_it_can_and_one_holds_its_share(
             length_ms = search._length_ms(choice)
             best_ms = min(best_ms, length_ms)
             most = can if length_ms <= most_ms else anyway
-            held = as_counts(search.tables, choice)[0].sum(axis=2)
-            assert all(held[home == device, t].sum() <= most[device, t] for device, t in most)
+            layers_in = as_counts(search.tables, choice)[0].sum(axis=2)
+            assert all(layers_in[home == device, t].sum() <= most[device, t] for device, t in most)
         search.run()
         assert search.bound_ms <= best_ms * (1 + 1e-9)
         assert search.best[0] == pytest.approx(best_ms, rel=1e-4)
@@ -234,7 +241,7 @@ def model_in_pairs(room_mb: int, first_hides_ms: float) -> Model:
 
 
 @pytest.mark.parametrize("first_hides_ms", [0.5, 0.0])
-@pytest.mark.parametrize("room_mb", [900, 160, 120, 40])
+@pytest.mark.parametrize("room_mb", [900, 120, 40])
 @pytest.mark.parametrize(("shape", "name"), [("v", "dualpipe-v"), ("loop", "1f1b-overlap")])
 def test_in_pairs_it_is_the_best_of_all_cuts_as_simulated(
     shape: str, name: str, room_mb: int, first_hides_ms: float

@@ -50,7 +50,7 @@ def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 def layers(draw: st.DrawFn) -> dict[str, Any]:
     """One layer as a JSON-like object, every field drawn."""
     activation = draw(sizes)
-    held: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "forward_ms": draw(times),
         "backward_input_ms": draw(times),
         "backward_weight_ms": draw(times),
@@ -63,11 +63,11 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
         "grad_sync_ms": draw(times),
     }
     if draw(st.booleans()):
-        held["recompute_ms"] = draw(times)
-        held["checkpoint_bytes"] = draw(st.integers(0, activation))
+        fields["recompute_ms"] = draw(times)
+        fields["checkpoint_bytes"] = draw(st.integers(0, activation))
     for name in ("forward", "backward_input", "backward_weight", "backward", "recompute"):
-        held[f"{name}_workspace_bytes"] = draw(sizes)
-    return held
+        fields[f"{name}_workspace_bytes"] = draw(sizes)
+    return fields
 
 
 @st.composite

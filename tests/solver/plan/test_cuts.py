@@ -27,11 +27,11 @@ def load_bound(problem: Problem) -> float:
         heads.append(head if problem.objective == "makespan" else 0.0)
         head += stage.forward_ms + there
     return max(
-        min(heads[s] for s in held)
-        + problem.num_microbatches * sum(problem.stages[s].busy_ms for s in held)
-        + min(problem.stages[s].grad_sync_ms for s in held)
-        for held in problem.stages_of
-        if held
+        min(heads[s] for s in own)
+        + problem.num_microbatches * sum(problem.stages[s].busy_ms for s in own)
+        + min(problem.stages[s].grad_sync_ms for s in own)
+        for own in problem.stages_of
+        if own
     )
 
 
@@ -102,7 +102,7 @@ def test_the_roomiest_cut_leaves_the_most_bytes(found: Model) -> None:
     for cut in all_cuts(found.num_layers, len(found.devices)):
         needs = smallest_memory(found.problem(line.placement, cut))
         rooms[cut] = min(
-            held.memory_bytes - need for held, need in zip(found.devices, needs, strict=True)
+            device.memory_bytes - need for device, need in zip(found.devices, needs, strict=True)
         )
     assert room == rooms[sizes] == max(rooms.values())
 
@@ -112,9 +112,9 @@ def test_the_bytes_of_a_run_are_those_of_the_smallest_memory(found: Model) -> No
     """One stage on a device: the same number as the solver's closed form."""
     whole = found.problem((0,), (found.num_layers,))
     stage = whole.stages[0]
-    held, needed = least_bytes(stage, can_offload=whole.can_offload(0))
+    kept, needed = least_bytes(stage, can_offload=whole.can_offload(0))
     assert needed + stage.static_bytes == smallest_memory(whole)[0]
-    assert held <= needed
+    assert kept <= needed
 
 
 @given(models(roomy=True))
@@ -125,6 +125,21 @@ def test_no_cut_on_any_placement_is_below_the_bound_of_all(found: Model) -> None
         for problem in fitting(found, line).values():
             best = max(lower_bound(problem).ms, load_bound(problem))
             assert floor <= best + 1e-9
+
+
+def test_the_even_cut_gives_the_rest_to_the_first() -> None:
+    """Ten layers on four stages."""
+    assert even_cut(10, 4) == (3, 3, 2, 2)
+
+
+def test_a_long_model_is_cut_too() -> None:
+    """130 layers on 16 devices in a line, 66 on 8 in a V, in one go."""
+    for shape, chunks, num_devices in (("linear", 1, 16), ("v", 2, 8)):
+        num_layers = 2 + 8 * num_devices
+        layers = [layer(repeat=num_layers - 2), layer(3, 3, 3), layer()]
+        found = model(layers, gpus(num_devices), m=64)
+        line = PlacementLine("v" if shape == "v" else "linear", chunks, tuple(range(num_devices)))
+        assert sum(best_cuts(RunTable(found), line).sizes[0]) == num_layers
 
 
 def test_a_heavy_head_leaves_fewer_layers_beside_it() -> None:
@@ -140,23 +155,6 @@ def test_a_fast_device_gets_more_layers() -> None:
     table = RunTable(found)
     assert best_cuts(table, PlacementLine("linear", 1, (0, 1))).sizes[0] == (6, 2)
     assert best_cuts(table, PlacementLine("linear", 1, (1, 0))).sizes[0] == (2, 6)
-
-
-def test_the_even_cut_gives_the_rest_to_the_first() -> None:
-    """Ten layers on four stages."""
-    assert even_cut(10, 4) == (3, 3, 2, 2)
-
-
-def test_a_long_model_is_cut_too() -> None:
-    """130 layers on 16 devices, linear and V, in one go."""
-    found = model([layer(repeat=128), layer(3, 3, 3), layer()], gpus(16), m=64)
-    table = RunTable(found)
-    for line in (
-        PlacementLine("linear", 1, tuple(range(16))),
-        PlacementLine("v", 2, tuple(range(16))),
-    ):
-        cuts = best_cuts(table, line)
-        assert sum(cuts.sizes[0]) == 130
 
 
 def test_an_early_start_of_the_rest_can_be_worth_a_longer_load() -> None:

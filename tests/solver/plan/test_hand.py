@@ -47,10 +47,10 @@ def _plans(found: Model) -> list[HandPlan]:
     if len(found.devices) > 1:
         lines.append(placement_of("loop", len(found.devices), 2))
     return [
-        made
+        rule
         for placement in lines
         if len(placement) <= found.num_layers
-        for made in hand_plans(found, placement)
+        for rule in hand_plans(found, placement)
     ]
 
 
@@ -58,14 +58,14 @@ def _check(found: Model) -> None:
     lines = make_lines(found, ["linear", "loop"], [1, 2])
     search = PlanSearch(found, lines, Stop(60), on_progress=None)
     search._try_by_hand()
-    for made in _plans(found):
-        programs = made.programs()
+    for rule in _plans(found):
+        programs = rule.programs()
         if programs is None:
             continue
-        problem = made.compiled.problem
+        problem = rule.compiled.problem
         assert not find_violations(problem, programs)
         length_ms = simulate(problem, programs).objective_ms(problem.objective)
-        assert made.objective_ms == pytest.approx(length_ms)
+        assert rule.objective_ms == pytest.approx(length_ms)
         assert search.objective_ms <= length_ms * (1 + 1e-9)
 
 
@@ -81,17 +81,17 @@ def test_every_mode_of_the_menu_is_a_rule(room_mb: int) -> None:
     """Keep, inside, offload and apart; each stage's micro-batches are all treated alike."""
     found = small_model(room_mb)
     plans = _plans(found)
-    assert {made.mode for made in plans} == {"keep", "norms", "away", "full"}
-    fitting = [made for made in plans if made.objective_ms is not None]
-    assert {made.mode for made in fitting} >= {"norms", "away", "full"}
-    for made in fitting:
-        for program in made.programs() or ():
-            menus = made.compiled.problem.menus
+    assert {rule.mode for rule in plans} == {"keep", "norms", "away", "full"}
+    fitting = [rule for rule in plans if rule.objective_ms is not None]
+    assert {rule.mode for rule in fitting} >= {"norms", "away", "full"}
+    for rule in fitting:
+        for program in rule.programs() or ():
+            menus = rule.compiled.problem.menus
             used = {
                 (s, menus[s][k].name)
-                for (s, _), k in modes_of(made.compiled.problem, program).items()
+                for (s, _), k in modes_of(rule.compiled.problem, program).items()
             }
-            assert {name for s, name in used if len(menus[s]) > 1} <= {made.mode}
+            assert {name for s, name in used if len(menus[s]) > 1} <= {rule.mode}
     _check(found)
 
 

@@ -36,28 +36,28 @@ ASKED: dict[str, Any] = {
 
 def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() -> None:
     """It finds nothing better, says so, and still has the row."""
-    asked = read_question(ASKED)
+    read = read_question(ASKED)
     found: list[TuneResult] = []
-    result = tune(asked.question, time_limit_s=60.0, on_result=found.append)
+    result = tune(read.question, time_limit_s=60.0, on_result=found.append)
     row = found[-1].rows[0]
     assert row == result.best
     again = read_row(
-        asked.question, json.loads(json.dumps(row.as_json())), row.problem, row.programs
+        read.question, json.loads(json.dumps(row.as_json())), row.problem, row.programs
     )
     cut = replace(again.configuration.pipeline, layout=row.configuration.pipeline.layout)
     assert replace(again, configuration=replace(again.configuration, pipeline=cut)) == row
     faster = replace(again, step_ms=0.9 * row.step_ms)
-    told: list[TuneResult] = []
-    second = tune(asked.question, start=faster, time_limit_s=60.0, on_result=told.append)
-    assert {one.best for one in (second, *told)} == {faster}
+    results: list[TuneResult] = []
+    second = tune(read.question, start=faster, time_limit_s=60.0, on_result=results.append)
+    assert {one.best for one in (second, *results)} == {faster}
 
 
 def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> None:
     """The faster kind has more layers, whoever comes first; what runs today stands as was said."""
     fixed = {"tp": 2, "cp": 1, "micro_batch": 1, "chunks": 1}
     today = {"tp": 2, "pp": 4}
-    asked = read_question({**ASKED, "gpu": "a100:4,h100:4", "current": today, "fixed": fixed})
-    result = tune(asked.question, current=asked.current, time_limit_s=60.0)
+    read = read_question({**ASKED, "gpu": "a100:4,h100:4", "current": today, "fixed": fixed})
+    result = tune(read.question, current=read.current, time_limit_s=60.0)
     assert result.current is not None
     assert result.current.as_json()["gpus"] == ["a100", "a100", "h100", "h100"]
     assert result.best is not None
@@ -65,7 +65,7 @@ def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> 
     assert result.gap < 0.01
     orders = {tuple(row.as_json()["gpus"]) for row in result.rows}
     assert {("a100", "h100"), ("h100", "a100")} <= orders
-    known = read_checkpoint(asked.question, checkpoint_of(result))
+    known = read_checkpoint(read.question, checkpoint_of(result))
     assert known is not None
     rows = {row.as_json()["id"] for row in result.rows[:11]}
     assert rows <= {row.as_json()["id"] for row in known.rows}
@@ -79,7 +79,7 @@ def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> 
 
 def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> None:
     """Nobody is looked at as closely twice, and the end is the same."""
-    asked = read_question({**ASKED, "fixed": {"tp": 2}})
+    read = read_question({**ASKED, "fixed": {"tp": 2}})
     seen: Counter[tuple[str, str]] = Counter()
 
     def watch(owner: type, name: str, key: Callable[..., object]) -> None:
@@ -93,24 +93,24 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
 
     watch(LayerTable, "packed_ms", lambda _, candidate: candidate)
     for name in ("simulated", "by_cut", "planned"):
-        watch(ConfigurationJudge, name, lambda made, *_: (made.training, made.cut.chunks))
-    told: list[tuple[str, Counter[tuple[str, str]]]] = []
+        watch(ConfigurationJudge, name, lambda judged, *_: (judged.training, judged.cut.chunks))
+    kept: list[tuple[str, Counter[tuple[str, str]]]] = []
 
     def note(result: TuneResult) -> None:
-        told.append((checkpoint_of(result), seen.copy()))
+        kept.append((checkpoint_of(result), seen.copy()))
 
-    result = tune(asked.question, current=asked.current, time_limit_s=60.0, on_result=note)
+    result = tune(read.question, current=read.current, time_limit_s=60.0, on_result=note)
     note(result)
     assert result.best is not None
     whole = seen.copy()
-    for text, before in (told[len(told) // 2], told[-1]):
+    for text, before in (kept[len(kept) // 2], kept[-1]):
         seen.clear()
-        known = read_checkpoint(asked.question, text)
+        known = read_checkpoint(read.question, text)
         assert known is not None
         said: list[str] = []
         again = tune(
-            asked.question,
-            current=asked.current,
+            read.question,
+            current=read.current,
             known=known,
             time_limit_s=60.0,
             on_progress=said.append,
@@ -123,7 +123,7 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
         assert again.counts.total == result.counts.total
     assert not seen, "all of it was known"
     assert again.certificate == result.certificate
-    assert read_checkpoint(asked.question, text.replace('"version": 8', '"version": 7')) is None
+    assert read_checkpoint(read.question, text.replace('"version": 8', '"version": 7')) is None
 
 
 def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_not(
@@ -133,12 +133,12 @@ def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_
     module = sys.modules[TuneResult.__module__]
     monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
     monkeypatch.setattr(module, "_TELL_SHARE", 0.0)
-    asked = read_question({**ASKED, "fixed": {"tp": 2, "micro_batch": 1}})
+    read = read_question({**ASKED, "fixed": {"tp": 2, "micro_batch": 1}})
     kept: list[str] = []
 
     def answer(**more: Any) -> tuple[Any, ...]:
         result = tune(
-            asked.question, current=asked.current, time_limit_s=300.0, work_limit=2.0, gap=0.0,
+            read.question, current=read.current, time_limit_s=300.0, work_limit=1.0, gap=0.0,
             **more,
         )  # fmt: skip
         assert result.stopped_by == "work_limit"
@@ -150,17 +150,17 @@ def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_
     looks = list(dict.fromkeys(kept))
     assert len(looks) > 6
     for text in (looks[0], looks[len(looks) // 2], looks[-1]):
-        assert answer(known=read_checkpoint(asked.question, text)) == whole
+        assert answer(known=read_checkpoint(read.question, text)) == whole
 
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
     """Interleaved: two chunks stand round and round; dp is what the GPUs leave."""
-    asked = read_question(ASKED)
-    assert asked.current is not None
-    assert asked.current.training.dp == 2
-    row = judge(asked.question, asked.current)
+    read = read_question(ASKED)
+    assert read.current is not None
+    assert read.current.training.dp == 2
+    row = judge(read.question, read.current)
     assert row is not None
-    again = read_row(asked.question, row.as_json(), row.problem, row.programs)
+    again = read_row(read.question, row.as_json(), row.problem, row.programs)
     assert again.configuration.pipeline.placement == "loop"
     assert again.as_json() == row.as_json()
     assert again.label == row.label == "tp 2 pp 2 x2 dp 2 mb 1 recompute layernorm"
@@ -173,16 +173,16 @@ def test_a_measured_step_calibrates_every_time() -> None:
     before = judge(plain.question, plain.current)
     assert before is not None
     factor = read_question({**ASKED, "measured_step_s": 1.0}).question.time_factor
-    asked = read_question({**ASKED, "measured_step_s": 2.0 / factor})
-    assert asked.question.time_factor == pytest.approx(2.0)
-    assert asked.current is not None
-    after = judge(asked.question, asked.current)
+    read = read_question({**ASKED, "measured_step_s": 2.0 / factor})
+    assert read.question.time_factor == pytest.approx(2.0)
+    assert read.current is not None
+    after = judge(read.question, read.current)
     assert after is not None
     assert after.step_ms == pytest.approx(2.0 * before.step_ms, rel=1e-3)
     uneven = {**ASKED, "current": {**ASKED["current"], "layers": [4, 4, 4, 22]}}
-    asked = read_question({**uneven, "measured_step_s": 2.0})
-    assert asked.current is not None
-    cut = judge(asked.question, asked.current)
+    read = read_question({**uneven, "measured_step_s": 2.0})
+    assert read.current is not None
+    cut = judge(read.question, read.current)
     assert cut is not None
     assert cut.step_ms == pytest.approx(2000, rel=0.1)
 

@@ -84,9 +84,9 @@ def exhaustively(question: TuneQuestion) -> dict[TuneCandidate, float]:
     num_layers = question.shape.num_layers + 2
     found = {}
     for candidate in candidates(question):
-        made = judge_of(question, candidate)
+        judged = judge_of(question, candidate)
         rows = (
-            made.by_families(sizes)
+            judged.by_families(sizes)
             for sizes in all_cuts(num_layers, candidate.pp * candidate.chunks)
         )
         found[candidate] = min((row.step_ms for row in rows if row is not None), default=inf)
@@ -107,7 +107,7 @@ def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
 @pytest.mark.parametrize(
     ("question", "threads"),
     [
-        (asked(), 1),
+        pytest.param(asked(), 1, marks=pytest.mark.extended),
         (asked(memory_bytes=TIGHT), 2),
         (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1),
         (mixed(fixed={"tp": 1, "cp": 1, "micro_batch": 1}), 1),
@@ -124,8 +124,8 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
         table = LayerTable(question, training, pp, kinds, pairs=pairs)
         for candidate in group:
             fastest_ms = best_of[candidate]
-            made = judge_of(question, candidate)
-            cut_ms = made.by_cut(inf)[1] + table.after_ms
+            judged = judge_of(question, candidate)
+            cut_ms = judged.by_cut(inf)[1] + table.after_ms
             for bound_ms in (table.quick_ms(candidate), table.packed_ms(candidate), cut_ms):
                 assert bound_ms <= fastest_ms * (1 + 1e-6), candidate
             num_cut += cut_ms > table.packed_ms(candidate) * (1 + 1e-6)
@@ -134,7 +134,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert fastest_ms < inf
     if question.memory_bytes == TIGHT or question.kinds:
         assert inf in best_of.values(), "memory is no question here"
-    result = tune(question, time_limit_s=60 if threads > 1 else 30, threads=threads, gap=0.0)
+    result = tune(question, time_limit_s=60, work_limit=1.0, threads=threads, gap=0.0)
     assert result.best is not None
     assert result.gap is not None
     assert result.bound_ms <= fastest_ms * (1 + 1e-6)
@@ -161,15 +161,15 @@ def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
         bound_ms = table.packed_ms(one)
         assert table.quick_ms(one) <= bound_ms <= fastest_ms * (1 + 1e-6), one
         if one.slices > 1 and not one.training.recompute:
-            made = judge_of(question, one)
-            row = made.by_families(made.sizes("balanced"))
+            judged = judge_of(question, one)
+            row = judged.by_families(judged.sizes("balanced"))
             assert row is not None
-            found = solve(row.problem, work_limit=0.5, time_limit_s=30).schedule
+            found = solve(row.problem, work_limit=0.1, time_limit_s=30).schedule
             assert found is not None
             assert found.objective_ms + table.after_ms >= bound_ms * (1 - 1e-6), one
             searched += 1
     assert searched == 4
-    result = tune(question, time_limit_s=30, gap=0.0)
+    result = tune(question, time_limit_s=60, work_limit=1.0, gap=0.0)
     assert result.best is not None
     assert result.gap is not None
     whole_ms = min(ms for one, ms in best_of.items() if one.slices == 1)
@@ -207,14 +207,16 @@ def dealt_ms(table: LayerTable, candidate: TuneCandidate) -> float:
     """
     number = table.parts[1].number
     pp, chunks = candidate.pp, candidate.chunks
-    held = [in_flight(r, candidate.cut()) if table.fused else (1,) * chunks for r in range(pp)]
+    in_flight_of = [
+        in_flight(r, candidate.cut()) if table.fused else (1,) * chunks for r in range(pp)
+    ]
     m, least = candidate.num_microbatches, inf
     for owners in _deals(number, pp, chunks):
         busy, need = [0.0] * pp, [0.0] * pp
         for index, (rank, chunk) in zip((0, *[1] * number, 2), owners, strict=True):
             part = table.parts_on[table.ranks[rank]][index]
             busy[rank] += part.whole_ms
-            need[rank] += part.static + held[rank][chunk] * part.kept
+            need[rank] += part.static + in_flight_of[rank][chunk] * part.kept
         ahead, waits = 0.0, []
         for rank, hardware in enumerate(table.ranks):
             waits.append(table.share * ahead)
@@ -237,7 +239,7 @@ def _deals(num_layers: int, pp: int, chunks: int):
 
 
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
-@pytest.mark.parametrize("gigabytes", [80, 10.5, 9.8, 9.2, None])
+@pytest.mark.parametrize("gigabytes", [80, 9.8, 9.2, None])
 def test_whole_layers_are_dealt_as_well_as_they_can_be(
     framework: str, gigabytes: float | None
 ) -> None:
@@ -266,7 +268,7 @@ def test_more_chunks_than_a_plan_takes_have_the_schedules_of_families() -> None:
     question = asked(replace(SMALL, num_layers=18), framework="torchtitan", num_gpus=2)
     question = replace(question, training=Training(sequence=2048))
     question = replace(question, fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 10})
-    result = tune(question, time_limit_s=10)
+    result = tune(question, time_limit_s=60, work_limit=0.1)
     assert result.best is not None
     assert result.best.configuration.pipeline.chunks == 10
 
@@ -285,8 +287,8 @@ def test_torchtitan_has_a_v_of_two_chunks_and_no_other(monkeypatch) -> None:
     for chunks in (2, 4):
         fixed = {"tp": 1, "cp": 1, "pp": 2, "chunks": chunks, "micro_batch": 1}
         candidate = next(candidates(replace(question, fixed=fixed)))
-        made = ConfigurationJudge(question, candidate.training, candidate.cut())
-        made.planned(Stop(1.0))
+        judged = ConfigurationJudge(question, candidate.training, candidate.cut())
+        judged.planned(Stop(1.0))
     assert asked_for == [(2, ("loop", "v")), (4, ("loop",))]
 
 
@@ -305,8 +307,10 @@ def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
         if candidate.chunks > 1 or candidate.training.recompute:
             continue
         table = LayerTable(question, candidate.training, candidate.pp)
-        made = ConfigurationJudge(question, candidate.training, candidate.cut())
-        found = plan(made.model, time_limit_s=2.0, chunks=(1,), placements=["linear"])
+        judged = ConfigurationJudge(question, candidate.training, candidate.cut())
+        found = plan(
+            judged.model, work_limit=0.1, time_limit_s=60, chunks=(1,), placements=["linear"]
+        )
         if found.schedule is None:
             continue
         num_planned += 1
@@ -327,7 +331,10 @@ def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumber
     links = (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1)
     pattern = fused(pp, chunks, m, links, pairs=changes.get("pairs", False))
     needs = [
-        sum((3 + held[HELD]) * sizes[rank + chunk * pp] for chunk, held in enumerate(moment.counts))
+        sum(
+            (3 + in_flight_of[HELD]) * sizes[rank + chunk * pp]
+            for chunk, in_flight_of in enumerate(moment.counts)
+        )
         for rank, moments in enumerate(pattern.moments)
         for moment in moments
     ]
@@ -370,8 +377,8 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
     )  # fmt: skip
     pattern = _CutProgram(given_numbers).pattern
 
-    def length_ms(numbers: CutNumbers, held) -> float:
-        return pattern.length_ms(numbers.durations(np.array(held)))
+    def length_ms(numbers: CutNumbers, sized) -> float:
+        return pattern.length_ms(numbers.durations(np.array(sized)))
 
     layers = layers[:, : len(kinds)]
     bound_ms, best, _, prices = best_cut(given_numbers)
@@ -382,7 +389,7 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
     prices = prices._replace(least_ms=0.0)
     assert 0.98 * relaxed_ms <= prices.bound_ms(given_numbers) <= relaxed_ms * (1 + 1e-6)
     if len(kinds) == 1:
-        answered = [[held - (s in {0, len(best) - 1})] for s, held in enumerate(best)]
+        answered = [[sized - (s in {0, len(best) - 1})] for s, sized in enumerate(best)]
         assert bound_ms <= length_ms(given_numbers, answered) * (1 + 1e-9) <= bound_ms * 1.01
     # Slower and larger layers, another place for what fits, faster links.
     longer = [one._replace(whole_ms=1.3 * one.whole_ms, kept=1.5) for one in kinds]
@@ -392,10 +399,12 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
         links=(((sent / 2, 0.004), (sent / 2, 0.004)),) * (num_stages - 1),
     )
     lengths = [
-        length_ms(other, held)
-        for held in map(np.array, permutations(layers.tolist()))
+        length_ms(other, sized)
+        for sized in map(np.array, permutations(layers.tolist()))
         if all(
-            sum(np.dot(needs, held[stage]) for stage, needs in other.layer_bytes(rank, one).items())
+            sum(
+                np.dot(needs, sized[stage]) for stage, needs in other.layer_bytes(rank, one).items()
+            )
             <= other.room(rank, one)
             for rank, moments in enumerate(pattern.moments)
             for one in moments
@@ -439,8 +448,8 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
 
     def least_ms(numbers: CutNumbers) -> float:
         found = inf
-        for held in all_cuts(sum(sizes) + 2, num_stages):
-            layers = np.array(held, dtype=float)[:, None]
+        for sized in all_cuts(sum(sizes) + 2, num_stages):
+            layers = np.array(sized, dtype=float)[:, None]
             layers[[0, -1]] -= 1.0
             fits = all(
                 sum(need[0] * layers[s, 0] for s, need in numbers.layer_bytes(rank, one).items())
@@ -473,11 +482,11 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
 def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
     """More than the load and no more than the even cut takes, 16 and 3 of 16 parts of a rank."""
     even = numbers_of(4, 4, 16, [10] * 16)
-    bound_ms, sizes, *_ = best_cut(even, stop=Stop(5.0))
+    bound_ms, sizes, *_ = best_cut(even, stop=Stop(60.0, work=1.0))
     assert 16 * 41.0 < bound_ms <= 16 * 41.875
     assert sum(sizes) == 162
     room = even.rooms[0]
-    assert best_cut(even._replace(rooms=(0.9 * room,) * 4), stop=Stop(5.0))[0] > bound_ms
+    assert best_cut(even._replace(rooms=(0.9 * room,) * 4), stop=Stop(60.0, work=1.0))[0] > bound_ms
     assert best_cut(even._replace(rooms=(0.5 * room,) * 4))[:2] == (inf, ())
 
 
@@ -551,7 +560,10 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
 
 
 def test_the_best_and_the_ten_next_have_rows_though_bounds_exclude_them() -> None:
-    """None below the bound; what filled up counts as excluded, and all is the same once more."""
+    """None below the bound; what filled up counts as excluded, and all is the same once more.
+
+    Less memory is offered where it costs time.
+    """
     question = asked(memory_bytes=TIGHT)
     first, again = (
         tune(question, time_limit_s=300, work_limit=20.0, threads=threads) for threads in (1, 2)
@@ -568,6 +580,10 @@ def test_the_best_and_the_ten_next_have_rows_though_bounds_exclude_them() -> Non
         (first.counts.do_not_fit, first.counts.excluded, first.counts.solved, first.counts.open)
     )
     assert [row.as_json() for row in again.rows] == [row.as_json() for row in first.rows]
+    peaks = [max(row.peak_bytes) for row in first.pareto]
+    assert [row.step_ms for row in first.pareto] == sorted(row.step_ms for row in first.pareto)
+    assert peaks == sorted(peaks, reverse=True)
+    assert max(peaks) <= TIGHT
 
 
 def test_a_cut_that_is_walked_from_is_no_longer_and_fits(monkeypatch) -> None:
@@ -579,24 +595,15 @@ def test_a_cut_that_is_walked_from_is_no_longer_and_fits(monkeypatch) -> None:
     for candidate, fastest_ms in best_of.items():
         if fastest_ms == inf:
             continue
-        made = judge_of(question, candidate)
+        judged = judge_of(question, candidate)
         start = (7, 1, 1, 1)
-        row, before = made.by_families(made.walked(start, Stop(5.0))), made.by_families(start)
+        row, before = judged.by_families(judged.walked(start, Stop(5.0))), judged.by_families(start)
         assert row is not None
         assert row.step_ms <= fastest_ms * 1.005
         num_better += before is None or row.step_ms < before.step_ms
         passes.add(candidate.pairs)
     assert num_better > 2
     assert passes == {False, True}
-
-
-def test_less_memory_is_offered_where_it_costs_time() -> None:
-    result = tune(asked(memory_bytes=TIGHT), time_limit_s=20)
-    steps = [row.step_ms for row in result.pareto]
-    peaks = [max(row.peak_bytes) for row in result.pareto]
-    assert steps == sorted(steps)
-    assert peaks == sorted(peaks, reverse=True)
-    assert max(peaks) <= TIGHT
 
 
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan", "any"])
@@ -676,17 +683,17 @@ def test_a_plan_answers_with_the_number_of_chunks_that_was_asked(monkeypatch) ->
     module = sys.modules["optpipe_solver.tune.judge"]
     question = asked(framework="any", fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 2, "dp": 2})
     candidate = next(candidates(question))
-    made = ConfigurationJudge(question, candidate.training, candidate.cut())
+    judged = ConfigurationJudge(question, candidate.training, candidate.cut())
 
-    def in_a_line(model, **asked):
-        return plan(model, **(asked | {"chunks": (1,), "placements": ("linear",)}))
+    def in_a_line(model, **options):
+        return plan(model, **(options | {"chunks": (1,), "placements": ("linear",)}))
 
     monkeypatch.setattr(module, "plan", in_a_line)
-    row, bound_ms = made.planned(Stop(2.0))
+    row, bound_ms = judged.planned(Stop(2.0))
     assert row is None
     assert bound_ms > 0
     monkeypatch.undo()
-    row, _ = made.planned(Stop(2.0))
+    row, _ = judged.planned(Stop(2.0))
     assert row is not None
     assert row.configuration.pipeline.chunks == 2
     assert len(row.problem.stages) == 4
@@ -710,7 +717,7 @@ def test_a_published_run_is_among_what_is_searched() -> None:
 @pytest.mark.parametrize(
     ("framework", "work", "pp", "more"),
     [
-        pytest.param("megatron", 0.6, 4, {}, id="megatron"),
+        pytest.param("megatron", 0.3, 4, {}, id="megatron"),
         pytest.param(
             *("any", 0.1, 2, {"chunks": 2, "zero": 1}), id="any", marks=pytest.mark.extended
         ),
