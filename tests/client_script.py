@@ -146,11 +146,11 @@ class _Waited:
 
 def noted_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Let no client pause; return the list of the pauses, in seconds, that it would have made."""
-    made: list[float] = []
+    pauses: list[float] = []
 
     async def note(seconds: float) -> None:
-        made.append(seconds)
+        pauses.append(seconds)
 
-    monkeypatch.setattr("optpipe.client.client.time.sleep", made.append)
+    monkeypatch.setattr("optpipe.client.client.time.sleep", pauses.append)
     monkeypatch.setattr("optpipe.client.async_client.asyncio.sleep", note)
-    return made
+    return pauses

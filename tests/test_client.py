@@ -383,8 +383,8 @@ def test_a_broken_stream_goes_on_behind_the_last_event_seen(client) -> None:
     )
     heard = list(client(script).events("a"))
     assert [one.number for one in heard] == [1, 3, 7]
-    asked = [request.headers.get("Last-Event-ID") for request in script.requests]
-    assert asked == [None, "1", "3", "7"]
+    resumed_behind = [request.headers.get("Last-Event-ID") for request in script.requests]
+    assert resumed_behind == [None, "1", "3", "7"]
 
 
 def test_events_may_begin_anywhere(client) -> None:

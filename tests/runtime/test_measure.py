@@ -72,8 +72,8 @@ def test_batch_target_and_messages_are_reserved_and_no_activations() -> None:
     reserved = [device.reserved_bytes for device in problem.devices]
     assert reserved == [10 * row + in_flight, in_flight, 10 * row + in_flight]
     saved = FLOAT * 64 * 16
-    held = [saved + FLOAT, saved + row + FLOAT]
-    assert [stage.activation_bytes for stage in problem.stages[:2]] == held
+    kept_bytes = [saved + FLOAT, saved + row + FLOAT]
+    assert [stage.activation_bytes for stage in problem.stages[:2]] == kept_bytes
     # The loss saves the difference for its square, and is there itself.
     assert problem.stages[2].activation_bytes == saved + row + row + FLOAT
     assert problem.stages[2].output_bytes == 0
@@ -357,8 +357,8 @@ class Paced(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         self.clock.now += 4
-        made: Tensor = _PacedBack.apply(state * self.weight, self.clock)
-        return made
+        output: Tensor = _PacedBack.apply(state * self.weight, self.clock)
+        return output
 
 
 class _PacedBack(torch.autograd.Function):
@@ -482,12 +482,12 @@ def test_ranks_measure_their_stages_and_the_links_between_them(ranks) -> None:
 
 def test_a_stage_that_fails_on_one_rank_is_told_on_all(ranks) -> None:
     """The same words everywhere, and nobody hangs."""
-    told = ranks.run(measured.measure_perceptrons, (0, 1, 2, 3), 2)
-    assert told == [told[0]] * 4
-    assert "rank 2 could not measure: stage 2 cannot run on inputs of size [(64, 8)]" in told[0]
+    texts = ranks.run(measured.measure_perceptrons, (0, 1, 2, 3), 2)
+    assert texts == [texts[0]] * 4
+    assert "rank 2 could not measure: stage 2 cannot run on inputs of size [(64, 8)]" in texts[0]
 
 
 def test_there_is_a_rank_for_every_device(ranks) -> None:
     """Three devices on four ranks are refused before anything runs."""
-    told = ranks.run(measured.measure_perceptrons, (0, 1, 2))
-    assert "names 3 devices, but 4 ranks measure" in told[0]
+    texts = ranks.run(measured.measure_perceptrons, (0, 1, 2))
+    assert "names 3 devices, but 4 ranks measure" in texts[0]

@@ -145,8 +145,8 @@ def test_a_plan_larger_than_the_machine_is_refused_with_both_numbers(ranks):
     huge = _scaled(2**48)
     text = _one_text(ranks.run(cases.refused, [huge.schedule] * 4, huge.problem))
     assert "host memory of" in text
-    (told,) = re.findall(r"would hold (\d+) bytes at its peak", text)
-    assert _planned(huge) < int(told) < _planned(huge) + 10**6
+    (peak,) = re.findall(r"would hold (\d+) bytes at its peak", text)
+    assert _planned(huge) < int(peak) < _planned(huge) + 10**6
 
 
 def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):

@@ -20,6 +20,7 @@ from optpipe_solver.families.classic import build_dualpipe_v
 from tests.runtime import batch_cases, cases, schedules, small_cases
 from tests.runtime.ranks import Ranks
 from tests.runtime.small_cases import Trained
+from tests.runtime.small_model import WIDTH
 
 
 def _train(
@@ -262,10 +263,10 @@ def test_inputs_of_all_kinds_train_and_evaluate_like_one_process(ranks, placemen
         assert found.restored
         assert found.required == {False}
         if placement == schedules.LINEAR:
-            elements = 2 * 3 * batch_cases.WIDTH
+            elements = 2 * 3 * WIDTH
             forwards, backwards = 4 * (rank < 3), 4 * (rank > 0)
             # The state and the table; what each token is; whether it is kept.
-            each = 2 * elements + 2 * (elements // batch_cases.WIDTH)
+            each = 2 * elements + 2 * (elements // WIDTH)
             assert found.num_sent == forwards * each + backwards * elements
         for text, wanted in zip(found.refusals, REFUSALS, strict=True):
             # What is wrong on one rank is said on all.
