@@ -191,8 +191,8 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     Never longer than what is known of it where it is the same batch in another order.
     """
     module = importlib.import_module("optpipe_solver.replan")
-    monkeypatch.setattr(module, "_LIKE_WORK", 0.1)
-    monkeypatch.setattr(module, "_SHAPE_WORK", 0.1)
+    monkeypatch.setattr(module, "_LIKE_WORK", 0.03)
+    monkeypatch.setattr(module, "_SHAPE_WORK", 0.03)
     monkeypatch.setattr(module, "_SHARES", (1.0, 0.9))
 
     def packed(costs: list[int], *, again: bool = False) -> Problem:
