@@ -169,10 +169,9 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("p", "m", "hidden_ms", "chunks", "most_ms"),
-    [(4, 10, 1, 7, 61), (4, 10, 0.3, 9, 60.5),
+    [(4, 10, 1, 9, 51), (4, 10, 1, 7, 61), (4, 10, 1, 5, 69), (4, 10, 0.3, 9, 60.5),
      *(pytest.param(*one, marks=pytest.mark.extended)
-       for one in ((4, 10, 1, 9, 51), (4, 10, 1, 8, 56), (4, 10, 1, 6, 64), (4, 10, 1, 5, 69),
-                   (8, 20, 1, 13, 129)))],
+       for one in ((4, 10, 1, 8, 56), (4, 10, 1, 6, 64), (8, 20, 1, 13, 129)))],
 )  # fmt: skip
 def test_pairs_are_found_at_any_memory(
     p: int, m: int, hidden_ms: float, chunks: int, most_ms: float
@@ -188,7 +187,7 @@ def test_pairs_are_found_at_any_memory(
     assert first is not None
     assert find_violations(given, first.programs) == []
     assert first.makespan_ms <= most_ms + 1e-9
-    if chunks == 5:
+    if chunks == 7:
         again = solve(given, time_limit_s=120, work_limit=6, seed=0).schedule
         assert again is not None
         assert first.programs == again.programs
