@@ -101,8 +101,8 @@ def test_what_has_no_schedule_leaves_as_solve_does(optpipe, problem_file) -> Non
 def test_a_percentile_and_its_noise_reach_the_solver(optpipe, problem_file, tmp_path) -> None:
     """As they were given, with the job's seed and what is usual for what was left out."""
     target = tmp_path / "schedule.json"
-    asked = ["--robust", "P95", "--stragglers", "0.2", "--seed", "7"]
-    code, _, err = optpipe("submit", problem_file("told:robust"), *asked, "-o", target)
+    options = ["--robust", "P95", "--stragglers", "0.2", "--seed", "7"]
+    code, _, err = optpipe("submit", problem_file("told:robust"), *options, "-o", target)
     assert code == 0, err
     method = load_schedule(target.read_text()).provenance.method
     assert method == "P95 of Noise(jitter=0.1, stragglers=0.2, num_draws=200, seed=7)"

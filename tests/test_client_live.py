@@ -33,9 +33,18 @@ def url(tmp_path_factory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=[plain, waited], ids=["sync", "async"])
+@pytest.fixture(
+    params=[
+        pytest.param(plain, id="sync"),
+        pytest.param(waited, id="async", marks=pytest.mark.extended),
+    ]
+)
 def client(request, url: str) -> Iterator[Any]:
-    """Both clients, behind one face."""
+    """Both clients, behind one face.
+
+    At every change the one for plain code, which a tool makes of the other (`test_client_twin`);
+    `test_client` says all of both, and `test_tasks_share_a_client` runs the other one here.
+    """
     opened = request.param(None, url)
     yield opened
     opened.close()

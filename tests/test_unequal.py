@@ -37,17 +37,19 @@ OBJECTIVES = ["makespan", "span"]
 @given(cases(unequal=True))
 def test_times_and_bytes_are_those_of_the_oracle_and_of_compiled_code(case: Case) -> None:
     """Every cell has the times, bytes and modes of its own cost."""
-    made, rows = case
-    assert find_violations(made, rows) == []
-    assert is_legal(made, rows)
-    run = simulate(made, rows)
-    assert (run.makespan_ms, run.span_ms) == pytest.approx(Ticking(made, rows).run())
-    peaks = [device_peak_bytes(made, device, row) for device, row in enumerate(rows)]
-    assert peaks == [device_peak(made, device, row) for device, row in enumerate(rows)]
-    assert host_peak_bytes(made, rows) == host_peaks(made, rows)
-    assert evaluate_arrays(CompiledProblem.of(made), rows) == evaluate_by_reference(made, rows)
-    compiled = CompiledProblem.of(made)
-    assert evaluate_by_reference(made, compiled.decode(compiled.encode(rows))) is not None
+    problem, rows = case
+    assert find_violations(problem, rows) == []
+    assert is_legal(problem, rows)
+    run = simulate(problem, rows)
+    assert (run.makespan_ms, run.span_ms) == pytest.approx(Ticking(problem, rows).run())
+    peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(rows)]
+    assert peaks == [device_peak(problem, device, row) for device, row in enumerate(rows)]
+    assert host_peak_bytes(problem, rows) == host_peaks(problem, rows)
+    assert evaluate_arrays(CompiledProblem.of(problem), rows) == evaluate_by_reference(
+        problem, rows
+    )
+    compiled = CompiledProblem.of(problem)
+    assert evaluate_by_reference(problem, compiled.decode(compiled.encode(rows))) is not None
 
 
 @given(cases(tight=True, unequal=True), st.integers(0, 2**32))
@@ -64,13 +66,13 @@ def test_spoilt_programs_are_judged_as_the_oracle_judges(case: Case, seed: int) 
 @given(documents(unequal=True))
 def test_a_file_comes_back_and_keeps_its_hash(document: dict[str, Any]) -> None:
     """What is written is read as the same; costs that nobody has change nothing."""
-    made = Problem.parse(document)
-    again = Problem.parse(json.loads(dump_problem(made)))
-    assert again == made
-    assert again.problem_hash == made.problem_hash
+    problem = Problem.parse(document)
+    again = Problem.parse(json.loads(dump_problem(problem)))
+    assert again == problem
+    assert again.problem_hash == problem.problem_hash
     for stage in document["stages"]:
         stage["costs"].append(stage["costs"][0])
-    assert Problem.parse(document) == made
+    assert Problem.parse(document) == problem
 
 
 @given(documents(menus=True), st.integers(2, 3))
@@ -89,11 +91,11 @@ def test_equal_costs_are_what_they_were_to_the_byte(document: dict[str, Any], nu
 
 @given(cases(unequal=True, tight=True))
 def test_no_schedule_is_below_a_bound(case: Case) -> None:
-    made, rows = case
-    reached = simulate(made, rows).objective_ms(made.objective)
-    assert made.has_samples or feasibility(made).plan is not None
-    assert not feasibility(made).needs
-    for bound in lower_bounds(made):
+    problem, rows = case
+    reached = simulate(problem, rows).objective_ms(problem.objective)
+    assert problem.has_samples or feasibility(problem).plan is not None
+    assert not feasibility(problem).needs
+    for bound in lower_bounds(problem):
         assert bound.ms <= reached * (1 + 1e-9), bound
 
 
@@ -129,12 +131,12 @@ def batch(
 def test_small_batches_are_solved_to_the_least_of_all_programs(
     costs: list[int], order: str, room: int
 ) -> None:
-    made = batch(costs, p=2, order=order, room=room)
-    least = optimum(made)
-    result = solve(made, work_limit=0.1, time_limit_s=600)
+    problem = batch(costs, p=2, order=order, room=room)
+    least = optimum(problem)
+    result = solve(problem, work_limit=0.1, time_limit_s=600)
     assert result.schedule is not None
-    check_schedule(made, result.schedule)
-    assert all(bound.ms <= least * (1 + 1e-9) for bound in lower_bounds(made))
+    check_schedule(problem, result.schedule)
+    assert all(bound.ms <= least * (1 + 1e-9) for bound in lower_bounds(problem))
     assert result.schedule.makespan_ms == pytest.approx(least)
 
 
@@ -143,40 +145,42 @@ COSTS = [0, 4, 1, 0, 3, 0, 0, 2, 1, 4, 0, 1]
 
 @pytest.mark.parametrize(("order", "chunks"), [("free", 1), ("given", 1), ("free", 2)])
 def test_replan_is_legal_repeatable_and_never_longer_than_1f1b(order: str, chunks: int) -> None:
-    made = batch(COSTS, order=order, chunks=chunks)
-    found = replan(made)
-    check_schedule(made, found)
-    assert found == replan(made)
-    assert simulate(made, found.programs).makespan_ms == pytest.approx(found.makespan_ms)
+    problem = batch(COSTS, order=order, chunks=chunks)
+    found = replan(problem)
+    check_schedule(problem, found)
+    assert found == replan(problem)
+    assert simulate(problem, found.programs).makespan_ms == pytest.approx(found.makespan_ms)
     assert found.bound_ms is not None
     assert found.bound_ms <= found.makespan_ms
     if chunks == 1:
-        usual = build_one_f_one_b(made.alike(0))
-        assert found.makespan_ms <= simulate(made, usual).makespan_ms
+        usual = build_one_f_one_b(problem.alike(0))
+        assert found.makespan_ms <= simulate(problem, usual).makespan_ms
 
 
 @given(cases(tight=True, unequal=True), st.integers(0, 2**32))
 def test_dispatching_rules_make_legal_programs(case: Case, seed: int) -> None:
     """With any chunks, links, limits, menus and orders; how long they say it takes is true."""
-    made = case.problem
-    if made.has_samples:
-        made = made.model_copy(update={"microbatches": [{"cost": cost} for cost in made.cost_of]})
-    compiled = CompiledProblem.of(made)
-    found = dispatched(compiled, orders(made), 2_000, seed)
+    problem = case.problem
+    if problem.has_samples:
+        problem = problem.model_copy(
+            update={"microbatches": [{"cost": cost} for cost in problem.cost_of]}
+        )
+    compiled = CompiledProblem.of(problem)
+    found = dispatched(compiled, orders(problem), 2_000, seed)
     if found is None:
         return
     length_ms, rows = found
     found_programs = compiled.decode(rows)
-    assert find_violations(made, found_programs) == []
-    reached = simulate(made, found_programs).objective_ms(made.objective)
+    assert find_violations(problem, found_programs) == []
+    reached = simulate(problem, found_programs).objective_ms(problem.objective)
     assert length_ms == pytest.approx(reached)
 
 
 @pytest.mark.parametrize("room", [120, 160, 400])
 def test_replan_is_near_a_longer_solve(room: int) -> None:
     """Within 4 % of one of half a second: 0 % with room, 3.4 % in the middle."""
-    made = batch(COSTS, room=room)
-    found, result = replan(made), solve(made, work_limit=0.3, time_limit_s=600)
+    problem = batch(COSTS, room=room)
+    found, result = replan(problem), solve(problem, work_limit=0.3, time_limit_s=600)
     assert result.schedule is not None
     assert found.makespan_ms <= result.schedule.makespan_ms * 1.04
 
@@ -187,8 +191,8 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     Never longer than what is known of it where it is the same batch in another order.
     """
     module = importlib.import_module("optpipe_solver.replan")
-    monkeypatch.setattr(module, "_LIKE_WORK", 0.1)
-    monkeypatch.setattr(module, "_SHAPE_WORK", 0.1)
+    monkeypatch.setattr(module, "_LIKE_WORK", 0.03)
+    monkeypatch.setattr(module, "_SHAPE_WORK", 0.03)
     monkeypatch.setattr(module, "_SHARES", (1.0, 0.9))
 
     def packed(costs: list[int], *, again: bool = False) -> Problem:
@@ -203,17 +207,17 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
                 kind["modes"] = [{"name": "keep"}, mode]
         return Problem.parse(data)
 
-    made = packed(COSTS)
-    found = replan(made, like=packed([*COSTS[:2], *COSTS[1:-1]]))
-    check_schedule(made, found)
-    assert found.makespan_ms < 0.85 * replan(made).makespan_ms
-    check_schedule(made, replan(made, like=packed([0, 1] * 6)))
+    problem = packed(COSTS)
+    found = replan(problem, like=packed([*COSTS[:2], *COSTS[1:-1]]))
+    check_schedule(problem, found)
+    assert found.makespan_ms < 0.85 * replan(problem).makespan_ms
+    check_schedule(problem, replan(problem, like=packed([0, 1] * 6)))
     turned = packed(COSTS[::-1])
     compiled = CompiledProblem.of(turned)
     known = [compiled.objective_ms(rows) for _, rows in module._solved(module._plain(turned))]
     assert known
-    assert replan(made, like=turned, work=3_000).makespan_ms <= min(known) + 1e-6
-    tried, share = _tried(module, made, turned)
+    assert replan(problem, like=turned, work=3_000).makespan_ms <= min(known) + 1e-6
+    tried, share = _tried(module, problem, turned)
     assert tried == 0
     assert share == pytest.approx(0.57)
     kept = batch(COSTS, room=160)
@@ -221,12 +225,12 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     assert tried == 1
     assert share == pytest.approx(1 / 3)
     with pytest.raises(InputError, match="like: has 11 micro-batches, the problem 12"):
-        replan(made, like=packed(COSTS[:-1]))
+        replan(problem, like=packed(COSTS[:-1]))
     with pytest.raises(InputError, match="modes offload and recompute otherwise"):
-        replan(made, like=packed(COSTS, again=True))
+        replan(problem, like=packed(COSTS, again=True))
 
 
-def _tried(module: Any, made: Problem, like: Problem) -> tuple[int, float]:
+def _tried(module: Any, problem: Problem, like: Problem) -> tuple[int, float]:
     """Return how often rules are tried, and the share of the work that annealing has."""
     ruled, shares, anneal = [], [], module._annealed
 
@@ -235,9 +239,9 @@ def _tried(module: Any, made: Problem, like: Problem) -> tuple[int, float]:
         return anneal(compiled, rows, start_ms, work, seed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "dispatched", lambda *asked: ruled.append(asked))
+        patch.setattr(module, "dispatched", lambda *args: ruled.append(args))
         patch.setattr(module, "_annealed", annealed)
-        replan(made, like=like, work=30_000)
+        replan(problem, like=like, work=30_000)
     return len(ruled), shares[0]
 
 
@@ -249,9 +253,9 @@ def test_what_only_recomputation_fits_is_replanned_at_once() -> None:
             modes = [{"name": "keep"}]
             again = {"name": "again", "forward_bytes": 2 * number, "recompute": "apart"}
             kind["modes"] = [*modes, {**again, "recompute_ms": 2.0 * number}]
-    made = Problem.parse(data)
-    found = replan(made)
-    check_schedule(made, found)
+    problem = Problem.parse(data)
+    found = replan(problem)
+    check_schedule(problem, found)
     assert found.provenance.start_method == "dispatching rules"
     assert found.makespan_ms < replan(batch(COSTS, room=130)).makespan_ms
 
@@ -282,7 +286,7 @@ def test_a_sweep_varies_every_cost() -> None:
             {"name": "recompute", "forward_bytes": 2, "recompute": "apart", "recompute_ms": 1.0},
         ]
     data["devices"] = [{**one, "d2h_gb_per_s": 1, "h2d_gb_per_s": 1} for one in data["devices"]]
-    made = Problem.parse(data)
+    problem = Problem.parse(data)
     path = "stages[1].costs[2].forward_ms"
     axes: dict[str, list[Any]] = {
         "memory_gb": [1e-6],
@@ -290,15 +294,15 @@ def test_a_sweep_varies_every_cost() -> None:
         "recompute": [True, False],
         path: [99.0],
     }
-    first, second = (one.problem for one in sweep(made, axes))
-    assert first.cost_of == second.cost_of == made.cost_of
+    first, second = (one.problem for one in sweep(problem, axes))
+    assert first.cost_of == second.cost_of == problem.cost_of
     assert [device.memory_bytes for device in first.devices] == [1000] * 4
     assert [len(menu) for menus in first.menus_by_cost for menu in menus] == [2] * 20
     assert [len(menu) for menus in second.menus_by_cost for menu in menus] == [1] * 20
     changed = [stage.under(2).forward_ms for stage in first.stages]
     assert changed == [6.0 if s != 1 else 99.0 for s in range(4)]
     with pytest.raises(InputError, match="12 entries, and num_microbatches is 8"):
-        sweep(made, {"num_microbatches": [8]})
+        sweep(problem, {"num_microbatches": [8]})
 
 
 def test_what_fits_no_memory_says_the_least_that_does() -> None:
@@ -306,18 +310,18 @@ def test_what_fits_no_memory_says_the_least_that_does() -> None:
     assert result.needs["devices[0].memory_bytes"] == 100
 
 
-def sliced(made: Problem, *sizes: int) -> Problem:
+def sliced(problem: Problem, *sizes: int) -> Problem:
     """The batch with its micro-batches, one after the other, in samples of so many."""
     numbers = [sample for sample, size in enumerate(sizes) for _ in range(size)]
-    pairs = zip(made.cost_of, numbers, strict=True)
+    pairs = zip(problem.cost_of, numbers, strict=True)
     slices = [Microbatch(cost=cost, sample=number) for cost, number in pairs]
-    return made.model_copy(update={"format": "optpipe/problem/v2", "microbatches": slices})
+    return problem.model_copy(update={"format": "optpipe/problem/v2", "microbatches": slices})
 
 
 def test_slices_keep_their_turns() -> None:
-    made = batch([0, 0, 1], p=1)
-    cut = sliced(made, 3)
-    assert cut.problem_hash != made.problem_hash
+    problem = batch([0, 0, 1], p=1)
+    cut = sliced(problem, 3)
+    assert cut.problem_hash != problem.problem_hash
     assert find_violations(cut, programs("0F0 0F1 0F2 0B2 0B1 0B0")) == []
     for bad, code in (
         ("0F1 0F0 0F2 0B2 0B1 0B0", "order.forward"),
@@ -334,32 +338,34 @@ def sliced_cases(draw: st.DrawFn, *, most: int = 3) -> Case:
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=most))
     costs = [draw(st.integers(0, 2)) for size in sizes for _ in range(size)]
     order = draw(st.sampled_from(["free", "given"]))
-    made = batch(costs, p=draw(st.integers(1, 3)), order=order, chunks=draw(st.integers(1, 2)))
-    made = sliced(made.model_copy(update={"objective": draw(st.sampled_from(OBJECTIVES))}), *sizes)
+    problem = batch(costs, p=draw(st.integers(1, 3)), order=order, chunks=draw(st.integers(1, 2)))
+    problem = sliced(
+        problem.model_copy(update={"objective": draw(st.sampled_from(OBJECTIVES))}), *sizes
+    )
     rng = random.Random(draw(st.integers(0, 2**32)))
-    return tightened(Case(made, random_programs(made, rng)))
+    return tightened(Case(problem, random_programs(problem, rng)))
 
 
 @few(20)
 @given(sliced_cases())
 def test_starts_of_slices_are_legal_and_above_all_bounds(case: Case) -> None:
     """Memory is just that of some programs: what fits them is never called too little."""
-    made = case.problem
-    assert not feasibility(made).needs
-    found = [one for one in all_starts(made) if one.programs is not None]
+    problem = case.problem
+    assert not feasibility(problem).needs
+    found = [one for one in all_starts(problem) if one.programs is not None]
     assert {"serial"} <= {one.method for one in found}
     for one in found:
-        rules = {fault.code for fault in find_violations(made, one.programs or ())}
+        rules = {fault.code for fault in find_violations(problem, one.programs or ())}
         assert rules <= (set() if one.legal else {"memory.device", "memory.host"}), one.method
     lengths = [one.objective_ms for one in found if one.legal]
-    lengths.append(simulate(made, case.programs).objective_ms(made.objective))
-    assert max(bound.ms for bound in lower_bounds(made)) <= min(lengths) * (1 + 1e-9)
+    lengths.append(simulate(problem, case.programs).objective_ms(problem.objective))
+    assert max(bound.ms for bound in lower_bounds(problem)) <= min(lengths) * (1 + 1e-9)
 
 
-def with_room(made: Problem, rooms: list[int]) -> Problem:
-    devices = [held.model_copy(update={"memory_bytes": room})
-               for held, room in zip(made.devices, rooms, strict=True)]  # fmt: skip
-    return made.model_copy(update={"devices": devices})
+def with_room(problem: Problem, rooms: list[int]) -> Problem:
+    devices = [device.model_copy(update={"memory_bytes": room})
+               for device, room in zip(problem.devices, rooms, strict=True)]  # fmt: skip
+    return problem.model_copy(update={"devices": devices})
 
 
 @given(sliced_cases())
@@ -391,8 +397,8 @@ def test_solve_keeps_the_turns_of_slices(case: Case) -> None:
 def test_small_samples_are_solved_to_the_least_of_all_programs(
     sizes: tuple[int, ...], room: int
 ) -> None:
-    made = sliced(batch([0, 1, 0][: sum(sizes)], p=2, room=room), *sizes)
-    least, result = optimum(made), solve(made, work_limit=0.2, time_limit_s=600)
+    problem = sliced(batch([0, 1, 0][: sum(sizes)], p=2, room=room), *sizes)
+    least, result = optimum(problem), solve(problem, work_limit=0.2, time_limit_s=600)
     assert (result.schedule is None) == (least == inf)
     if result.schedule is not None:
         assert result.schedule.makespan_ms == pytest.approx(least)
@@ -414,11 +420,11 @@ def test_slices_in_flight_and_bubble_are_as_published(
     name: str, chunks: int, n: int, ahead: int
 ) -> None:
     """Device r holds n v + 1 or 2 times (p - 1 - r) slices; idle (p - 1)(F + B)/(n v)."""
-    p, made = 4, sliced(batch([0] * 3 * n, chunks=chunks, room=10**6), *[n] * 3)
-    (start,) = (one for one in all_starts(made, (name,)) if one.programs is not None)
+    p, problem = 4, sliced(batch([0] * 3 * n, chunks=chunks, room=10**6), *[n] * 3)
+    (start,) = (one for one in all_starts(problem, (name,)) if one.programs is not None)
     rows = start.programs or ()
-    held = [device_peak_bytes(made, at, row) // 20 for at, row in enumerate(rows)]
-    assert held == [n * chunks + ahead * (p - 1 - rank) for rank in range(p)]
+    slices = [device_peak_bytes(problem, at, row) // 20 for at, row in enumerate(rows)]
+    assert slices == [n * chunks + ahead * (p - 1 - rank) for rank in range(p)]
     assert start.objective_ms == pytest.approx((3 * n * chunks + p - 1) * 6.0)
 
 

@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor, Replicate
 
 from optpipe import Schedule
@@ -18,29 +20,36 @@ from tests.runtime.small_model import WIDTH, own_part
 
 
 class _Keyed(nn.Module):
-    """Hands on a dict: a state, the integers it began with, a mask of booleans, and nothing."""
+    """Hands on a dict: a state, the integers it began with, a mask, a table, and nothing.
+
+    The mask is of booleans, the table of floats that require no gradient.
+    """
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH).double()
         self.first, self.last = first, last
+        self.required: set[bool] = set()
 
     def forward(
         self,
         tokens: Tensor,
         state: Tensor | None = None,
         keep: Tensor | None = None,
+        table: Tensor | None = None,
         *,
         positions: Tensor,
         factor: float = 1.0,
     ) -> dict[str, Any]:
-        if state is None or keep is None:
+        if state is None or keep is None or table is None:
             state, keep = tokens.double().unsqueeze(-1).expand(-1, -1, WIDTH), tokens > 3
-        added = torch.tanh(self.layer(state + positions.unsqueeze(-1).cos()))
+            table = state.cos()
+        self.required.add(table.requires_grad)
+        added = torch.tanh(self.layer(state * table + positions.unsqueeze(-1).cos()))
         state = state + factor * added * keep.unsqueeze(-1)
         if self.last:
             return {"state": state, "num": 1}
-        return {"tokens": tokens, "state": state, "keep": keep, "cache": None}
+        return {"tokens": tokens, "state": state, "keep": keep, "table": table, "cache": None}
 
 
 class _Opening(_Keyed):
@@ -66,7 +75,7 @@ def _loss(output: dict[str, Any], target: dict[str, Tensor], *, power: int) -> T
 
 
 @dataclass
-class Told:
+class Keyed:
     """A rank's steps beside one process: the largest differences, None where nothing is known."""
 
     gradients: float = 0.0
@@ -74,6 +83,10 @@ class Told:
     outputs: float | None = None
     refusals: tuple[str, ...] = ()
     restored: bool = False
+    num_sent: int = 0
+    """Elements, in the first step."""
+    required: set[bool] = field(default_factory=set)
+    """Whether the table that stages were given required a gradient."""
 
 
 class _Data(NamedTuple):
@@ -90,7 +103,7 @@ def _data(num_samples: int, length: int, seed: int) -> _Data:
     return _Data(tokens, positions, {"wanted": wanted, "weight": weight})
 
 
-def train_keyed(schedule: Schedule) -> Told:
+def train_keyed(schedule: Schedule) -> Keyed:
     """Train and evaluate batches whole, in lists and of another length, by turns."""
     count, rank = num_microbatches_of(schedule), dist.get_rank()
     modules = _stages(len(schedule.placement))
@@ -98,7 +111,13 @@ def train_keyed(schedule: Schedule) -> Told:
     whole = copy.deepcopy(modules)
     kinds = [type(one) for stage in own.values() for one in stage.modules()]
     runner = PipelineRunner(own, schedule, _loss, min_offload_bytes=1)
-    told = Told(losses=0.0 if runner.holds_last else None)
+    found = Keyed(losses=0.0 if runner.holds_last else None)
+    batch_p2p = torch_schedules._batch_p2p
+
+    def noted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        found.num_sent += sum(one.tensor.numel() for one in p2p_ops if one.op is dist.isend)
+        return batch_p2p(p2p_ops, desc)
+
     for step, length in enumerate((3, 3, 5, 3, 5)):
         data = _data(2 * count, length, step)
         given: dict[str, Any] = {"bucket": length, "loss_kwargs": {"power": 3}}
@@ -121,21 +140,25 @@ def train_keyed(schedule: Schedule) -> Told:
             losses = runner.step(**given)
         else:
             given |= {"positions": data.positions, "factor": 1.5}
-            losses = runner.step(data.tokens, target=data.target, **given)
+            with mock.patch.object(
+                torch_schedules, "_batch_p2p", noted if step == 0 else batch_p2p
+            ):
+                losses = runner.step(data.tokens, target=data.target, **given)
         expected = _step_alone(whole, data, count)
-        if losses is not None and told.losses is not None:
-            told.losses = max(told.losses, float((losses - expected).abs().max()))
+        if losses is not None and found.losses is not None:
+            found.losses = max(found.losses, float((losses - expected).abs().max()))
     pairs = [
         (ours, theirs)
         for index, module in own.items()
         for ours, theirs in zip(module.parameters(), whole[index].parameters(), strict=True)
     ]
-    told.gradients = max(float((_grad(a) - _grad(b)).abs().max()) for a, b in pairs)
-    told.outputs = _evaluate(runner, whole, count)
-    told.refusals = tuple(map(_refusal, _bad_calls(runner, count)))
+    found.required = set().union(*(cast("_Keyed", stage).required for stage in own.values()))
+    found.gradients = max(float((_grad(a) - _grad(b)).abs().max()) for a, b in pairs)
+    found.outputs = _evaluate(runner, whole, count)
+    found.refusals = tuple(map(_refusal, _bad_calls(runner, count)))
     runner.close()
-    told.restored = kinds == [type(one) for stage in own.values() for one in stage.modules()]
-    return told
+    found.restored = kinds == [type(one) for stage in own.values() for one in stage.modules()]
+    return found
 
 
 def _evaluate(runner: PipelineRunner, whole: Sequence[nn.Module], count: int) -> float | None:

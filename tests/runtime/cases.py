@@ -1,15 +1,13 @@
-"""What the ranks run to be refused, and dropout."""
+"""What the ranks run to be refused or to fail, and stages that draw random numbers."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -36,7 +34,6 @@ from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
-from tests.runtime.small_model import step_alone
 
 CONFIG = ModelConfig(vocabulary=37, hidden=16, heads=2, blocks=8, sequence=6)
 
@@ -84,20 +81,8 @@ def _refusal(start: Callable[[], object]) -> str:
     return ""
 
 
-def dropout_gradients(schedule: Schedule, seed: int = 0) -> list[float]:
-    """Return this rank's gradient sums of a model with dropout."""
-    config = replace(CONFIG, dropout=0.5)
-    modules = make_stages(config, len(schedule.placement))
-    rank = dist.get_rank()
-    torch.manual_seed(100 * seed + rank)
-    runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
-    runner.step(*random_tokens(config, num_microbatches_of(schedule), seed=0))
-    gradients = [parameter.grad for parameter in modules[rank].parameters()]
-    return [float(gradient.abs().sum()) for gradient in gradients if gradient is not None]
-
-
-class _Counting(nn.Module):
-    """A linear layer between buffers that its forward changes, and that change what it returns."""
+class _Noisy(nn.Module):
+    """Dropout, and buffers that a forward changes, in place and by another one."""
 
     seen: Tensor
     calls: Tensor
@@ -106,34 +91,30 @@ class _Counting(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
         self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.5)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, given: Tensor) -> Tensor:
         self.seen.add_(given.detach().abs().mean())
         self.calls = self.calls + 1
-        normed: Tensor = self.norm(given)
+        normed: Tensor = self.dropout(self.norm(given))
         output: Tensor = given + self.linear(normed) * self.seen / self.calls
         return output
 
 
-def counting_differences(schedule: Schedule) -> list[float]:
-    """Return by how much this rank's gradients and buffers differ from those of one process."""
+def train_noisy(schedule: Schedule, seed: int = 0) -> list[Tensor]:
+    """Return this rank's buffers and gradients after two steps of noisy stages."""
     torch.manual_seed(1)
-    modules = [_Counting().double() for _ in schedule.placement]
-    alone = nn.Sequential(*copy.deepcopy(modules))
-    num_microbatches = num_microbatches_of(schedule)
-    batch, target = torch.randn(2, 4 * num_microbatches, 6, dtype=torch.float64)
+    modules = [_Noisy().double() for _ in schedule.placement]
+    batch, target = torch.randn(2, 4 * num_microbatches_of(schedule), 6, dtype=torch.float64)
     rank = dist.get_rank()
+    torch.manual_seed(100 * seed + rank)
     runner = PipelineRunner({rank: modules[rank]}, schedule, functional.mse_loss)
     for _ in range(2):
         runner.step(batch, target)
-        step_alone(alone, (batch, target), num_microbatches, functional.mse_loss)
-    found, wanted = (
-        [*module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
-        for module in (modules[rank], alone[rank])
-    )
-    return [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    gradients = [one.grad for one in modules[rank].parameters() if one.grad is not None]
+    return [*modules[rank].buffers(), *gradients]
 
 
 def refused_stage(schedule: Schedule, trouble: str) -> str:
@@ -335,7 +316,7 @@ def end_with_the_device(schedule: Schedule) -> tuple[float, str, int]:
     seconds = time.monotonic() - began
     dist.barrier()
     runner._watch._store.claim(Cause(9, "rank 9: boom"))
-    told = _refusal(lambda: runner.step(batch, target))
+    words = _refusal(lambda: runner.step(batch, target))
     runner.close()
     left = [thread for thread in threading.enumerate() if thread is runner._watch._thread]
-    return seconds, told, len(left)
+    return seconds, words, len(left)

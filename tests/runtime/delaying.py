@@ -56,8 +56,8 @@ class DelayingLinear(nn.Module):
         if not self.need_backward_dw():
             return
         tensors, make = self.wgrad_store.context.get_nowait()
-        made, of_bias = make(*tensors)
-        self.weight.grad = made
+        of_weight, of_bias = make(*tensors)
+        self.weight.grad = of_weight
         if self.use_bias and self.bias.grad is None:
             self.bias.grad = of_bias.to(self.bias.dtype)
         for hook in self.wgrad_accumulation_and_reduce_hooks:
@@ -90,5 +90,5 @@ class Product(torch.autograd.Function):
         if ctx.store.delay_wgrad_compute():
             ctx.store.context.put([[given, gradient], make])
             return back, None, early, None
-        made, late = make(given, gradient)
-        return back, made, early if ctx.fp8 else late, None
+        of_weight, late = make(given, gradient)
+        return back, of_weight, early if ctx.fp8 else late, None

@@ -79,11 +79,10 @@ class Scripted:
 
 
 class Followed(NamedTuple):
-    """One rank's training: losses of the last stage's rank, parameters and a digest of them."""
+    """One rank's training: losses of the last stage's rank, a digest of parameters, and moves."""
 
     losses: list[list[float]]
     digest: str
-    weights: list[torch.Tensor]
     version: int
     refusals: list[Any]
     offloaded_bytes: int
@@ -126,8 +125,8 @@ def train_following(
         version, refusals = training.version, training.refusals
     runner.close()
     moved = runner.offloaded_bytes
-    weights = [parameter.detach().clone() for parameter in parameters]
-    return Followed(losses, _digest(weights), weights, version, refusals, moved, reports)
+    weights = [parameter.detach() for parameter in parameters]
+    return Followed(losses, _digest(weights), version, refusals, moved, reports)
 
 
 def _reports(script: Scripted, least: int) -> list[Any]:
@@ -158,8 +157,8 @@ class Counted:
             self.num_failures += 1
             raise
 
-    def report(self, version: int, measurements: Measurements, **told: Any) -> object:
-        return self._deployment.report(version, measurements, **told)
+    def report(self, version: int, measurements: Measurements, **step: Any) -> object:
+        return self._deployment.report(version, measurements, **step)
 
 
 class Served(NamedTuple):

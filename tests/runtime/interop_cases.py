@@ -1,11 +1,12 @@
 """What the ranks run beside others: torch's own runtime on our CSV, FSDP2's shards, autocast."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -30,12 +31,16 @@ from optpipe import Schedule
 from optpipe.errors import PreflightError
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.demo_model import make_stages, random_tokens
+from optpipe.runtime.follower import _host_group
 from optpipe.runtime.measuring import Effort, measure
+from optpipe.runtime.measuring.times import Clock, ping_pong
 from optpipe.runtime.passes import deferred_bytes
-from optpipe.runtime.preflight import check_wrappers
-from optpipe.runtime.torch_names import default_store
+from optpipe.runtime.preflight import check_wrappers, made_on
+from optpipe.runtime.torch_names import backends, default_store
+from optpipe.runtime.watch import cut
 from optpipe.schedule import Action
 from tests.runtime.cases import CONFIG
+from tests.runtime.schedules import make_problem, make_schedule, one_f_one_b
 from tests.runtime.small_cases import MODELS, Deferred, Trained, reference, watch_releases
 from tests.runtime.small_model import (
     SAMPLES,
@@ -51,27 +56,19 @@ from tests.runtime.small_model import (
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
 
 
-class Sharded(NamedTuple):
-    """One rank's steps with sharded stages, and what one moved, beside the same with whole ones."""
-
-    compared: Trained
-    offloaded_bytes: int
-    offloaded_bytes_whole: int
-
-
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
     """Run a step of torch's own runtime, as torchtitan does, by a CSV."""
     stages = torch_stages(placement)
     own = {stage.stage_index: stage.submod for stage in stages}
-    made = _PipelineScheduleRuntime(list(stages), num_microbatches, loss_fn=small_loss)
+    runtime = _PipelineScheduleRuntime(list(stages), num_microbatches, loss_fn=small_loss)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(text)
-        made._load_csv(str(path))
+        runtime._load_csv(str(path))
     batch, target = small_data(num_microbatches, seed=0)
     losses: list[Tensor] = []
     is_last = len(placement) - 1 in own
-    made.step(*((batch,) if 0 in own else ()), target=target if is_last else None, losses=losses)
+    runtime.step(*((batch,) if 0 in own else ()), target=target if is_last else None, losses=losses)
     expected_losses, expected = reference(num_microbatches)
     found = Trained()
     if is_last:
@@ -82,100 +79,70 @@ def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -
     return found
 
 
-def train_sharded(
-    schedule: Schedule, num_microbatches: int, steps: int, *, reshard: bool
-) -> Sharded:
-    """Run steps on two pipeline ranks, each of whose stages two data-parallel ranks share.
-
-    ``reshard`` says whether weights are sharded again after every forward.
-    """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
+def train_on_mesh(
+    schedule: Schedule, num_microbatches: int, way: str, model: str = "small"
+) -> Trained:
+    """Run two steps on two pipeline ranks, each of whose stages two ranks share in some way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "others"))
+    # Tensor-parallel ranks get the same data, others their part.
+    num_columns = 1 if way == "tensor parallel" else 2
+    column = mesh["others"].get_local_rank() % num_columns
+    modules = MODELS[model].stages(len(schedule.placement))
+    own = own_part(schedule.placement, modules, mesh["pipeline"].get_local_rank())
+    shared = {index: _WAYS[way](module, mesh["others"]) for index, module in own.items()}
     group = mesh["pipeline"].get_group()
-    modules, wholes = (small_stages(len(schedule.placement)) for _ in range(2))
-    own, whole = (own_part(schedule.placement, part, row) for part in (modules, wholes))
-    for module in own.values():
-        _shard(module, mesh["data"], reshard=reshard)
-    runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    found, moved = _run(runner, num_microbatches, steps, column)
-    plain = PipelineRunner(whole, schedule, small_loss, group=group, min_offload_bytes=1)
-    plain.step(*small_data(num_microbatches, seed=0))
-    plain.close()
-    halves = [2 * count for count in runner.deferred_bytes.values()]
-    assert halves == list(plain.deferred_bytes.values()), "a sharded layer makes its gradient in I"
-    found.compare(own, modules, _mean_gradients(num_microbatches, steps))
-    return Sharded(found, moved, plain.offloaded_bytes)
-
-
-def _run(
-    runner: PipelineRunner, num_microbatches: int, steps: int, column: int, model: str = "small"
-) -> tuple[Trained, int]:
-    """Run a data-parallel column's steps; their losses compared, the bytes that the last moved."""
-    found, moved = Trained(), 0
-    for step in range(steps):
-        before = runner.offloaded_bytes
+    runner = PipelineRunner(shared, schedule, small_loss, group=group, min_offload_bytes=1)
+    found, seen = Trained(promised_bytes=sum(runner.deferred_bytes.values())), Deferred(runner)
+    for step in range(2):
         data = small_data(num_microbatches, seed=_seed(step, column))
         losses = runner.step(*data)
-        moved = runner.offloaded_bytes - before
         if losses is not None:
             expected = step_alone(MODELS[model].stages(1)[0], data, num_microbatches)
             equal = torch.allclose(losses, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
     runner.close()
-    return found, moved
-
-
-def train_replicas(
-    schedule: Schedule, num_microbatches: int, steps: int, *, find_unused: bool, model: str
-) -> Trained:
-    """Run steps on two pipeline ranks, each of whose stages DDP repeats on two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
-    modules = MODELS[model].stages(len(schedule.placement))
-    own: dict[int, nn.Module] = {
-        index: DistributedDataParallel(
-            module, process_group=mesh["data"].get_group(), find_unused_parameters=find_unused
-        )
-        for index, module in own_part(schedule.placement, modules, row).items()
-    }
-    group = mesh["pipeline"].get_group()
-    runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    found, _ = _run(runner, num_microbatches, steps, column, model)
-    found.compare(own, modules, _mean_gradients(num_microbatches, steps, model))
+    found.deferred_bytes, found.offloaded_bytes = seen.bytes, runner.offloaded_bytes
+    (whole,) = MODELS[model].stages(1)
+    for step in range(2):
+        for column in range(num_columns):
+            step_alone(whole, small_data(num_microbatches, _seed(step, column)), num_microbatches)
+    wanted = [_whole(parameter.grad) / num_columns for parameter in whole.parameters()]
+    found.compare(own, modules, wanted)
+    if way == "tensor parallel":
+        for module in own.values():
+            module.compile()
+            assert deferred_bytes(module) == 0, "a compiler sees no DTensors at run time"
     return found
 
 
-class TensorParallel(NamedTuple):
-    """One rank's steps, the bytes whose gradients it promised to W, and what it put aside."""
-
-    compared: Trained
-    promised_bytes: dict[int, int]
-    deferred_bytes: int
-    offloaded_bytes: int
+def _replicated(module: Any, mesh: DeviceMesh, *, find_unused: bool) -> nn.Module:
+    return DistributedDataParallel(
+        module, process_group=mesh.get_group(), find_unused_parameters=find_unused
+    )
 
 
-def train_tensor_parallel(schedule: Schedule, num_microbatches: int) -> TensorParallel:
-    """Run two steps on two pipeline ranks, each of whose linear layers two ranks share."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
-    modules = small_stages(len(schedule.placement))
-    own = own_part(schedule.placement, modules, mesh["pipeline"].get_local_rank())
-    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
-    for module in own.values():
-        for block in module.blocks:  # type: ignore[union-attr]
-            parallelize_module(block, mesh["tensor"], plan)
-    group = mesh["pipeline"].get_group()
-    runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    seen = Deferred(runner)
-    found, moved = _run(runner, num_microbatches, 2, column=0)
-    (model,) = small_stages(1)
-    for step in range(2):
-        step_alone(model, small_data(num_microbatches, _seed(step, 0)), num_microbatches)
-    found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
-    promised = runner.deferred_bytes
-    for module in own.values():
-        module.compile()
-        assert deferred_bytes(module) == 0, "a compiler sees no DTensors at run time"
-    return TensorParallel(found, promised, seen.bytes, moved)
+def _sharded(module: Any, mesh: DeviceMesh, *, reshard: bool) -> nn.Module:
+    """``reshard`` says whether weights are sharded again after every forward."""
+    # As torchtitan shards the head of a model: a layer by itself.
+    for part in (module.blocks[0].narrow, *module.blocks, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return module  # type: ignore[no-any-return]
+
+
+def _tensor_parallel(module: Any, mesh: DeviceMesh) -> nn.Module:
+    for block in module.blocks:
+        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    return module  # type: ignore[no-any-return]
+
+
+_WAYS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
+    "DDP": partial(_replicated, find_unused=False),
+    "DDP that looks for what is unused": partial(_replicated, find_unused=True),
+    "FSDP2": partial(_sharded, reshard=False),
+    "FSDP2, resharded": partial(_sharded, reshard=True),
+    "tensor parallel": _tensor_parallel,
+}
 
 
 class SpreadStage(torch.nn.Module):
@@ -212,11 +179,11 @@ class SpreadStage(torch.nn.Module):
             state = whole.redistribute(placements=[self.layout])
         assert isinstance(state, DTensor) == (self.mesh is not None)
         (table,) = tables or (torch.arange(1.0, 4.0, dtype=torch.float64),)
-        made = self.leave(torch.tanh(self.enter(state)))
-        made = made + self.narrow(torch.tanh(self.wide(self.norm(made)))) * float(table.sum())
+        state = self.leave(torch.tanh(self.enter(state)))
+        state = state + self.narrow(torch.tanh(self.wide(self.norm(state)))) * float(table.sum())
         if not self.last:
-            return made, table
-        return made.full_tensor() if isinstance(made, DTensor) else made
+            return state, table
+        return state.full_tensor() if isinstance(state, DTensor) else state
 
 
 _MANY = 32
@@ -243,8 +210,8 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
 
     def stages() -> list[nn.Module]:
         torch.manual_seed(4)
-        made = [SpreadStage(first=not s, last=s == count - 1).double() for s in range(count)]
-        return list[torch.nn.Module](made)
+        found = [SpreadStage(first=not s, last=s == count - 1).double() for s in range(count)]
+        return list[torch.nn.Module](found)
 
     with torch.random.fork_rng(devices=[]):
         modules, wholes = stages(), stages()
@@ -297,49 +264,36 @@ class _Chain(torch.nn.Sequential):
         return state
 
 
-def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> float:
-    """Train by schedules; return the worst relative difference from the gradients of the first."""
-    return _train_gathered_in_bf16(schedules, num_microbatches, experts=False)[0]
-
-
-def train_sharded_experts(
+def train_gathered_in_bf16(
     schedules: Sequence[Schedule], num_microbatches: int
 ) -> tuple[float, int, int]:
-    """The same with torchtitan's experts; beside it what the last promised, and made at its W's."""
-    made: list[Tensor] = []
+    """Train by schedules blocks with experts whose weights FSDP2 gathers in bf16.
+
+    Return the worst relative difference from the gradients of the first schedule, and of the last
+    how many bytes of gradients were promised to W's, and how many of experts' were made there.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    row, group = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    gradients: list[list[Tensor]] = []
+    width, promised, at_w = 8, 0, list[Tensor]()
     make = passes._GroupedDeferred.make
 
     def noted(deferred: Any) -> None:
-        made.append(deferred.weight)
+        at_w.append(deferred.weight)
         make(deferred)
 
-    with mock.patch.object(passes._GroupedDeferred, "make", noted):
-        worst, promised = _train_gathered_in_bf16(schedules, num_microbatches, experts=True)
-    return worst, promised, len(made)
-
-
-def _train_gathered_in_bf16(
-    schedules: Sequence[Schedule], num_microbatches: int, *, experts: bool
-) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    row = mesh["pipeline"].get_local_rank()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    gradients: list[list[Tensor]] = []
-    promised = 0
-    width = 8 if experts else WIDTH
     for schedule in schedules:
         modules = [module.float() for module in small_stages(len(schedule.placement), width)]
         own = own_part(schedule.placement, modules, row)
         for module in own.values():
             for block in module.blocks:  # type: ignore[union-attr]
-                if experts:
-                    block.wide = torch.nn.Sequential(_Experts(width), block.wide)
+                block.wide = torch.nn.Sequential(_Experts(width), block.wide)
                 fully_shard(block, mesh=mesh["data"], mp_policy=policy)
             fully_shard(module, mesh=mesh["data"], mp_policy=policy)
-        runner = PipelineRunner(
-            own, schedule, small_loss, group=mesh["pipeline"].get_group(), min_offload_bytes=1
-        )
-        runner.step(*small_data(num_microbatches, seed=0, width=width))
+        runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
+        with mock.patch.object(passes._GroupedDeferred, "make", noted):
+            runner.step(*small_data(num_microbatches, seed=0, width=width))
         promised = sum(runner.deferred_bytes.values())
         runner.close()
         parameters = [p for module in own.values() for p in module.parameters()]
@@ -348,7 +302,7 @@ def _train_gathered_in_bf16(
     wanted, *others = gradients
     pairs = [pair for found in others for pair in zip(found, wanted, strict=True)]
     worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
-    return worst, promised
+    return worst, promised, len(at_w)
 
 
 class _Experts(torch.nn.Module):
@@ -369,32 +323,12 @@ class _Experts(torch.nn.Module):
         tokens = given.flatten(0, -2)
         chosen = torch.arange(len(tokens)) % 2
         order = chosen.argsort(stable=True)
-        made: Tensor = self.grouped(tokens[order], chosen.bincount(minlength=2))
-        return torch.zeros_like(made).index_copy(0, order, made).view_as(given)
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
-    for index, block in enumerate(module.blocks):  # type: ignore[arg-type]
-        if index == 0:
-            # As torchtitan shards the head of a model: a layer by itself.
-            fully_shard(block.narrow, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        output: Tensor = self.grouped(tokens[order], chosen.bincount(minlength=2))
+        return torch.zeros_like(output).index_copy(0, order, output).view_as(given)
 
 
 def _seed(step: int, column: int) -> int:
     return 10 * step + column
-
-
-def _mean_gradients(num_microbatches: int, steps: int, name: str = "small") -> list[Tensor]:
-    """The gradients of both data-parallel columns' batches, averaged, added up over the steps."""
-    (model,) = MODELS[name].stages(1)
-    for step in range(steps):
-        for column in range(2):
-            data = small_data(num_microbatches, seed=_seed(step, column))
-            step_alone(model, data, num_microbatches)
-    return [_whole(parameter.grad) / 2 for parameter in model.parameters()]
 
 
 class Mixed(NamedTuple):
@@ -494,3 +428,25 @@ def refused_wrappers() -> list[str]:
         fully_shard(part)
     check_wrappers({0: whole, 1: DistributedDataParallel(layers())})
     return [wrapped(DistributedDataParallel(layers())), wrapped(inner)]
+
+
+def train_in_unnamed_groups() -> int:
+    """Be alone in groups with and without a backend's name."""
+    for name in (None, "cpu:gloo"):
+        named: dict[str, Any] = {"backend": name} if name else {}
+        dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, **named)
+        assert backends(None)["cpu"] == "gloo"
+        problem = make_problem((0,), 2)
+        schedule = make_schedule(problem, one_f_one_b(1, 2))
+        runner = PipelineRunner(dict(enumerate(small_stages(1))), schedule, small_loss)
+        losses = runner.step(*small_data(2, seed=0))
+        assert losses is not None
+        assert losses.shape == (2,)
+        runner.close()
+        assert made_on(0, lambda: 7, torch.device("cpu"), None) == (7, [])
+        assert _host_group(None) is None
+        cpu, clock = torch.device("cpu"), cast("Clock", None)
+        assert ping_pong({}, clock=clock, device=cpu, group=None, repeats=1) == ()
+        cut(None)
+        dist.destroy_process_group()
+    return 0

@@ -1,4 +1,4 @@
-"""What the ranks run to count their memory: ours, and torch's own split backward."""
+"""What the ranks run to count their memory."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,8 +20,7 @@ from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, 
 from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import Action
 from tests.runtime.live_bytes import LiveBytes, Moment
-from tests.runtime.schedules import V_SHAPE
-from tests.runtime.small_model import own_part, small_data, small_loss, small_runner, torch_stages
+from tests.runtime.small_model import own_part, small_data, small_runner
 
 WIDTH = 48
 LENGTH = 24
@@ -154,36 +151,3 @@ class _no_collector:  # noqa: N801 - reads as the statement it is
 
     def __exit__(self, *_: object) -> None:
         gc.enable()
-
-
-def zero_bubble_v_rows(num_microbatches: int) -> list[str]:
-    """Return the programs of torch's own zero-bubble V schedule."""
-    made = _stock(num_microbatches)
-    return [
-        " ".join(str(action) for action in made.pipeline_order[rank] if action is not None)
-        for rank in range(4)
-    ]
-
-
-def _stock(num_microbatches: int) -> ScheduleZBVZeroBubble:
-    stages: list[Any] = list(torch_stages(V_SHAPE, WIDTH, LENGTH))
-    return ScheduleZBVZeroBubble(stages, num_microbatches, small_loss)
-
-
-def count_stock_step(num_microbatches: int) -> int:
-    """Return the peak of torch's own split backward, its buffers included."""
-    rank = dist.get_rank()
-    batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
-    counter = LiveBytes()
-    with counter:
-        made = _stock(num_microbatches)
-        given = (batch,) if rank == 0 else ()
-        made.step(*given, target=target if rank == 0 else None, losses=[])
-        gc.collect()
-        gradients: int = 8 * sum(
-            parameter.numel() for stage in made._stages for parameter in stage.submod.parameters()
-        )
-        with _no_collector():
-            counter.peak = counter.live
-            made.step(*given, target=target if rank == 0 else None, losses=[])
-    return counter.peak - gradients

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +20,20 @@ _STUCK_S = 50.0
 
 
 class Ranks:
-    """Runs a function on all ranks at once; it must be importable, its result picklable."""
+    """Runs a function on all ranks at once; it must be importable, its result picklable.
 
-    def __init__(self, pipes: list[Connection]) -> None:
-        self._pipes = pipes
-        self._hanging: list[int] = []
+    Ranks of which one failed or did not answer are ended, and started anew by the next test.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Return every rank's result; fail with the tracebacks of the ranks that raised."""
-        assert not self._hanging, f"ranks {self._hanging} still hang in an earlier test: see there"
+        if not self._processes:
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -42,23 +48,49 @@ class Ranks:
                 break
             for pipe, rank in open_pipes.items():
                 if pipe in ready:
-                    answers[rank] = pipe.recv()
-        self._expect_all(answers)
-        return [answers[rank][1] for rank in range(len(self._pipes))]
-
-    def _expect_all(self, answers: dict[int, tuple[bool, Any]]) -> None:
+                    answers[rank] = _answer(pipe)
         raised = {rank: text for rank, (succeeded, text) in answers.items() if not succeeded}
         silent = sorted(set(range(len(self._pipes))) - set(answers))
-        self._hanging = silent
         if raised or silent:
-            told = "".join(f"rank {rank} raised:\n{text}" for rank, text in sorted(raised.items()))
-            raise AssertionError(f"{told}ranks {silent} did not answer: a hang")
+            self.end(grace_s=0)
+            words = "".join(f"rank {rank} raised:\n{raised[rank]}" for rank in sorted(raised))
+            raise AssertionError(f"{words}ranks {silent} did not answer: a hang")
+        return [answers[rank][1] for rank in range(len(self._pipes))]
+
+    def _start(self) -> None:
+        context, port = _context(), free_port()
+        for rank in range(self._num_ranks):
+            ours, theirs = context.Pipe()
+            given = (rank, self._num_ranks, port, theirs)
+            self._processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self._processes[-1].start()
+            # So that a rank that dies is heard of.
+            theirs.close()
+            self._pipes.append(ours)
+
+    def end(self, grace_s: float = 10) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(grace_s)
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+    except EOFError:
+        return False, "its process died\n"
+    return answer
 
 
 def _context() -> mp.context.ForkServerContext:
     """One clean process imports torch and is forked, instead of four that import it each."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["optpipe.runtime.runner", "torch.distributed.pipelining"])
+    context.set_forkserver_preload(["optpipe.runtime.runner", "torch._inductor.compile_fx"])
     return context
 
 
@@ -108,25 +140,11 @@ def _run_main(main: Callable[[], int], rank: int, num_ranks: int, folder: Path) 
 
 @contextlib.contextmanager
 def start_ranks(num_ranks: int) -> Iterator[Ranks]:
-    context = _context()
-    ends = [context.Pipe() for _ in range(num_ranks)]
-    port = free_port()
-    processes = [
-        context.Process(target=_serve, args=(rank, num_ranks, port, ends[rank][1]), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
+    ranks = Ranks(num_ranks)
     try:
-        yield Ranks([ours for ours, _ in ends])
+        yield ranks
     finally:
-        for ours, _ in ends:
-            with contextlib.suppress(OSError):
-                ours.send(None)
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        ranks.end()
 
 
 def free_port() -> int:

@@ -117,9 +117,9 @@ def random_programs(
         done.add(cell)
         action = parse_action(cell)
         programs[problem.placement[action.stage]].append(action)
-    made = tuple(map(tuple, programs))
-    assert not find_violations(problem, made)
-    return made
+    rows = tuple(map(tuple, programs))
+    assert not find_violations(problem, rows)
+    return rows
 
 
 def _random_waits(

@@ -117,8 +117,8 @@ class _Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             rows = (chosen == index).nonzero().flatten()
             if len(rows):
-                made = expert(tokens[rows]) * shares[rows].unsqueeze(-1)
-                output = output.index_add(0, rows, made)
+                share = shares[rows].unsqueeze(-1)
+                output = output.index_add(0, rows, expert(tokens[rows]) * share)
         return output.view(*given.shape[:-1], self.width)
 
 
@@ -335,7 +335,7 @@ def take_turns(schedules: Sequence[Schedule]) -> Turns:
     return Turns(found.worst_difference, min(deferred))
 
 
-def messages_held(schedule: Schedule) -> tuple[int, int]:
+def count_messages(schedule: Schedule) -> tuple[int, int]:
     """Count the messages that hold a group before and after a runner, which lives on, is closed."""
     _, runner = small_runner(schedule)
     runner.step(*small_data(num_microbatches_of(schedule), seed=0))
@@ -343,7 +343,7 @@ def messages_held(schedule: Schedule) -> tuple[int, int]:
     for end in (lambda: None, runner.close):
         end()
         gc.collect()
-        counts.append(sum(isinstance(one, dist.P2POp) for one in gc.get_objects()))
+        counts.append(sum(type(one) is dist.P2POp for one in gc.get_objects()))
     return counts[0], counts[1]
 
 
@@ -414,28 +414,11 @@ def _leak(runner: PipelineRunner) -> None:
     offloader.release = leaky  # type: ignore[method-assign]
 
 
-def _swap_receives(runner: PipelineRunner) -> None:
-    """Post the first two receives of rank 1 in the other order, behind the preflight's back."""
-    run, name = runner._run, "_run"
-
-    def swapped(pipeline: Any, *given: Any) -> Any:
-        order = pipeline.runtime.pipeline_order_with_comms[1]
-        names = [str(action) for action in order]
-        left, right = names.index("1RECV_F0"), names.index("1RECV_F1")
-        order[left], order[right] = order[right], order[left]
-        setattr(runner, name, run)
-        return run(pipeline, *given)
-
-    if dist.get_rank() == 1:
-        setattr(runner, name, swapped)
-
-
 _FAULTS: dict[str, Callable[[PipelineRunner], None]] = {
     "": lambda runner: None,
     "delays": _delay,
     "corrupted host copy": _corrupt,
     "leak": _leak,
-    "swapped receives": _swap_receives,
 }
 
 
@@ -449,87 +432,6 @@ def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:
         found.append(runner._training.runtime.orders)
         runner.close()
     return found
-
-
-class _Sided(nn.Module):
-    """A stage that hands on a mask and a table, floats that need no gradient, beside its state."""
-
-    def __init__(self, *, first: bool, last: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH).double()
-        self.first, self.last = first, last
-        self.asked: set[bool] = set()
-
-    def forward(self, state: Tensor, *sides: Tensor) -> Any:
-        mask, table = sides or (state.sum(-1, keepdim=True).sign(), state.detach().cos())
-        self.asked |= {mask.requires_grad, table.requires_grad}
-        state = state + torch.tanh(self.layer(state * table)) * mask
-        return {"state": state, "num": 1, "mask": mask} if self.last else (state, mask, table)
-
-
-def _weighed(output: dict[str, Any], target: tuple[Tensor, Tensor]) -> Tensor:
-    wanted, weights = target
-    state: Tensor = output["state"]
-    return ((state - wanted).square() * weights).mean()
-
-
-class Sided(NamedTuple):
-    """How a step compares with one process, what asked for gradients, and the elements sent."""
-
-    worst_difference: float
-    asked: set[bool]
-    num_sent: int
-    outputs_equal: bool | None
-
-
-def train_sided(schedule: Schedule) -> Sided:
-    """Train stages with side tensors, a dict for the loss, and a target of two tensors."""
-    count, rank = num_microbatches_of(schedule), dist.get_rank()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        modules = [_Sided(first=s == 0, last=s == 3) for s in range(4)]
-        batch, wanted, weights = torch.rand(3, 2 * count, 3, WIDTH, dtype=torch.float64)
-    runner = PipelineRunner({rank: modules[rank]}, schedule, _weighed, min_offload_bytes=1)
-    num_sent, batch_p2p = 0, torch_schedules._batch_p2p
-
-    def counted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-        nonlocal num_sent
-        num_sent += sum(one.tensor.numel() for one in p2p_ops if one.op is dist.isend)
-        return batch_p2p(p2p_ops, desc)
-
-    torch_schedules._batch_p2p = counted
-    try:
-        losses = runner.step(batch, (wanted, weights))
-    finally:
-        torch_schedules._batch_p2p = batch_p2p
-    asked = set(modules[rank].asked)
-    found = runner.eval(batch, (wanted, weights))
-    runner.close()
-    whole = [copy.deepcopy(module) for module in modules]
-    for module in whole:
-        module.zero_grad()
-    expected, states = [], []
-    for parts in zip(*(one.chunk(count) for one in (batch, wanted, weights)), strict=True):
-        output: Any = parts[0]
-        for module in whole:
-            output = module(*output) if isinstance(output, tuple) else module(output)
-        loss = _weighed(output, parts[1:])
-        (loss / count).backward()
-        expected.append(loss.detach())
-        states.append(output["state"].detach())
-    pairs = zip(modules[rank].parameters(), whole[rank].parameters(), strict=True)
-    worst = max(float((_grad(ours) - _grad(theirs)).abs().max()) for ours, theirs in pairs)
-    if losses is None or found.losses is None:
-        return Sided(worst, asked, num_sent, None)
-    equal = torch.allclose(losses, torch.stack(expected), rtol=1e-13)
-    equal &= torch.allclose(found.losses, losses, rtol=1e-13)
-    equal &= torch.allclose(found.outputs["state"], torch.cat(states), rtol=1e-13)
-    return Sided(worst, asked, num_sent, equal and found.outputs["num"] == [1] * count)
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 class Evaluated(NamedTuple):
@@ -622,9 +524,9 @@ class ExpertBlock(nn.Module):
         rows = state.flatten(0, 1)
         share, chosen = self.router(rows).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
-        made = self._by_experts(rows[order], chosen.bincount(minlength=len(self.experts)))
+        by_expert = self._by_experts(rows[order], chosen.bincount(minlength=len(self.experts)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        weighed: Tensor = share[:, None] * made[back]
+        weighed: Tensor = share[:, None] * by_expert[back]
         return state + weighed.view_as(state)
 
     def _by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -638,10 +540,10 @@ class ExpertBlock(nn.Module):
         dist.all_to_all_single(here, counts.view(size, each), group=self.group)
         sent, received = counts.view(size, each).sum(1).tolist(), here.sum(1).tolist()
         parts = exchange(rows, sent, received, self.group).split(here.flatten().tolist())
-        made = [
+        outputs = [
             torch.tanh(own[rank * each + index % each](part)) for index, part in enumerate(parts)
         ]
-        return exchange(torch.cat(made), received, sent, self.group)
+        return exchange(torch.cat(outputs), received, sent, self.group)
 
 
 class Paired(NamedTuple):

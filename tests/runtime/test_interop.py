@@ -3,11 +3,6 @@
 What is left of an output that has been sent: its place in the graph, and no memory.
 """
 
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +14,8 @@ from optpipe import ScheduleFormatError, dump_csv, load_csv
 from optpipe.runtime.torch_schedule import hollow
 from optpipe.schedule import Action, ActionType
 from tests.runtime import interop_cases, schedules
+from tests.runtime.ranks import fork_ranks
 
-ROOT = Path(__file__).parents[2]
 MICROBATCHES = 6
 TWO_RANKS = (0, 1, 1, 0)
 
@@ -69,41 +64,40 @@ def test_torch_refuses_the_actions_that_it_does_not_have(kind):
 
 
 @pytest.mark.parametrize(
-    ("offload", "recompute", "fused"), [(0.0, 0.0, 1.0), (0.0, 0.0, 0.0), (0.5, 0.25, 0.3)]
+    ("way", "model", "offload", "fused"),
+    [
+        ("DDP", "small", 0.0, 1.0),
+        ("DDP", "small", 0.5, 0.3),
+        ("DDP that looks for what is unused", "small", 0.0, 0.0),
+        ("DDP that looks for what is unused", "delaying", 0.5, 0.3),
+        ("FSDP2", "small", 0.5, 0.3),
+        ("FSDP2, resharded", "small", 0.5, 0.3),
+        ("tensor parallel", "small", 0.5, 0.3),
+    ],
 )
-@pytest.mark.parametrize("reshard", [False, True])
-def test_fsdp2_shards_get_the_gradients_of_the_whole_model(
-    ranks, offload, recompute, fused, reshard
-):
-    """Two pipeline ranks with a V of stages, times two data-parallel ones; two steps."""
+def test_stages_that_two_ranks_share_train_as_one_process(ranks, way, model, offload, fused):
+    """Two pipeline ranks with a V of stages, times two others; two steps."""
     problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
     programs = schedules.random_programs(
-        problem, 7, offload=offload, recompute=recompute, fused=fused
+        problem, 7, offload=offload, recompute=offload / 2, fused=fused
     )
     schedule = schedules.make_schedule(problem, programs)
-    train = partial(interop_cases.train_sharded, reshard=reshard)
-    for found in ranks.run(train, schedule, MICROBATCHES, 2):
-        assert found.compared.losses_equal
-        assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
+    outcomes = ranks.run(interop_cases.train_on_mesh, schedule, MICROBATCHES, way, model)
+    for found in outcomes:
+        assert found.losses_equal
+        assert found.worst_difference < 1e-12 * found.largest_gradient
         assert (found.offloaded_bytes > 0) == (offload > 0)
-        # Weights that have been gathered are no activations.
-        assert found.offloaded_bytes == found.offloaded_bytes_whole
-
-
-@pytest.mark.parametrize("fused", [0.0, 0.3])
-def test_tensor_parallel_layers_split_their_backward(ranks, fused):
-    """Two pipeline ranks, times two tensor-parallel ones; two steps, with all actions."""
-    problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
-    programs = schedules.random_programs(problem, 7, offload=0.4, recompute=0.25, fused=fused)
-    schedule = schedules.make_schedule(problem, programs)
-    # The shard of each block's weights, and the biases: one is sharded, one repeated.
-    block = 8 * (2 * 6 * 12 // 2 + 12 // 2 + 6)
-    for found in ranks.run(interop_cases.train_tensor_parallel, schedule, MICROBATCHES):
-        assert found.compared.losses_equal
-        assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
-        assert list(found.promised_bytes.values()) == [2 * block] * 2
-        assert found.deferred_bytes > 0
-        assert found.offloaded_bytes > 0
+        assert (found.deferred_bytes > 0) == (fused < 1)
+    if way.startswith("FSDP2"):
+        # Weights that have been gathered are no activations, and half of each is here.
+        whole = ranks.run(interop_cases.train_on_mesh, schedule, MICROBATCHES, "DDP")
+        for found, replica in zip(outcomes, whole, strict=True):
+            assert found.offloaded_bytes == replica.offloaded_bytes
+            assert 2 * found.promised_bytes == replica.promised_bytes > 0
+    if way == "tensor parallel":
+        # The shard of each block's weights, and the biases: one is sharded, one repeated.
+        block = 8 * (2 * 6 * 12 // 2 + 12 // 2 + 6)
+        assert [found.promised_bytes for found in outcomes] == [2 * 2 * block] * 4
 
 
 @pytest.mark.parametrize(("layout", "fused"), [(Shard(1), 0.0), (Replicate(), 0.3)])
@@ -121,25 +115,24 @@ def test_dtensors_cross_stages_as_shards(ranks, layout, fused):
         # What autograd saves are DTensors, too.
         assert found.offloaded_bytes == found.compared.released_bytes > 3_000
         assert found.compared.live_bytes_after_release == 0
-        held = 3 if layout == Replicate() else 2 - rank % 2
+        length = 3 if layout == Replicate() else 2 - rank % 2
         # Of each micro-batch and step an activation or gradient, beside it the table forwards.
-        assert set(found.sent) == {2 * held * 6, 3}
+        assert set(found.sent) == {2 * length * 6, 3}
         assert len(found.sent) == 2 * count * 3
-        assert found.output_bytes == [8 * (32 * held * 6 + 3)] * 3 + [0]
+        assert found.output_bytes == [8 * (32 * length * 6 + 3)] * 3 + [0]
 
 
-@pytest.mark.parametrize("offload", [0.0, 0.6])
-def test_bf16_products_are_added_up_in_single_precision(ranks, offload):
+def test_bf16_products_are_added_up_in_single_precision(ranks):
     """As many micro-batches as bf16's eight bits would lose: sums in it are off by 1e-3."""
     count = 12
     problem = schedules.make_problem(schedules.LINEAR, count)
-    programs = schedules.random_programs(problem, 9, offload=offload, recompute=offload / 3)
+    programs = schedules.random_programs(problem, 9, offload=0.6, recompute=0.2)
     schedule = schedules.make_schedule(problem, programs)
     for found in ranks.run(interop_cases.train_mixed, schedule, count):
         assert found.losses_equal
         assert found.all_single
         assert found.worst_difference < 2e-6
-        assert (found.offloaded_bytes > 0) == (offload > 0)
+        assert found.offloaded_bytes > 0
 
 
 def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
@@ -150,52 +143,20 @@ def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
     assert all(ranks.run(interop_cases.go_on_without_rank_zero, schedule, MICROBATCHES))
 
 
-@pytest.mark.parametrize(
-    ("offload", "fused", "find_unused", "model"),
-    [
-        (0.0, 1.0, False, "small"),
-        (0.0, 0.0, True, "small"),
-        (0.5, 0.3, False, "small"),
-        (0.5, 0.3, True, "small"),
-        (0.0, 1.0, False, "delaying"),
-        (0.5, 0.3, True, "delaying"),
-    ],
-)
-def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused, model):
-    """Two pipeline ranks with a V of stages, times two replicas; two steps."""
-    problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
-    programs = schedules.random_programs(problem, 7, offload=offload, fused=fused)
-    schedule = schedules.make_schedule(problem, programs)
-    train = partial(interop_cases.train_replicas, find_unused=find_unused, model=model)
-    for found in ranks.run(train, schedule, MICROBATCHES, 2):
-        assert found.losses_equal
-        assert found.worst_difference < 1e-12 * found.largest_gradient
-
-
 def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
-    """Sixteen micro-batches of bf16 products, beside fused B; sums in bf16 are 6e-3 off."""
+    """Sixteen micro-batches of bf16 products, beside fused B; sums in bf16 are 6e-3 off.
+
+    In each W linear layers, and of torchtitan's experts, both experts' three weights.
+    """
     problem = schedules.make_problem(TWO_RANKS, 16)
-    made = [
-        schedules.random_programs(problem, 7, fused=fused, offload=offload)
-        for fused, offload in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.5))
-    ]
-    cases = [schedules.make_schedule(problem, programs) for programs in made]
-    for worst in ranks.run(interop_cases.train_sharded_bf16, cases, 16):
-        assert worst < 1e-6
-
-
-def test_experts_sharded_by_fsdp2_make_their_gradients_at_w(ranks):
-    """torchtitan's, gathered in bf16: in each W both experts' three weights; beside fused B."""
-    count = 6
-    problem = schedules.make_problem(TWO_RANKS, count)
-    made = [
+    programs = [
         schedules.random_programs(problem, 7, fused=fused, offload=offload)
         for fused, offload in ((1.0, 0.0), (0.3, 0.5))
     ]
-    cases = [schedules.make_schedule(problem, programs) for programs in made]
-    outcomes = ranks.run(interop_cases.train_sharded_experts, cases, count)
+    compared = [schedules.make_schedule(problem, one) for one in programs]
+    outcomes = ranks.run(interop_cases.train_gathered_in_bf16, compared, 16, timeout=120)
     for rank, (worst, promised_bytes, num_at_w) in enumerate(outcomes):
-        num_w = sum(one.type is ActionType.BACKWARD_WEIGHT for one in made[1][rank // 2])
+        num_w = sum(one.type is ActionType.BACKWARD_WEIGHT for one in programs[1][rank // 2])
         assert worst < 1e-6
         assert num_at_w == 2 * 3 * num_w > 0
         # Of each block two linear layers, and three weights of both experts, this rank's half.
@@ -209,40 +170,10 @@ def test_a_stage_that_is_data_parallel_in_part_is_refused(ranks):
         assert by_fsdp.startswith("0 of stage 3 is sharded by fully_shard and the stage is")
 
 
-UNNAMED = """
-import torch, torch.distributed as dist
-from optpipe.runtime import PipelineRunner
-from optpipe.runtime.follower import _host_group
-from optpipe.runtime.measuring.times import ping_pong
-from optpipe.runtime.preflight import made_on
-from optpipe.runtime.torch_names import backends
-from optpipe.runtime.watch import cut
-from tests.runtime import schedules
-from tests.runtime.small_model import small_data, small_loss, small_stages
-for number, name in enumerate((None, "cpu:gloo")):
-    at = {"backend": name} if name else {}
-    dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, **at)
-    assert backends(None)["cpu"] == "gloo"
-    problem = schedules.make_problem((0,), 2)
-    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(1, 2))
-    runner = PipelineRunner(dict(enumerate(small_stages(1))), schedule, small_loss)
-    assert runner.step(*small_data(2, seed=0)).shape == (2,)
-    runner.close()
-    assert made_on(0, lambda: 7, torch.device("cpu"), None) == (7, [])
-    assert _host_group(None) is None
-    assert ping_pong({}, clock=None, device=torch.device("cpu"), group=None, repeats=1) == ()
-    cut(None)
-    dist.destroy_process_group()
-print("trained")
-"""
-
-
-def test_a_group_whose_backend_nobody_named_is_known_by_what_it_carries():
+def test_a_group_whose_backend_nobody_named_is_known_by_what_it_carries(tmp_path):
     """`init_process_group()` calls it "undefined", a mixed one "cpu:gloo,cuda:nccl"."""
-    found = subprocess.run(
-        [sys.executable, "-c", UNNAMED], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert found.stdout.split() == ["trained"], found.stderr
+    (alone,) = fork_ranks(interop_cases.train_in_unnamed_groups, 1, tmp_path)
+    assert alone.code == 0, alone.output
 
 
 def _gradients(outputs: tuple[Tensor, ...], weights: list[Tensor], given: Tensor) -> Tensor:

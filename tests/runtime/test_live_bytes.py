@@ -178,7 +178,7 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
 @pytest.mark.parametrize(
     ("kind", "placement", "way", "method"),
     [
-        ("plain", schedules.LINEAR, "fused", "1f1b"),
+        pytest.param("plain", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         pytest.param("plain", schedules.LINEAR, "split", "zb-h1", marks=_LONG),
         ("plain", schedules.V_SHAPE, "offload", "ada-offload"),
         ("autocast", schedules.LINEAR, "recompute", "1f1b-r"),
@@ -201,15 +201,6 @@ def test_a_solved_plan_is_at_most_three_percent_above_what_lives(
     counted = ranks.run(memory_cases.count_step, schedule, MICROBATCHES, kind, problem)
     shares = _shares(problem, schedule.programs, counted)
     assert 0.97 <= min(shares) <= max(shares) <= 1
-
-
-def test_torchs_own_split_backward_holds_more(ranks):
-    rows = ranks.run(memory_cases.zero_bubble_v_rows, 8)[0]
-    problem = schedules.make_problem(schedules.V_SHAPE, 8)
-    ours = _count(ranks, problem, schedules.from_text(rows))
-    stock = ranks.run(memory_cases.count_stock_step, 8)
-    for counted, held in zip(ours, stock, strict=True):
-        assert counted.peak < 0.7 * held
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_batch_target_and_messages_are_reserved_and_no_activations() -> None:
     reserved = [device.reserved_bytes for device in problem.devices]
     assert reserved == [10 * row + in_flight, in_flight, 10 * row + in_flight]
     saved = FLOAT * 64 * 16
-    held = [saved + FLOAT, saved + row + FLOAT]
-    assert [stage.activation_bytes for stage in problem.stages[:2]] == held
+    kept_bytes = [saved + FLOAT, saved + row + FLOAT]
+    assert [stage.activation_bytes for stage in problem.stages[:2]] == kept_bytes
     # The loss saves the difference for its square, and is there itself.
     assert problem.stages[2].activation_bytes == saved + row + row + FLOAT
     assert problem.stages[2].output_bytes == 0
@@ -208,29 +208,23 @@ def test_only_storages_worth_a_copy_are_offloadable() -> None:
         assert max(mode.offload_bytes for mode in problem.menus[1]) == expected
 
 
-def test_times_are_positive_and_follow_the_work() -> None:
-    """On a clock that counts multiplications, twice the layers take exactly twice as long."""
+def test_times_follow_the_work() -> None:
+    """On a clock that counts multiplications, twice the layers take exactly twice as long.
+
+    As in the runner the first stage makes no gradient of the batch.
+    """
     clock = measured.WorkClock()
-    stages = [measured.deep(6, layers) for layers in (1, 2, 4)]
+    stages = [measured.deep(6, layers) for layers in (2, 2, 4)]
     with clock.counter:
         profile = quick(stages, torch.ones(5, 6), clock=clock)
-    _, two, four = profile.problem(1).stages
+    first, two, four = profile.problem(1).stages
     layer = 5 * 6 * 6
     assert (two.forward_ms, two.backward_input_ms, two.backward_weight_ms) == (2 * layer,) * 3
+    assert first.backward_input_ms == layer
     assert two.menu[-1].recompute_ms == two.forward_ms
     assert two.backward_ms == two.backward_input_ms + two.backward_weight_ms
     for name in ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms"):
         assert getattr(four, name) == 2 * getattr(two, name) > 0
-
-
-def test_the_first_stage_makes_no_gradient_of_the_batch() -> None:
-    """As in the runner: its first layer has no input gradient to make."""
-    clock = measured.WorkClock()
-    stages = [measured.deep(6, 2), measured.deep(6, 2)]
-    with clock.counter:
-        problem = quick(stages, torch.ones(5, 6), clock=clock).problem(1)
-    layer = 5 * 6 * 6
-    assert [stage.backward_input_ms for stage in problem.stages] == [layer, 2 * layer]
 
 
 def test_warm_up_rounds_are_dropped() -> None:
@@ -314,14 +308,6 @@ def test_the_problem_has_schedules() -> None:
     assert 0 < schedule.span_ms <= schedule.makespan_ms
 
 
-def test_given_links_stand_where_none_were_measured() -> None:
-    """Latency and bandwidth of a single process come from whoever knows them."""
-    stages = [measured.deep(6, 1), measured.deep(6, 1)]
-    profile = quick(stages, torch.ones(5, 6))
-    problem = profile.problem(2, Given(link_latency_ms=0.5, link_gb_per_s=2))
-    assert {(link.latency_ms, link.bandwidth_gb_per_s) for link in problem.links} == {(0.5, 2)}
-
-
 def test_modules_are_left_as_they_were() -> None:
     """Gradients, buffers and random states; dropout draws and batch norm counts in between."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
@@ -339,12 +325,13 @@ def test_modules_are_left_as_they_were() -> None:
 
 
 def test_stages_may_share_devices() -> None:
-    """A V placement: two stages each on two devices, and links only between these."""
+    """A V: two stages each on two devices, and links only between these, as they were given."""
     stages = [measured.deep(6, 1) for _ in range(4)]
-    profile = measure(stages, torch.ones(5, 6), placement=(0, 1, 1, 0), effort=ONCE)
-    problem = profile.problem(2)
+    profile = quick(stages, torch.ones(5, 6), placement=(0, 1, 1, 0))
+    problem = profile.problem(2, Given(link_latency_ms=0.5, link_gb_per_s=2))
     assert problem.placement == (0, 1, 1, 0)
     assert {(link.source, link.target) for link in problem.links} == {(0, 1), (1, 0)}
+    assert {(link.latency_ms, link.bandwidth_gb_per_s) for link in problem.links} == {(0.5, 2)}
 
 
 class Paced(nn.Module):
@@ -357,8 +344,8 @@ class Paced(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         self.clock.now += 4
-        made: Tensor = _PacedBack.apply(state * self.weight, self.clock)
-        return made
+        output: Tensor = _PacedBack.apply(state * self.weight, self.clock)
+        return output
 
 
 class _PacedBack(torch.autograd.Function):
@@ -480,14 +467,15 @@ def test_ranks_measure_their_stages_and_the_links_between_them(ranks) -> None:
     assert profiles[0].problem(4).devices[3].memory_bytes > 2**20
 
 
-def test_a_stage_that_fails_on_one_rank_is_told_on_all(ranks) -> None:
+@pytest.mark.parametrize(
+    ("placement", "broken_rank", "words"),
+    [
+        ((0, 1, 2, 3), 2, "rank 2 could not measure: stage 2 cannot run on inputs of size [(64, 8"),
+        ((0, 1, 2), None, "names 3 devices, but 4 ranks measure"),
+    ],
+)
+def test_what_one_rank_cannot_measure_is_told_on_all(ranks, placement, broken_rank, words) -> None:
     """The same words everywhere, and nobody hangs."""
-    told = ranks.run(measured.measure_perceptrons, (0, 1, 2, 3), 2)
-    assert told == [told[0]] * 4
-    assert "rank 2 could not measure: stage 2 cannot run on inputs of size [(64, 8)]" in told[0]
-
-
-def test_there_is_a_rank_for_every_device(ranks) -> None:
-    """Three devices on four ranks are refused before anything runs."""
-    told = ranks.run(measured.measure_perceptrons, (0, 1, 2))
-    assert "names 3 devices, but 4 ranks measure" in told[0]
+    texts = ranks.run(measured.measure_perceptrons, placement, broken_rank)
+    assert texts == [texts[0]] * 4
+    assert words in texts[0]

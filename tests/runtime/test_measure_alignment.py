@@ -21,9 +21,9 @@ skews = st.lists(st.floats(-1e4, 1e4), min_size=4, max_size=4)
 
 def simulated(placement: tuple[int, ...], seed: int) -> Rows:
     """What four devices do in a random legal schedule."""
-    made = schedules.make_problem(placement, 4)
-    programs = schedules.random_programs(made, seed, offload=0.3, recompute=0.2)
-    return make_timeline(made, programs).intervals
+    small = schedules.make_problem(placement, 4)
+    programs = schedules.random_programs(small, seed, offload=0.3, recompute=0.2)
+    return make_timeline(small, programs).intervals
 
 
 def on_own_clocks(rows: Rows, zeros: list[float], wall_errors: list[float]) -> list[DeviceTimes]:
@@ -66,12 +66,12 @@ def test_nothing_is_received_before_it_was_sent(placement, zeros, errors, seed) 
         action = item.action
         assert action is not None
         if action.type is ActionType.FORWARD and action.stage > 0:
-            made = ran[f"{action.stage - 1}F{action.microbatch}"]
-            assert item.start >= made.end - 1e-6
+            before = ran[f"{action.stage - 1}F{action.microbatch}"]
+            assert item.start >= before.end - 1e-6
         if action.type.is_backward and action.stage + 1 < len(placement):
             behind = f"{action.stage + 1}%s{action.microbatch}"
-            made = ran.get(behind % "I") or ran[behind % "B"]
-            assert item.start >= made.end - 1e-6
+            before = ran.get(behind % "I") or ran[behind % "B"]
+            assert item.start >= before.end - 1e-6
     lengths = [item.end - item.start for row in found.rows for item in row]
     assert lengths == pytest.approx(
         [item.end - item.start for row in rows for item in row], abs=1e-6
@@ -98,14 +98,14 @@ def test_wall_clocks_decide_where_messages_leave_room(error, wanted) -> None:
 
 def test_messages_that_contradict_each_other_are_off_by_no_more_than_they_contradict() -> None:
     """Clocks of which no shift is right: the second device answers before it was asked."""
-    made = problem([stage(0), stage(1)])
-    first, second = make_timeline(made, one_f_one_b(2, 1)).intervals
+    small = problem([stage(0), stage(1)])
+    first, second = make_timeline(small, one_f_one_b(2, 1)).intervals
     too_soon = 0.5
     squeezed = (first[0], *moved(first[1:], -too_soon))
     times = [DeviceTimes(0, 0, WALL, squeezed), DeviceTimes(0, 1, WALL, second)]
     found = align(times)
-    asked, answered = found.rows[0][0].end, found.rows[0][1].start
-    early = max(0.0, asked - found.rows[1][0].start)
+    sent, answered = found.rows[0][0].end, found.rows[0][1].start
+    early = max(0.0, sent - found.rows[1][0].start)
     late = max(0.0, found.rows[1][-1].end - answered)
     assert early + late == pytest.approx(too_soon)
 

@@ -52,9 +52,9 @@ def timed(ranks) -> tuple[Problem, Schedule, Any]:
 def test_sampled_steps_hold_every_action_in_its_place(ranks) -> None:
     """Every second step but the first; compute one after another, messages not before sent."""
     problem, schedule = offloading()
-    told = ranks.run(measured.time_training, schedule, problem, 2, 5)
-    assert [result[:3] for result in told[1:]] == [(None, None, None)] * 3
-    steps = told[0][0]
+    outcomes = ranks.run(measured.time_training, schedule, problem, 2, 5)
+    assert [result[:3] for result in outcomes[1:]] == [(None, None, None)] * 3
+    steps = outcomes[0][0]
     assert [step.step for step in steps] == [2, 4]
     for step in steps:
         ran: dict[Any, Any] = {}

@@ -74,8 +74,8 @@ def test_a_menu_says_of_compiled_groups_that_they_cannot_be_told_apart() -> None
     compiled.compile(backend="aot_eager")
     with computing_with(1):
         profile = measure(stages, torch.ones(5, 8), effort=Effort(1, 0), links=False, modes=8)
-    told = [note for note in profile.measurements.notes if "no hook tells" in note]
-    assert [note.split(" are compiled")[0] for note in told] == ["Stage 1: mlp"]
+    notes = [note for note in profile.measurements.notes if "no hook tells" in note]
+    assert [note.split(" are compiled")[0] for note in notes] == ["Stage 1: mlp"]
     used = {
         name for mode in profile.problem(1).menus[1] for name in parse_treatment(mode.name).named
     }

@@ -35,14 +35,14 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def cases(ranks) -> list[Case]:
     placements = [schedules.LINEAR, schedules.V_SHAPE, schedules.LOOP, schedules.IRREGULAR]
-    made = [_one_f_one_b(8), _one_f_one_b(16), _all_forwards_first(16), _first_stages_first(8)]
+    chosen = [_one_f_one_b(8), _one_f_one_b(16), _all_forwards_first(16), _first_stages_first(8)]
     for seed, placement in enumerate(placements):
         problem = schedules.make_problem(placement, 4)
         programs = schedules.random_programs(problem, 70 + seed, offload=0.3, recompute=0.3)
-        made.append(schedules.make_schedule(problem, programs))
-    found = ranks.run(small_cases.orders_of, made)
+        chosen.append(schedules.make_schedule(problem, programs))
+    found = ranks.run(small_cases.orders_of, chosen)
     assert all(theirs == found[0] for theirs in found)
-    return [Case(one.placement, orders) for one, orders in zip(made, found[0], strict=True)]
+    return [Case(one.placement, orders) for one, orders in zip(chosen, found[0], strict=True)]
 
 
 def _one_f_one_b(num_microbatches: int) -> Schedule:
@@ -140,27 +140,27 @@ def test_a_send_is_let_go_only_when_its_tensor_is_used_under_any_timing(cases):
 def _any_execution(case: Case, chooser: random.Random):
     """Yield all steps in an order that some timing leads to."""
     heads = [0] * len(case.orders)
-    made: set[Pass] = set()
-    while ready := [rank for rank in range(len(heads)) if _can_run(case, rank, heads, made)]:
+    passed: set[Pass] = set()
+    while ready := [rank for rank in range(len(heads)) if _can_run(case, rank, heads, passed)]:
         rank = chooser.choice(ready)
         # Long runs of one rank are as likely as fine mixtures.
         for _ in range(chooser.choice([1, 1, 20])):
-            if not _can_run(case, rank, heads, made):
+            if not _can_run(case, rank, heads, passed):
                 break
             step = case.orders[rank][heads[rank]]
             yield rank, step
             heads[rank] += 1
             if isinstance(step, Action):
-                made.add(Pass(step.type.is_backward, step.stage, step.microbatch))
+                passed.add(Pass(step.type.is_backward, step.stage, step.microbatch))
     assert heads == [len(order) for order in case.orders]
 
 
-def _can_run(case: Case, rank: int, heads: list[int], made: set[Pass]) -> bool:
+def _can_run(case: Case, rank: int, heads: list[int], passed: set[Pass]) -> bool:
     if heads[rank] == len(case.orders[rank]):
         return False
     step = case.orders[rank][heads[rank]]
     needed = input_of(step, len(case.placement)) if isinstance(step, Action) else None
-    return needed is None or needed in made
+    return needed is None or needed in passed
 
 
 def test_boundary_tensors_in_flight_in_1f1b_do_not_grow_with_the_microbatches(cases):

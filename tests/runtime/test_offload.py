@@ -94,45 +94,34 @@ def test_memory_is_free_from_release_to_reload_and_after_the_backward(module, of
         gc.enable()
 
 
-def test_a_graph_that_is_dropped_leaves_no_cycle(module, offloader):
+@pytest.mark.parametrize("min_bytes", [64, 1 << 20])
+def test_a_graph_that_is_dropped_leaves_no_cycle(module, min_bytes):
+    """Neither of what may leave nor of what is left alone."""
+    offloader = Offloader({0: module}, CPU, [CELL], min_bytes=min_bytes)
     gc.disable()
     try:
         output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
-        held = [StorageWeakRef(storage.on_device) for storage in offloader.storages(CELL)]
+        storages = [StorageWeakRef(storage.on_device) for storage in offloader.storages(CELL)]
+        assert bool(storages) == (min_bytes == 64)
+        storages.append(StorageWeakRef(output.untyped_storage()))
         del output
-        assert all(storage.expired() for storage in held)
+        assert all(storage.expired() for storage in storages)
     finally:
         gc.enable()
 
 
-def test_what_is_left_alone_makes_no_cycle_either(module):
-    offloader = Offloader({0: module}, CPU, [CELL], min_bytes=1 << 20)
-    gc.disable()
-    try:
-        output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
-        held = StorageWeakRef(output.untyped_storage())
-        del output
-        assert held.expired()
-    finally:
-        gc.enable()
-
-
-def test_a_backward_while_the_host_holds_the_activations_is_refused(module, offloader):
+def test_actions_out_of_order_are_refused(module, offloader):
     output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
+    with pytest.raises(OffloadError, match=r"RELEASE .* are on the device"):
+        offloader.release(CELL)
+    with pytest.raises(OffloadError, match=r"RELOAD .* are on the device"):
+        offloader.reload(CELL)
     offloader.offload(CELL)
     offloader.release(CELL)
     with pytest.raises(OffloadError, match=r"the backward of stage 0.*are on the host"):
         offloader.before_backward(CELL)
     with pytest.raises(OffloadError, match="its RELOAD must come first"):
         output.sum().backward()
-
-
-def test_transfers_out_of_order_are_refused(module, offloader):
-    _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
-    with pytest.raises(OffloadError, match=r"RELEASE .* are on the device"):
-        offloader.release(CELL)
-    with pytest.raises(OffloadError, match=r"RELOAD .* are on the device"):
-        offloader.reload(CELL)
 
 
 def test_host_memory_is_allocated_once(module, offloader):
@@ -253,7 +242,7 @@ def test_slots_of_unequal_cells_are_as_many_as_are_in_use_and_grow_to_the_larges
     chooser = random.Random(6)
     taken: list[torch.Tensor] = []
     most = largest = 0
-    held = []
+    allocated = []
     for _ in range(400):
         if taken and (len(taken) == 3 or chooser.random() < 0.5):
             pool.give_back(0, taken.pop(chooser.randrange(len(taken))))
@@ -263,8 +252,8 @@ def test_slots_of_unequal_cells_are_as_many_as_are_in_use_and_grow_to_the_larges
             pool.parts_of(taken[-1], (size,))[0].fill_(len(taken))
             most, largest = max(most, len(taken)), max(largest, size)
         assert pool.allocated_bytes == sum(cuda.page_locked.values()) <= most * largest
-        held.append(pool.allocated_bytes)
-    assert len(set(held[-200:])) == 1
+        allocated.append(pool.allocated_bytes)
+    assert len(set(allocated[-200:])) == 1
 
 
 def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):

@@ -145,8 +145,8 @@ def test_a_plan_larger_than_the_machine_is_refused_with_both_numbers(ranks):
     huge = _scaled(2**48)
     text = _one_text(ranks.run(cases.refused, [huge.schedule] * 4, huge.problem))
     assert "host memory of" in text
-    (told,) = re.findall(r"would hold (\d+) bytes at its peak", text)
-    assert _planned(huge) < int(told) < _planned(huge) + 10**6
+    (peak,) = re.findall(r"would hold (\d+) bytes at its peak", text)
+    assert _planned(huge) < int(peak) < _planned(huge) + 10**6
 
 
 def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):
@@ -237,29 +237,33 @@ def _needs(host: str = "node0", device: str = "cuda:0", planned: int = 0, pinned
     return Needs(host, device, planned, pinned, device_bytes=80 * GB, host_bytes=500 * GB)
 
 
-def test_ranks_that_fit_are_accepted():
-    check_needs([_needs(device=f"cuda:{i}", planned=79 * GB, pinned=60 * GB) for i in range(8)])
+PINNED = [_needs(device=f"cuda:{i}", pinned=100 * GB) for i in range(6)]
 
 
-def test_ranks_that_share_a_card_share_its_memory():
-    check_needs([_needs(planned=20 * GB)] * 4)
-    with pytest.raises(PreflightError, match=r"cuda:0 of node0 would hold 84000000000 bytes .* 80"):
-        check_needs([_needs(planned=21 * GB)] * 4)
-
-
-def test_pinned_memory_is_that_of_the_host():
-    ranks = [_needs(device=f"cuda:{i}", pinned=100 * GB) for i in range(6)]
-    with pytest.raises(PreflightError, match="host memory of node0 would hold 600000000000"):
-        check_needs(ranks)
-    spread = [one._replace(host=f"node{i % 2}") for i, one in enumerate(ranks)]
-    check_needs(spread)
-
-
-def test_on_a_cpu_everything_is_host_memory():
-    cpu = [_needs(device="cpu", planned=100 * GB, pinned=100 * GB)] * 3
-    with pytest.raises(PreflightError) as refusal:
-        check_needs(cpu)
-    assert str(refusal.value).count("would hold") == 1
+@pytest.mark.parametrize(
+    ("ranks_needs", "refusals"),
+    [
+        ([_needs(device=f"cuda:{i}", planned=79 * GB, pinned=60 * GB) for i in range(8)], []),
+        ([_needs(planned=20 * GB)] * 4, []),
+        ([_needs(planned=21 * GB)] * 4, ["cuda:0 of node0 would hold 84000000000 bytes"]),
+        (PINNED, ["host memory of node0 would hold 600000000000 bytes"]),
+        ([one._replace(host=f"node{i % 2}") for i, one in enumerate(PINNED)], []),
+        (
+            [_needs(device="cpu", planned=100 * GB, pinned=100 * GB)] * 3,
+            ["host memory of node0 would hold 600000000000 bytes"],
+        ),
+    ],
+    ids=["fit", "share a card", "a card too small", "a host too small", "two hosts", "on a CPU"],
+)
+def test_ranks_share_the_memory_of_a_card_and_of_a_host(ranks_needs, refusals):
+    """Pinned memory is that of the host; on a CPU everything is."""
+    if not refusals:
+        check_needs(ranks_needs)
+        return
+    with pytest.raises(PreflightError) as refused:
+        check_needs(ranks_needs)
+    assert [text for text in refusals if text in str(refused.value)] == refusals
+    assert str(refused.value).count("would hold") == len(refusals)
 
 
 def test_the_peak_counts_boundary_tensors_where_they_are():

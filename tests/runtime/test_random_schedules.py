@@ -1,4 +1,7 @@
-"""Random legal schedules of every kind train as one process does, step after step."""
+"""Random legal schedules of every kind train as one process does, step after step.
+
+No placement, no order and no mixture of actions changes more than rounding.
+"""
 
 import functools
 from collections import Counter
@@ -53,47 +56,34 @@ def test_every_kind_of_schedule_is_among_them():
 
 @pytest.mark.parametrize("index", range(NUM_SCHEDULES))
 def test_losses_and_gradients_are_those_of_one_process(ranks, index):
+    """What adds up in order does so to the last bit, with random delays around actions."""
     problem, schedule = _case(index)
-    outcomes = ranks.run(small_cases.train, schedule, problem)
+    traits = schedules.traits(schedule)
+    is_exact = "gradients in order" in traits
+    train = functools.partial(small_cases.train, steps=2)
+    outcomes = ranks.run(train, schedule, problem, "delays" if is_exact else "")
     assert all(outcome.losses_equal for outcome in outcomes)
-    assert sum(outcome.num_gradients for outcome in outcomes) == 3 * 8 * 7
+    assert sum(outcome.num_gradients for outcome in outcomes) == 2 * 8 * 7
     assert min(outcome.largest_gradient for outcome in outcomes) > 1e-3
-    exact = "gradients in order" in schedules.traits(schedule)
     for outcome in outcomes:
-        allowed = 0.0 if exact else FLOAT_ERROR * outcome.largest_gradient
+        allowed = 0.0 if is_exact else FLOAT_ERROR * outcome.largest_gradient
         assert outcome.worst_difference <= allowed
-        assert (outcome.offloaded_bytes > 0) <= ("offload" in schedules.traits(schedule))
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        pytest.param(index, marks=[] if index in {7, 14, 25, 31} else [pytest.mark.extended])
-        for index in range(NUM_SCHEDULES)
-    ],
-)
-def test_random_delays_change_no_bit(ranks, index):
-    problem, schedule = _case(index)
-    undisturbed = ranks.run(small_cases.train, schedule, problem)
-    delayed = ranks.run(small_cases.train, schedule, problem, "delays")
-    assert [outcome.digest for outcome in delayed] == [one.digest for one in undisturbed]
-    assert [outcome.worst_difference for outcome in delayed] == [
-        one.worst_difference for one in undisturbed
-    ]
-    offloads = "offload" in schedules.traits(schedule)
-    assert any(outcome.offloaded_bytes for outcome in delayed) == offloads
+        moved_bytes = outcome.offloaded_bytes
+        assert outcome.reloaded_bytes == outcome.released_bytes == moved_bytes
+        assert outcome.live_bytes_after_release == 0
+    assert any(outcome.offloaded_bytes for outcome in outcomes) == ("offload" in traits)
 
 
 def test_schedules_take_turns_on_the_same_stages(ranks):
     problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
-    made = [
+    in_turn = [
         schedules.make_schedule(
             problem,
             schedules.random_programs(problem, seed, fused=0.2, offload=offload, in_order=True),
         )
         for seed, offload in ((1, 0.0), (2, 0.5), (3, 0.0))
     ]
-    for outcome in ranks.run(small_cases.take_turns, made):
+    for outcome in ranks.run(small_cases.take_turns, in_turn):
         assert outcome.worst_difference == 0.0
         assert outcome.least_deferred_bytes > 0
 
@@ -101,18 +91,5 @@ def test_schedules_take_turns_on_the_same_stages(ranks):
 def test_one_bit_wrong_on_the_host_shows_in_the_gradients(ranks):
     problem, schedule = _case(24)
     outcomes = ranks.run(small_cases.train, schedule, problem, "corrupted host copy")
-    assert _worst(outcomes) > 1e-9
-
-
-def test_swapped_receives_show_in_the_gradients(ranks):
-    problem = schedules.make_problem(schedules.LINEAR, 2)
-    straight, swapped = "{0}F0 {0}F1 {0}B0 {0}B1", "{0}F1 {0}F0 {0}B0 {0}B1"
-    rows = [straight.format(0), *(swapped.format(stage) for stage in (1, 2, 3))]
-    schedule = schedules.make_schedule(problem, schedules.from_text(rows))
-    assert _worst(ranks.run(small_cases.train, schedule, problem)) <= FLOAT_ERROR
-    outcomes = ranks.run(small_cases.train, schedule, problem, "swapped receives")
-    assert _worst(outcomes) > 1e-3
-
-
-def _worst(outcomes: list[small_cases.Trained]) -> float:
-    return max(outcome.worst_difference / outcome.largest_gradient for outcome in outcomes)
+    worst = max(outcome.worst_difference / outcome.largest_gradient for outcome in outcomes)
+    assert worst > 1e-9

@@ -111,12 +111,12 @@ def train(
     )  # fmt: skip
     lost, slots, host = 0.0, [], []
     on_host, places = runner.offloader.pool, set[int]()
-    with follow(None, runner, replan=lambda made: planned[made.problem_hash]) as training:
+    with follow(None, runner, replan=lambda problem: planned[problem.problem_hash]) as training:
         for step, (batch, problem) in enumerate(zip(given, problems, strict=True)):
             inputs, targets = batch.data()
-            told = problem if rank == 0 or step % 2 else None
+            known = problem if rank == 0 or step % 2 else None
             named: dict[str, Any] = {"bucket": batch.lengths} if says_shapes else {}
-            losses = training.step(arg_mbs=inputs, target_mbs=targets, problem=told, **named)
+            losses = training.step(arg_mbs=inputs, target_mbs=targets, problem=known, **named)
             assert training.runner.schedule.problem_hash == problem.problem_hash
             wanted = [
                 summed(alone(one), target) for one, target in zip(inputs, targets, strict=True)
@@ -156,9 +156,7 @@ def train(
     return Outcome(max(apart), lost, slots, host, moved)
 
 
-@pytest.mark.parametrize(
-    ("placement", "size"), [((0, 1), 2), ((0, 1, 1, 0), 2), (schedules.V_SHAPE, 4)]
-)
+@pytest.mark.parametrize(("placement", "size"), [((0, 1, 1, 0), 2), (schedules.V_SHAPE, 4)])
 def test_unequal_batches_train_as_in_one_process(ranks, placement, size):
     given = batches(4, seed=len(placement))
     problems = [problem_of(placement, batch) for batch in given]
@@ -192,17 +190,17 @@ def test_the_solvers_plan_in_a_given_order_trains_in_shapes_that_are_said(ranks)
 
 
 def refused(
-    first: Problem, planned: Mapping[str, Schedule], told: Sequence[Problem | None], batch: Batch
+    first: Problem, planned: Mapping[str, Schedule], known: Sequence[Problem | None], batch: Batch
 ) -> str:
     """What a rank reads when its batch cannot be run; then it runs the first one's."""
     runner = PipelineRunner(
         own_part(first.placement, small_stages(len(first.placement))),
         planned[first.problem_hash], summed, first, mean_loss=False,
     )  # fmt: skip
-    training = follow(None, runner, replan=lambda made: planned[made.problem_hash])
+    training = follow(None, runner, replan=lambda problem: planned[problem.problem_hash])
     inputs, targets = batch.data()
     with pytest.raises(PreflightError) as raised:
-        training.step(arg_mbs=inputs, target_mbs=targets, problem=told[dist.get_rank()])
+        training.step(arg_mbs=inputs, target_mbs=targets, problem=known[dist.get_rank()])
     runner.close()
     return str(raised.value)
 
@@ -234,11 +232,11 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ranks):
         ([small, None, None, None], "boundary tensors in flight take up to"),
         ([even, None, None, None], "without costs of their own all of a step must be equal"),
     ]
-    for told, sentence in cases:
-        for text in ranks.run(refused, first, planned, told, batch):
+    for known, sentence in cases:
+        for text in ranks.run(refused, first, planned, known, batch):
             assert sentence in text
 
 
 def test_a_deployment_and_replan_exclude_each_other():
     with pytest.raises(ValueError, match="give either"):
-        follow(object(), None, replan=lambda made: made)  # type: ignore[arg-type, return-value]
+        follow(object(), None, replan=lambda problem: problem)  # type: ignore[arg-type, return-value]

@@ -33,26 +33,26 @@ class Desk:
             raise answer
         return answer
 
-    def report(self, version: int, measurements: Measurements, **told: Any) -> None:
+    def report(self, version: int, measurements: Measurements, **reported: Any) -> None:
         self.takes_reports.wait()
         if self.report_errors:
             raise self.report_errors.pop()
-        self.reports.put((version, told["step"]))
+        self.reports.put((version, reported["step"]))
 
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    made = Desk()
-    yield made
-    made.takes_reports.set()
-    made.answers.put(None)
+    opened = Desk()
+    yield opened
+    opened.takes_reports.set()
+    opened.answers.put(None)
 
 
 @pytest.fixture
 def line(desk) -> Iterator[SchedulePoller]:
-    made = SchedulePoller(desk, 4, wait_s=0.0, first_pause_s=0.01)
-    yield made
-    made.close()
+    opened = SchedulePoller(desk, 4, wait_s=0.0, first_pause_s=0.01)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def test_a_report_that_waits_gives_way_to_a_newer_one(line, desk) -> None:
     for step in (2, 3, 4):
         line.post(report(step))
     desk.takes_reports.set()
-    told = [desk.reports.get(timeout=PATIENCE_S) for _ in range(2)]
-    assert told == [(3, 1), (3, 4)]
+    reports = [desk.reports.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert reports == [(3, 1), (3, 4)]
     assert desk.reports.empty()
 
 

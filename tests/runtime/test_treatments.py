@@ -281,9 +281,9 @@ def test_ranks_refuse_modes_together(ranks) -> None:
     number_of = dict.fromkeys([(2, 3)], 1)
     rows = schedules.one_f_one_b(4, NUM_MICROBATCHES)
     schedule = schedules.make_schedule(problem, schedules.in_modes(problem, rows, number_of))
-    told = ranks.run(cases.refused, [schedule] * 4, problem)
-    assert told == [told[0]] * 4
-    assert "rank 2: mode 1 of stage 2 ('recompute lost + mlp') names lost" in told[0]
+    texts = ranks.run(cases.refused, [schedule] * 4, problem)
+    assert texts == [texts[0]] * 4
+    assert "rank 2: mode 1 of stage 2 ('recompute lost + mlp') names lost" in texts[0]
     assert (
         "2F3@1 names a mode, and without its problem" in ranks.run(cases.refused, [schedule] * 4)[0]
     )

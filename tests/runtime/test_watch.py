@@ -30,7 +30,7 @@ class _Rank:
     def __init__(self, store, number, size, marks=None, place=None, **times):
         self.was_cut = threading.Event()
         self.had_ended = threading.Event()
-        self.told = []
+        self.words = []
         self.activity = Activity(marks)
         peers = [other for other in range(size) if abs(other - number) == 1]
         known = {"place": number if place is None else place, "world_size": size}
@@ -41,8 +41,8 @@ class _Rank:
     def start(self):
         self.watch = Watchdog(self.causes, self.activity, self.was_cut.set, self._end, **self.times)
 
-    def _end(self, told, stands_still):
-        self.told.append((told, stands_still))
+    def _end(self, words, stands_still):
+        self.words.append((words, stands_still))
         self.had_ended.set()
 
     def runs(self, body=lambda: None, what="step 3"):
@@ -79,9 +79,9 @@ def world():
         assert not rank.watch._thread.is_alive()
 
 
-def _until(told):
+def _until(is_so):
     deadline = time.monotonic() + PATIENCE_S
-    while not told():
+    while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -95,7 +95,7 @@ def test_a_rank_stuck_in_a_step_is_cut_off_and_ended_with_the_cause(world):
         assert stuck.had_ended.wait(PATIENCE_S)
 
     assert isinstance(stuck.runs(body), RankError)
-    assert stuck.told == [(f"{OTHER}rank 1, step 3: ValueError: boom", False)]
+    assert stuck.words == [(f"{OTHER}rank 1, step 3: ValueError: boom", False)]
 
 
 def test_cutting_the_connections_is_enough_where_it_frees_the_rank(world):
@@ -212,8 +212,8 @@ def test_an_action_that_hangs_is_named_by_its_own_rank(world):
         assert hanging.had_ended.wait(PATIENCE_S)
 
     first.runs(lambda: hanging.runs(hangs))
-    ((told, stands_still),) = hanging.told
-    assert re.match(r"this one cannot go on; rank 1, step 3, in 1F0: no progress for \d+ s", told)
+    ((words, stands_still),) = hanging.words
+    assert re.match(r"this one cannot go on; rank 1, step 3, in 1F0: no progress for \d+ s", words)
     assert stands_still
     assert first.watch.cause == hanging.watch.cause
 
@@ -352,9 +352,9 @@ def test_the_action_in_which_a_device_hangs_is_named_not_the_hosts(world, late, 
 def test_a_runner_waits_for_its_device_and_looks_before_it_returns(ranks):
     problem = schedules.make_problem(schedules.LINEAR, 4)
     schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
-    for late_s, told, num_threads in ranks.run(cases.end_with_the_device, schedule):
+    for late_s, words, num_threads in ranks.run(cases.end_with_the_device, schedule):
         assert late_s >= 0.3
-        assert told == "RankError: another rank failed and this one cannot go on; rank 9: boom"
+        assert words == "RankError: another rank failed and this one cannot go on; rank 9: boom"
         assert num_threads == 0
 
 

@@ -323,7 +323,8 @@ def test_what_a_backward_put_into_a_queue_and_nobody_took_is_forgotten():
     assert "gradients" not in layer.__dict__
 
 
-def test_weight_gradients_are_made_by_w_and_not_before():
+def test_weight_gradients_are_made_by_w_once_and_not_before():
+    """Outside of an I nothing is put aside, and what W needs is let go when it has run."""
     layer, gradients = nn.Linear(6, 6), WeightGradients()
     assert split_linears(layer, gradients) == 1
     given = _floats()
@@ -335,27 +336,12 @@ def test_weight_gradients_are_made_by_w_and_not_before():
     assert given.grad is not None
     assert layer.weight.grad is None
     run()
-    assert layer.weight.grad is not None
-
-
-def test_outside_an_i_nothing_is_put_aside():
-    layer, gradients = nn.Linear(6, 6), WeightGradients()
-    split_linears(layer, gradients)
-    layer(_floats()).sum().backward()
-    assert layer.weight.grad is not None
-    assert gradients.held_bytes() == 0
-
-
-def test_what_w_needs_is_let_go_when_it_has_run():
-    layer, gradients = nn.Linear(6, 6), WeightGradients()
-    split_linears(layer, gradients)
-    with gradients.collect():
-        layer(_floats()).sum().backward()
-        run = gradients.take()
-    run()
     before = _gradient(layer.weight).clone()
     run()
     assert torch.equal(_gradient(layer.weight), before)
+    layer(given).sum().backward()
+    assert gradients.held_bytes() == 0
+    torch.testing.assert_close(layer.weight.grad, 2 * before)
 
 
 def test_between_i_and_w_the_stages_input_is_free():

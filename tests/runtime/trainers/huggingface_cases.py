@@ -15,7 +15,7 @@ from optpipe.runtime.trainers.huggingface import build_stages, loss_of
 
 WORDS = 64
 LENGTH = 12
-STEPS = 3
+STEPS = 2
 
 _SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -90,7 +90,8 @@ class TrainedModel(NamedTuple):
     losses: float | None
     gradients: float
     tied_equal: bool
-    held: int
+    num_built: int
+    """Parameters that have values."""
     offloaded_bytes: int
     deferred_bytes: int
     num_stacked: int
@@ -98,7 +99,7 @@ class TrainedModel(NamedTuple):
 
 
 def train_transformer(kind: str, schedule: Schedule) -> TrainedModel:
-    """Train three steps with masks; each rank builds its own stages only.
+    """Train two steps with masks; each rank builds its own stages only.
 
     In double precision, but for grouped products.
     """
@@ -115,7 +116,7 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     layers = [8 // len(placement)] * len(placement)
     own = [s for s, home in enumerate(placement) if home == rank]
     stages = build_stages(config, layers, own=own)
-    held = sum(not p.is_meta for stage in stages for p in stage.parameters())
+    num_built = sum(not p.is_meta for stage in stages for p in stage.parameters())
     whole = build_stages(config, layers, own=range(len(placement)))
     loss_fn = loss_of(config)
     parts = {index: stages[index] for index in own}
@@ -123,11 +124,11 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     if stages.ties:
         _copy_ties(whole)
     losses: float | None = 0.0 if runner.holds_last else None
-    made: list[Tensor] = []
+    given_gradients: list[Tensor] = []
     add_gradient = passes._add_gradient
 
     def noted(parameter: Tensor, gradient: Tensor) -> None:
-        made.append(parameter)
+        given_gradients.append(parameter)
         add_gradient(parameter, gradient)
 
     for step in range(STEPS):
@@ -158,10 +159,10 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
         losses,
         worst / largest,
         _ties_are_equal(stages, own),
-        held,
+        num_built,
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
-        sum(parameter.dim() == 3 for parameter in made),
+        sum(parameter.dim() == 3 for parameter in given_gradients),
     )
 
 
@@ -174,13 +175,13 @@ def _copy_ties(whole: Any) -> None:
 
 def _ties_are_equal(stages: Any, own: list[int]) -> bool:
     """Whether all ranks have the same gradient of a tied weight, to the last bit."""
-    told: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()
     mine = [
         stages[stage].get_parameter(name).grad
         for tie in stages.ties
         for stage, name in tie.places
         if stage in own
     ]
-    dist.all_gather_object(told, mine)
-    everyone = [one for part in told for one in part]
+    dist.all_gather_object(gathered, mine)
+    everyone = [one for part in gathered for one in part]
     return all(torch.equal(one, everyone[0]) for one in everyone)

@@ -65,10 +65,9 @@ def test_stages_chained_are_the_model(kind):
     ("kind", "placement", "fused"),
     [
         ("llama", schedules.LINEAR, 0.3),
-        ("llama", schedules.V_SHAPE, 0.3),
         ("gpt2", schedules.LINEAR, 1.0),
-        ("qwen3_moe", schedules.LINEAR, 0.3),
         ("qwen3_moe, grouped", schedules.LINEAR, 0.3),
+        pytest.param("qwen3_moe", schedules.V_SHAPE, 0.3, marks=pytest.mark.extended),
     ],
 )
 def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
@@ -88,7 +87,7 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
         assert found.tied_equal
         num_w = sum(a.type is ActionType.BACKWARD_WEIGHT for a in programs[rank])
         assert found.num_stacked == (kind in GROUPED) * STEPS * 2 * 2 * num_w
-        assert found.held > 0
+        assert found.num_built > 0
     assert sum(found.offloaded_bytes for found in outcomes) > 0
     assert (sum(found.deferred_bytes for found in outcomes) > 0) == (fused < 1)
     worst = max(found.gradients for found in outcomes)

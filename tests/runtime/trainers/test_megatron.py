@@ -17,32 +17,19 @@ LOOP = (0, 1, 0, 1)
 PAIR = (0, 1)
 
 CASES = {
-    "pp 4, 1F1B": (
-        Job(4),
-        schedules.LINEAR,
-        lambda problem: schedules.one_f_one_b(4, MICROBATCHES),
-    ),
-    "pp 4, ZB-H1, losses per token, scaled": (
+    "pp 4, losses per token, scaled, any order with offload and recomputation": (
         Job(4, per_token=True, scale=16.0),
-        schedules.LINEAR,
-        lambda problem: schedules.zero_bubble_h1(4, MICROBATCHES),
-    ),
-    "pp 4, any order with offload and recomputation": (
-        Job(4),
         schedules.LINEAR,
         lambda problem: schedules.random_programs(
             problem, 3, offload=0.4, recompute=0.3, in_order=True
         ),
     ),
-    "pp 2 x 2 chunks, dp 2, any order with offload": (
-        Job(2, 2),
-        LOOP,
-        lambda problem: schedules.random_programs(problem, 4, offload=0.5, in_order=True),
-    ),
-    "pp 2 x 2 chunks, dp 2, split, reductions that overlap": (
+    "pp 2 x 2 chunks, dp 2, split, reductions that overlap, with offload": (
         Job(2, 2, overlap=True),
         LOOP,
-        lambda problem: schedules.random_programs(problem, 5, fused=0.0, in_order=True),
+        lambda problem: schedules.random_programs(
+            problem, 5, offload=0.5, fused=0.0, in_order=True
+        ),
     ),
     "pp 2 x tp 2, its distributed optimizer, any order with offload": (
         Job(2, tensor=2, distributed=True),
@@ -81,10 +68,7 @@ def _in_pairs(num_microbatches: int) -> Programs:
     return tuple(programs)
 
 
-# Of 1F1B at every change: ZB-H1 and any order, in which some backwards are fused, too.
-@pytest.mark.parametrize(
-    "name", [pytest.param("pp 4, 1F1B", marks=pytest.mark.extended), *list(CASES)[1:]]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
     """Two optimizer steps and an evaluation; tied embeddings are reduced by Megatron."""
     job, placement, make = CASES[name]

@@ -42,7 +42,7 @@ class Titan:
     found: list[float]
     evaluated: float | None
     own_evaluation: float | None
-    held_stages: int
+    num_stages: int
     offloaded_bytes: int
     deferred_bytes: int
     num_stacked: int
@@ -73,17 +73,17 @@ def train_titan(
             make(deferred)
 
         with mock.patch.object(passes._GroupedDeferred, "make", noted):
-            found, own_evaluation, made = _train(
+            found, own_evaluation, pp_schedule = _train(
                 ours, data_parallel, device, steps, experts=experts
             )
-    runner = made.runner
-    made.close()
+    runner = pp_schedule.runner
+    pp_schedule.close()
     return Titan(
         wanted,
         found,
         evaluated,
         own_evaluation,
-        len(made.parts),
+        len(pp_schedule.parts),
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
         len(stacked),
@@ -114,7 +114,7 @@ def _train(
     dims.build_mesh()
     with torch.device("meta"):
         model = spec.model.build()
-    made, parts, first, last = pipeline(
+    pp_schedule, parts, first, last = pipeline(
         model,
         parallel_dims=dims,
         training=TrainingConfig(local_batch_size=MICROBATCHES, seq_len=_LENGTH),
@@ -137,11 +137,11 @@ def _train(
     column = dist.get_rank() % data_parallel
     for step in range(steps):
         optimizer.zero_grad()
-        found = _run(made.step, _data(step, column, device), first=first, last=last)
+        found = _run(pp_schedule.step, _data(step, column, device), first=first, last=last)
         optimizer.step()
         losses += [] if found is None else [found]
-    evaluated = _run(made.eval, _data(STEPS, column, device), first=first, last=last)
-    return losses, evaluated, made
+    evaluated = _run(pp_schedule.eval, _data(STEPS, column, device), first=first, last=last)
+    return losses, evaluated, pp_schedule
 
 
 def _spec(*, experts: bool = False) -> Any:
@@ -245,11 +245,11 @@ def train_by_trainer(run: TitanRun) -> TitanLog:
         finally:
             trainer.close()
             gc.enable()
-    made: Any = trainer.pp_schedule
+    pp_schedule: Any = trainer.pp_schedule
     if run.schedule is not None:
-        made.close()
-        found.offloaded_bytes = made.runner.offloaded_bytes
-        found.deferred_bytes = sum(made.runner.deferred_bytes.values())
+        pp_schedule.close()
+        found.offloaded_bytes = pp_schedule.runner.offloaded_bytes
+        found.deferred_bytes = sum(pp_schedule.runner.deferred_bytes.values())
     if not trainer.pp_has_last_stage:
         found.losses.clear()
     return found
@@ -317,15 +317,17 @@ def torchtitan_words() -> Iterator[str]:
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     names = [f"w{index}" for index in range(200)]
-    made = Tokenizer(models.WordLevel({one: i for i, one in enumerate(["<s>", *names])}, "<s>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(
+        models.WordLevel({one: i for i, one in enumerate(["<s>", *names])}, "<s>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     chooser = random.Random(3)
     texts = [{"text": " ".join(chooser.choices(names, k=40))} for _ in range(40)]
     DATASETS["words"] = DatasetConfig(
         "", lambda _: Dataset.from_list(texts), lambda one: one["text"]
     )
     with tempfile.TemporaryDirectory() as folder:
-        made.save(f"{folder}/tokenizer.json")
+        tokenizer.save(f"{folder}/tokenizer.json")
         settings = {"bos_token": "<s>", "eos_token": "<s>"}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
         yield folder
@@ -335,11 +337,11 @@ def _summing(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Let sharded parts reduce by sums: gloo knows no scaled ones."""
 
     def done(part: nn.Module, **settings: Any) -> nn.Module:
-        made = parallelize(part, **settings)
-        for module in made.modules():
+        parallel = parallelize(part, **settings)
+        for module in parallel.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-        return made
+        return parallel
 
     return done
 
