@@ -1,4 +1,4 @@
-"""The four ranks are started once: importing torch four times costs more than all the tests."""
+"""Four ranks for the tests of a module: a fork each, as a process with torch stands by."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.runtime.ranks import Ranks, start_ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with start_ranks(4) as started:
         yield started

@@ -71,7 +71,8 @@ export class Chart {
   }
 
   async load(path) {
-    const query = `${path}${path.includes("?") ? "&" : "?"}theme=${theme()}`;
+    const scheme = theme();
+    const query = `${path}${path.includes("?") ? "&" : "?"}theme=${scheme}`;
     const known = this.query === query && this.tag ? { "If-None-Match": this.tag } : {};
     const [Bokeh, answer] = await Promise.all([
       bokeh(), ask(query, { headers: known, cache: "no-store" })]);
@@ -86,6 +87,7 @@ export class Chart {
     this.query = query;
     this.tag = answer.headers.get("ETag") ?? "";
     this.element.dataset.tag = this.tag.replaceAll('"', "");
+    this.element.dataset.theme = scheme;
     this.onDrawn?.();
   }
 
