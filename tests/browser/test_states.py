@@ -1,4 +1,4 @@
-"""Every state of the page, in both colour schemes, at three widths: it fits, axe finds nothing.
+"""Every state of the page, in both colour schemes at three widths: it fits, axe finds nothing.
 
 ``make screenshots`` keeps a picture of each.
 """
@@ -38,9 +38,11 @@ WIDE = (1920, 1080)
 # What axe looks for: in light all, in dark what colours change, and all again where tables and
 # forms are laid out for a phone.
 LOOKS: tuple[tuple[Literal["light", "dark"], tuple[int, int], list[str] | None], ...] = (
+    ("light", PHONE, []),
     ("light", WIDE, []),
     ("light", DESKTOP, None),
     ("dark", DESKTOP, ["color-contrast"]),
+    ("dark", WIDE, []),
     ("dark", PHONE, None),
 )
 

@@ -36,6 +36,14 @@ def test_connections_are_counted_per_server_and_per_key() -> None:
     assert not connections._by_key
 
 
+def test_a_place_is_given_back_when_the_block_fails() -> None:
+    connections = ConnectionLimit(1, 1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), connections.counted(ANN, Purpose.WAIT):
+            raise ZeroDivisionError
+    assert connections.num_open(Purpose.WAIT) == 0
+
+
 def test_without_keys_only_the_server_s_own_number_counts() -> None:
     connections = ConnectionLimit(MOST, 1)
     with connections.counted(ANYBODY, Purpose.STREAM), connections.counted(ANYBODY, Purpose.STREAM):
