@@ -245,18 +245,14 @@ async def test_waiting_requests_and_followers_together_ask_once_a_round(
     bench: Bench, monkeypatch
 ) -> None:
     """A hundred jobs, each waited for in three ways, and nothing happens to any of them."""
-    times: list[float] = []
-    standings, get, history = bench.store.standings, bench.store.get, bench.store.history
+    queries: list[tuple[str, ...]] = []
     reads: list[str] = []
+    standings, get, history = bench.store.standings, bench.store.get, bench.store.history
+    jobs, watch = bench.jobs, bench.jobs._watch
 
     def counted(job_ids: list[str]) -> Any:
-        times.append(time.monotonic())
+        queries.append(tuple(job_ids))
         return standings(job_ids)
-
-    monkeypatch.setattr(bench.store, "standings", counted)
-
-    def is_quiet() -> bool:
-        return len(reads) >= 200 and len(times) > 1 and times[-1] - times[-2] > 0.9 * ROUND_S
 
     def noted(read: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*given: Any) -> Any:
@@ -265,19 +261,26 @@ async def test_waiting_requests_and_followers_together_ask_once_a_round(
 
         return ask
 
+    def all_wait() -> bool:
+        num_waiting = sum(map(len, watch._waiting.values()))
+        return (len(reads), num_waiting, len(watch._due)) == (200, 300, 0)
+
+    monkeypatch.setattr(bench.store, "standings", counted)
     monkeypatch.setattr(bench.store, "get", noted(get))
     monkeypatch.setattr(bench.store, "history", noted(history))
     added = [bench.store.add(new(str(number)), max_queued=999)[0] for number in range(100)]
-    jobs = bench.jobs
     for job in added:
         bench.hold(jobs.wait(job, 50.0))
         bench.hold(jobs.wait_schedule(job.id, 0, 50.0, ANYBODY))
         bench.hold(bench.collect(job.id))
-    await until(is_quiet)
-    before = len(times), len(reads)
-    await asyncio.sleep(2.5 * ROUND_S)
-    assert len(times) - before[0] <= 1 + (times[-1] - times[before[0] - 1]) / ROUND_S
-    assert len(reads) == before[1]
+    await until(all_wait)
+    began, num_queries, num_reads = time.monotonic(), len(queries), len(reads)
+    await asyncio.sleep(4.5 * ROUND_S)
+    # The last look of those who came may begin now, and a round at both ends.
+    num_rounds = (time.monotonic() - began) / ROUND_S
+    assert 3 <= len(queries) - num_queries <= 2 + num_rounds
+    assert {len(job_ids) for job_ids in queries[-2:]} == {100}
+    assert len(reads) == num_reads
     bench.changes.close()
 
 
