@@ -161,6 +161,7 @@ def worker_arguments(settings: Settings) -> str:
             "tune_path": settings.tune_path,
             "memory_bytes": settings.solver_memory_bytes,
             "overtime_s": settings.overtime_s,
+            "engine": settings.engine,
         }
     )
 

@@ -6,8 +6,9 @@ has the cores, starts the same ``python -m optpipe_api.engine.worker`` there tha
 here, with the same limits, and hands its messages on. OptPipe must be installed on every node, in
 the server's version.
 
-Only bytes cross the cluster, which Ray carries as they are; they are JSON texts, and are read as
-such (`optpipe_api.engine.processes`). So nothing that a client sent is ever unpickled.
+Between server and actor only bytes cross the cluster, which Ray carries as they are; they are JSON
+texts, and are read as such (`optpipe_api.engine.processes`). So nothing that a client sent is ever
+unpickled. A solver process that tunes lets Ray pickle its own objects for its tasks (`RayTasks`).
 
 An actor that dies, with its node or alone, is a death of the attempt: the job goes back to the
 queue and starts again from its best. An actor dies with its driver, and its solver process with
@@ -19,14 +20,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing as mp
 import os
 import re
+import resource
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from optpipe.errors import WorldError
 from optpipe_api.engine.processes import (
@@ -40,12 +44,16 @@ from optpipe_api.engine.processes import (
 from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.pool import Pool
+
     from optpipe_api.settings import Settings
 
-__all__ = ["RayProcess", "RaySolvers", "SolverHost"]
+__all__ = ["RayProcess", "RaySolvers", "RayTasks", "SolverHost"]
 
 _READ_S = 5.0
 _ANSWER_S = 3.0
+_CORE_S = 10.0
 _KNOCK_S = 5.0
 _WHY_DEAD = re.compile(r"The actor is dead because ([^.\n]+)")
 
@@ -57,6 +65,8 @@ class SolverHost:
     """
 
     def __init__(self, arguments: bytes) -> None:
+        # For the child's tasks: this cluster, whatever else the node's environment names.
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._child = SolverChild(arguments.decode())
 
     @ray.method(concurrency_group="read")
@@ -195,6 +205,96 @@ class RaySolvers:
         """Leave the cluster."""
         if self._is_ours:
             ray.shutdown()
+
+
+class RayTasks:
+    """Calls functions as tasks of one core each, anywhere on the cluster of this solver process.
+
+    What `optpipe_solver.tune` asks of a pool. Tasks wait while the cluster is full, and one whose
+    node dies is called again, elsewhere. Where there is no core for a first one within seconds,
+    or this process may not hold what a driver of the cluster maps, processes of this node take
+    the tasks: jobs that wait for cores which only they would free must not wait forever.
+
+    ``number``: of tasks at a time. ``say``: told in a sentence where they run.
+    """
+
+    def __init__(self, number: int, say: Callable[[str], None]) -> None:
+        self._number = number
+        self._say = say
+        self._local: Pool | None = None
+
+    def __enter__(self) -> Self:
+        why = self._why_not()
+        if why:
+            self._local = mp.get_context("spawn").Pool(self._number)
+            self._say(f"candidates: {self._number} processes of one node at a time, as {why}")
+        else:
+            self._say(f"candidates: {self._number} tasks of the Ray cluster at a time")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._local is not None:
+            self._local.terminate()
+        ray.shutdown()
+
+    def apply_async(self, function: Callable[..., Any], arguments: tuple[Any, ...], /) -> Any:
+        """Return what will be returned, as a `multiprocessing.pool.AsyncResult` or like one."""
+        if self._local is not None:
+            return self._local.apply_async(function, arguments)
+        return _RayTask(_as_task(function).remote(*arguments))
+
+    def _why_not(self) -> str:
+        """Return why the cluster cannot take the tasks; empty where it can."""
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            return "OPTPIPE_SOLVER_MEMORY_BYTES leaves no room for what Ray maps"
+        try:
+            ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            return f"the cluster does not answer it: {_first_line(error)}"
+        first = _as_task(_nothing).remote()
+        if ray.wait([first], timeout=_CORE_S)[0]:
+            return ""
+        ray.cancel(first)
+        return "no core of the cluster is free"
+
+
+class _RayTask:
+    """A call that goes on somewhere."""
+
+    def __init__(self, coming: Any) -> None:
+        self._coming = coming
+
+    def ready(self) -> bool:
+        return bool(ray.wait([self._coming], timeout=0)[0])
+
+    def wait(self, timeout: float) -> None:
+        ray.wait([self._coming], timeout=timeout)
+
+    def get(self) -> Any:
+        """Return what the call returned.
+
+        Raises `SolverFailedError` if it was lost with its process or node, again and again.
+        """
+        try:
+            return ray.get(self._coming)
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise SolverFailedError(
+                f"a candidate was lost on the Ray cluster: {_first_line(error)}; see whether its "
+                "nodes are up and have memory, or ask for fewer threads"
+            ) from error
+
+
+@cache
+def _as_task(function: Callable[..., Any]) -> Any:
+    # Ray sends a function to the cluster once for each time that it is wrapped.
+    as_task: Any = ray.remote
+    return as_task(num_cpus=1)(function)
+
+
+def _nothing() -> None:
+    """Take a core for a moment."""
 
 
 def _connect() -> None:

@@ -49,6 +49,7 @@ _STATUS = Path("/proc/self/status")
 _LAST_WORDS_S = 2.0
 _USED_UP = 3
 """The exit code of a process that had too little memory, which a new one may have."""
+_CLUSTER_POOL = "optpipe_api.engine.ray:RayTasks"
 _OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
 _OF_TUNE = ("time_limit_s", "work_limit", "threads", "seed", "gap")
 _OF_PLAN = ("time_limit_s", "work_limit", "threads", "seed", "chunks", "placements")
@@ -91,7 +92,9 @@ def _serve(channel: _Channel, settings: dict[str, Any]) -> bool:
         case "plan":
             answer = _plan(channel, task, _find(settings["plan_path"]))
         case "tune":
-            answer = _tune(channel, task, _find(settings["tune_path"]))
+            is_on_cluster = settings["engine"] == "ray" and task.header["options"]["threads"] > 1
+            open_pool = _find(_CLUSTER_POOL) if is_on_cluster else None
+            answer = _tune(channel, task, _find(settings["tune_path"]), open_pool)
         case _:
             answer = _solve(channel, task, _find(settings["solve_path"]))
     channel.send(answer)
@@ -244,7 +247,12 @@ def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> M
     return _result(result, result.problem)
 
 
-def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> Message:
+def _tune(
+    channel: _Channel,
+    job: Message,
+    tune: Callable[..., TuneResult],
+    open_pool: Callable[..., Any] | None = None,
+) -> Message:
     from optpipe_solver import tune as tuning  # noqa: PLC0415 - heavy; after the limits are set
 
     read = tuning.read_question(json.loads(job.document))
@@ -258,13 +266,16 @@ def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> M
         start = tuning.read_row(read.question, row, load_problem(last.problem), programs)
     reported: list[TuneRow] = []
 
+    def say(text: str) -> None:
+        channel.send(Message("said", {"text": text}))
+
     def tell(result: TuneResult) -> None:
         best = result.best
         is_better = best is not None and best not in reported[-1:]
         if best is not None and is_better:
             reported.append(best)
         else:
-            channel.send(Message("said", {"text": result.certificate}))
+            say(result.certificate)
         shown = best if is_better else None
         header = {"seconds": result.seconds, **_words_of(result), "tuned": _text_of(result)}
         header["objective_ms"] = None if shown is None else shown.step_ms
@@ -279,9 +290,10 @@ def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> M
         **{name: options[name] for name in _OF_TUNE},
         start=start,
         known=known,
-        on_progress=lambda text: channel.send(Message("said", {"text": text})),
+        on_progress=say,
         on_result=tell,
         should_stop=channel.stop.is_set,
+        **({} if open_pool is None else {"open_pool": lambda number: open_pool(number, say)}),
     )
     is_over = not channel.stop.is_set()
     return _tuned(result, options["seed"], tuning.checkpoint_of(result, is_over=is_over))

@@ -12,7 +12,8 @@ configuration of the space (`candidates`), whatever its cut, within the estimate
 At the end rows are filled up to the best and the ten next: of configurations with the least bounds
 that have none, the cut that looks best is simulated, excluded or not.
 
-With several threads that many candidates are simulated or planned at a time, each in a process.
+With several threads that many candidates are simulated or planned at a time, each in a process of
+this machine or wherever else a `TaskPool` takes them.
 Where work is limited those that are next are looked at in rounds of the same number, whatever the
 number of threads, and what a round found is taken in in its order when all of it is there.
 """
@@ -28,7 +29,7 @@ from enum import IntEnum
 from itertools import groupby, islice
 from math import inf
 from operator import ge, itemgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from optpipe.errors import InputError
 from optpipe.presets import step_estimate
@@ -50,7 +51,7 @@ from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from multiprocessing.pool import AsyncResult, Pool
+    from contextlib import AbstractContextManager
 
     from optpipe.presets import PipelineCut, StepEstimate
     from optpipe.presets.configuration import Configuration
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneQuestion
 
-__all__ = ["TuneCounts", "TuneResult", "tune"]
+__all__ = ["TaskPool", "TaskResult", "TuneCounts", "TuneResult", "tune"]
 
 _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
@@ -279,6 +280,7 @@ def tune(
     on_progress: Callable[[str], None] | None = None,
     on_result: Callable[[TuneResult], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    open_pool: Callable[[int], AbstractContextManager[TaskPool]] | None = None,
 ) -> TuneResult:
     """Return the fastest configuration found, and a bound over all of them.
 
@@ -295,8 +297,7 @@ def tune(
         is then a function of question, seed and this number, whatever ``threads`` says, unless the
         time limit cuts it short.
     threads
-        >= 1: candidates that are looked at at a time, from 2 on in processes that import this
-        program's main module, which must be guarded by ``if __name__ == "__main__"``.
+        >= 1: candidates that are looked at at a time; from 2 on by tasks, see ``open_pool``.
     seed
         As in `optpipe_solver.solve`.
     gap
@@ -310,6 +311,10 @@ def tune(
         than all before and about once a second.
     should_stop
         Asked often; True ends the search with the best so far.
+    open_pool
+        Opens what takes that many tasks at a time, and drops them where it is left; None =
+        processes of this machine, which import this program's main module: it must be guarded by
+        ``if __name__ == "__main__"``.
 
     Raises
     ------
@@ -323,10 +328,36 @@ def tune(
     search.current = None if current is None else judge(question, current)
     search.on_result = on_result or search.on_result
     search.begin([] if start is None else [start], known)
-    # Leaving a pool ends its processes, and what they still do.
-    with nullcontext() if threads == 1 else mp.get_context("spawn").Pool(threads) as pool:
+    # Leaving a pool ends what it still does.
+    with nullcontext() if threads == 1 else (open_pool or _processes)(threads) as pool:
         search.run(pool)
     return search.result()
+
+
+class TaskResult(Protocol):
+    """What a task will return, as `multiprocessing.pool.AsyncResult` has it."""
+
+    def ready(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when it has ended, or after so many seconds."""
+
+    def get(self) -> Any:
+        """Return what it returned, or raise what it raised."""
+
+
+class TaskPool(Protocol):
+    """Where tasks run, as `multiprocessing.pool.Pool` has it; functions are named, and pickled."""
+
+    def apply_async(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], /
+    ) -> TaskResult:
+        """Let a function be called, now or as soon as there is room."""
+
+
+def _processes(number: int) -> AbstractContextManager[TaskPool]:
+    return mp.get_context("spawn").Pool(number)
 
 
 class _Level(IntEnum):
@@ -402,7 +433,7 @@ class _TuneSearch:
         self.told_s = 0.0
         self.last_told: TuneRow | None = None
         self.ended_by: TuneEnd | None = None
-        self.pool: Pool | None = None
+        self.pool: TaskPool | None = None
         self.is_first = self.is_between = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
         for (training, pp, kinds, pairs, slices), group in groupby(
@@ -460,7 +491,7 @@ class _TuneSearch:
     def best_ms(self) -> float:
         return inf if self.best is None else self.best.step_ms
 
-    def run(self, pool: Pool | None) -> None:
+    def run(self, pool: TaskPool | None) -> None:
         """Look by formula, simulate the most promising, then go by bound until time is over."""
         self.pool = pool
         self.say(f"{self.num_candidates:,} configurations bounded")
@@ -608,7 +639,7 @@ class _TuneSearch:
         if self.stop.work is not None:
             self._work_in_rounds(ready, is_over)
             return
-        running: list[tuple[_Entry, AsyncResult[_Found]]] = []
+        running: list[tuple[_Entry, TaskResult]] = []
         while not is_over():
             self._tell()
             entry = ready() if len(running) < self.stop.threads else None

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import ray
 from optpipe import Problem, load_schedule
 from optpipe.errors import MissingExtraError
 from optpipe.wire import JobState
+from optpipe_api import Settings
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.engine.processes import MachineState, Message, SolverProcess, Solvers
 from tests.api.bench import Bench
@@ -25,6 +26,7 @@ from tests.api.live import connected, make_settings, two_stages, until
 pytestmark = [pytest.mark.extended, pytest.mark.long]
 
 ROOT = Path(__file__).parents[3]
+NUM_CPUS = 3
 OPTIONS = {
     "time_limit_s": 30.0,
     "work_limit": None,
@@ -37,13 +39,16 @@ OPTIONS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """Start one Ray of two cores for all tests; its workers can import the tests' fakes."""
+    """Start one Ray of three cores for all tests; its workers can import the tests' fakes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         # Reachable from this machine only; a token would be kept in the home folder.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         ray.init(
-            num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
         )
         yield
         ray.shutdown()
@@ -91,6 +96,22 @@ def tell(process: SolverProcess, name: str) -> None:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
+
+
+@contextmanager
+def full_but_for(num_cpus: int) -> Iterator[None]:
+    """Take all other cores of the cluster."""
+
+    class Guest:
+        def is_here(self) -> bool:
+            return True
+
+    guests: Any = ray.remote(Guest)
+    taken = [guests.options(num_cpus=1).remote() for _ in range(NUM_CPUS - num_cpus)]
+    assert all(ray.get([guest.is_here.remote() for guest in taken]))
+    yield
+    for guest in taken:
+        ray.kill(guest)
 
 
 def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:
@@ -169,20 +190,15 @@ def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) ->
 
 
 def test_a_job_waits_in_the_queue_while_the_cluster_is_full(tmp_path) -> None:
-    class Guest:
-        def is_here(self) -> bool:
-            return True
-
-    guests: Any = ray.remote(Guest)
-    guest = guests.options(num_cpus=1).remote()
-    assert ray.get(guest.is_here.remote())
-    settings = make_settings(tmp_path, engine="ray", ray_num_cpus=2)
-    with closing(open_solvers(settings)) as solvers, closing(Bench(tmp_path, solvers)) as bench:
-        job_id = bench.submit("")
-        time.sleep(1.0)
-        assert bench.store.get(job_id).state is JobState.QUEUED
-        ray.kill(guest)
-        assert bench.end(job_id).attempt == 1
+    settings = make_settings(tmp_path, engine="ray", ray_num_cpus=NUM_CPUS)
+    with ExitStack() as guests, closing(open_solvers(settings)) as solvers:
+        guests.enter_context(full_but_for(NUM_CPUS - 1))
+        with closing(Bench(tmp_path, solvers)) as bench:
+            job_id = bench.submit("")
+            time.sleep(1.0)
+            assert bench.store.get(job_id).state is JobState.QUEUED
+            guests.close()
+            assert bench.end(job_id).attempt == 1
 
 
 def test_what_a_client_sent_is_not_unpickled(process: SolverProcess, tmp_path) -> None:
@@ -191,6 +207,51 @@ def test_what_a_client_sent_is_not_unpickled(process: SolverProcess, tmp_path) -
     schedule = load_schedule(heard(process).document)
     assert schedule.problem_hash == Problem.parse(two_stages(pickled)).problem_hash
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "limits", "where"),
+    [
+        (NUM_CPUS, {}, "3 tasks of the Ray cluster at a time"),
+        (1, {}, "3 processes of one node at a time, as no core of the cluster is free"),
+        (
+            NUM_CPUS,
+            {"solver_memory_bytes": 64 * 1024**3},
+            "3 processes of one node at a time, as OPTPIPE_SOLVER_MEMORY_BYTES leaves no room for "
+            "what Ray maps",
+        ),
+    ],
+)
+def test_candidates_of_a_tune_are_tasks_of_the_cluster_where_it_has_room(
+    tmp_path, num_cpus: int, limits: dict[str, int], where: str
+) -> None:
+    """And find, for the same work, what one process alone finds."""
+    options = {"time_limit_s": 300, "work_limit": 2.0, "cache": "refresh"}
+    body = {
+        "model": "llama3-8b",
+        "gpu": "h100",
+        "num_gpus": 8,
+        "global_batch": 16,
+        "fixed": {"tp": 2, "cp": 1, "pp": 4},
+        "framework": "megatron",
+    }
+    settings = make_settings(
+        tmp_path, engine="ray", solver_processes=1, max_threads=4, max_time_limit_s=300.0,
+        lease_s=60.0, overtime_s=600.0, tune_path=Settings.model_fields["tune_path"].default,
+        **limits,
+    )  # fmt: skip
+    answers = []
+    with full_but_for(num_cpus), connected(settings) as http:
+        for threads in (1, 3):
+            asked = {**body, "options": {**options, "threads": threads}}
+            path = http.post("/v1/tunes", json=asked).headers["location"]
+            until(lambda path=path: http.get(path).json()["finished_at"])  # type: ignore[misc]
+            answer = http.get(f"{path}/configuration")
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json() | {"seconds": 0.0})
+            events = http.get(f"{path}/events").text
+            assert (f"candidates: {where}" in events) == (threads > 1), events
+    assert answers[0] == answers[1]
 
 
 def test_without_ray_the_pip_command_is_said(tmp_path, monkeypatch) -> None:
