@@ -243,8 +243,8 @@ def test_candidates_of_a_tune_are_tasks_of_the_cluster_where_it_has_room(
     answers = []
     with full_but_for(num_cpus), connected(settings) as http:
         for threads in (1, 3):
-            asked = {**body, "options": {**options, "threads": threads}}
-            path = http.post("/v1/tunes", json=asked).headers["location"]
+            question = {**body, "options": {**options, "threads": threads}}
+            path = http.post("/v1/tunes", json=question).headers["location"]
             until(lambda path=path: http.get(path).json()["finished_at"])  # type: ignore[misc]
             answer = http.get(f"{path}/configuration")
             assert answer.status_code == 200, answer.text
