@@ -22,6 +22,7 @@ from optpipe_api.engine.processes import MachineState, Message, SolverProcess, S
 from tests.api.bench import Bench
 from tests.api.fleet import is_running
 from tests.api.live import connected, make_settings, two_stages, until
+from tests.api.routes.test_tunes import end_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.long]
 
@@ -245,7 +246,7 @@ def test_candidates_of_a_tune_are_tasks_of_the_cluster_where_it_has_room(
         for threads in (1, 3):
             question = {**body, "options": {**options, "threads": threads}}
             path = http.post("/v1/tunes", json=question).headers["location"]
-            until(lambda path=path: http.get(path).json()["finished_at"])  # type: ignore[misc]
+            assert end_of(http, path)["state"] == "succeeded"
             answer = http.get(f"{path}/configuration")
             assert answer.status_code == 200, answer.text
             answers.append(answer.json() | {"seconds": 0.0})
