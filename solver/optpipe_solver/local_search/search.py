@@ -65,8 +65,11 @@ Then it starts again from one of the best.
 _DECODE_S = 2e-6
 """Seconds per action to write an offer down, beside evaluating it, until one was timed."""
 
-_OFFER_SHARE = 5
-"""Between two offers pass as many times their cost in seconds."""
+_OFFER_WORK = 1000
+"""Actions simulated between two offers, for each action offered: about five times an offer's cost.
+
+By work and not by the clock: which of equals is offered would follow the machine's speed.
+"""
 
 
 def improve_by_local_search(best: Incumbent, stop: Stop) -> None:
@@ -139,8 +142,9 @@ class _LocalSearch:
         self.slice_work = self.slice_end = _FIRST_WORK
         self.speed = 0.0
         self.has_news = False
-        self.offer_s = best.evaluate_s + _DECODE_S * int(self.table.board.counts.sum())
-        self.offered_at = 0.0
+        num_actions = int(self.table.board.counts.sum())
+        self.offer_s = best.evaluate_s + _DECODE_S * num_actions
+        self.offer_work, self.next_offer = _OFFER_WORK * num_actions, 0
 
     def run(self, seconds: float, most_work: float) -> None:
         """Anneal for about some seconds; at a slice's end offer what got better, not too often."""
@@ -163,7 +167,7 @@ class _LocalSearch:
 
     def _end_slice(self) -> None:
         """Take stock: always after the same work, so that the seed decides what is found."""
-        if time.perf_counter() - self.offered_at > _OFFER_SHARE * self.offer_s:
+        if self.work >= self.next_offer:
             self.offer()
         if self.course.counts[0] >= self.cycle_work:
             self.polish()
@@ -211,8 +215,8 @@ class _LocalSearch:
             return
         began = time.perf_counter()
         self.best.offer(self.compiled.decode(best.rows), "local-search")
-        self.offered_at = time.perf_counter()
-        self.offer_s = self.offered_at - began
+        self.offer_s = time.perf_counter() - began
+        self.next_offer = self.work + self.offer_work
 
     def _found(self) -> _Elite:
         return _Elite(best_rows(self.table), self.objective_ms)
