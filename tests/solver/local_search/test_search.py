@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable
-from itertools import accumulate, pairwise, repeat
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from optpipe_solver.local_search.search import (
 )
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.conftest import Yardstick
-from tests.solver.starting import serially, started
+from tests.solver.starting import erratic_clock, serially, started
 from tests.solver.test_solve import offload_problem
 from tests.strategies import Case, cases, few
 
@@ -99,9 +99,7 @@ def test_with_a_work_limit_the_result_is_a_function_of_the_seed(
     """Whatever the clock does, it ends with the same, better programs and the same work."""
     results = []
     for jump_s in (0.0, 0.01, 0.1):
-        jumps = random.Random(3)
-        ticks = accumulate(jump_s * jumps.random() ** 3 + 1e-6 for _ in repeat(None))
-        monkeypatch.setattr(time, "perf_counter", ticks.__next__)
+        monkeypatch.setattr(time, "perf_counter", erratic_clock(jump_s))
         best, stop = started(offload_problem()), Stop(600, seed=7, work=3_000_000)
         before_ms = best.objective_ms
         improve(best, stop)
