@@ -15,10 +15,10 @@ Contestants, one thread and the same work each, so that a busy machine changes n
 ``families`` (the best published schedule in any way that fits), ``uniform`` (the best of those with
 one mode per stage), ``v1`` (`solve` with each menu cut down to keep, offload and recompute, and
 with the v1 problem that these make, the better of the two, so it has twice the work), ``ours``
-(`solve`). CP-SAT's model knows neither menus nor queueing links, so
-it is not among them. Programs are judged here, by `find_violations` and `simulate`. A row for each
+(`solve`), ``cp-sat`` (OR-tools, started from the best family, with the CPU seconds that `solve`
+took, 20 at least). Programs are judged here, by `find_violations` and `simulate`. A row for each
 is appended to ``results/menus.csv``; what stands there for this problem, commit and work is not run
-again without ``--again``.
+again without ``--again``; ``--peer`` runs one contestant alone.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ __all__ = ["MenuRow", "all_problems", "as_v1", "large_menus", "main", "report", 
 
 RESULTS = Path(__file__).resolve().parent / "results" / "menus.csv"
 MEASURED = INSTANCES / "measured" / "tiny_gpt.json"
+_PEERS = ("families", "uniform", "v1", "ours", "cp-sat")
 _TOLERANCE = 1e-9
 _TIME_LIMIT_S = 3600.0
 """So long that work ends every solve, even on a busy machine."""
+_LEAST_PEER_S = 20.0
 _COPIES_GB_PER_S = 21.0
 _LIMITS = {"tight": 0.05, "medium": 0.2, "loose": 0.5}
 
@@ -229,8 +231,8 @@ class _Rows:
         self.name, self.problem, self.work, self.stamps = name, problem, work, stamps
         self.job = PeerJob(problem=problem, seconds=_TIME_LIMIT_S, threads=1, work=work)
 
-    def run(self, done: set[str]) -> Iterator[MenuRow]:
-        """Run what is missing."""
+    def run(self, done: set[str], spent_s: float = 0.0) -> Iterator[MenuRow]:
+        """Run what is missing; ``spent_s`` is what `solve` took where that is not."""
         if not {"families", "uniform"} <= done:
             found = run_apart("families", self.job)
             objective = judge(self.problem, found.programs)
@@ -249,7 +251,21 @@ class _Rows:
         ):
             if solver not in done:
                 rows = [self._solved(solver, variant) for variant in forms]
-                yield min(rows, key=lambda row: row.objective_ms or math.inf)
+                row = min(rows, key=lambda row: row.objective_ms or math.inf)
+                spent_s = row.cpu_seconds if solver == "ours" else spent_s
+                yield row
+        if "cp-sat" not in done:
+            start = run_apart("families", self.job)
+            job = PeerJob(
+                problem=self.problem,
+                start=start.programs,
+                floor_ms=start.bound_ms or 0.0,
+                seconds=max(_LEAST_PEER_S, spent_s),
+                threads=1,
+                cpu=True,
+            )
+            found = run_apart("cp-sat", job)
+            yield self._row("cp-sat", found, judge(self.problem, found.programs), 0.0)
 
     def _solved(self, solver: str, variant: Problem) -> MenuRow:
         found = run_apart("ours", replace(self.job, problem=variant))
@@ -267,7 +283,7 @@ class _Rows:
             work=work,
             cpu_seconds=found.process_cpu_s,
             objective_ms=objective_ms,
-            bound_ms=found.bound_ms if solver in ("families", "ours") else None,
+            bound_ms=found.bound_ms if solver in ("families", "ours", "cp-sat") else None,
             status=found.status,
             method=found.method,
             **self.stamps._asdict(),
@@ -278,10 +294,18 @@ def _hash(problem: Problem) -> str:
     return problem.problem_hash.removeprefix("sha256:")[:12]
 
 
-def contest(work: float, only: str = "*", *, again: bool = False, results: Path = RESULTS) -> None:
-    """Run all contestants on all problems; append every row as soon as it is there."""
-    old = [] if again else read_rows(MenuRow, results)
-    stamps = _Stamps(commit(), stamp())
+def contest(
+    work: float,
+    only: str = "*",
+    *,
+    again: bool = False,
+    peer: str | None = None,
+    results: Path = RESULTS,
+) -> None:
+    """Run all contestants, or one, on all problems; append every row as soon as it is there."""
+    known = read_rows(MenuRow, results)
+    old, stamps = [] if again else known, _Stamps(commit(), stamp())
+    others = {*_PEERS} - {peer} if peer else set()
     for name, problem in all_problems():
         if not fnmatch.fnmatch(name, only):
             continue
@@ -291,7 +315,14 @@ def contest(work: float, only: str = "*", *, again: bool = False, results: Path 
             if (row.instance, row.problem_hash, row.commit) == (name, _hash(problem), stamps.commit)
             and row.work in (0.0, work)
         }
-        for row in _Rows(name, problem, work, stamps).run(done):
+        spent = [
+            row.cpu_seconds
+            for row in known
+            if (row.solver, row.problem_hash, row.work) == ("ours", _hash(problem), work)
+        ]
+        for row in _Rows(name, problem, work, stamps).run(
+            done | others, max(spent[-1:], default=0)
+        ):
             value = "-" if row.objective_ms is None else f"{row.objective_ms:.3f}"
             print(f"{name:34} {row.solver:9} {value:>12}  {row.status} {row.method}", flush=True)
             write_rows([row], results)
@@ -310,9 +341,10 @@ def report(rows: Iterable[MenuRow]) -> list[str]:
     limits = ", ".join(sorted({_limit(row) for row in ours.values()}))
     spent = sum(row.cpu_seconds for row in ours.values())
     lines = [f"{len(ours)} problems, {limits} each, {spent:.0f} CPU s; ours, against"]
-    for peer in ("v1", "uniform", "families"):
+    for peer in ("v1", "uniform", "families", "cp-sat"):
         against = {name: table[name, peer].objective_ms for name in ours if (name, peer) in table}
-        lines.append(f"{peer}: {_against(ours, against)}")
+        if against:
+            lines.append(f"{peer}: {_against(ours, against)}")
     for way in ("free", "uniform"):
         some = {name: row for name, row in ours.items() if name.endswith(way)}
         against = {name: table[name, "v1"].objective_ms for name in some if (name, "v1") in table}
@@ -354,13 +386,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=float, default=4.0)
     parser.add_argument("--only", default="*", help="glob of names")
     parser.add_argument("--again", action="store_true", help="run what is already there")
+    parser.add_argument("--peer", choices=_PEERS, help="this contestant alone")
     parser.add_argument(
         "--report", action="store_true", help="of the rows that are there; run nothing"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if not options.report:
-        contest(options.work, options.only, again=options.again, results=options.results)
+        contest(
+            options.work,
+            options.only,
+            again=options.again,
+            peer=options.peer,
+            results=options.results,
+        )
     print("\n".join(report(read_rows(MenuRow, options.results))))
 
 

@@ -9,14 +9,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from optpipe import Action, ActionType
+from optpipe.stage import WORKSPACES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe import Problem, Programs, Stage
+    from optpipe.stage import CellMode
 
 __all__ = ["Cell", "Scale", "fusing_may_pay", "in_order", "in_order_loses_nothing",
-           "memory_binds", "renamed"]  # fmt: skip
+           "memory_binds", "renamed", "usable_modes"]  # fmt: skip
 
 Cell: TypeAlias = tuple[int, int]
 """A (stage, micro-batch)."""
@@ -46,22 +48,31 @@ def _workspace(stage: Stage) -> int:
 
 def fusing_may_pay(stage: Stage) -> bool:
     """Whether a B can be better than I with its W right behind, in time or in memory."""
-    context, full = stage.weight_context_bytes, stage.activation_bytes
-    first = max(full, context) + stage.backward_input_workspace_bytes
-    split = max(first, context + stage.backward_weight_workspace_bytes)
     faster = stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
-    return faster or full + stage.backward_workspace_bytes < split
+    return faster or any(map(_fusing_saves_bytes, stage.menu))
+
+
+def _fusing_saves_bytes(mode: CellMode) -> bool:
+    context, inside = mode.weight_context_bytes, mode.backward_bytes + mode.inside_bytes
+    first = max(inside, context) + mode.backward_input_workspace_bytes
+    split = max(first, context + mode.backward_weight_workspace_bytes)
+    return inside + mode.backward_workspace_bytes < split
 
 
 def in_order_loses_nothing(problem: Problem) -> bool:
-    """Whether first in, first out is free: nothing is worth offloading or recomputing.
+    """Whether first in, first out is free: no mode but keep is worth anything.
 
     Then all micro-batches are alike in every pass, and the k-th pass may be called micro-batch k.
     """
     return not any(
-        memory_binds(problem, stage.device) and (problem.can_offload(s) or stage.can_recompute)
+        memory_binds(problem, stage.device) and len(usable_modes(problem, s)) > 1
         for s, stage in enumerate(problem.stages)
     )
+
+
+def usable_modes(problem: Problem, s: int) -> list[int]:
+    """Return the modes of a stage's menu that its device can carry out; keep is the first."""
+    return [mode for mode in range(len(problem.menus[s])) if problem.can_use(s, mode)]
 
 
 # --- Times and bytes as whole numbers, rounded so that bounds stay bounds.
@@ -121,18 +132,22 @@ def _is_whole(value: float) -> bool:
 def _durations(problem: Problem) -> Iterator[float]:
     for s, stage in enumerate(problem.stages):
         yield from (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
-        yield from (stage.fused_backward_ms, stage.grad_sync_ms, stage.recompute_ms or 0.0)
+        yield from (stage.fused_backward_ms, stage.grad_sync_ms)
         yield from problem.boundary_ms[s]
-        if problem.can_offload(s):
-            yield from (problem.offload_ms(s), problem.reload_ms(s))
+        yield from (lane.ms for lane in problem.boundary_lanes[s])
+        for number in usable_modes(problem, s):
+            mode = problem.menus[s][number]
+            yield mode.recompute_ms
+            if mode.offload_bytes:
+                yield problem.offload_ms(s, mode.offload_bytes)
+                yield problem.reload_ms(s, mode.offload_bytes)
 
 
 def _sizes(problem: Problem, s: int) -> Iterator[int]:
-    stage = problem.stages[s]
-    yield from (stage.activation_bytes, stage.weight_context_bytes, stage.checkpoint_bytes or 0)
-    yield from (stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
-    yield from (stage.backward_weight_workspace_bytes, stage.backward_workspace_bytes)
-    yield from (stage.recompute_workspace_bytes, stage.offload_bytes)
+    for mode in problem.menus[s]:
+        yield from (mode.activation_bytes, mode.forward_bytes, mode.offload_bytes)
+        yield from (mode.inside_bytes, mode.weight_context_bytes)
+        yield from (getattr(mode, name) for name in WORKSPACES)
 
 
 # --- Programs with other numbers for the micro-batches, which are all alike.
@@ -154,7 +169,7 @@ def renamed(programs: Programs) -> Programs:
 
 
 def in_order(programs: Programs) -> Programs:
-    """Return programs without offload or recompute with every pass numbered as it comes.
+    """Return programs that keep everything with every pass numbered as it comes.
 
     The k-th W belongs to the k-th backward that was split.
     """

@@ -8,14 +8,17 @@ Every solution is lowered to programs and judged by `find_violations` and `simul
 
 The model: compute actions of a device are intervals that may not overlap. A fused backward is the
 same interval as the input gradient with another length. A RELOAD is issued between compute actions:
-an interval of length 0 among them. Memory is one cumulative profile per device, made of the
+an interval of length 0 among them. A cell has one literal for each mode that its device can carry
+out (all cells of a stage the same ones where its modes are uniform). Messages that wait for each
+other are intervals on their link. Memory is one cumulative profile per device, made of the
 intervals in which bytes are held; as compute actions follow one another, the profile over time is
-the prefix walk over the program (`optpipe.memory`).
+the prefix walk over the program (`optpipe.memory`). Pairs and unequal micro-batches are refused.
 
 Where this is a relaxation of `optpipe.simulate`: transfers that compete between devices of a PCIe
-group, or between the directions of a half-duplex device, may go in any order, while the simulator
-goes by issue time; under the span objective a device's first action may be delayed; actions of
-length 0 may share an instant in any order. Bounds stay bounds; solutions are lowered and judged.
+group, or between the directions of a half-duplex device, and messages on one link, may go in any
+order, while the simulator goes by issue time and by the sender's program; under the span objective
+a device's first action may be delayed; actions of length 0 may share an instant in any order.
+Bounds stay bounds; solutions are lowered and judged.
 """
 
 from __future__ import annotations
@@ -37,17 +40,21 @@ from benchmarks.peers.cp_data import (
     in_order_loses_nothing,
     memory_binds,
     renamed,
+    usable_modes,
 )
 from optpipe import Action, ActionType, simulate
+from optpipe.memory import modes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ortools.sat.python.cp_model import IntVar
 
     from benchmarks.peers.cp_data import Cell
-    from optpipe import Problem, Program, Programs, Stage
+    from optpipe import Problem, Program, Programs
+    from optpipe.problem import LinkLane
     from optpipe.simulate import Times
+    from optpipe.stage import CellMode
 
 __all__ = ["Parts", "PipelineModel", "cp_sat"]
 
@@ -64,19 +71,19 @@ HeldIntervals: TypeAlias = list[tuple[cp_model.IntervalVar, int]]
 class Parts:
     """The variables of one (stage, micro-batch); None where the problem gives no choice.
 
-    Starts are in units of time. ``done`` is when the backward ends, where its length is a choice;
-    ``again`` when a RECOMPUTE starts; ``issue`` when the RELOAD stands in the program, ``away`` and
-    ``back`` when the copies themselves start; ``leave`` when the OFFLOAD stands in the program,
-    where the host's memory is limited.
+    Starts are in units of time. ``modes`` has a literal for each mode of the menu that may be used,
+    exactly one of which holds; it is empty where only keep may. ``done`` is when the backward ends,
+    where its length is a choice; ``again`` when a RECOMPUTE starts; ``issue`` when the RELOAD
+    stands in the program, ``away`` and ``back`` when the copies themselves start; ``leave`` when
+    the OFFLOAD stands in the program, where the host's memory is limited.
     """
 
     forward: cp_model.IntVar
     backward: cp_model.IntVar
     weight: cp_model.IntVar
+    modes: Mapping[int, cp_model.IntVar]
     done: cp_model.IntVar | None = None
     fused: cp_model.IntVar | None = None
-    offloaded: cp_model.IntVar | None = None
-    recomputed: cp_model.IntVar | None = None
     again: cp_model.IntVar | None = None
     away: cp_model.IntVar | None = None
     issue: cp_model.IntVar | None = None
@@ -119,11 +126,13 @@ class PipelineModel:
         self.top = self.horizon * (2 if span else 1)
         self.model = cp_model.CpModel()
         self.tight = [memory_binds(problem, device) for device in range(len(problem.devices))]
+        self.both: dict[tuple[int, ...], cp_model.IntVar] = {}
         self.compute: list[list[cp_model.IntervalVar]] = [[] for _ in problem.devices]
         self.lanes: dict[tuple[object, ...], list[cp_model.IntervalVar]] = {}
         self.on_device: list[HeldIntervals] = [[] for _ in problem.devices]
         self.on_host: list[HeldIntervals] = [[] for _ in problem.devices]
         self.parts: dict[Cell, Parts] = {}
+        self.departed: dict[tuple[int, str], cp_model.IntVar] = {}
         floor = min(self.scale.units(floor_ms), self.horizon)
         self.length = self.model.new_int_var(floor, self.horizon, "length")
         for s in range(len(problem.stages)):
@@ -152,9 +161,27 @@ class PipelineModel:
             if s + 1 == len(self.problem.stages):
                 continue
             following = self.parts[s + 1, j]
-            there, back = (self.scale.units(ms) for ms in self.problem.boundary_ms[s])
-            self.model.add(following.forward >= self.forward_end(s, parts) + there)
-            self.model.add(parts.backward >= self.backward_end(s + 1, following) + back)
+            there, back = self.problem.boundary_lanes[s]
+            there_ms, back_ms = self.problem.boundary_ms[s]
+            departs = self._departs(there, self.forward_end(s, parts), (s, "F"))
+            self.model.add(following.forward >= departs + self.scale.units(there_ms))
+            departs = self._departs(back, self.backward_end(s + 1, following), (s + 1, "B"))
+            self.model.add(parts.backward >= departs + self.scale.units(back_ms))
+
+    def _departs(self, lane: LinkLane, ended: Linear, sender: tuple[int, str]) -> Linear:
+        """Return when a message leaves: as its producer ends, or once the link is free."""
+        size = self.scale.units(lane.ms)
+        if size == 0:
+            return ended
+        departs = self._time("message")
+        self.model.add(departs >= ended)
+        message = self.model.new_fixed_size_interval_var(departs, size, "message")
+        self.lanes.setdefault(("link", lane.link), []).append(message)
+        before = self.departed.get(sender)
+        if before is not None and self.in_order:
+            self.model.add(departs >= before + size)
+        self.departed[sender] = departs
+        return departs
 
     def one_after_another(self) -> None:
         """Compute actions of a device, and transfers of a lane, do not overlap."""
@@ -293,25 +320,42 @@ class PipelineModel:
 
     def _parts(self, s: int, j: int) -> Parts:
         stage, name = self.problem.stages[s], f"{s}_{j}"
-        tight = self.tight[stage.device]
-        goes, again = tight and self.problem.can_offload(s), tight and stage.can_recompute
+        numbers = usable_modes(self.problem, s) if self.tight[stage.device] else [0]
+        modes = [self.problem.menus[s][number] for number in numbers]
+        goes = any(mode.offload_bytes for mode in modes)
+        again = any(mode.recompute == "apart" for mode in modes)
         fuses = fusing_may_pay(stage)
+        varies = fuses or any(self.scale.units(mode.inside_ms) for mode in modes)
         limited = goes and self._host_is_limited(stage.device)
         time, choice = self._time, self.model.new_bool_var
         return Parts(
             forward=time(f"F{name}"),
             backward=time(f"I{name}"),
             weight=time(f"W{name}"),
-            done=time(f"done{name}") if fuses else None,
+            modes=self._modes(s, j, numbers),
+            done=time(f"done{name}") if varies else None,
             fused=choice(f"fused{name}") if fuses else None,
-            offloaded=choice(f"offloaded{name}") if goes else None,
-            recomputed=choice(f"recomputed{name}") if again else None,
             again=time(f"again{name}") if again else None,
             away=time(f"away{name}") if goes else None,
             issue=time(f"issue{name}") if goes else None,
             back=time(f"back{name}") if goes else None,
             leave=time(f"leave{name}") if limited else None,
         )
+
+    def _modes(self, s: int, j: int, numbers: Sequence[int]) -> Mapping[int, cp_model.IntVar]:
+        """Make a literal for each mode; those of a stage's first cell where modes are uniform."""
+        if len(numbers) == 1:
+            return {}
+        if self.problem.stages[s].uniform_modes and j > 0:
+            return self.parts[s, 0].modes
+        modes = {number: self.model.new_bool_var(f"mode{number}_{s}_{j}") for number in numbers}
+        self.model.add_exactly_one(modes.values())
+        return modes
+
+    def chosen(self, s: int, parts: Parts) -> Iterator[tuple[CellMode, Sequence[Literal]]]:
+        """Yield each mode that a cell may have, and what must hold for that."""
+        for number in parts.modes or [0]:
+            yield self.problem.menus[s][number], [parts.modes[number]] if parts.modes else []
 
     def _host_is_limited(self, device: int) -> bool:
         name = self.problem.devices[device].host
@@ -321,10 +365,7 @@ class PipelineModel:
         """F, then I or B; W after I. A fused B is the same interval with another length."""
         stage, model = self.problem.stages[s], self.model
         lane, end = self.compute[stage.device], self.backward_end(s, parts)
-        split = self.scale.units(stage.backward_input_ms)
-        size: Linear = split
-        if parts.fused is not None:
-            size = split + (self.scale.units(stage.fused_backward_ms) - split) * parts.fused
+        size = self._backward_size(s, parts)
         long_f = self.scale.units(stage.forward_ms)
         long_w = self.scale.units(stage.backward_weight_ms)
         lane.append(model.new_fixed_size_interval_var(parts.forward, long_f, "F"))
@@ -334,39 +375,59 @@ class PipelineModel:
         model.add(parts.backward >= self.forward_end(s, parts))
         model.add(parts.weight >= end).only_enforce_if(parts.split)
 
+    def _backward_size(self, s: int, parts: Parts) -> Linear:
+        """Return how long I or B lasts: by whether it is fused, and what it recomputes inside."""
+        stage = self.problem.stages[s]
+        size = self.scale.units(stage.backward_input_ms)
+        if parts.done is None:
+            return size
+        fused = self.scale.units(stage.fused_backward_ms)
+        total: Linear = size
+        if parts.fused is not None:
+            total = total + (fused - size) * parts.fused
+        for mode, there in self.chosen(s, parts):
+            total = total + self.scale.units(mode.inside_ms) * sum(there)
+        # An interval's size may depend on one variable alone.
+        lasts = self.model.new_int_var(0, self.top, "lasts")
+        self.model.add(lasts == total)
+        return lasts
+
     def _recompute(self, s: int, parts: Parts) -> None:
-        """RECOMPUTE stands between F and the backward, and excludes offload."""
-        if parts.recomputed is None or parts.again is None:
-            return
-        stage, model, there = self.problem.stages[s], self.model, parts.recomputed
-        size = self.scale.units(stage.recompute_ms or 0.0)
-        interval = model.new_optional_fixed_size_interval_var(parts.again, size, there, "again")
-        self.compute[stage.device].append(interval)
-        model.add(parts.again >= self.forward_end(s, parts)).only_enforce_if(there)
-        model.add(parts.backward >= parts.again + size).only_enforce_if(there)
-        if parts.offloaded is not None:
-            model.add_at_most_one(there, parts.offloaded)
+        """RECOMPUTE stands between F and the backward."""
+        for mode, there in self.chosen(s, parts):
+            if mode.recompute == "apart" and parts.again is not None:
+                size, model = self.scale.units(mode.recompute_ms), self.model
+                optional = model.new_optional_fixed_size_interval_var
+                interval = optional(parts.again, size, there[0], "again")
+                self.compute[self.problem.stages[s].device].append(interval)
+                model.add(parts.again >= self.forward_end(s, parts)).only_enforce_if(there)
+                model.add(parts.backward >= parts.again + size).only_enforce_if(there)
 
     def _transfers(self, s: int, parts: Parts) -> None:
-        """Away after F; issued back, between compute actions, after that; back before I or B."""
-        there = parts.offloaded
-        if there is None or parts.away is None or parts.issue is None or parts.back is None:
+        """Away after F; issued back, between compute actions, after that; back for what follows."""
+        for mode, there in self.chosen(s, parts):
+            if mode.offload_bytes:
+                self._copies(s, parts, mode, there)
+
+    def _copies(self, s: int, parts: Parts, mode: CellMode, there: Sequence[Literal]) -> None:
+        if parts.away is None or parts.issue is None or parts.back is None:
             return
         model, device = self.model, self.problem.stages[s].device
-        away = self.scale.units(self.problem.offload_ms(s))
-        back = self.scale.units(self.problem.reload_ms(s))
+        away = self.scale.units(self.problem.offload_ms(s, mode.offload_bytes))
+        back = self.scale.units(self.problem.reload_ms(s, mode.offload_bytes))
         first = parts.away if parts.leave is None else parts.leave
+        consumer = parts.again if mode.recompute == "apart" else parts.backward
         model.add(first >= self.forward_end(s, parts)).only_enforce_if(there)
         model.add(parts.issue >= parts.away + away).only_enforce_if(there)
         model.add(parts.back >= parts.issue).only_enforce_if(there)
-        model.add(parts.backward >= parts.back + back).only_enforce_if(there)
+        model.add(consumer >= parts.back + back).only_enforce_if(there)
         optional = model.new_optional_fixed_size_interval_var
-        self.compute[device].append(optional(parts.issue, 0, there, "issue"))
+        self.compute[device].append(optional(parts.issue, 0, there[0], "issue"))
         if parts.leave is not None:
             model.add(parts.away >= parts.leave).only_enforce_if(there)
-            self.compute[device].append(optional(parts.leave, 0, there, "leave"))
+            self.compute[device].append(optional(parts.leave, 0, there[0], "leave"))
         for way, start, size in (("d2h", parts.away, away), ("h2d", parts.back, back)):
-            copy = optional(start, size, there, way)
+            copy = optional(start, size, there[0], way)
             for lane in self._lanes_of(device, way):
                 self.lanes.setdefault(lane, []).append(copy)
 
@@ -380,57 +441,66 @@ class PipelineModel:
         )
 
     def _memory(self, s: int, parts: Parts) -> None:
-        """Bytes held: what every mode keeps from F to the backward, then what each keeps above."""
-        stage, end = self.problem.stages[s], self.backward_end(s, parts)
-        full = stage.activation_bytes
-        moved = stage.offload_bytes if parts.offloaded is not None else 0
-        checkpoint = full if parts.recomputed is None else stage.checkpoint_bytes or 0
-        least = min(full - moved, checkpoint)
-        kept = [~x for x in (parts.offloaded, parts.recomputed) if x is not None]
-        self._hold(stage, parts.forward, end, least, [])
-        self._hold(stage, parts.forward, end, full - least, kept)
-        if parts.offloaded is not None and parts.away is not None and parts.issue is not None:
-            gone = parts.away + self.scale.units(self.problem.offload_ms(s))
-            there = [parts.offloaded]
-            self._hold(stage, parts.forward, end, full - moved - least, there)
-            self._hold(stage, parts.forward, gone, moved, there)
-            self._hold(stage, parts.issue, end, moved, there)
-            if parts.leave is not None:
-                copy = self._interval(parts.leave, end, there)
-                self.on_host[stage.device].append((copy, moved))
-        if parts.recomputed is not None and parts.again is not None:
-            there = [parts.recomputed]
-            self._hold(stage, parts.forward, end, checkpoint - least, there)
-            self._hold(stage, parts.again, end, full - checkpoint, there)
+        """Bytes held from F to the end of the backward."""
+        device, end = self.problem.stages[s].device, self.backward_end(s, parts)
+        self._hold_by_mode(s, parts, (parts.forward, end), lambda mode: mode.least_bytes, [])
+        for mode, there in self.chosen(s, parts):
+            restored = end
+            if mode.recompute == "apart" and parts.again is not None:
+                restored = parts.again + self.scale.units(mode.recompute_ms)
+                self._hold(device, parts.again, restored, mode.recompute_workspace_bytes, there)
+                missing = mode.activation_bytes - mode.forward_bytes
+                self._hold(device, parts.again, end, missing, there)
+            if mode.offload_bytes and parts.away is not None and parts.issue is not None:
+                gone = parts.away + self.scale.units(self.problem.offload_ms(s, mode.offload_bytes))
+                self._hold(device, parts.forward, gone, mode.offload_bytes, there)
+                self._hold(device, parts.issue, end, mode.offload_bytes, there)
+                if parts.leave is not None:
+                    # Nothing is issued while what needs the copy runs: its end is as its start.
+                    copy = self._interval(parts.leave, restored, there)
+                    self.on_host[device].append((copy, mode.offload_bytes))
 
     def _context_and_workspace(self, s: int, parts: Parts) -> None:
         """What is held between I and W, and what exists only while an action runs.
 
-        Where the context exceeds the activation, the I itself needs the difference: its peak is
+        Where the context exceeds what the cell held, the I itself needs the difference: its peak is
         the larger of before and after.
         """
-        stage, start, end = self.problem.stages[s], parts.backward, self.backward_end(s, parts)
+        split, ends = parts.split, self.backward_end(s, parts)
         over = self.weight_end(s, parts)
-        forward_end, context = self.forward_end(s, parts), stage.weight_context_bytes
-        above = max(0, context - stage.activation_bytes)
-        self._hold(stage, end, over, context, parts.split)
-        self._hold(stage, parts.forward, forward_end, stage.forward_workspace_bytes, [])
-        needs = above + stage.backward_input_workspace_bytes
-        self._hold(stage, start, end, needs, parts.split)
-        self._hold(stage, parts.weight, over, stage.backward_weight_workspace_bytes, parts.split)
+        forward, backward = (parts.forward, self.forward_end(s, parts)), (parts.backward, ends)
+
+        def hold(when: tuple[Linear, Linear], name: str, where: Sequence[Literal]) -> None:
+            self._hold_by_mode(s, parts, when, lambda mode: getattr(mode, name), where)
+
+        hold((ends, over), "weight_context_bytes", split)
+        hold(forward, "forward_workspace_bytes", [])
+        self._hold_by_mode(s, parts, backward, _needed_by_input, split)
+        hold((parts.weight, over), "backward_weight_workspace_bytes", split)
         if parts.fused is not None:
-            self._hold(stage, start, end, stage.backward_workspace_bytes, [parts.fused])
-        if parts.recomputed is not None and parts.again is not None:
-            ends = parts.again + self.scale.units(stage.recompute_ms or 0.0)
-            needs = stage.recompute_workspace_bytes
-            self._hold(stage, parts.again, ends, needs, [parts.recomputed])
+            self._hold_by_mode(s, parts, backward, _needed_by_fused, [parts.fused])
+
+    def _hold_by_mode(
+        self,
+        s: int,
+        parts: Parts,
+        when: tuple[Linear, Linear],
+        size: Callable[[CellMode], int],
+        where: Sequence[Literal],
+    ) -> None:
+        """Hold what all modes hold, then what each holds above that, where all literals hold."""
+        device = self.problem.stages[s].device
+        least = min(size(mode) for mode, _ in self.chosen(s, parts))
+        self._hold(device, *when, least, where)
+        for mode, there in self.chosen(s, parts):
+            self._hold(device, *when, size(mode) - least, [*where, *there])
 
     def _hold(
-        self, stage: Stage, start: Linear, end: Linear, size: int, where: Sequence[Literal]
+        self, device: int, start: Linear, end: Linear, size: int, where: Sequence[Literal]
     ) -> None:
         """Hold bytes from one time to another where all literals are true."""
         if size > 0:
-            self.on_device[stage.device].append((self._interval(start, end, where), size))
+            self.on_device[device].append((self._interval(start, end, where), size))
 
     def _interval(
         self, start: Linear, end: Linear, where: Sequence[Literal]
@@ -442,10 +512,23 @@ class PipelineModel:
         return self.model.new_optional_interval_var(start, size, end, there, "held")
 
     def _all_of(self, literals: Sequence[Literal]) -> cp_model.IntVar:
-        both = self.model.new_bool_var("all")
-        self.model.add_bool_and(literals).only_enforce_if(both)
-        self.model.add_bool_or(both, *(~literal for literal in literals))
-        return both
+        key = tuple(literal.index for literal in literals)
+        if key not in self.both:
+            both = self.model.new_bool_var("all")
+            self.model.add_bool_and(literals).only_enforce_if(both)
+            self.model.add_bool_or(both, *(~literal for literal in literals))
+            self.both[key] = both
+        return self.both[key]
+
+
+def _needed_by_input(mode: CellMode) -> int:
+    """Return what an I needs while it runs, above what its cell held before."""
+    above = max(mode.inside_bytes, mode.weight_context_bytes - mode.backward_bytes)
+    return above + mode.backward_input_workspace_bytes
+
+
+def _needed_by_fused(mode: CellMode) -> int:
+    return mode.inside_bytes + mode.backward_workspace_bytes
 
 
 _RESTRICTED = 0.5
@@ -460,9 +543,12 @@ def cp_sat(job: PeerJob) -> PeerAnswer:
     Raises
     ------
     ValueError
-        If the job has no legal start: the horizon of the model is its objective.
+        If the job has no legal start: the horizon of the model is its objective. If its problem has
+        pairs or micro-batches that differ, which the model cannot say.
     """
     began = time.perf_counter()
+    if job.problem.pairs or not job.problem.is_even:
+        raise ValueError("job.problem: has pairs or unequal micro-batches; the model knows neither")
     best = BestLegal(job.problem)
     if job.start is None or not best.offer(job.start, "start"):
         raise ValueError("job.start: must be legal programs, its objective is the model's horizon")
@@ -576,30 +662,33 @@ def lowered(pipeline: PipelineModel, value: Callable[[IntVar], int]) -> Programs
 
 
 def _program(pipeline: PipelineModel, value: Callable[[IntVar], int], device: int) -> Program:
-    cells = [
-        ((s, j), pipeline.parts[s, j])
-        for s in pipeline.problem.stages_of[device]
-        for j in range(pipeline.problem.num_microbatches)
-    ]
-    events = [event for cell, parts in cells for event in _computed(cell, parts, value)]
-    away = [
-        (cell, parts)
-        for cell, parts in cells
-        if parts.offloaded is not None and value(parts.offloaded)
-    ]
+    problem = pipeline.problem
+    cells = [(s, j) for s in problem.stages_of[device] for j in range(problem.num_microbatches)]
+    events: list[_Event] = []
+    away: list[tuple[Cell, CellMode]] = []
+    for cell in cells:
+        parts, menu = pipeline.parts[cell], problem.menus[cell[0]]
+        number = next((one for one, literal in parts.modes.items() if value(literal)), 0)
+        named = number if problem.stages[cell[0]].modes else 0
+        events += _computed(cell, parts, value, menu[number], named)
+        if menu[number].offload_bytes:
+            away.append((cell, menu[number]))
     events += _issued(pipeline, away, value, device)
     return tuple(event.action for event in sorted(events, key=lambda event: event[:3]))
 
 
-def _computed(cell: Cell, parts: Parts, value: Callable[[IntVar], int]) -> list[_Event]:
+def _computed(
+    cell: Cell, parts: Parts, value: Callable[[IntVar], int], mode: CellMode, named: int
+) -> list[_Event]:
     s, j = cell
 
     def event(start: IntVar, kind: ActionType, order: int) -> _Event:
         return _Event(value(start), _COMPUTE, order, Action(s, kind, j))
 
     fused = parts.fused is not None and value(parts.fused)
-    events = [event(parts.forward, ActionType.FORWARD, 0)]
-    if parts.recomputed is not None and parts.again is not None and value(parts.recomputed):
+    forward = Action(s, ActionType.FORWARD, j, named)
+    events = [_Event(value(parts.forward), _COMPUTE, 0, forward)]
+    if mode.recompute == "apart" and parts.again is not None:
         events.append(event(parts.again, ActionType.RECOMPUTE, 1))
     if fused:
         events.append(event(parts.backward, ActionType.FULL_BACKWARD, 2))
@@ -611,7 +700,7 @@ def _computed(cell: Cell, parts: Parts, value: Callable[[IntVar], int]) -> list[
 
 def _issued(
     pipeline: PipelineModel,
-    away: list[tuple[Cell, Parts]],
+    away: list[tuple[Cell, CellMode]],
     value: Callable[[IntVar], int],
     device: int,
 ) -> list[_Event]:
@@ -625,17 +714,20 @@ def _issued(
     shared = description.half_duplex or description.pcie_group is not None
     events = []
     at = 0
-    for order, (cell, parts) in enumerate(sorted(away, key=lambda x: _value(value, x[1].away))):
+    by_start = sorted(away, key=lambda one: _value(value, pipeline.parts[one[0]].away))
+    for order, (cell, mode) in enumerate(by_start):
+        parts = pipeline.parts[cell]
         forward_end = value(parts.forward) + scale.units(problem.stages[cell[0]].forward_ms)
         begins = _value(value, parts.away)
         issue = forward_end if parts.leave is None else value(parts.leave)
         at = max(at, begins if shared and parts.leave is None else issue)
-        gone = begins + scale.units(problem.offload_ms(cell[0]))
+        gone = begins + scale.units(problem.offload_ms(cell[0], mode.offload_bytes))
         events.append(_Event(at, _OFFLOAD, order, Action(cell[0], ActionType.OFFLOAD, cell[1])))
         events.append(_Event(gone, _RELEASE, order, Action(cell[0], ActionType.RELEASE, cell[1])))
     at = 0
-    for order, (cell, parts) in enumerate(sorted(away, key=lambda x: _value(value, x[1].back))):
-        at = max(at, _value(value, parts.issue))
+    by_start = sorted(away, key=lambda one: _value(value, pipeline.parts[one[0]].back))
+    for order, (cell, _) in enumerate(by_start):
+        at = max(at, _value(value, pipeline.parts[cell].issue))
         events.append(_Event(at, _RELOAD, order, Action(cell[0], ActionType.RELOAD, cell[1])))
     return events
 
@@ -648,10 +740,15 @@ def hint(pipeline: PipelineModel, programs: Programs) -> None:
     """Hand legal programs to CP-SAT as the solution to start from."""
     run = simulate(pipeline.problem, programs)
     at: dict[Action, Times] = {}
+    modes: dict[Cell, int] = {}
     for program, row in zip(programs, run.times, strict=True):
-        at |= dict(zip(program, row, strict=True))
+        at |= {action.bare: times for action, times in zip(program, row, strict=True)}
+        modes |= modes_of(pipeline.problem, program)
     for cell, parts in pipeline.parts.items():
         _hint_cell(pipeline, cell, parts, at)
+        if cell[1] == 0 or not pipeline.problem.stages[cell[0]].uniform_modes:
+            for number, literal in parts.modes.items():
+                pipeline.model.add_hint(literal, number == modes.get(cell, 0))
     units = pipeline.scale.units_up(run.objective_ms(pipeline.problem.objective))
     pipeline.model.add_hint(pipeline.length, min(units, pipeline.horizon))
 
@@ -673,8 +770,6 @@ def _hint_cell(pipeline: PipelineModel, cell: Cell, parts: Parts, at: dict[Actio
     fused, away = times(ActionType.FULL_BACKWARD), times(ActionType.OFFLOAD)
     again, back = times(ActionType.RECOMPUTE), times(ActionType.RELOAD)
     say(parts.fused, fused is not None)
-    say(parts.offloaded, away is not None)
-    say(parts.recomputed, again is not None)
     say_start(parts.forward, times(ActionType.FORWARD))
     say_start(parts.backward, fused or times(ActionType.BACKWARD_INPUT))
     say_start(parts.weight, times(ActionType.BACKWARD_WEIGHT))

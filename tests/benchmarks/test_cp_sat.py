@@ -151,6 +151,39 @@ TINY |= {
 }
 
 
+def _menu(*modes: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A stage of v2 with the menu [keep, *modes]; 10 bytes each unless said."""
+    named = [{"name": f"mode {n}", **mode} for n, mode in enumerate(modes, start=1)]
+    return stage(0, 2, 3, 2, **fields) | {"modes": [{"name": "keep"}, *named]}
+
+
+def _menus(first: dict[str, Any], limit: int) -> Problem:
+    devices = [bus(memory_bytes=limit * UNIT), bus()]
+    stages = [first, stage(1, 3, 2, 2)]
+    return problem(stages, devices, m=2, format="optpipe/problem/v2")
+
+
+_INSIDE = {"forward_bytes": 4 * UNIT, "recompute": "inside", "recompute_ms": 1}
+_APART = {"forward_bytes": 4 * UNIT, "recompute": "apart", "recompute_ms": 1}
+_TEN = {"activation_bytes": 10 * UNIT}
+TINY |= {
+    "inside": _menus(_menu(_INSIDE, **_TEN), 14),
+    "inside with room": _menus(_menu(_INSIDE | {"inside_bytes": 7 * UNIT}, **_TEN), 14),
+    "inside or part of it offloaded": _menus(
+        _menu(_INSIDE | {"recompute_ms": 3}, {"offload_bytes": 5 * UNIT}, **_TEN), 15
+    ),
+    "an offloaded checkpoint": _menus(_menu(_APART | {"offload_bytes": 4 * UNIT}, **_TEN), 10),
+    "a narrow context": _menus(_menu(_INSIDE | {"weight_context_bytes": 2 * UNIT}, **_TEN), 14),
+    "uniform": _menus(_menu(_INSIDE, _APART, uniform_modes=True, **_TEN), 14),
+    "messages queue": problem(
+        [stage(0, 1, 3, 1, output_bytes=4 * UNIT), stage(1, 1, 1, 1)],
+        m=2,
+        format="optpipe/problem/v2",
+        links=[{"from": 0, "to": 1, "latency_ms": 0.5, "bandwidth_gb_per_s": 1.0}],
+    ),
+}
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., PeerAnswer]) -> None:
     posed = TINY[name]
@@ -161,7 +194,7 @@ def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., PeerAn
     assert said.bound_ms == pytest.approx(optimum(posed))
 
 
-@given(case=cases())
+@given(case=cases(menus=True))
 def test_its_bound_is_below_every_legal_schedule(
     case: Case, peer: Callable[..., PeerAnswer]
 ) -> None:
