@@ -343,8 +343,7 @@ def report(rows: Iterable[MenuRow]) -> list[str]:
     lines = [f"{len(ours)} problems, {limits} each, {spent:.0f} CPU s; ours, against"]
     for peer in ("v1", "uniform", "families", "cp-sat"):
         against = {name: table[name, peer].objective_ms for name in ours if (name, peer) in table}
-        if against:
-            lines.append(f"{peer}: {_against(ours, against)}")
+        lines.append(f"{peer}: {_against(ours, against)}")
     for way in ("free", "uniform"):
         some = {name: row for name, row in ours.items() if name.endswith(way)}
         against = {name: table[name, "v1"].objective_ms for name in some if (name, "v1") in table}

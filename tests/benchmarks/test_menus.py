@@ -86,7 +86,8 @@ def test_the_report_counts_what_is_shorter_and_the_mean_of_the_ratio() -> None:
     rows = [_row("a-free", "ours", 1.0)]
     for name, (mine, theirs) in values.items():
         rows += [_row(name, "ours", mine), _row(name, "v1", theirs), _row(name, "families", 200.0)]
-    head, v1, uniform, families, free, alike = report(rows)
+    rows.append(_row("a-free", "cp-sat", 49.0))
+    head, v1, uniform, families, cp_sat, free, alike = report(rows)
     assert head == "3 problems, 4 units of work each, 15 CPU s; ours, against"
     assert v1 == (
         "v1: shorter on 2 of 3, 1 of these with a schedule alone, longer on 1 (b-free); geometric "
@@ -94,6 +95,7 @@ def test_the_report_counts_what_is_shorter_and_the_mean_of_the_ratio() -> None:
     )
     assert uniform.startswith("uniform: shorter on 0 of 0")
     assert families.startswith("families: shorter on 2 of 3, longer on 0;")
+    assert cp_sat.startswith("cp-sat: shorter on 0 of 1, longer on 1 (a-free);")
     assert free.startswith("v1, free modes: shorter on 1 of 2, longer on 1 (b-free);")
     assert alike.startswith("v1, uniform modes: shorter on 1 of 1, 1 of these with")
 
@@ -102,7 +104,7 @@ def test_the_ledger_has_every_problem_with_its_limits() -> None:
     """All contestants of all problems, with the same limit."""
     rows = read_rows(MenuRow, RESULTS)
     newest = {(row.instance, row.solver): row for row in rows}
-    contestants = ("families", "uniform", "v1", "ours")
+    contestants = ("families", "uniform", "v1", "ours", "cp-sat")
     assert set(newest) == {(name, solver) for name in PROBLEMS for solver in contestants}
     solved = [row for row in newest.values() if row.solver in ("v1", "ours")]
     assert len({(row.seconds, row.work) for row in solved}) == 1
