@@ -247,7 +247,7 @@ def diff(
         stdout().out(found.model_dump_json(indent=2), highlight=False)
     else:
         _show_difference(found)
-    if not found.is_empty:
+    if not found.is_empty or _costs_differ(found):
         raise typer.Exit(DIFFERENT)
 
 
@@ -267,10 +267,12 @@ def _is_problem(path: Path) -> bool:
 def _show_difference(found: ScheduleDifference | ProblemDifference) -> None:
     from optpipe.explain import cost_line, difference_lines
 
-    if found.is_empty:
+    console = stdout()
+    if found.is_empty and not _costs_differ(found):
         stderr().print("no difference")
         return
-    console = stdout()
+    if found.is_empty:
+        console.print("the programs are the same, what the files say of them is not")
     for line in difference_lines(found):
         console.print(line, markup=False, soft_wrap=True)
     costs = [cost for cost in found.costs if cost.before != cost.after or cost.name in _ALWAYS]
@@ -278,6 +280,12 @@ def _show_difference(found: ScheduleDifference | ProblemDifference) -> None:
         console.print("What it cost", style="bold")
     for cost in costs:
         console.print(f"  {cost_line(cost)}", markup=False, soft_wrap=True)
+
+
+def _costs_differ(found: ScheduleDifference | ProblemDifference) -> bool:
+    """Whether a number differs that both say: of equal programs, made for different problems."""
+    pairs = ((cost.before, cost.after) for cost in found.costs)
+    return any(a is not None and b is not None and a != b for a, b in pairs)
 
 
 def _problems(before: Path, after: Path) -> ProblemDifference:

@@ -198,11 +198,7 @@ def tune(
                 global_batch=global_batch,
                 training=common,
                 framework=cast("Framework", framework),
-                fixed={
-                    name: number
-                    for one in fix or []
-                    for name, number in _numbers("--fix", one, _FIXABLE).items()
-                },
+                fixed=_numbers("--fix", ",".join(fix or []), _FIXABLE),
                 memory_bytes=memory_of(memory_gb),
                 headroom=headroom,
             )
@@ -326,14 +322,14 @@ def _show(
 ) -> None:
     console.width = max(console.width, _LEAST_WIDTH)
     console.print(_headline(result, today), markup=False)
+    for sentence in result.notes:
+        console.print(f"{sentence[0].upper()}{sentence[1:]}.", markup=False)
     console.print()
     console.print(_rows(result))
     console.print()
     console.print(_pareto(result))
     console.print()
     console.print(f"{result.certificate} ({_ended(result)}).", markup=False)
-    for sentence in result.notes:
-        console.print(f"{sentence}.", markup=False)
     console.print()
     _say_command(console, result, paste)
 

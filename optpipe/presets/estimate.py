@@ -637,7 +637,7 @@ def _devices(
                 host=f"node{host}",
                 type=hardware.name,
                 memory_bytes=memory,
-                reserved_bytes=min(memory, reserved_bytes(hardware, memory) + pool),
+                reserved_bytes=min(memory, reserved_bytes(hardware) + pool),
                 **rates,
             )
         )
@@ -671,8 +671,7 @@ def _links(machines: Sequence[Machine]) -> dict[str, Any]:
 def _context(shape: ModelShape, machines: Sequence[Machine], pp: int, slices: int = 1) -> Context:
     training = machines[0].training
     tokens = training.micro_batch * training.sequence
-    precision = "bf16" if training.is_narrow else training.precision
-    peaks = [one.hardware.peak_flops(precision) for one in machines]
+    peaks = [one.hardware.peak_flops("bf16") for one in machines]
     degrees = {name: getattr(training, name) for name in ("tp", "cp", "ep", "etp", "dp")}
     return Context(
         tokens_per_microbatch=tokens // slices,

@@ -491,8 +491,7 @@ def step_estimate(
     num_gpus = training.ranks * pipeline.pp
     m = pipeline.num_microbatches
     tokens = m * training.dp * training.micro_batch * training.sequence
-    precision = "bf16" if training.is_narrow else training.precision
-    peak = training.ranks * sum(one.hardware.peak_flops(precision) for one in machines)
+    peak = training.ranks * sum(one.hardware.peak_flops("bf16") for one in machines)
     flops = model_flops(shape, training) * m * training.dp
     return StepEstimate(
         step_ms=step_ms,
@@ -690,10 +689,14 @@ def _memory(
     return tuple(found)
 
 
-def reserved_bytes(hardware: Hardware, memory_bytes: int | None = None) -> int:
-    """Return what no tensor may use: context, communication, fragmentation; all assumed."""
-    memory = hardware.memory_bytes.value if memory_bytes is None else memory_bytes
-    return min(_CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory), int(memory))
+def reserved_bytes(hardware: Hardware) -> int:
+    """Return what no tensor may use: context, communication, fragmentation; all assumed.
+
+    It is the accelerator's own, however much of its memory may be used: so what a configuration
+    needs does not depend on a limit.
+    """
+    memory = int(hardware.memory_bytes.value)
+    return min(_CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory), memory)
 
 
 def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:

@@ -142,7 +142,7 @@ def torchtitan_config(
     body += [f"config.activation_checkpoint = {recompute}", "return config"]
     return "\n".join(
         [
-            '"""Written by optpipe: --module optpipe_config --config optpipe."""',
+            '"""Written by optpipe; started by --module NAME_OF_THIS_FILE --config optpipe."""',
             "",
             *lines,
             "",

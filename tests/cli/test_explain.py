@@ -184,6 +184,18 @@ def test_diff_of_records_without_their_problem_uses_what_they_say(
     assert "different problems" in err
 
 
+def test_diff_of_one_order_for_two_problems_says_that_its_length_differs(
+    optpipe, schedule_file, tmp_path
+) -> None:
+    record = load_schedule(schedule_file.read_text())
+    longer = {"makespan_ms": 2 * record.makespan_ms, "problem_hash": "sha256:x"}
+    other = write(tmp_path / "other.json", dump_schedule(record.model_copy(update=longer)))
+    code, out, err = optpipe("diff", schedule_file, other)
+    assert (code, "no difference" in err) == (1, False)
+    assert "the programs are the same, what the files say of them is not" in out
+    assert "makespan: " in out
+
+
 def test_diff_of_problems_names_fields_bound_and_smallest_memory(
     optpipe, problem_file, tmp_path
 ) -> None:

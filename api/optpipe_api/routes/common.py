@@ -83,20 +83,27 @@ Limit = Annotated[int, Query(ge=1, le=200)]
 
 
 async def _known_alone(request: Request) -> None:
-    """Refuse parameters that a list does not have: a filter with a typo would list everything."""
+    """Refuse parameters that a list does not have, or of which it would take the last alone.
+
+    A filter with a typo would list everything.
+    """
     known = [field.alias for field in request.scope["route"].dependant.query_params]
-    unknown = [
-        {
-            "type": "extra_forbidden",
-            "loc": ("query", name),
-            "msg": f"is no parameter of this list; remove it, or give one of {', '.join(known)}",
-            "input": value,
-        }
+    none = f"is no parameter of this list; remove it, or give one of {', '.join(known)}"
+    faults = [
+        {"type": "extra_forbidden", "loc": ("query", name), "msg": why, "input": value}
         for name, value in request.query_params.items()
-        if name not in known
+        for why in (
+            none if name not in known else "",
+            "is said more than once; give it once" if len(_values(request, name)) > 1 else "",
+        )
+        if why
     ]
-    if unknown:
-        raise RequestValidationError(unknown)
+    if faults:
+        raise RequestValidationError(faults)
+
+
+def _values(request: Request, name: str) -> list[str]:
+    return request.query_params.getlist(name)
 
 
 KNOWN_ALONE = [Depends(_known_alone)]

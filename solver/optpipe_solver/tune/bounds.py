@@ -129,9 +129,8 @@ class LayerTable:
         )
         pool = pool_bytes(question.shape, machines[self.ranks[0]], pp)
         room_of = {
-            one: usable - reserved_bytes(one, usable) - pool - self.workspace
+            one: question.usable_bytes_of(one) - reserved_bytes(one) - pool - self.workspace
             for one in machines
-            for usable in (question.usable_bytes_of(one),)
         }
         self.rooms = [room_of[one] for one in self.ranks]
         firsts = [self.parts_on[one][0].whole_ms for one in self.ranks[:1]]

@@ -64,7 +64,7 @@ _ASKED = ("num_gpus", "global_batch", "framework", "memory_bytes", "headroom")
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MOST_KEPT = 11
-_VERSION = 8
+_VERSION = 9
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
 
 
@@ -152,6 +152,7 @@ def read_current(
     InputError
         As `optpipe.presets.read_megatron`, and if a step of it has another batch or sequence.
     """
+    text = text.removeprefix("\ufeff")  # which some editors put in front
     if is_torchtitan is None:
         is_torchtitan = question.framework == "torchtitan" or (
             question.framework == "any" and "parallelism." in text
@@ -244,8 +245,16 @@ def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) 
     InputError
         If the accelerators or the batch are not split so, or the model is not.
     """
+    for name in (*_DEGREES, "dp", "pp", "chunks"):
+        if name != "zero" and arguments.get(name, 1) < 1:
+            raise InputError(f"current: {name} = {arguments[name]}: must be >= 1; correct it")
     degrees = {name: arguments[name] for name in _DEGREES if name in arguments}
     pp, chunks = arguments.get("pp", 1), arguments.get("chunks", 1)
+    if chunks > pp == 1:
+        raise InputError(
+            f"current: chunks = {chunks} with pp = 1: only the stages of a pipeline have several; "
+            "leave chunks out, or say pp"
+        )
     each = degrees.get("tp", 1) * degrees.get("cp", 1) * pp
     dp = arguments.get("dp") or max(1, question.num_gpus // each)
     if each * dp != question.num_gpus:

@@ -501,16 +501,20 @@ class _TuneSearch:
             key=lambda entry: entry.formula_ms,
         )
         new = [one for one in promising[:_SIMULATED_FIRST] if one.level < _Level.SIMULATED]
-        self._work(_one_by_one(new), self.stop.is_told)
+        self._work(_one_by_one(new), self._has_enough)
         self.is_first = False
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
         is_next = self.stop.work is None or all(e.level <= _Level.SIMULATED for e in self.entries)
         if first is not None and first.row is not None and first.row is self.best and is_next:
             first.level = max(first.level, _Level.SIMULATED)
-            self._work(_one_by_one([first]), self.stop.is_told)
+            self._work(_one_by_one([first]), self._has_enough)
         self._work(self._least, self._is_over)
         self.ended_by = self.stop.why if self._is_over() else "looked_at"
         self._fill_up()
+
+    def _has_enough(self) -> bool:
+        """Whether the first looks end: where time is over, with the first schedule that fits."""
+        return self.stop.is_told() or (self.best is not None and self.stop.left_s() <= 0)
 
     def _is_over(self) -> bool:
         """Whether looks by bound end; of the time a little is kept for `_fill_up`."""

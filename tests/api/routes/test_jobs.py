@@ -212,6 +212,8 @@ def test_a_list_refuses_parameters_that_it_does_not_have(http, of: str) -> None:
     found = fault(http.get(f"/v1/{of}?limit=1&stat=queued"), 422, "request.invalid")
     assert re.search(known, found["detail"])
     assert found["pointers"] == ["/query/stat"]
+    found = fault(http.get(f"/v1/{of}?limit=1&limit=2"), 422, "request.invalid")
+    assert "limit = '2': is said more than once; give it once" in found["detail"]
     assert http.get(f"/v1/{of}?limit=1").is_success
 
 

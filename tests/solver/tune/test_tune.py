@@ -534,6 +534,28 @@ def test_a_program_that_highs_refuses_to_go_on_with_is_begun_anew(monkeypatch) -
     assert not sizes
 
 
+@pytest.mark.parametrize("limit", [{"headroom": 0.3}, {"memory_bytes": 60 * 10**9}])
+def test_what_a_configuration_needs_does_not_depend_on_the_limit(limit: dict[str, Any]) -> None:
+    """What is reserved is the card's; else an answer would need more where it is run."""
+    candidate = TuneCandidate(replace(asked().training, dp=1, micro_batch=2), 4, 1, 8)
+    rows = [
+        judge_of(asked(**fields), candidate).by_families((2, 1, 1, 2)) for fields in ({}, limit)
+    ]
+    assert rows[0] is not None
+    assert rows[1] is not None
+    assert (rows[0].peak_bytes, rows[0].memory) == (rows[1].peak_bytes, rows[1].memory)
+    assert all(one.activations > 0 for one in rows[0].memory)
+
+
+def test_where_time_is_over_the_first_that_fits_ends_the_first_looks(monkeypatch) -> None:
+    module, taken = sys.modules["optpipe_solver.tune.tune"], []
+    look = module._look
+    monkeypatch.setattr(module, "_look", lambda *given: taken.append(given) or look(*given))
+    result = tune(asked(fixed={}), time_limit_s=1e-3)
+    assert result.best is not None
+    assert len(taken) == 1
+
+
 def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     question = asked()
     today = Configuration(
@@ -553,6 +575,7 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
         assert again.step_ms == row.step_ms
         memory = [device.memory_bytes for device in again.problem.devices]
         assert memory == [max(small.whole_bytes, peak) for peak in again.peak_bytes]
+        assert (again.peak_bytes, again.memory) == (row.peak_bytes, row.memory)
     assert result.best is not None
     assert result.gain == pytest.approx(1 - result.best.step_ms / row.step_ms)
     assert result.best.step_ms < row.step_ms
