@@ -246,8 +246,9 @@ def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) 
         If the accelerators or the batch are not split so, or the model is not.
     """
     for name in (*_DEGREES, "dp", "pp", "chunks"):
-        if name != "zero" and arguments.get(name, 1) < 1:
-            raise InputError(f"current: {name} = {arguments[name]}: must be >= 1; correct it")
+        value = arguments.get(name)
+        if name != "zero" and value is not None and value < 1:
+            raise InputError(f"current: {name} = {value}: must be >= 1; correct it")
     degrees = {name: arguments[name] for name in _DEGREES if name in arguments}
     pp, chunks = arguments.get("pp", 1), arguments.get("chunks", 1)
     if chunks > pp == 1:

@@ -550,7 +550,12 @@ def test_what_a_configuration_needs_does_not_depend_on_the_limit(limit: dict[str
 def test_where_time_is_over_the_first_that_fits_ends_the_first_looks(monkeypatch) -> None:
     module, taken = sys.modules["optpipe_solver.tune.tune"], []
     look = module._look
-    monkeypatch.setattr(module, "_look", lambda *given: taken.append(given) or look(*given))
+
+    def noted(*given):
+        taken.append(given)
+        return look(*given)
+
+    monkeypatch.setattr(module, "_look", noted)
     result = tune(asked(fixed={}), time_limit_s=1e-3)
     assert result.best is not None
     assert len(taken) == 1
