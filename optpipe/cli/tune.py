@@ -435,7 +435,10 @@ def _check_pastable(shape: ModelShape, framework: str, path: Path | None) -> Non
     if path is None:
         return
     if framework == "any":
-        raise InputError("--paste needs --framework megatron or torchtitan; say which")
+        raise InputError(
+            "--paste writes for --framework megatron or torchtitan; say which, or write what "
+            "our runtime takes, by -o and --problem-out"
+        )
     if framework == "torchtitan":
         titan_model(shape)
     elif path.suffix not in _YAML:
