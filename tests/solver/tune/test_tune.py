@@ -386,7 +386,7 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
     relaxed_ms = best_cut(given_numbers, relaxed=True).bound_ms
     assert relaxed_ms * (1 - 1e-9) <= bound_ms <= length_ms(given_numbers, layers) * (1 + 1e-9)
     assert prices is not None
-    assert prices.bound_ms(given_numbers) == bound_ms
+    assert bound_ms <= prices.bound_ms(given_numbers) <= bound_ms * (1 + 1e-9)
     prices = prices._replace(least_ms=0.0)
     assert 0.98 * relaxed_ms <= prices.bound_ms(given_numbers) <= relaxed_ms * (1 + 1e-6)
     if len(kinds) == 1:
