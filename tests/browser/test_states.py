@@ -153,6 +153,8 @@ def test_every_state_fits_the_screen_and_is_accessible(
         for name, query in queries.items():
             page = visit.open(query)
             settle(page, name)
+            text = page.locator("body").inner_text()
+            wrong += [f"{name}: shows {one}" for one in ("NaN", "undefined") if one in text]
             seen = "light"
             for scheme, size, rules in LOOKS:
                 page.set_viewport_size({"width": size[0], "height": size[1]})

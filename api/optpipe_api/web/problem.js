@@ -31,7 +31,7 @@ export function problemSummary(view) {
 
 function rowOf(view, stage, index, { hasSizes, hasMenus }) {
   const [cost, menu] = [costOf(stage), menuOf(stage)];
-  const offloaded = cost.offload_bytes ?? Math.max(0, ...menu.map((mode) => mode.offload_bytes));
+  const offloaded = cost.offload_bytes ?? Math.max(0, ...menu.map((mode) => mode.offload_bytes ?? 0));
   return [String(index), view.problem.devices[stage.device].name,
     ...(hasSizes ? [String(view.sizes[index])] : []), ms(cost.forward_ms),
     ms(cost.backward_input_ms), ms(cost.backward_weight_ms), bytes(cost.activation_bytes),

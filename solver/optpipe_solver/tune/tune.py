@@ -525,7 +525,8 @@ class _TuneSearch:
         """Simulate configurations with the least bounds until the best and the ten next have rows.
 
         Whoever has none among those, by degrees; until no bound is below the last of them, or the
-        work that this may take is done. It is a function of bounds and of the best rows.
+        work that this may take is done. It is a function of bounds and of the best rows, as long as
+        the looks before did not end seconds too late.
         """
         self.is_between = False  # whoever goes on from what was told fills up anew
         left = min(_NEXT_MOST, max(_NEXT_LEAST, _NEXT_SHARE * self.stop.limit))
@@ -537,7 +538,8 @@ class _TuneSearch:
         for degrees, entries in alike.items():
             rows = self._rows()[:_NUM_ROWS]
             is_full = len(rows) == _NUM_ROWS and entries[0].bound_ms >= rows[-1].step_ms
-            if is_full or left <= 0 or self.stop.is_told() or self.stop.left_s() <= 0:
+            is_late = self.stop.seconds() > self.stop.limit_s + _NEXT_MOST
+            if is_full or left <= 0 or self.stop.is_told() or is_late:
                 return
             left -= len(entries) / _LOOKS
             looked = [(*self._by_formula(entry), entry) for entry in entries]
