@@ -233,8 +233,9 @@ class _Rows:
 
     def run(self, done: set[str], spent_s: float = 0.0) -> Iterator[MenuRow]:
         """Run what is missing; ``spent_s`` is what `solve` took where that is not."""
+        start: PeerAnswer | None = None
         if not {"families", "uniform"} <= done:
-            found = run_apart("families", self.job)
+            start = found = run_apart("families", self.job)
             objective = judge(self.problem, found.programs)
             yield self._row("families", found, objective, 0.0)
             values = found.extra.get("values", {})
@@ -255,7 +256,7 @@ class _Rows:
                 spent_s = row.cpu_seconds if solver == "ours" else spent_s
                 yield row
         if "cp-sat" not in done:
-            start = run_apart("families", self.job)
+            start = start or run_apart("families", self.job)
             job = PeerJob(
                 problem=self.problem,
                 start=start.programs,

@@ -7,6 +7,7 @@ price of all the rest of a small request.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -89,21 +90,18 @@ async def _known_alone(request: Request) -> None:
     """
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     none = f"is no parameter of this list; remove it, or give one of {', '.join(known)}"
+    given = Counter(name for name, _ in request.query_params.multi_items())
     faults = [
         {"type": "extra_forbidden", "loc": ("query", name), "msg": why, "input": value}
         for name, value in request.query_params.items()
         for why in (
             none if name not in known else "",
-            "is said more than once; give it once" if len(_values(request, name)) > 1 else "",
+            "is said more than once; give it once" if given[name] > 1 else "",
         )
         if why
     ]
     if faults:
         raise RequestValidationError(faults)
-
-
-def _values(request: Request, name: str) -> list[str]:
-    return request.query_params.getlist(name)
 
 
 KNOWN_ALONE = [Depends(_known_alone)]
