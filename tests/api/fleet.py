@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.runtime.ranks import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 250.0
@@ -152,10 +153,7 @@ def children(pid: int) -> list[int]:
 
 
 def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    found: set[int] = set()
+    while len(found) < number:
+        found.add(free_port())
+    return sorted(found)

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import multiprocessing as mp
 import os
+import random
 import socket
 import sys
 import time
@@ -34,8 +35,12 @@ class Ranks:
         """Return every rank's result; fail with the tracebacks of the ranks that raised."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+        except OSError:
+            self.end(grace_s=0)
+            raise
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._pipes):
@@ -148,9 +153,12 @@ def start_ranks(num_ranks: int) -> Iterator[Ranks]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that no connection of another process takes meanwhile: theirs are from 32768 on."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
