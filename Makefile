@@ -67,7 +67,6 @@ test-long: $(TEST_INSTALL)
 	$(WARM_UP)
 	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 3600 --junit-xml build/tests/test-long.xml \
 	  -m 'not browser$(if $(OPTPIPE_TEST_POSTGRES_URL),, and not postgres)' $(PYTEST_ARGS)
-	$(BIN)/python -m benchmarks.bench --smoke
 
 lint: $(TEST_INSTALL)
 	$(BIN)/ruff check .
