@@ -100,6 +100,25 @@ def naming(name: str) -> Callable[[Request], bool]:
     return lambda request: name in (request.post_data or "")
 
 
+def test_an_answer_that_was_asked_for_before_a_fault_leaves_it(visit: Visit) -> None:
+    page = visit.open()
+    routes: list[Route] = []
+
+    def hold(route: Route) -> None:
+        routes.append(route)
+
+    page.route("**/v1/variants", hold)
+    upload(page, two_stages())
+    page.wait_for_selector("#file-name >> text=problem.json")
+    upload(page, "{not json", "broken.json")
+    page.wait_for_selector("#fault:visible")
+    page.wait_for_timeout(400)  # what asks a moment after a change has asked
+    (asked,) = routes
+    asked.continue_()
+    page.wait_for_selector("#compose:not([data-stale])")
+    assert page.is_visible("#fault")
+
+
 def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
     page = visit.open()
     routes: list[Route] = []

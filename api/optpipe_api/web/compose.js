@@ -2,7 +2,7 @@
 
 import { choiceField, numberField } from "./controls.js";
 import { byId, later } from "./dom.js";
-import { clearFault, guarded } from "./faults.js";
+import { clearFault, guarded, lastFault } from "./faults.js";
 import { inAddress, packed, unpacked } from "./fragment.js";
 import { askJson } from "./http.js";
 import { amend, go } from "./link.js";
@@ -23,8 +23,8 @@ export class Compose {
     this.view = null;
     this.file = null;
     this.asked = 0;
-    const changed = later(guarded(() => this.refresh(), "form"), PAUSE_MS);
-    this.changed = () => { this.markStale(); changed(); };
+    this.soon = later(guarded(() => this.refresh(), "form"), PAUSE_MS);
+    this.changed = () => { this.markStale(); this.soon(); };
     this.preset = new Preset(this.changed);
     this.sliders = new Sliders(this.changed);
     this.tune = new TuneForm(this);
@@ -159,13 +159,15 @@ export class Compose {
 
   /** Have the service make the problem that the form describes; the last to ask is answered. */
   async refresh() {
+    this.soon.cancel();
     const turn = ++this.asked;
+    const known = lastFault();
     const isLast = () => turn === this.asked;
     this.markStale();
     const answer = await this.ask().catch((error) => { if (isLast()) throw error; });
     if (!answer || !isLast()) return;
     const { view, sliders } = answer;
-    clearFault("form");
+    clearFault("form", known);
     this.sliders.show(...sliders);
     this.view = view;
     this.tune.tell();

@@ -52,13 +52,15 @@ export function announce(text) {
   byId("announce").textContent = text;
 }
 
-/** Call a function once, some milliseconds after the last of many requests to. */
+/** Call a function once, some milliseconds after the last of many requests to, or `cancel` it. */
 export function later(action, pauseMs) {
   let timer = 0;
-  return (...args) => {
+  const request = (...args) => {
     clearTimeout(timer);
     timer = setTimeout(() => action(...args), pauseMs);
   };
+  request.cancel = () => clearTimeout(timer);
+  return request;
 }
 
 /** Have the browser save a blob as a file. */
