@@ -160,8 +160,7 @@ export class Compose {
   /** Have the service make the problem that the form describes; the last to ask is answered. */
   async refresh() {
     this.soon.cancel();
-    const turn = ++this.asked;
-    const known = lastFault();
+    const [turn, known] = [++this.asked, lastFault()];
     const isLast = () => turn === this.asked;
     this.markStale();
     const answer = await this.ask().catch((error) => { if (isLast()) throw error; });
