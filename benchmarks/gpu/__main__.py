@@ -29,8 +29,10 @@ PARTS = {
     "e": ("alone", "beside_estimate", "Four layers of Llama-3 8B: measured, and estimated"),
     "f": ("runs", "megatron", "Megatron-Core's GPT: its own schedule, and ours with offload"),
     "g": ("runs", "torchtitan", "torchtitan's model on four ranks: its own 1F1B, and ours"),
+    "h": ("alone", "modes", "Every mode of a measured menu: bytes, time and gradients"),
+    "i": ("alone", "pairs", "Forwards and backwards in pairs, and apart"),
 }
-LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80, "e": 150, "f": 120, "g": 120}
+LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80, "e": 150, "f": 120, "g": 120, "h": 150, "i": 90}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Parts (a), (b), (c): one rank of a pipeline on its own, a transformer stage between stand-ins.
+"""One rank of a pipeline on its own, a transformer stage between stand-ins: all parts but d, f, g.
 
 What the stage receives lies ready, as if it had just arrived; behind its output stands a loss
 whose gradient is a given tensor, as if that had arrived. So the product's own runner executes one
@@ -24,24 +24,29 @@ from optpipe import Provenance, evaluate, load_csv, parse_action
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
 from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.problem import LicensedPair
 from optpipe.runtime import PipelineRunner, PreflightError, measure
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.measuring import Effort
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.times import clock_for
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES
+from optpipe.runtime.overlap import exchange, interleave
 from optpipe.runtime.trainers.huggingface import build_stages
+from optpipe.schedule import parse_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe import Problem, Program
+    from optpipe.runtime.overlap import Overlap
 
 SCHEDULE = Path(__file__).parent / "ada-offload-p4-m8.csv"
 """Four ranks, eight micro-batches."""
 
 MICROBATCHES = 8
 MANY, AHEAD = 12, 8
-"""Micro-batches of (b) and (c), and how many are in flight."""
+"""Micro-batches of (b), (c), (h) and (i), and how many are in flight."""
 
 LIMIT_BYTES = 10**10
 """Of (c); small, since pinned host memory must hold what goes there: up to nine micro-batches."""
@@ -158,22 +163,28 @@ def measured(
     return stage, profile.problem(num_microbatches)
 
 
-def in_flight(num_microbatches: int, ahead: int, *, offload: bool) -> Program:
+def in_flight(
+    num_microbatches: int, ahead: int, *, offload: bool, recompute: bool = False, mode: int = 0
+) -> Program:
     """Return 1F1B's program of a rank that runs so many micro-batches ahead, backwards split.
 
     With ``offload`` every one of them waits on the host: copies go out under the next forward or
     backward and come back under the backward before their own. At most three are on the device.
-    ``ahead`` is at least 3, and below ``num_microbatches``.
+    With ``recompute`` each is restored by an action of its own just before its backward. ``mode``
+    is what the forwards say of it. ``ahead`` is at least 3, and below ``num_microbatches``.
     """
     cells: list[str] = []
+    suffix = f"@{mode}" if mode else ""
     for slot in range(num_microbatches + ahead):
         done = slot - ahead
         if done >= 0:
             later = done + 1 if done else 0
             back = range(later, min(done + 2, num_microbatches))
-            cells += [f"0RELOAD{j}" for j in back if offload] + [f"0I{done}", f"0W{done}"]
+            cells += [f"0RELOAD{j}" for j in back if offload]
+            cells += [f"0RECOMPUTE{done}"] if recompute else []
+            cells += [f"0I{done}", f"0W{done}"]
         if slot < num_microbatches:
-            cells += [f"0F{slot}"]
+            cells += [f"0F{slot}{suffix}"]
             cells += [f"0RELEASE{slot - 1}"] if offload and slot else []
             cells += [f"0OFFLOAD{slot}"] if offload else []
         elif slot == num_microbatches and offload:
@@ -192,7 +203,13 @@ class StepCost(NamedTuple):
 
 
 def run_program(
-    stage: Middle, sizes: Sizes, problem: Problem, program: Program, *, steps: int
+    stage: Middle,
+    sizes: Sizes,
+    problem: Problem,
+    program: Program,
+    *,
+    steps: int,
+    min_offload_bytes: int = DEFAULT_MIN_BYTES,
 ) -> StepCost:
     """Run a program; bytes are those on top of weights, gradients and batch.
 
@@ -203,7 +220,14 @@ def run_program(
     """
     device = next(stage.parameters()).device
     schedule = evaluate(problem, (program,), Provenance(method="one rank alone"))
-    runner = PipelineRunner({0: stage}, schedule, stand_in, problem, device=device)
+    runner = PipelineRunner(
+        {0: stage},
+        schedule,
+        stand_in,
+        problem,
+        device=device,
+        min_offload_bytes=min_offload_bytes,
+    )
     batch, target = sizes.data(problem.num_microbatches, device)
     for _ in range(2):
         runner.step(batch, target)
@@ -396,36 +420,41 @@ def beside_estimate(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     The estimate's efficiencies are fitted to Megatron-Core's fused kernels: blocks are run as they
     are and compiled. Not a test of the scoreboard, whose rows are whole clusters.
     """
+    with alone(name) as device:
+        return [
+            _beside_estimate(sequence, device, compiled=compiled, tiny=tiny)
+            for sequence in ((16,) if tiny else (4096, 8192))
+            for compiled in ((False,) if tiny else (False, True))
+        ]
+
+
+def _llama(num_layers: int, device: torch.device, *, tiny: bool) -> nn.Module:
+    """Return a middle stage of so many layers of Llama-3 8B."""
     from transformers import LlamaConfig
 
-    layers, sequences = (1, (16,)) if tiny else (4, (4096, 8192))
     shape = find_model("llama3-8b")
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=64 if tiny else shape.hidden,
         intermediate_size=128 if tiny else shape.ffn,
-        num_hidden_layers=3 * layers,
+        num_hidden_layers=3 * num_layers,
         num_attention_heads=2 if tiny else shape.num_heads,
         num_key_value_heads=1 if tiny else shape.num_kv_heads,
         attn_implementation="sdpa",
         dtype="float32" if tiny else "bfloat16",
     )
-    with alone(name) as device:
-        return [
-            _beside_estimate(config, layers, sequence, device, compiled=compiled, tiny=tiny)
-            for sequence in sequences
-            for compiled in ((False,) if tiny else (False, True))
-        ]
+    (stage,) = build_stages(config, [num_layers] * 3, own=[1], device=device)[1:2]
+    return stage
+
+
+def _llama_sizes(sequence: int, *, tiny: bool) -> Sizes:
+    """Return the sizes of what arrives at it, one micro-batch."""
+    hidden, dtype = (64, "fp32") if tiny else (find_model("llama3-8b").hidden, "bf16")
+    return Sizes(hidden=hidden, sequence=sequence, dtype=dtype)
 
 
 def _beside_estimate(
-    config: Any,
-    layers: int,
-    sequence: int,
-    device: torch.device,
-    *,
-    compiled: bool,
-    tiny: bool,
+    sequence: int, device: torch.device, *, compiled: bool, tiny: bool
 ) -> dict[str, Any]:
     forget(device)
     training = Training(sequence=sequence)
@@ -433,12 +462,11 @@ def _beside_estimate(
         find_model("llama3-8b"), find_gpu("h100"), training, pp=8, num_microbatches=8
     ).problem
     expected = next(one for one in said.stages[1:] if one.layers and one.layers.transformer == 4)
-    dtype = torch.float32 if tiny else torch.bfloat16
-    (stage,) = build_stages(config, [layers] * 3, own=[1], device=device)[1:2]
+    stage = _llama(1 if tiny else 4, device, tiny=tiny)
     if compiled:
         for layer in stage.get_submodule("model.layers").children():
             layer.compile()
-    received, gradient = torch.randn(2, 1, sequence, config.hidden_size, dtype=dtype, device=device)
+    received, gradient = _llama_sizes(sequence, tiny=tiny).data(1, device)
     found = (
         measure(
             [Middle(stage)],
@@ -464,3 +492,186 @@ def _beside_estimate(
         "GB": found.activation_bytes / 1e9,
         "estimated GB": expected.activation_bytes / 1e9,
     }
+
+
+# --- Part (h).
+
+
+def modes(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Measure the menu of a stage of Llama-3 8B and run every mode of it; one row each.
+
+    All micro-batches of a step use the one mode, eight of them in flight. Targets: bytes within
+    3 % of the prefix walk, gradients those of keep to the last bit.
+    """
+    sizes = _llama_sizes(16 if tiny else 4096, tiny=tiny)
+    with alone(name) as device, _repeatable():
+        stage = Middle(_llama(1 if tiny else 2, device, tiny=tiny))
+        received, gradient = sizes.data(1, device)
+        profile = measure(
+            [stage],
+            received,
+            loss_fn=stand_in,
+            target=gradient,
+            device=device,
+            effort=Effort(3, 1) if tiny else Effort(10, 3),
+            min_offload_bytes=1 if tiny else DEFAULT_MIN_BYTES,
+            modes=8,
+            links=False,
+        )
+        del received, gradient
+        problem = profile.problem(MANY)
+        kept: list[Tensor] = []
+        rows = []
+        for index, mode in enumerate(problem.menus[0]):
+            program = in_flight(
+                MANY,
+                AHEAD,
+                offload=mode.offload_bytes > 0,
+                recompute=mode.recompute == "apart",
+                mode=index,
+            )
+            ran, gradients = _with_gradients(stage, sizes, problem, program, tiny=tiny)
+            kept = kept or gradients
+            rows.append(
+                {
+                    "mode": mode.name,
+                    "simulated ms": ran.planned_ms,
+                    "measured ms": ran.measured_ms,
+                    "time off by %": 100 * (ran.measured_ms / ran.planned_ms - 1),
+                    "planned MB": ran.planned_bytes / 1e6,
+                    "measured MB": ran.measured_bytes / 1e6,
+                    "peak off by %": 100 * (ran.measured_bytes / ran.planned_bytes - 1),
+                    "offloaded MB": ran.offloaded_bytes / 1e6,
+                    "gradients differ by": _worst(gradients, kept),
+                }
+            )
+        return rows
+
+
+def _with_gradients(
+    stage: Middle, sizes: Sizes, problem: Problem, program: Program, *, tiny: bool
+) -> tuple[StepCost, list[Tensor]]:
+    """Run a program on the same data as every other one; return the gradients on the host, too."""
+    stage.zero_grad()
+    forget(next(stage.parameters()).device)
+    torch.manual_seed(1)
+    min_bytes = 1 if tiny else DEFAULT_MIN_BYTES
+    steps = 2 if tiny else 4
+    ran = run_program(stage, sizes, problem, program, steps=steps, min_offload_bytes=min_bytes)
+    return ran, [one.grad.cpu() for one in stage.parameters() if one.grad is not None]
+
+
+def _worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative difference between gradients of one tensor."""
+    return max(
+        float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+        for ours, theirs in zip(found, expected, strict=True)
+    )
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Let sums be taken in the same order every time, so that gradients can be equal bit by bit."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+# --- Part (i).
+
+
+class _ExpertLayer(nn.Module):
+    """Attention, dispatch, experts, combine; all experts are on this rank."""
+
+    def __init__(self, hidden: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.attention = nn.MultiheadAttention(hidden, max(2, hidden // 128), batch_first=True)
+        self.experts = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
+        )
+        self.group = group
+
+    def forward(self, state: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(state, state, state, need_weights=False)[0]
+        state = state + mixed
+        rows = self.norm(state).flatten(0, 1)
+        split = (len(rows),)
+        there = exchange(rows, split, split, self.group)
+        combined = exchange(self.experts(there), split, split, self.group)
+        return state + combined.view_as(state)
+
+
+def pairs(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Run forwards and backwards of a stage with experts in pairs, by `interleave`, and apart.
+
+    Exchanges are NCCL's, of one rank with itself: they take no time, so nothing can hide. What is
+    tried is that two passes which hand over to each other in streams and threads of CUDA make the
+    gradients that they make one after the other.
+    """
+    sizes = TINY if tiny else Sizes(hidden=4096, sequence=4096, blocks=2)
+    with alone(name) as device, _repeatable():
+        group = dist.new_group([0], backend="nccl" if device.type == "cuda" else "gloo")
+        torch.manual_seed(0)
+        with torch.device(device):
+            layers = [_ExpertLayer(sizes.hidden, group) for _ in range(sizes.blocks)]
+        stage = Middle(nn.Sequential(*layers).to(DTYPES[sizes.dtype]))
+        received, gradient = sizes.data(1, device)
+        profile = measure(
+            [stage],
+            received,
+            loss_fn=stand_in,
+            target=gradient,
+            device=device,
+            effort=Effort(3, 1) if tiny else Effort(10, 3),
+            recompute=False,
+            links=False,
+            overlap=interleave,
+        )
+        found = [pair.hidden_ms for pair in profile.pairs]
+        licensed = (LicensedPair(forward=0, backward=0, hidden_ms=max([1e-3, *found])),)
+        problem = profile.problem(MANY).with_pairs(licensed)
+        apart, paired = (
+            _paired(stage, sizes, problem, overlap, tiny=tiny) for overlap in (None, interleave)
+        )
+        dist.destroy_process_group(group)
+        return [
+            {
+                "pairs in a step": MANY - AHEAD,
+                "apart ms": apart[0],
+                "paired ms": paired[0],
+                "hidden ms of a pair": max([0.0, *found]),
+                "gradients differ by": _worst(paired[1], apart[1]),
+            }
+        ]
+
+
+def _paired(
+    stage: Middle, sizes: Sizes, problem: Problem, overlap: Overlap | None, *, tiny: bool
+) -> tuple[float, list[Tensor]]:
+    """Return the median ms of a step of pairs, and the gradients."""
+    device = next(stage.parameters()).device
+    ahead = [f"0F{slot}" for slot in range(AHEAD)]
+    both = [f"(0F{slot};0B{slot - AHEAD})OVERLAP_F_B" for slot in range(AHEAD, MANY)]
+    behind = [f"0B{slot}" for slot in range(MANY - AHEAD, MANY)]
+    program = tuple(action for cell in (*ahead, *both, *behind) for action in parse_cell(cell))
+    schedule = evaluate(problem, (program,), Provenance(method="one rank alone"))
+    runner = PipelineRunner({0: stage}, schedule, stand_in, problem, device=device)
+    runner.on_overlap(overlap)
+    stage.zero_grad()
+    torch.manual_seed(1)
+    batch, target = sizes.data(MANY, device)
+    clock, times = clock_for(device), []
+    for _ in range(3 if tiny else 6):
+        start = clock.mark()
+        runner.step(batch, target)
+        times.append(clock.ms_between(start, clock.mark()))
+    runner.close()
+    gradients = [one.grad.cpu() for one in stage.parameters() if one.grad is not None]
+    return statistics.median(times[1:]), gradients

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import as_markdown
-from benchmarks.gpu.alone import beside_estimate, in_flight, largest, one_rank, slowdown
+from benchmarks.gpu.alone import (
+    beside_estimate,
+    in_flight,
+    largest,
+    modes,
+    one_rank,
+    pairs,
+    slowdown,
+)
 from benchmarks.gpu.runs import megatron
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
@@ -32,6 +40,23 @@ def test_offload_of_everything_takes_less_memory() -> None:
     assert row["offloadable %"] > 90
     assert row["full MB"] < 0.5 * row["none MB"]
     assert row["k"] > 0
+
+
+def test_every_mode_of_a_menu_takes_what_was_planned_and_has_keeps_gradients() -> None:
+    keep, *others = modes("cpu", tiny=True)
+    assert keep["mode"] == "keep"
+    assert {row["gradients differ by"] for row in others} == {0}
+    assert max(abs(row["peak off by %"]) for row in (keep, *others)) < 3
+    assert all(row["measured MB"] < keep["measured MB"] for row in others)
+    said = " ".join(row["mode"] for row in others)
+    assert "recompute" in said
+    assert "offload" in said
+
+
+def test_passes_in_pairs_make_the_gradients_that_they_make_apart() -> None:
+    (row,) = pairs("cpu", tiny=True)
+    assert row["pairs in a step"] > 0
+    assert row["gradients differ by"] == 0
 
 
 @pytest.mark.extended
