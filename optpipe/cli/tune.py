@@ -297,9 +297,11 @@ def _today(question: TuneQuestion, text: str) -> Configuration:
     settings = _numbers("--current", ",".join(degrees))
     settings |= {"recompute": lists["recompute"], "layers": list(map(int, lists["layers"]))}
     try:
-        return current_configuration(question, settings)
+        today = current_configuration(question, settings)
+        _ = today.stages  # checks that each has a layer
     except InputError as error:
         raise InputError(f"--current {text}: {error}") from None
+    return today
 
 
 def _read_today(question: TuneQuestion, path: Path) -> Configuration:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -140,7 +141,18 @@ class _Kernel(CPUDispatcher):
     # The next two are what numba asks a function for when compiled code calls it.
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        return self._part.get_call_template(args, kws)
+        widened = {name: _widened(one) for name, one in kws.items()}
+        return self._part.get_call_template(tuple(map(_widened, args)), widened)
 
     def get_overload(self, sig: Any) -> Any:
         return self._part.get_overload(sig)
+
+
+def _widened(argument: Any) -> Any:
+    """Return the type of what a call hands over, without its value where that is known.
+
+    numba would compile a function again for every constant that it is called with, and all that it
+    calls.
+    """
+    # Of a record's type without values a plain tuple's would be made.
+    return argument if isinstance(argument, types.BaseNamedTuple) else types.unliteral(argument)

@@ -65,6 +65,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--current", "pp=0"], "--current pp=0: current: pp = 0: must be >= 1"),
         (["--current", "dp=0"], "current: dp = 0: must be >= 1"),
         (["--current", "chunks=5"], "chunks = 5 with pp = 1: only the stages of a pipeline"),
+        (["--current", "pp=8,chunks=5"], "--current pp=8,chunks=5: 40 stages, but only 34 layers"),
         (["--current", "pp=8,micro_batch=5"], "does not divide global_batch 16"),
         (["--current", "pp=8,recompute=norms"], "is none of full, core_attn"),
         (["--current", "pp=8,layers=4+x"], "must be numbers with +"),

@@ -3,6 +3,7 @@
 import numba
 import numpy as np
 import pytest
+from numba import types
 from numpy.typing import NDArray
 
 from optpipe_solver.jit import lean
@@ -27,6 +28,24 @@ def doubled(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def twice_total(values: NDArray[np.float64]) -> float:
     """Call another."""
     return 2.0 * total(values)
+
+
+@lean
+def weighed(value: float, weight: int, place: tuple[int, int]) -> float:
+    """Use constants, and a tuple with one."""
+    return value * weight + place[0] + place[1]
+
+
+@lean
+def both_weighed(value: float, index: int) -> float:
+    """Call it with different constants."""
+    return weighed(value, 2, (1, index)) + weighed(value, 3, (index, 2))
+
+
+def test_constants_of_calls_are_compiled_once() -> None:
+    assert both_weighed(10.0, 5) == 2 * 10 + 6 + 3 * 10 + 7
+    (compiled,) = weighed._part.overloads  # type: ignore[attr-defined]
+    assert not any(isinstance(one, types.Literal) for one in compiled)
 
 
 def test_what_only_compiled_code_calls_becomes_part_of_it() -> None:

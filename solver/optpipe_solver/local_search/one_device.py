@@ -754,7 +754,10 @@ class OneDevice:
         m = times.num_microbatches
         duration = times.duration.reshape(8, times.num_stages, m)[:4, own, 0].copy()
         modes = rows.modes.reshape(times.num_stages, m)[own, 0]
-        delta, rise = memory.adds[:4, own, modes], memory.rises[:4, own, modes]
+        # Rows after rows, whatever numpy makes of an index: other strides are compiled for anew.
+        delta, rise = (
+            np.ascontiguousarray(table[:4, own, modes]) for table in (memory.adds, memory.rises)
+        )
         return Chores(
             num_stages=len(own),
             num_microbatches=m,

@@ -235,7 +235,7 @@ def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) 
 
     Parameters
     ----------
-    asked
+    arguments
         tp, cp, ep, etp, dp, pp, chunks, micro_batch and zero, 1 where left out (dp: what the
         accelerators leave), ``recompute``, modules by Megatron-Core's names, and ``layers`` of
         each stage in model order, embedding and head counted.
