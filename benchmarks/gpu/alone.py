@@ -11,6 +11,7 @@ import gc
 import os
 import statistics
 import tempfile
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 
 from optpipe import Provenance, evaluate, load_csv, parse_action
 from optpipe.check import find_violations
-from optpipe.memory import device_peak_bytes
+from optpipe.memory import device_peak_bytes, modes_of
 from optpipe.presets import Training, estimate, find_gpu, find_model
-from optpipe.problem import LicensedPair
+from optpipe.problem import LicensedPair, Problem
 from optpipe.runtime import PipelineRunner, PreflightError, measure
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.measuring import Effort
@@ -33,12 +34,12 @@ from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES
 from optpipe.runtime.overlap import exchange, interleave
 from optpipe.runtime.trainers.huggingface import build_stages
-from optpipe.schedule import parse_cell
+from optpipe.schedule import ActionType, parse_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe import Problem, Program
+    from optpipe import Program
     from optpipe.runtime.overlap import Overlap
 
 SCHEDULE = Path(__file__).parent / "ada-offload-p4-m8.csv"
@@ -51,6 +52,10 @@ MANY, AHEAD = 12, 8
 LIMIT_BYTES = 10**10
 """Of (c); small, since pinned host memory must hold what goes there: up to nine micro-batches."""
 
+_ROOM = 2.2
+"""Activations of one micro-batch that a rank of (j) has room for; 1F1B's first holds four."""
+
+_PASSES = frozenset(map(ActionType, "FIWB"))
 TINY_LIMIT_BYTES = 12 * 10**5
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -503,23 +508,8 @@ def modes(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     All micro-batches of a step use the one mode, eight of them in flight. Targets: bytes within
     3 % of the prefix walk, gradients those of keep to the last bit.
     """
-    sizes = _llama_sizes(16 if tiny else 4096, tiny=tiny)
     with alone(name) as device, _repeatable():
-        stage = Middle(_llama(1 if tiny else 2, device, tiny=tiny))
-        received, gradient = sizes.data(1, device)
-        profile = measure(
-            [stage],
-            received,
-            loss_fn=stand_in,
-            target=gradient,
-            device=device,
-            effort=Effort(3, 1) if tiny else Effort(10, 3),
-            min_offload_bytes=1 if tiny else DEFAULT_MIN_BYTES,
-            modes=8,
-            links=False,
-        )
-        del received, gradient
-        problem = profile.problem(MANY)
+        stage, sizes, problem = _with_menu(device, tiny=tiny)
         kept: list[Tensor] = []
         rows = []
         for index, mode in enumerate(problem.menus[0]):
@@ -546,6 +536,25 @@ def modes(name: str, *, tiny: bool) -> list[dict[str, Any]]:
                 }
             )
         return rows
+
+
+def _with_menu(device: torch.device, *, tiny: bool) -> tuple[Middle, Sizes, Problem]:
+    """Return a stage of Llama-3 8B, what arrives at it, and the problem of its rank as measured."""
+    sizes = _llama_sizes(16 if tiny else 4096, tiny=tiny)
+    stage = Middle(_llama(1 if tiny else 2, device, tiny=tiny))
+    received, gradient = sizes.data(1, device)
+    profile = measure(
+        [stage],
+        received,
+        loss_fn=stand_in,
+        target=gradient,
+        device=device,
+        effort=Effort(3, 1) if tiny else Effort(10, 3),
+        min_offload_bytes=1 if tiny else DEFAULT_MIN_BYTES,
+        modes=8,
+        links=False,
+    )
+    return stage, sizes, profile.problem(MANY)
 
 
 def _with_gradients(
@@ -675,3 +684,56 @@ def _paired(
     runner.close()
     gradients = [one.grad.cpu() for one in stage.parameters() if one.grad is not None]
     return statistics.median(times[1:]), gradients
+
+
+# --- Part (j).
+
+
+def solved(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Measure a stage, let `solve` plan four such with little memory, and run each rank's program.
+
+    Each rank alone, one after the other on the one card, beside the same program with everything
+    kept, whose gradients it must have. Targets: 3 % of the time, 3 % of the bytes.
+    """
+    from optpipe_solver import solve
+
+    with alone(name) as device, _repeatable():
+        stage, sizes, problem = _with_menu(device, tiny=tiny)
+        costs = problem.stages[0]
+        limit = costs.static_bytes + int(_ROOM * costs.activation_bytes)
+        fields = problem.model_dump(by_alias=True)
+        (one,), (own,) = fields["devices"], fields["stages"]
+        less = {"memory_bytes": limit, "reserved_bytes": 0}
+        four = Problem.parse(
+            fields
+            | {
+                "devices": [{**one, "name": f"gpu{rank}", **less} for rank in range(4)],
+                "stages": [{**own, "device": rank} for rank in range(4)],
+            }
+        )
+        result = solve(four, work_limit=1 if tiny else 10)
+        if result.schedule is None:
+            raise RuntimeError(f"no schedule in {limit} bytes: {result.status.value}")
+        menu = [mode.name for mode in problem.menus[0]]
+        rows = []
+        for rank, planned in enumerate(result.schedule.programs):
+            program = tuple(action._replace(stage=0) for action in planned)
+            kept = tuple(action._replace(mode=0) for action in program if action.type in _PASSES)
+            _, expected = _with_gradients(stage, sizes, problem, kept, tiny=tiny)
+            ran, gradients = _with_gradients(stage, sizes, problem, program, tiny=tiny)
+            used = Counter(modes_of(problem, program).values())
+            rows.append(
+                {
+                    "rank": rank,
+                    "modes": ", ".join(f"{used[i]} {menu[i]}" for i in sorted(used)),
+                    "simulated ms": ran.planned_ms,
+                    "measured ms": ran.measured_ms,
+                    "time off by %": 100 * (ran.measured_ms / ran.planned_ms - 1),
+                    "limit MB": (limit - costs.static_bytes) / 1e6,
+                    "planned MB": ran.planned_bytes / 1e6,
+                    "measured MB": ran.measured_bytes / 1e6,
+                    "peak off by %": 100 * (ran.measured_bytes / ran.planned_bytes - 1),
+                    "gradients differ by": _worst(gradients, expected),
+                }
+            )
+        return rows

@@ -17,6 +17,7 @@ from benchmarks.gpu.alone import (
     one_rank,
     pairs,
     slowdown,
+    solved,
 )
 from benchmarks.gpu.runs import megatron
 from optpipe.check import find_violations
@@ -57,6 +58,15 @@ def test_passes_in_pairs_make_the_gradients_that_they_make_apart() -> None:
     (row,) = pairs("cpu", tiny=True)
     assert row["pairs in a step"] > 0
     assert row["gradients differ by"] == 0
+
+
+def test_a_solved_schedule_takes_what_was_planned_on_every_rank() -> None:
+    rows = solved("cpu", tiny=True)
+    assert [row["rank"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row["measured MB"] < 1.03 * row["planned MB"] <= 1.03 * row["limit MB"]
+        assert row["gradients differ by"] == 0
+    assert "recompute" in rows[0]["modes"] or "offload" in rows[0]["modes"]
 
 
 @pytest.mark.extended
