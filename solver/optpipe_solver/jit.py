@@ -155,4 +155,6 @@ def _widened(argument: Any) -> Any:
     calls.
     """
     # Of a record's type without values a plain tuple's would be made.
-    return argument if isinstance(argument, types.BaseNamedTuple) else types.unliteral(argument)
+    if isinstance(argument, types.BaseNamedTuple):
+        return argument
+    return types.unliteral(argument)  # type: ignore[no-untyped-call]

@@ -43,6 +43,7 @@ def test_offload_of_everything_takes_less_memory() -> None:
     assert row["k"] > 0
 
 
+@pytest.mark.extended
 def test_every_mode_of_a_menu_takes_what_was_planned_and_has_keeps_gradients() -> None:
     keep, *others = modes("cpu", tiny=True)
     assert keep["mode"] == "keep"
@@ -60,6 +61,7 @@ def test_passes_in_pairs_make_the_gradients_that_they_make_apart() -> None:
     assert row["gradients differ by"] == 0
 
 
+@pytest.mark.extended
 def test_a_solved_schedule_takes_what_was_planned_on_every_rank() -> None:
     rows = solved("cpu", tiny=True)
     assert [row["rank"] for row in rows] == [0, 1, 2, 3]
