@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe import Program
+    from optpipe.runtime.measuring import Profile
     from optpipe.runtime.overlap import Overlap
 
 SCHEDULE = Path(__file__).parent / "ada-offload-p4-m8.csv"
@@ -47,7 +48,7 @@ SCHEDULE = Path(__file__).parent / "ada-offload-p4-m8.csv"
 
 MICROBATCHES = 8
 MANY, AHEAD = 12, 8
-"""Micro-batches of (b), (c), (h) and (i), and how many are in flight."""
+"""Micro-batches of (b), (c) and (h) to (j), and how many are in flight."""
 
 LIMIT_BYTES = 10**10
 """Of (c); small, since pinned host memory must hold what goes there: up to nine micro-batches."""
@@ -153,19 +154,25 @@ def measured(
     with torch.device(device):
         (whole,) = make_stages(sizes.config(), 1)
     stage = Middle(nn.Sequential(*list(whole.children())[1:-1]))
+    profile = profiled(stage, sizes, device, effort, memory_bytes=memory_bytes, recompute=False)
+    return stage, profile.problem(num_microbatches)
+
+
+def profiled(
+    stage: Middle, sizes: Sizes, device: torch.device, effort: Effort, **options: Any
+) -> Profile:
+    """Measure a stage between stand-ins; ``options`` are those of `measure`."""
     received, gradient = sizes.data(1, device)
-    profile = measure(
+    return measure(
         [stage],
         received,
         loss_fn=stand_in,
         target=gradient,
         device=device,
         effort=effort,
-        memory_bytes=memory_bytes,
-        recompute=False,
         links=False,
+        **options,
     )
-    return stage, profile.problem(num_microbatches)
 
 
 def in_flight(
@@ -205,6 +212,19 @@ class StepCost(NamedTuple):
     planned_bytes: int
     measured_bytes: int
     offloaded_bytes: int
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """Both, and how far the measured one is off."""
+        return {
+            "simulated ms": self.planned_ms,
+            "measured ms": self.measured_ms,
+            "time off by %": 100 * (self.measured_ms / self.planned_ms - 1),
+            "planned MB": self.planned_bytes / 1e6,
+            "measured MB": self.measured_bytes / 1e6,
+            "peak off by %": 100 * (self.measured_bytes / self.planned_bytes - 1),
+            "offloaded MB": self.offloaded_bytes / 1e6,
+        }
 
 
 def run_program(
@@ -293,13 +313,7 @@ def one_rank(name: str, *, tiny: bool) -> list[dict[str, Any]]:
             "hidden": sizes.hidden,
             "sequence": sizes.sequence,
             "blocks": sizes.blocks,
-            "simulated ms": ran.planned_ms,
-            "measured ms": ran.measured_ms,
-            "time off by %": 100 * (ran.measured_ms / ran.planned_ms - 1),
-            "planned MB": ran.planned_bytes / 1e6,
-            "measured MB": ran.measured_bytes / 1e6,
-            "peak off by %": 100 * (ran.measured_bytes / ran.planned_bytes - 1),
-            "offloaded MB": ran.offloaded_bytes / 1e6,
+            **ran.columns,
         }
     ]
 
@@ -471,21 +485,9 @@ def _beside_estimate(
     if compiled:
         for layer in stage.get_submodule("model.layers").children():
             layer.compile()
-    received, gradient = _llama_sizes(sequence, tiny=tiny).data(1, device)
-    found = (
-        measure(
-            [Middle(stage)],
-            received,
-            loss_fn=stand_in,
-            target=gradient,
-            device=device,
-            effort=Effort(3, 1) if tiny else Effort(15, 5),
-            recompute=False,
-            links=False,
-        )
-        .problem(8)
-        .stages[0]
-    )
+    sizes, effort = _llama_sizes(sequence, tiny=tiny), Effort(3, 1) if tiny else Effort(15, 5)
+    profile = profiled(Middle(stage), sizes, device, effort, recompute=False)
+    (found,) = profile.problem(8).stages
     return {
         "blocks": "compiled" if compiled else "as they are",
         "tokens": sequence,
@@ -525,13 +527,7 @@ def modes(name: str, *, tiny: bool) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "mode": mode.name,
-                    "simulated ms": ran.planned_ms,
-                    "measured ms": ran.measured_ms,
-                    "time off by %": 100 * (ran.measured_ms / ran.planned_ms - 1),
-                    "planned MB": ran.planned_bytes / 1e6,
-                    "measured MB": ran.measured_bytes / 1e6,
-                    "peak off by %": 100 * (ran.measured_bytes / ran.planned_bytes - 1),
-                    "offloaded MB": ran.offloaded_bytes / 1e6,
+                    **ran.columns,
                     "gradients differ by": _worst(gradients, kept),
                 }
             )
@@ -542,18 +538,9 @@ def _with_menu(device: torch.device, *, tiny: bool) -> tuple[Middle, Sizes, Prob
     """Return a stage of Llama-3 8B, what arrives at it, and the problem of its rank as measured."""
     sizes = _llama_sizes(16 if tiny else 4096, tiny=tiny)
     stage = Middle(_llama(1 if tiny else 2, device, tiny=tiny))
-    received, gradient = sizes.data(1, device)
-    profile = measure(
-        [stage],
-        received,
-        loss_fn=stand_in,
-        target=gradient,
-        device=device,
-        effort=Effort(3, 1) if tiny else Effort(10, 3),
-        min_offload_bytes=1 if tiny else DEFAULT_MIN_BYTES,
-        modes=8,
-        links=False,
-    )
+    effort = Effort(3, 1) if tiny else Effort(10, 3)
+    least = 1 if tiny else DEFAULT_MIN_BYTES
+    profile = profiled(stage, sizes, device, effort, min_offload_bytes=least, modes=8)
     return stage, sizes, profile.problem(MANY)
 
 
@@ -631,18 +618,8 @@ def pairs(name: str, *, tiny: bool) -> list[dict[str, Any]]:
         with torch.device(device):
             layers = [_ExpertLayer(sizes.hidden, group) for _ in range(sizes.blocks)]
         stage = Middle(nn.Sequential(*layers).to(DTYPES[sizes.dtype]))
-        received, gradient = sizes.data(1, device)
-        profile = measure(
-            [stage],
-            received,
-            loss_fn=stand_in,
-            target=gradient,
-            device=device,
-            effort=Effort(3, 1) if tiny else Effort(10, 3),
-            recompute=False,
-            links=False,
-            overlap=interleave,
-        )
+        effort = Effort(3, 1) if tiny else Effort(10, 3)
+        profile = profiled(stage, sizes, device, effort, recompute=False, overlap=interleave)
         found = [pair.hidden_ms for pair in profile.pairs]
         licensed = (LicensedPair(forward=0, backward=0, hidden_ms=max([1e-3, *found])),)
         problem = profile.problem(MANY).with_pairs(licensed)
@@ -726,13 +703,8 @@ def solved(name: str, *, tiny: bool) -> list[dict[str, Any]]:
                 {
                     "rank": rank,
                     "modes": ", ".join(f"{used[i]} {menu[i]}" for i in sorted(used)),
-                    "simulated ms": ran.planned_ms,
-                    "measured ms": ran.measured_ms,
-                    "time off by %": 100 * (ran.measured_ms / ran.planned_ms - 1),
+                    **ran.columns,
                     "limit MB": (limit - costs.static_bytes) / 1e6,
-                    "planned MB": ran.planned_bytes / 1e6,
-                    "measured MB": ran.measured_bytes / 1e6,
-                    "peak off by %": 100 * (ran.measured_bytes / ran.planned_bytes - 1),
                     "gradients differ by": _worst(gradients, expected),
                 }
             )
