@@ -297,11 +297,9 @@ def _today(question: TuneQuestion, text: str) -> Configuration:
     settings = _numbers("--current", ",".join(degrees))
     settings |= {"recompute": lists["recompute"], "layers": list(map(int, lists["layers"]))}
     try:
-        today = current_configuration(question, settings)
-        _ = today.stages  # checks that each has a layer
+        return current_configuration(question, settings)
     except InputError as error:
         raise InputError(f"--current {text}: {error}") from None
-    return today
 
 
 def _read_today(question: TuneQuestion, path: Path) -> Configuration:

@@ -291,8 +291,7 @@ def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) 
         sizes=tuple(arguments.get("layers", ())),
         kinds=_kinds_today(question, training),
     )
-    if current.sizes:
-        _ = current.stages  # checks them
+    _ = current.stages  # checks that there are as many layers as are said, one for each at least
     return current
 
 
