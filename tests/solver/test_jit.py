@@ -43,9 +43,15 @@ def both_weighed(value: float, index: int) -> float:
 
 
 def test_constants_of_calls_are_compiled_once() -> None:
+    """Asked for as numba asks; what compiled code of an earlier run calls is not compiled again."""
     assert both_weighed(10.0, 5) == 2 * 10 + 6 + 3 * 10 + 7
-    (compiled,) = weighed._part.overloads  # type: ignore[attr-defined]
-    assert not any(isinstance(one, types.Literal) for one in compiled)
+    widened = (types.float64, types.int64, types.UniTuple(types.int64, 2))
+    for weight in (2, 3):
+        place = types.Tuple((types.literal(weight), types.int64))
+        given = (types.float64, types.literal(weight), place)
+        _, _, arguments, _ = weighed.get_call_template(given, {})  # type: ignore[attr-defined]
+        assert tuple(arguments) == widened
+    assert list(weighed._part.overloads) == [widened]  # type: ignore[attr-defined]
 
 
 def test_what_only_compiled_code_calls_becomes_part_of_it() -> None:
