@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -888,6 +888,7 @@ def _named(device: Any, name: str) -> Any:
     return device
 
 
+@cache
 def placement_of(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
     """Return the device of each stage: once along the devices, round and round, or to and fro.
 

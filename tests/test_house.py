@@ -31,10 +31,16 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Return all that every module is made of: to walk a tree takes as long as to parse it."""
+    return {name: list(ast.walk(tree)) for name, tree in modules().items()}
+
+
+def imports_of(parts: list[ast.AST], known: set[str]) -> set[str]:
     """Return the modules of ours that one imports anywhere, for types alone included."""
     wanted: set[str] = set()
-    for node in ast.walk(tree):
+    for node in parts:
         if isinstance(node, ast.ImportFrom) and node.module:
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             wanted.update(name if name in known else node.module for name in full)
@@ -46,8 +52,8 @@ def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
 def test_a_class_name_exists_once() -> None:
     """One word, one meaning."""
     places = defaultdict(list)
-    for name, tree in modules().items():
-        for node in ast.walk(tree):
+    for name, parts in nodes().items():
+        for node in parts:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
     twice = {word: where for word, where in places.items() if len(where) > 1}
@@ -56,8 +62,8 @@ def test_a_class_name_exists_once() -> None:
 
 def test_no_circle_of_imports() -> None:
     """Imports inside functions and for types alone count."""
-    trees = modules()
-    arrows = {name: imports_of(tree, set(trees)) - {name} for name, tree in trees.items()}
+    known = set(nodes())
+    arrows = {name: imports_of(parts, known) - {name} for name, parts in nodes().items()}
     while True:
         free = {name for name, wanted in arrows.items() if not wanted}
         if not free:
@@ -83,11 +89,13 @@ SAYS_NOTHING = {"held", "told", "asked", "made"}
 """What was done with a value, and not what it is."""
 
 
-def bound_names(node: ast.AST) -> set[str]:
-    """Return the names of variables, parameters, fields and attributes that a node binds."""
-    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-        return {node.id if isinstance(node, ast.Name) else node.attr}
-    return {node.arg} if isinstance(node, ast.arg) else set()
+def bound_name(node: ast.AST) -> str:
+    """Return the name of a variable, parameter, field or attribute that a node binds, if any."""
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    return ""
 
 
 def test_a_name_says_what_it_holds() -> None:
@@ -95,10 +103,11 @@ def test_a_name_says_what_it_holds() -> None:
     texts = {str(path): path.read_text("utf-8") for path in Path("tests").rglob("*.py")}
     words = re.compile(rf"\b({'|'.join(SAYS_NOTHING)})\b")
     tests = {path: ast.parse(text) for path, text in texts.items() if words.search(text)}
+    parts_of = nodes() | {path: list(ast.walk(tree)) for path, tree in tests.items()}
     found = {
         module: names
-        for module, tree in (modules() | tests).items()
-        if (names := set().union(*map(bound_names, ast.walk(tree))) & SAYS_NOTHING)
+        for module, parts in parts_of.items()
+        if (names := {bound_name(node) for node in parts} & SAYS_NOTHING)
     }
     assert not found
 

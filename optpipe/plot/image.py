@@ -155,9 +155,12 @@ def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
 
 
 def _settle(figure: Any) -> None:
-    """Lay a figure out once, and round: the solver of the layout differs in the last bits."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    """Lay a figure out once, and round: the solver of the layout differs in the last bits.
+
+    With "none" for an engine, `savefig` would still draw once more to lay out.
+    """
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine(None)
     for axes in figure.axes:
         axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
 

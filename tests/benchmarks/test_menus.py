@@ -1,27 +1,37 @@
 """The problems with menus: what they cover, what v1 has of them, and what is said of the rows."""
 
+from functools import cache
+
 import pytest
 
 from benchmarks.ledger import read_rows
 from benchmarks.menus import RESULTS, MenuRow, all_problems, as_v1, report, v1_menus
+from optpipe import Problem
 from optpipe_solver.feasibility import feasibility
 
-PROBLEMS = dict(all_problems())
 LONG = "llama3-70b-128k-"
+
+
+@cache
+def problems() -> dict[str, Problem]:
+    """Return the set by name: it takes seconds, that not each worker's collection spends."""
+    return dict(all_problems())
 
 
 def test_the_set_covers_what_it_must() -> None:
     """Measured and estimated menus, queueing links, free and uniform modes, three limits; a problem
     is made again the same."""
-    assert len(PROBLEMS) >= 40
-    hashes = [problem.problem_hash for problem in PROBLEMS.values()]
+    assert len(problems()) >= 40
+    hashes = [problem.problem_hash for problem in problems().values()]
     assert len(set(hashes)) == len(hashes)
     assert [problem.problem_hash for problem in dict(all_problems()).values()] == hashes
     for model in ("tiny-gpt", "llama3-8b", "llama3-70b", "llama3.1-405b", "qwen3", "deepseek"):
         for limit in ("tight", "medium", "loose"):
             for way in ("free", "uniform"):
-                assert [n for n in PROBLEMS if n.startswith(model) and n.endswith(f"{limit}-{way}")]
-    for name, problem in PROBLEMS.items():
+                assert [
+                    n for n in problems() if n.startswith(model) and n.endswith(f"{limit}-{way}")
+                ]
+    for name, problem in problems().items():
         assert problem.queues
         assert all(3 < len(menu) <= 8 for menu in problem.menus)
         uniform = {stage.uniform_modes for stage in problem.stages}
@@ -29,14 +39,14 @@ def test_the_set_covers_what_it_must() -> None:
 
 
 def test_limits_grow_and_v1_has_a_schedule_at_each_but_of_the_longest_context() -> None:
-    for name, problem in PROBLEMS.items():
+    for name, problem in problems().items():
         assert feasibility(problem).plan is not None
         for of_v1 in (v1_menus(problem), as_v1(problem)):
             assert (feasibility(of_v1).plan is None) == name.startswith(LONG)
-    for name, problem in PROBLEMS.items():
+    for name, problem in problems().items():
         if "-tight-" in name:
             limits = [
-                [device.memory_bytes for device in PROBLEMS[other].devices]
+                [device.memory_bytes for device in problems()[other].devices]
                 for other in (name.replace("tight", kind) for kind in ("tight", "medium", "loose"))
             ]
             p, devices = len(problem.devices), range(len(problem.devices))
@@ -51,7 +61,7 @@ def test_limits_grow_and_v1_has_a_schedule_at_each_but_of_the_longest_context() 
 @pytest.mark.parametrize("name", ["tiny-gpt-p4-m8-tight-free", "llama3-8b-p4-m12-loose-uniform"])
 def test_v1_has_the_same_work_and_the_three_modes_that_it_can_say(name) -> None:
     """Whole offload and recomputation by an action; in v1's fields no workspace is less."""
-    problem = PROBLEMS[name]
+    problem = problems()[name]
     short, flat = v1_menus(problem), as_v1(problem)
     for stage, few, plain in zip(problem.stages, short.stages, flat.stages, strict=True):
         _, away, again = few.menu
@@ -105,7 +115,7 @@ def test_the_ledger_has_every_problem_with_its_limits() -> None:
     rows = read_rows(MenuRow, RESULTS)
     newest = {(row.instance, row.solver): row for row in rows}
     contestants = ("families", "uniform", "v1", "ours", "cp-sat")
-    assert set(newest) == {(name, solver) for name in PROBLEMS for solver in contestants}
+    assert set(newest) == {(name, solver) for name in problems() for solver in contestants}
     solved = [row for row in newest.values() if row.solver in ("v1", "ours")]
     assert len({(row.seconds, row.work) for row in solved}) == 1
     assert {row.threads for row in rows} == {1}

@@ -352,6 +352,15 @@ def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumber
     return CutNumbers(**(plain | changes))
 
 
+def limits_of(numbers: CutNumbers, pattern: Pattern) -> list[tuple[dict[int, list[float]], float]]:
+    """Return what layers take and what room there is for them, of each rank at each moment."""
+    return [
+        (numbers.layer_bytes(rank, one), numbers.room(rank, one))
+        for rank, moments in enumerate(pattern.moments)
+        for one in moments
+    ]
+
+
 @given(data=st.data(), cut=st.sampled_from([(2, 1, 3), (3, 1, 6), (2, 2, 4), (2, 3, 4), (3, 2, 6)]))
 @few(8)
 def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
@@ -399,16 +408,13 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
         rooms=(1.4 * given_numbers.rooms[0],) * pp,
         links=(((sent / 2, 0.004), (sent / 2, 0.004)),) * (num_stages - 1),
     )
+    limits = limits_of(other, pattern)
     lengths = [
         length_ms(other, sized)
         for sized in map(np.array, permutations(layers.tolist()))
         if all(
-            sum(
-                np.dot(needs, sized[stage]) for stage, needs in other.layer_bytes(rank, one).items()
-            )
-            <= other.room(rank, one)
-            for rank, moments in enumerate(pattern.moments)
-            for one in moments
+            sum(np.dot(needs, sized[stage]) for stage, needs in bytes_of.items()) <= room
+            for bytes_of, room in limits
         )
     ]
     # A program may stop 0.2 % below the best cut; what prices say may not be above that.
@@ -448,17 +454,11 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
     pattern = _CutProgram(here).pattern
 
     def least_ms(numbers: CutNumbers) -> float:
-        found = inf
+        found, limits = inf, limits_of(numbers, pattern)
         for sized in all_cuts(sum(sizes) + 2, num_stages):
             layers = np.array(sized, dtype=float)[:, None]
             layers[[0, -1]] -= 1.0
-            fits = all(
-                sum(need[0] * layers[s, 0] for s, need in numbers.layer_bytes(rank, one).items())
-                <= numbers.room(rank, one)
-                for rank, moments in enumerate(pattern.moments)
-                for one in moments
-            )
-            if fits:
+            if all(sum(need[0] * layers[s, 0] for s, need in n.items()) <= r for n, r in limits):
                 found = min(found, pattern.length_ms(numbers.durations(layers)))
         return found
 
