@@ -27,6 +27,7 @@ JOBS ?= 2
 EXTRAS_run := server,runtime
 EXTRAS_test := $(EXTRAS_run),trainers,postgres,plot,ray,dev
 EXTRAS_ci := $(EXTRAS_test),docs,ci
+EXTRAS_solver := solver
 # What is installed already, if it is more, will do.
 TEST_INSTALL := $(firstword $(wildcard .venv/.installed-ci) .venv/.installed-test)
 RUN_INSTALL := $(firstword $(wildcard .venv/.installed-ci .venv/.installed-test) .venv/.installed-run)
