@@ -193,7 +193,7 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     module = importlib.import_module("optpipe_solver.replan")
     monkeypatch.setattr(module, "_LIKE_WORK", 0.03)
     monkeypatch.setattr(module, "_SHAPE_WORK", 0.03)
-    monkeypatch.setattr(module, "_SHARES", (1.0, 0.9))
+    monkeypatch.setattr(module, "_SHARES", (1.0,))
 
     def packed(costs: list[int], *, again: bool = False) -> Problem:
         data = json.loads(dump_problem(batch(costs, room=130)))
