@@ -683,7 +683,7 @@ def _replaced(
         )
     fields = base.model_dump(by_alias=True)
     fields["stages"] = [
-        stage | one.fields(stage["checkpoint_bytes"])
+        stage | one.fields(stage["checkpoint_bytes"]) | one.menu(stage.get("modes", ()))
         for stage, one in zip(fields["stages"], times, strict=True)
     ]
     if given.num_microbatches is not None:
@@ -718,6 +718,17 @@ class _StageTimes(NamedTuple):
             "recompute_ms": None if checkpoint_bytes is None else again,
         }
 
+    def menu(self, modes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a menu, if there is one, whose RECOMPUTE takes as long as was measured."""
+        if not modes or self.recompute_ms is None:
+            return {}
+        return {
+            "modes": [
+                {**one, "recompute_ms": self.recompute_ms} if one["recompute"] == "apart" else one
+                for one in modes
+            ]
+        }
+
 
 def stage_times(
     stage: int,
@@ -744,7 +755,13 @@ def stage_times(
     recompute = medians.get("RECOMPUTE", base.recompute_ms if base else None)
     if "F" not in medians:
         note = f"{note} F was not measured; the base problem's time is kept.".strip()
+    if "RECOMPUTE" not in medians and base is not None and _has_recompute(base):
+        note = f"{note} RECOMPUTE was not measured; the base problem's time is kept.".strip()
     return _StageTimes(forward, backward_input, backward_weight, fused, recompute, note)
+
+
+def _has_recompute(base: Stage) -> bool:
+    return base.can_recompute or any(mode.recompute == "apart" for mode in base.modes)
 
 
 def _backward(

@@ -135,6 +135,21 @@ def test_what_the_base_gives_is_noted_once_for_all_stages_alike() -> None:
     )
 
 
+def test_a_measured_recompute_counts_for_the_menu_of_a_base() -> None:
+    """Of modes that recompute apart; where it was not measured, they keep their time, with a note."""
+    again = {"name": "again", "forward_bytes": 9, "recompute": "apart", "recompute_ms": 7}
+    inside = {"name": "inside", "forward_bytes": 5, "recompute": "inside", "recompute_ms": 3}
+    whole = stage(0, 1, 2, 3, modes=[{"name": "keep"}, again, inside])
+    base = problem([whole], format="optpipe/problem/v2")
+    times = {(0, "F"): [5.0], (0, "B"): [9.0]}
+    kept = build_problem(measured(times), base=base)
+    assert [mode.recompute_ms for mode in kept.problem.stages[0].modes] == [None, 7, 3]
+    assert "RECOMPUTE was not measured; the base problem's time is kept." in kept.notes[0]
+    found = build_problem(measured(times | {(0, "RECOMPUTE"): [4.0]}), base=base)
+    assert [mode.recompute_ms for mode in found.problem.stages[0].modes] == [None, 4, 3]
+    assert "RECOMPUTE" not in found.notes[0]
+
+
 def test_a_fused_backward_is_split_as_in_the_base() -> None:
     """B of 10 ms over a base with I : W of 2 : 3."""
     base = problem([stage(0, 1, 2, 3)])
