@@ -615,9 +615,10 @@ def _from_file(path: Path, read: Callable[[str], Read]) -> Read:
 def _built(
     measurements: Measurements, given: Given, base: Problem | None, pairs: bool
 ) -> BuiltProblem:
-    built = build_problem(measurements, given, base)
     if not pairs:
-        return built
+        return build_problem(measurements, given, base)
+    # What those of the base hide need not fit the measured times.
+    built = build_problem(measurements, given, base.with_pairs(()) if base else None)
     listed = measured_pairs(built.problem, measurements.samples)
     if not listed:
         raise MeasurementError(

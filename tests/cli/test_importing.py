@@ -117,7 +117,7 @@ def test_bad_input_leaves_with_2(optpipe, arguments, message) -> None:
 
 def test_what_passes_hide_behind_each_other_is_read_from_traces(optpipe, tmp_path) -> None:
     """Both compute 1, exchange 1, compute 1 ms: in turn 6, together 4; the first step is left out,
-    and the rank whose passes exchange nothing has no pair."""
+    and the rank whose passes exchange nothing has no pair. Pairs of a base are not kept."""
     paths = []
     for rank in range(2):
         trace = Trace(rank=rank)
@@ -134,3 +134,12 @@ def test_what_passes_hide_behind_each_other_is_read_from_traces(optpipe, tmp_pat
     (pair,) = load_problem(out.read_text()).pairs
     assert (pair.forward, pair.backward, pair.with_, pair.hidden_ms) == (0, 0, "B", 2.0)
     assert "includes waiting for the other ranks of its group" in " ".join(report.split())
+    longer = load_problem(out.read_text()).model_dump(mode="json", by_alias=True)
+    for cost in (cost for one in longer["stages"] for cost in one["costs"]):
+        cost |= {"forward_ms": 9, "backward_ms": 9}
+    longer["pairs"][0]["hidden_ms"] = 8
+    base = tmp_path / "base.json"
+    base.write_text(json.dumps(longer))
+    code, _, err = optpipe("import", "kineto", *paths, "--base", base, "--pairs", "-o", out)
+    assert code == 0, err
+    assert load_problem(out.read_text()).pairs == (pair,)
