@@ -673,14 +673,17 @@ def _context(shape: ModelShape, machines: Sequence[Machine], pp: int, slices: in
     tokens = training.micro_batch * training.sequence
     peaks = [one.hardware.peak_flops("bf16") for one in machines]
     degrees = {name: getattr(training, name) for name in ("tp", "cp", "ep", "etp", "dp")}
-    return Context(
-        tokens_per_microbatch=tokens // slices,
-        flops_per_token=model_flops(shape, training) / tokens,
-        gpus_per_device=training.tp * training.cp,
-        peak_flops=sum(peaks) / len(peaks),
-        model=shape.name,
-        parallelism={"pp": pp, **degrees},
-    )
+    try:
+        return Context(
+            tokens_per_microbatch=tokens // slices,
+            flops_per_token=model_flops(shape, training) / tokens,
+            gpus_per_device=training.tp * training.cp,
+            peak_flops=sum(peaks) / len(peaks),
+            model=shape.name,
+            parallelism={"pp": pp, **degrees},
+        )
+    except ValidationError as error:
+        raise InputError(explain(error, Context)) from None
 
 
 def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:

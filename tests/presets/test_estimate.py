@@ -320,6 +320,7 @@ def test_degrees_that_divide_nothing_are_refused(training, named) -> None:
         ({"layout": "fair"}, "layout = 'fair'"),
         ({"num_microbatches": 10**8}, "exceeds 2000000"),
         ({"training": Training(sequence=10**12)}, "must be <= "),
+        ({"training": Training(dp=10**12)}, "parallelism.dp = 1000000000000: must be <= "),
         ({"gpu": find_gpu("a100"), "training": Training(precision="fp8")}, "no fp8 products"),
     ],
 )
