@@ -24,7 +24,7 @@ import heapq
 import multiprocessing as mp
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from itertools import groupby, islice
 from math import inf
@@ -236,7 +236,10 @@ class TuneResult:
         }
 
 
-_GIVEN = ("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch")
+_GIVEN = (
+    *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch", "overlap"),
+    *("sequence_parallel", "offloaded_layers"),
+)
 """Of a training, what is the same for all that is searched."""
 _FAR = 3.0
 """A measured step that many times longer or shorter than estimated is said to be."""
@@ -245,6 +248,8 @@ _FAR = 3.0
 def _beside(question: TuneQuestion, today: Training) -> tuple[str, ...]:
     """Return in what today's run differs from all that is searched, and from its own estimate."""
     searched = question.training
+    # On one tensor-parallel rank there are no sequences to split.
+    today = replace(today, sequence_parallel=today.sequence_parallel or today.tp == 1)
     differ = [name for name in _GIVEN if getattr(today, name) != getattr(searched, name)]
     found: tuple[str, ...] = ()
     if differ:
