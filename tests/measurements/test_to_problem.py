@@ -136,7 +136,7 @@ def test_what_the_base_gives_is_noted_once_for_all_stages_alike() -> None:
 
 
 def test_a_measured_recompute_counts_for_the_menu_of_a_base() -> None:
-    """Of modes that recompute apart; where it was not measured, they keep their time, with a note."""
+    """Of modes that recompute apart; not measured, they keep their time, with a note."""
     again = {"name": "again", "forward_bytes": 9, "recompute": "apart", "recompute_ms": 7}
     inside = {"name": "inside", "forward_bytes": 5, "recompute": "inside", "recompute_ms": 3}
     whole = stage(0, 1, 2, 3, modes=[{"name": "keep"}, again, inside])

@@ -150,7 +150,8 @@ def read_current(
     Raises
     ------
     InputError
-        As `optpipe.presets.read_megatron`, and if a step of it has another batch or sequence.
+        As `optpipe.presets.read_megatron`, and if a step of it has another batch or sequence, or
+        other multi-token prediction.
     """
     text = text.removeprefix("\ufeff")  # which some editors put in front
     if is_torchtitan is None:
@@ -173,6 +174,13 @@ def read_current(
             f"a step of it is {said[0]} sequences of {said[1]:,} tokens, asked are {wanted[0]} of "
             f"{wanted[1]:,}, and two such steps cannot be compared; ask for the same global batch "
             "and sequence"
+        )
+    mtp, wanted_mtp = current.shape.mtp, question.shape.mtp
+    if mtp != wanted_mtp:
+        raise InputError(
+            f"it trains {mtp} modules of multi-token prediction, asked are the {wanted_mtp} of "
+            f"{question.shape.name!r}, and two such steps cannot be compared; ask for a model with "
+            f"{mtp}, or say {wanted_mtp} there"
         )
     return replace(current, kinds=_kinds_today(question, current.training))
 

@@ -21,6 +21,7 @@ from optpipe_solver.tune import (
     tune,
 )
 from optpipe_solver.tune.bounds import LayerTable
+from optpipe_solver.tune.document import read_current
 from optpipe_solver.tune.judge import ConfigurationJudge
 
 ASKED: dict[str, Any] = {
@@ -203,3 +204,13 @@ def test_what_cannot_be_asked_is_refused_at_its_field(
     with pytest.raises(InputError) as caught:
         read_question({**ASKED, "fixed": {}, **changes})
     assert caught.value.pointers == (pointer,)
+
+
+@pytest.mark.parametrize(("model", "num_mtp"), [("deepseek-v3", 0), ("deepseek-v3-mtp", 1)])
+def test_a_run_with_other_multi_token_prediction_is_not_compared(model: str, num_mtp: int) -> None:
+    text = "--micro-batch-size 1 --pipeline-model-parallel-size 8 --mtp-num-layers "
+    fields = {"model": model, "gpu": "h200", "num_gpus": 64, "global_batch": 64, "framework": "any"}
+    question = read_question({**fields, "fixed": {"pp": 8}}).question
+    assert read_current(question, f"{text}{num_mtp}").shape == question.shape
+    with pytest.raises(InputError, match=f"trains {1 - num_mtp} modules of multi-token prediction"):
+        read_current(question, f"{text}{1 - num_mtp}")
