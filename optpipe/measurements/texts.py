@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from optpipe.errors import MeasurementError, explain
-from optpipe.measurements.to_problem import Measurements, Sample, StageFacts, Transfer
+from optpipe.measurements.to_problem import (
+    MOST_STAGES,
+    Measurements,
+    Sample,
+    StageFacts,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -435,8 +441,9 @@ def read_stages_table(text: str) -> tuple[StageFacts, ...]:
     for row in rows:
         cells = {name: _number(row, name) for name in row.cells}
         stage = cells.pop("stage")
-        if not isinstance(stage, int) or stage in found:
-            again = "stands twice" if stage in found else "must be a whole number from 0"
+        if not isinstance(stage, int) or stage in found or stage >= MOST_STAGES:
+            rule = f"must be a whole number from 0, below {MOST_STAGES}"
+            again = "stands twice" if stage in found else rule
             raise MeasurementError(f"line {row.line}: stage = {stage}: {again}; correct the row")
         found[stage] = _checked(StageFacts, cells, row.line)
     gaps = sorted(set(range(1 + max(found))) - set(found))

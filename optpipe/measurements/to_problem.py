@@ -59,6 +59,12 @@ __all__ = [
 MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 """The actions that have a duration of their own."""
 
+MOST_STAGES = 65_536
+"""As many as a problem may have; a number beyond is no stage, and nothing is made as long as it."""
+
+_StageIndex = Annotated[Index, Field(lt=MOST_STAGES)]
+_DeviceIndex = Annotated[Index, Field(lt=4096)]
+
 
 class Sample(FrozenValue):
     """One run of one action.
@@ -76,7 +82,7 @@ class Sample(FrozenValue):
         entries more for each exchange. Empty where it exchanged nothing, or that is not known.
     """
 
-    stage: Index
+    stage: _StageIndex
     action: MeasuredAction
     time_ms: Milliseconds
     microbatch: Index | None = None
@@ -112,7 +118,7 @@ class StageFacts(_PartlyKnown):
     Where its ``modes`` are, they say what is offloaded and recomputed, their times included.
     """
 
-    device: Index | None = None
+    device: _DeviceIndex | None = None
     activation_bytes: Bytes | None = None
     weight_context_bytes: Bytes | None = None
     offload_bytes: Bytes | None = None
@@ -444,7 +450,7 @@ class Measurements(FrozenValue):
     source: str = Field(min_length=1)
     num_microbatches: Count | None = None
     samples: tuple[Sample, ...] = ()
-    placement: tuple[Index, ...] = ()
+    placement: tuple[_DeviceIndex, ...] = ()
     stages: tuple[StageFacts, ...] = ()
     devices: tuple[DeviceFacts, ...] = ()
     transfers: tuple[Transfer, ...] = ()

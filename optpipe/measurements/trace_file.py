@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import MeasurementError
+from optpipe.measurements.to_problem import MOST_STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -254,6 +255,7 @@ _WORDS = {
     "backward_weight": "W",
     "recompute": "RECOMPUTE",
 }
+_MOST_MICROBATCHES, _MOST_DIGITS = 10**9, 9
 _LETTERS = ("F", "I", "W", "B", "RECOMPUTE", "OFFLOAD", "RELOAD", "SEND_F")
 
 
@@ -333,6 +335,11 @@ def _number(groups: dict[str, str | None], name: str) -> int | None:
     if not text.isdecimal():
         raise MeasurementError(
             f"range pattern: group {name} matched {text!r}, which is no number; change the pattern"
+        )
+    limit = MOST_STAGES if name == "stage" else _MOST_MICROBATCHES
+    if len(text) > _MOST_DIGITS or int(text) >= limit:
+        raise MeasurementError(
+            f"a range's name says {name} {text[:40]}: must be below {limit}; change the pattern"
         )
     return int(text)
 

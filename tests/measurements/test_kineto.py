@@ -286,6 +286,20 @@ def test_patterns_that_say_nothing_are_refused(tmp_path: Path, pattern, message)
         read_kineto([trace.write(tmp_path / "a.json")], [pattern])
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "limit"),
+    [("999999999", "stage", 65536), ("12345678901", "microbatch", 10**9)],
+)
+def test_numbers_that_are_no_stage_or_micro_batch_are_refused(
+    tmp_path: Path, name: str, group: str, limit: int
+) -> None:
+    """Process ids, say: nothing is made as long as they are."""
+    trace = Trace(rank=0)
+    trace.gpu(name, (0, 10))
+    with pytest.raises(MeasurementError, match=f"says {group} {name}: must be below {limit}"):
+        read_kineto([trace.write(tmp_path / "a.json")], [rf"F=(?P<{group}>\d+)"])
+
+
 def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     """Stage 1 alone on one rank, beside stage 0 on another."""
     paths = []

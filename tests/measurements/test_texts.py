@@ -244,6 +244,7 @@ HEADER = "stage,action,time_ms\n"
         (HEADER + "0,F,fast\n", "line 2: time_ms = 'fast': must be a number"),
         (HEADER + "0,F,nan\n", "line 2: time_ms = nan: must be finite"),
         (HEADER + "0,F,-1\n", "line 2: time_ms = -1.0: must be >= 0"),
+        (HEADER + "999999999,F,1\n", "line 2: stage = 999999999: must be < 65536"),
         (HEADER + "0.5,F,1\n", "line 2: stage = 0.5: must be a whole number"),
         (HEADER + "0,G,1\n", "line 2: action = 'G'"),
         (HEADER + "0,,1\n", "line 2: action: is missing"),
@@ -267,6 +268,7 @@ def test_a_table_of_stages_is_read() -> None:
     [
         ("stage,activation\n0,1\n", "column 'activation' is unknown"),
         ("stage,static_bytes\n0,1\n0,2\n", "line 3: stage = 0: stands twice"),
+        ("stage,static_bytes\n999999999,1\n", "a whole number from 0, below 65536"),
         ("stage,static_bytes\n-1,2\n", "line 2: stage = -1.0: must be a whole number from 0"),
         ("stage,static_bytes\n0,1\n2,2\n", "no row for stage 1"),
         ("stage,static_bytes\n0,1.5\n", "line 2: static_bytes = 1.5: must be a whole number"),
