@@ -326,4 +326,4 @@ def _sizes(rows: Rows, name: str, field: str) -> TableColumn:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"
+    return f"{round(100 * value, 1) + 0.0:.1f}"  # not -0.0

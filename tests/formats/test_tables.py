@@ -57,13 +57,14 @@ def absent(method: str, reason: str) -> dict[str, Any]:
 
 ROWS = [
     row("best", tokens_per_s=12345.6),
-    row("big", peak_bytes=100 * GIB, over_limit=True),
+    row("big", peak_bytes=100 * GIB, span_bubble=-2.2e-16, over_limit=True),
     absent("none", "needs a | loop\nplacement"),
 ]
 
 
 def test_markdown_has_a_line_per_row_and_says_why_in_the_last_column() -> None:
-    """Sizes share one unit; what nobody told is no column; cells cannot break the table."""
+    """Sizes share one unit; what nobody told is no column; cells cannot break the table, and a
+    bubble that is 0 but for rounding is 0.0."""
     header, rule, *lines = dump_comparison(ROWS, "markdown").splitlines()
     assert header == (
         "| method | makespan ms | bubble % | span ms | bubble % | P50 ms | P95 ms | memory GiB "
@@ -73,7 +74,7 @@ def test_markdown_has_a_line_per_row_and_says_why_in_the_last_column() -> None:
     assert lines == [
         "| best | 1,234.6 | 25.0 | 1,200.0 | 20.0 | 1,240.0 | 1,300.0 | 1.5 | 0 | 12,346 | 0.12 "
         "|  |",
-        "| big | 1,234.6 | 25.0 | 1,200.0 | 20.0 | 1,240.0 | 1,300.0 | 100.0 | 0 | - | 0.12 "
+        "| big | 1,234.6 | 25.0 | 1,200.0 | 0.0 | 1,240.0 | 1,300.0 | 100.0 | 0 | - | 0.12 "
         "| over the memory limit |",
         r"| none | - | - | - | - | - | - | - | - | - | 0.00 | needs a \| loop placement |",
     ]
