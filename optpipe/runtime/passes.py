@@ -121,16 +121,19 @@ class Passes:
         return getattr(self._running, "action", None)
 
     def forward(
-        self, stage: int, microbatch: int, inputs: Sequence[Tensor]
+        self, stage: int, microbatch: int, inputs: Sequence[Tensor], given: Sequence[Tensor] = ()
     ) -> AbstractContextManager[object]:
-        """Run an F as its mode says: captured if it will be offloaded, without a graph if apart."""
+        """Run an F as its mode says: captured if it will be offloaded, without a graph if apart.
+
+        ``inputs`` are those that cross into the stage; ``given`` are the caller's, and stay.
+        """
         self._begin(Action(stage, ActionType.FORWARD, microbatch))
         treatment = self._treatments.get((stage, microbatch))
         if treatment is None:
             return _PLAIN
         if treatment.apart:
             return self._without_graph((stage, microbatch), treatment, inputs)
-        return self._treated((stage, microbatch), treatment, inputs)
+        return self._treated((stage, microbatch), treatment, [*inputs, *given])
 
     @contextmanager
     def _without_graph(

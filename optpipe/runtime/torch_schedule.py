@@ -554,11 +554,11 @@ class HookedStage(PipelineStage):
         if not self.is_first:
             self.slots.take_out(Pass(False, self.stage_index - 1, fwd_chunk_id), infos)
         kwargs = self.kwargs[fwd_chunk_id]
-        inputs: list[Any] = [*(args if self.is_first else [info.buffer for info in infos])]
-        if kwargs:
-            inputs += tensors_in(kwargs)
+        inputs = args if self.is_first else [info.buffer for info in infos]
+        # Other micro-batches, and other stages of this rank, may be given the same.
+        given = tensors_in(kwargs) if kwargs else ()
         sliced = nullcontext() if self.slices is None else self.slices.forward(fwd_chunk_id)
-        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs), sliced:
+        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs, given), sliced:
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         for info in infos:
             info.buffer = None

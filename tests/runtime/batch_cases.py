@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor, Replicate
 
-from optpipe import Schedule
+from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import WIDTH, own_part
@@ -284,3 +284,39 @@ def train_to_a_loss(schedule: Schedule) -> Lost:
     return Lost(
         float((losses - whole).abs().max()), float((evaluated.losses - whole).abs().max()), done
     )
+
+
+class _Masked(nn.Module):
+    """A layer behind which a mask, given by keyword, says what changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, state: Tensor, mask: Tensor) -> Tensor:
+        changed: Tensor = state + torch.tanh(self.layer(state)) * mask
+        return changed
+
+
+def train_with_one_mask(schedule: Schedule, problem: Problem) -> float:
+    """Give one tensor to all micro-batches; return how far gradients are from one process's."""
+    count, rank = num_microbatches_of(schedule), dist.get_rank()
+    torch.manual_seed(2)
+    modules = [_Masked() for _ in schedule.placement]
+    whole = copy.deepcopy(modules)
+    batch, target, mask = torch.rand(3, 2 * count, WIDTH, dtype=torch.float64)
+    mask = mask[:2].clone()
+    kept = mask.data_ptr()
+    runner = PipelineRunner(
+        {rank: modules[rank]}, schedule, nn.functional.mse_loss, problem, min_offload_bytes=1
+    )
+    runner.step(batch, target=target, kwarg_mbs=[{"mask": mask}] * count)
+    runner.close()
+    assert mask.data_ptr() == kept
+    for state, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
+        output = state
+        for module in whole:
+            output = module(output, mask)
+        (nn.functional.mse_loss(output, wanted) / count).backward()
+    pairs = zip(modules[rank].parameters(), whole[rank].parameters(), strict=True)
+    return max(float((_grad(ours) - _grad(theirs)).abs().max()) for ours, theirs in pairs)

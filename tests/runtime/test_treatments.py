@@ -23,7 +23,7 @@ from optpipe.runtime.treatments import (
     treatments_of,
 )
 from optpipe.schedule import Action, ActionType
-from tests.runtime import cases, schedules, small_cases
+from tests.runtime import batch_cases, cases, schedules, small_cases
 
 GROUPS = ("attn", "core_attn", "mlp", "norm")
 NUM_MICROBATCHES = 12
@@ -96,6 +96,16 @@ def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) 
             assert min(one.offloaded_bytes for one in outcomes) > 0
             seen |= {(first, part[number - 1]) for number in number_of.values()}
     assert len(seen) == 2 * len(menu)
+
+
+def test_what_a_step_is_given_by_keyword_stays_where_it_is(ranks) -> None:
+    """Where a stage's input leaves, other micro-batches still read what the caller gave."""
+    problem = menu_problem([Treatment(apart=True, moved=EVERYTHING)])
+    number_of = {(stage, j): 1 for j in range(NUM_MICROBATCHES) for stage in range(1, 4)}
+    programs = schedules.one_f_one_b(4, NUM_MICROBATCHES)
+    schedule = schedules.make_schedule(problem, schedules.in_modes(problem, programs, number_of))
+    for difference in ranks.run(batch_cases.train_with_one_mask, schedule, problem):
+        assert difference < 1e-15
 
 
 # --- What a mode says.
