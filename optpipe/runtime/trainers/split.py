@@ -419,13 +419,16 @@ def clip_together(
     Returns
     -------
     Tensor
-        The norm before, of all ranks' gradients together.
+        The norm before, of all ranks' gradients together, in float64 and the same on all.
     """
-    given = {one: None for one in parameters if one.grad is not None}
+    own = list(parameters)
+    given = {one: None for one in own if one.grad is not None}
     elsewhere = set(counted_elsewhere)
     gradients = [one.grad for one in given if one not in elsewhere and one.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Of one type and on the device that sends: other ranks may have gradients of another, or none.
+    norm = norm.to(own[0].device if own else None, torch.float64)
     if norm_type == float("inf"):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
     else:

@@ -13,6 +13,7 @@ from optpipe import Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.trainers import materialize, split, ties_of
+from optpipe.runtime.trainers.split import clip_together
 from tests.runtime.trainers.language_model import (
     NUM_BLOCKS,
     LanguageModel,
@@ -101,6 +102,19 @@ def _step_whole(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
     return torch.stack(losses).detach(), norm
+
+
+def clip_mixed() -> tuple[float, float]:
+    """Clip gradients of a type of their own on each rank, none on one; the norms before and after.
+
+    The gradients of each rank that has some have a norm of 300, whose square no fp16 holds.
+    """
+    types = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    parameter = nn.Parameter(torch.zeros(4, dtype=types[dist.get_rank()]))
+    if dist.get_rank() != 2:
+        parameter.grad = torch.full_like(parameter, 150)
+    before = clip_together([parameter], 1.0)
+    return float(before), float(clip_together([parameter], 1e9))
 
 
 def load_split(folder: str, num_stages: int, seed: int) -> list[float]:

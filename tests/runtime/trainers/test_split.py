@@ -35,6 +35,13 @@ def test_stages_with_tied_weights_train_like_the_whole_model(ranks, placement, t
     assert len(losses) == 1
 
 
+def test_gradients_of_several_types_are_clipped_together(ranks):
+    """Also where a rank has none, and where squares are too large for their type."""
+    for before, after in ranks.run(split_cases.clip_mixed):
+        assert before == pytest.approx(300 * 3**0.5, rel=1e-6)
+        assert after == pytest.approx(1.0, rel=1e-3)
+
+
 def test_a_split_leaves_the_model_alone_and_stages_keep_its_keys():
     """By numbers and by names; a stage is told from the model by what it holds."""
     model = language_model()
