@@ -285,7 +285,8 @@ class TiedWeights:
     """The copies on one rank of parameters that several stages share.
 
     All ranks of the group make one together; ties of stages on this rank become one parameter, and
-    the others get the values of the first stage's.
+    the others get the values of the first stage's. One that is frozen in all stages gets no
+    gradient, as in the whole model: an optimizer would decay a weight whose gradient is zero.
 
     Parameters
     ----------
@@ -324,6 +325,8 @@ class TiedWeights:
                 continue
             first = placement[tie.stages[0]]
             self._shared.append((parameter, homes))
+            trains = torch.tensor([parameter.requires_grad], device=parameter.device)
+            parameter.requires_grad_(any(map(bool, self._exchanged(trains, homes))))
             for part in parts_with_memory(parameter.data):
                 part.copy_(self._exchanged(part, homes)[homes.index(first)])
             if rank != first:
@@ -338,6 +341,9 @@ class TiedWeights:
     def add_up(self) -> None:
         """Let all copies have the sum of their gradients; all ranks that hold one together."""
         for (parameter, homes), before in zip(self._shared, self._before, strict=True):
+            if not parameter.requires_grad:
+                parameter.grad = before
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             for part in parts_with_memory(parameter.grad):

@@ -104,6 +104,19 @@ def _step_whole(
     return torch.stack(losses).detach(), norm
 
 
+def train_frozen(schedule: Schedule) -> list[str]:
+    """Take a step whose tied weight is frozen; the parameters of this rank without a gradient."""
+    model, rank = language_model(), dist.get_rank()
+    model.get_parameter("token.weight").requires_grad_(False)
+    stages = split(model, _even(len(schedule.placement)))
+    ties = ties_of(stages)
+    runner = PipelineRunner({rank: stages[rank]}, schedule, token_loss, ties=ties)
+    batch, target = tokens(2 * num_microbatches_of(schedule), seed=0)
+    runner.step(batch, target=target, loss_kwargs={"scale": torch.tensor(1.0)})
+    runner.close()
+    return [name for name, one in stages[rank].named_parameters() if one.grad is None]
+
+
 def clip_mixed() -> tuple[float, float]:
     """Clip gradients of a type of their own on each rank, none on one; the norms before and after.
 

@@ -35,6 +35,14 @@ def test_stages_with_tied_weights_train_like_the_whole_model(ranks, placement, t
     assert len(losses) == 1
 
 
+def test_a_tied_weight_that_is_frozen_gets_no_gradient(ranks):
+    """An optimizer that is given all parameters would decay it where its gradient is zero."""
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
+    found = ranks.run(split_cases.train_frozen, schedule)
+    assert found == [["token.weight"], [], [], ["head.weight"]]
+
+
 def test_gradients_of_several_types_are_clipped_together(ranks):
     """Also where a rank has none, and where squares are too large for their type."""
     for before, after in ranks.run(split_cases.clip_mixed):
