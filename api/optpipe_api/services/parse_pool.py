@@ -99,7 +99,15 @@ class ParsePool:
             if self._num_waiting >= _WAITING:
                 raise TooManyBodiesError(self._num_waiting)
             self._num_waiting += 1
-        return self._threads.submit(self._call, function, args)
+        call = self._threads.submit(self._call, function, args)
+        call.add_done_callback(self._leave)
+        return call
+
+    def _leave(self, call: Future[Any]) -> None:
+        """Count a call no more that its caller gave up, and that has not begun."""
+        if call.cancelled():
+            with self._lock:
+                self._num_waiting -= 1
 
     def _call(self, function: Callable[..., T], args: Sequence[Any]) -> T:
         """Call in a process that has nothing to do, or in a new one; keep it unless it is spent."""

@@ -110,6 +110,24 @@ def test_a_queue_of_large_bodies_ends_somewhere(pool) -> None:
     assert lengths == [len(LARGE)] * (30 - len(refused))
 
 
+def test_whoever_gives_up_leaves_the_queue(pool) -> None:
+    """As a request does whose key is revoked: places that are never free again end in refusals."""
+
+    async def give_up() -> None:
+        busy = [asyncio.create_task(pool.run(heavy.spin, LARGE)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(until, lambda: pool.num_waiting == 0)
+        waiting = [asyncio.create_task(pool.run(heavy.measure, LARGE)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert pool.num_waiting == 3
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*busy, *waiting, return_exceptions=True)
+
+    asyncio.run(give_up())
+    assert pool.num_waiting == 0
+
+
 SERVER = """
 import time
 from optpipe_api.services.parse_pool import ParsePool
