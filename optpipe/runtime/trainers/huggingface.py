@@ -239,7 +239,7 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module]) -> None:
         )
     parameter = next(model.parameters())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        modes = {module: module.training for module in model.modules()}
+        modes = {one: one.training for whole in (model, *stages) for one in whole.modules()}
         model.eval()
         for stage in stages:
             stage.eval()
@@ -249,8 +249,6 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module]) -> None:
         expected: Any = model(input_ids=tokens, use_cache=False)
         for module, mode in modes.items():
             module.training = mode
-        for stage in stages:
-            stage.train(model.training)
     if not torch.allclose(state, expected.logits, rtol=1e-3, atol=1e-4):
         raise PreflightError(
             f"the stages of {name}, chained, give other logits than the model: its layers are not "
