@@ -132,17 +132,25 @@ class Passes:
         if treatment is None:
             return _PLAIN
         if treatment.apart:
-            return self._without_graph((stage, microbatch), treatment, inputs)
+            return self._without_graph((stage, microbatch), treatment, inputs, given)
         return self._treated((stage, microbatch), treatment, [*inputs, *given])
 
     @contextmanager
     def _without_graph(
-        self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor]
+        self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor], given: Sequence[Tensor]
     ) -> Iterator[None]:
         stage, microbatch = cell
         self._random_states[cell] = self._random_state()
+        taken = [*inputs, *given]
+        versions = [one._version for one in taken]  # noqa: SLF001 - counts changes in place
         with self._buffers[stage].noted(microbatch), torch.no_grad():
             yield
+        if versions != [one._version for one in taken]:  # noqa: SLF001
+            raise PreflightError(
+                f"stage {stage} changes an input in place, but micro-batch {microbatch} is "
+                "recomputed: its second forward would read what the first one left; change a "
+                "copy (.clone()), or solve a problem in which this stage is not recomputed"
+            )
         if treatment.moved:
             self._offloader.take_in(cell, inputs)
 

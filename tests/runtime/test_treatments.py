@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from optpipe import Problem
 from optpipe.runtime import PreflightError, groups, modes
-from optpipe.runtime.offload import EVERYTHING, REST
+from optpipe.runtime.offload import EVERYTHING, REST, Offloader
+from optpipe.runtime.passes import Passes, WeightGradients
 from optpipe.runtime.treatments import (
     GroupCalls,
     Treatment,
@@ -22,6 +23,7 @@ from optpipe.runtime.treatments import (
     parse_treatment,
     treatments_of,
 )
+from optpipe.runtime.watch import Activity
 from optpipe.schedule import Action, ActionType
 from tests.runtime import batch_cases, cases, schedules, small_cases
 
@@ -106,6 +108,23 @@ def test_what_a_step_is_given_by_keyword_stays_where_it_is(ranks) -> None:
     schedule = schedules.make_schedule(problem, schedules.in_modes(problem, programs, number_of))
     for difference in ranks.run(batch_cases.train_with_one_mask, schedule, problem):
         assert difference < 1e-15
+
+
+def test_a_stage_that_changes_its_input_is_not_run_again() -> None:
+    """In grad mode torch refuses it of what needs a gradient, and of a mask nobody would."""
+    module, cell = nn.Identity(), (1, 0)
+    device = torch.device("cpu")
+    offloader = Offloader({1: module}, device, ())
+    treated = {cell: Treatment(apart=True)}
+    passes = Passes(offloader, WeightGradients(), treated, 3, device, activity=Activity())
+    state, mask = torch.rand(2), torch.ones(2, dtype=torch.bool)
+    with passes.forward(*cell, [state, mask]):
+        module(state)
+    with (
+        pytest.raises(PreflightError, match="stage 1 changes an input in place"),
+        passes.forward(*cell, [state], [mask]),
+    ):
+        mask.logical_not_()
 
 
 # --- What a mode says.
