@@ -35,7 +35,7 @@ from optpipe.problem import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from optpipe.problem import Stage
+    from optpipe.problem import LicensedPair, Stage
 
 __all__ = [
     "BuiltProblem",
@@ -692,9 +692,27 @@ def _replaced(
         stage | one.fields(stage["checkpoint_bytes"]) | one.menu(stage.get("modes", ()))
         for stage, one in zip(fields["stages"], times, strict=True)
     ]
+    if base.pairs:
+        fields["pairs"] = [
+            pair.model_dump(by_alias=True) | {"hidden_ms": _hidden_ms(pair, times)}
+            for pair in base.pairs
+        ]
     if given.num_microbatches is not None:
         fields["num_microbatches"] = given.num_microbatches
     return fields, []
+
+
+def _hidden_ms(pair: LicensedPair, times: Sequence[_StageTimes]) -> float:
+    """Return what a pair of the base problem hides, of passes as they were measured.
+
+    More than the shorter of the two cannot be hidden, however little was missing before.
+    """
+    of = times[pair.backward]
+    backward_ms = of.backward_input_ms
+    if pair.with_ == "B":
+        fused_ms = of.backward_ms
+        backward_ms = backward_ms + of.backward_weight_ms if fused_ms is None else fused_ms
+    return min(pair.hidden_ms, times[pair.forward].forward_ms, backward_ms)
 
 
 # --- The times of one stage of a problem, from the medians of what was measured.

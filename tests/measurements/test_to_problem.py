@@ -122,6 +122,29 @@ def test_only_times_of_a_base_problem_are_replaced() -> None:
     assert built == Problem.parse(expected)
 
 
+@pytest.mark.parametrize(
+    ("times", "hidden"),
+    [
+        ({(0, "F"): [3.0]}, (2.5, 1.5)),
+        ({(0, "F"): [2.0]}, (2.0, 1.5)),
+        ({(1, "I"): [1.0], (1, "W"): [1.25]}, (2.25, 1.0)),
+        ({(1, "B"): [1.0]}, (1.0, 0.4)),
+    ],
+)
+def test_a_pair_hides_no_more_than_the_shorter_of_its_passes_as_measured(times, hidden) -> None:
+    """Or no report of a shorter pass would make a problem."""
+    base = problem(
+        [stage(0, 3, 2, 3), stage(0, 3, 2, 3)],
+        format="optpipe/problem/v2",
+        pairs=[
+            {"forward": 0, "backward": 1, "hidden_ms": 2.5},
+            {"forward": 0, "backward": 1, "with": "I", "hidden_ms": 1.5},
+        ],
+    )
+    found = measured(times).problem(base=base).pairs
+    assert tuple(one.hidden_ms for one in found) == pytest.approx(hidden)
+
+
 def test_what_the_base_gives_is_noted_once_for_all_stages_alike() -> None:
     """Stages 0 and 1 lack a backward, stage 2 everything."""
     base = problem([stage(0, 1, 2, 3), stage(1, 1, 2, 3), stage(2, 1, 2, 3)])
