@@ -7,9 +7,9 @@ fixed number of simulated actions. The rules make no copies to the host. Where t
 that stands for all is named: the first call with it solves problems of equal micro-batches
 (`optpipe_solver.dealing`), and that batch itself, under the limits and under tighter ones, as other
 batches need more. Later calls deal into the places of all these, in those of the batch the longest
-where its longest stood. Where such a deal fits and makes copies, no rule is tried: it is mostly
-shorter than what rules make, and annealing has their time. Nothing depends on clocks or on earlier
-batches: all ranks that ask get the same answer.
+where its longest stood. Where such a deal fits and makes copies, only 1F1B is tried beside it: it
+is mostly shorter than what rules make, and annealing has their time. Nothing depends on clocks or
+on earlier batches: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from optpipe_solver.last_steps import with_free_share
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.dispatching import dispatched
+from optpipe_solver.local_search.propose import MoveShares
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import record, solve
 
@@ -57,19 +58,16 @@ _PLAIN = ("1f1b", "interleaved")
 _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
 """What is made for the mean micro-batch, or the largest, in some milliseconds."""
 
-_WORK = 700_000
-"""Actions simulated: about 50 ms of one core."""
+_WORK = 770_000
+"""Actions simulated: about 60 ms of one core."""
 
-_RULES_SHARE = 2 / 3
+_RULES_SHARE = 0.6
 """Share of the work that goes into dispatching rules, about half of the time; then annealing."""
-
-_DEALT_SHARE = 0.52
-"""Share of the work that annealing has where no rule is tried: about the same time in all."""
 
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
-_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.75, 0.6, 0.4)
+_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Units of work for the batch that stands for all, under each of these shares of its memory."""
 
 _MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
@@ -77,6 +75,9 @@ _MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
 
 _HOT, _COLD = 0.05, 0.005
 """Temperatures at the beginning and the end, as fractions of a mean pass."""
+
+_MOVES = MoveShares(on_path=1.0, relabels=0.01, modes=0.5, waves=0.0, backwards=0.05)
+"""What pays in so short a search: all around a longest path, and rarely what times all devices."""
 
 
 def replan(
@@ -119,18 +120,18 @@ def replan(
         by_length = [_by_length(shape), _by_length(problem)]
         deals += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
     starts: list[_Start] = []
-    anneals = _DEALT_SHARE
-    if not any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals):
-        anneals = 1 - _RULES_SHARE
-        starts += _ruled(compiled, round(_RULES_SHARE * work), seed)
-    starts += _usual(compiled)
-    if like is not None or not starts:
+    copies = any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals)
+    ruled = 0 if copies else round(_RULES_SHARE * work)
+    if ruled:
+        starts += _ruled(compiled, ruled, seed)
+    starts += _usual(compiled, () if copies else _QUICK)
+    if not copies and (like is not None or not starts):
         starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
     starts += deals
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
     best.offer(
-        compiled.decode(_annealed(compiled, rows, start_ms, max(1, round(anneals * work)), seed)),
+        compiled.decode(_annealed(compiled, rows, start_ms, max(1, work - ruled), seed)),
         "local-search",
     )
     best.offer_bound(bound.ms, bound.method)
@@ -248,12 +249,11 @@ def _ruled(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
         yield "dispatching rules", *found
 
 
-def _usual(compiled: CompiledProblem) -> Iterator[_Start]:
-    """Yield 1F1B, and what is made at once for equal micro-batches, in the best of some orders."""
+def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
+    """Yield 1F1B, and ``quick`` families for equal micro-batches, in the best of some orders."""
     problem = compiled.problem
-    alike = list(stand_ins(problem))
     families = [(name, problem.least) for name in _PLAIN]
-    families += [(name, stand_in) for name in _QUICK for stand_in in alike]
+    families += [(name, stand_in) for name in quick for stand_in in stand_ins(problem)]
     family_of = {family.name: family for family in FAMILIES}
     built = []
     for name, equal in families:
@@ -280,6 +280,7 @@ def _deals(
 
 def _annealed(compiled: CompiledProblem, rows: Rows, start_ms: float, work: int, seed: int) -> Rows:
     table = table_for(compiled, rows)
+    table = table._replace(rules=table.rules._replace(shares=_MOVES))
     course = course_of(table, start_ms)
     scale_ms = table.rules.mean_pass_ms
     draw = moves.seeded(seed)

@@ -21,10 +21,35 @@ if TYPE_CHECKING:
     from optpipe_solver.local_search.board import Board, Undo
     from optpipe_solver.local_search.moves import Draw
 
-__all__ = ["SearchRules", "everywhere", "least_tails", "propose", "rules_of", "some_stretch"]
+__all__ = [
+    "MoveShares",
+    "SearchRules",
+    "everywhere",
+    "least_tails",
+    "propose",
+    "rules_of",
+    "some_stretch",
+]
 
 
 # --- What a search may do and how it judges, fixed for one problem.
+
+
+class MoveShares(NamedTuple):
+    """How often which moves are tried, each a share of all.
+
+    ``on_path``: around a longest path, whatever they are. ``relabels``: two micro-batches that
+    differ change places on all devices, where that is a choice. ``modes``: something else becomes
+    of an activation; ``waves``: of many, or many passes move, which costs as much as hundreds of
+    the others where batches are long. ``backwards``: whole backwards are parked or traded. The
+    rest moves single actions, or some of them.
+    """
+
+    on_path: float = 0.5
+    relabels: float = 0.15
+    modes: float = 0.12
+    waves: float = 0.03
+    backwards: float = 0.10
 
 
 class SearchRules(NamedTuple):
@@ -50,6 +75,7 @@ class SearchRules(NamedTuple):
     relabels: bool
     in_turn: bool
     turns: Ints
+    shares: MoveShares
 
 
 def rules_of(compiled: CompiledProblem) -> SearchRules:
@@ -70,6 +96,7 @@ def rules_of(compiled: CompiledProblem) -> SearchRules:
         relabels=problem.num_costs > 1 and problem.order == "free" and not problem.has_samples,
         in_turn=bool(problem.forward_turns),
         turns=_turns(problem),
+        shares=MoveShares(),
     )
 
 
@@ -128,7 +155,6 @@ def _backward_ms(problem: Problem, tails: Floats, s: int) -> float:
 # ruff: noqa: PLR0917 - compiled code takes its arguments by position
 
 
-_ON_PATH = 0.5
 _TWICE = 0.1
 """Share of proposals that make two moves at once: some doors need two keys."""
 
@@ -147,15 +173,8 @@ _REVERSALS = 0.24
 _V1_MODES, _IMITATED = 3, 0.5
 """Modes of v1's menus, at most; and the share of choices from larger ones that imitate."""
 
-_RELABELS, _UNLIKE = 0.15, 4
-"""Share of moves that exchange two micro-batches, where they differ, and tries to find a pair that
-differs."""
-
-_MODES, _WAVES = 0.12, 0.03
-"""Shares of moves that change what becomes of activations, and of those along many micro-batches.
-
-The latter cost as much as hundreds of the others where batches are long.
-"""
+_UNLIKE = 4
+"""Tries to find two micro-batches that differ."""
 
 
 @lean
@@ -176,14 +195,14 @@ def propose(
     """
     changed = False
     for _ in range(_TRIES):
-        code = _somewhere(board, times, path, path_size, focus, draw)
+        code = _somewhere(board, times, path, path_size, focus, rules.shares.on_path, draw)
         changed = code >= 0 and _move(board, undo, times, memory, rules, code, draw)
         if changed or undo.sizes[0] > 0:
             break
     if not changed:
         return False
     if moves.unit(draw) < _TWICE:
-        code = _somewhere(board, times, path, path_size, focus, draw)
+        code = _somewhere(board, times, path, path_size, focus, rules.shares.on_path, draw)
         return code >= 0 and _move(board, undo, times, memory, rules, code, draw)
     return True
 
@@ -195,10 +214,11 @@ def _somewhere(
     path: Ints,
     path_size: int,
     focus: Ints,
+    on_path: float,
     draw: Draw,
 ) -> int:
     """Return an action to move, -1 where the choice is void."""
-    if path_size > 0 and moves.unit(draw) < _ON_PATH:
+    if path_size > 0 and moves.unit(draw) < on_path:
         code = path[moves.below(draw, path_size)]
         device = times.device_of[code % times.num_cells // times.num_microbatches]
         return code if focus[device, 0] <= board.at[code] < focus[device, 1] else -1
@@ -226,16 +246,17 @@ def _move(
         code = cell + times.num_cells * moves.below(draw, FULL_BACKWARD)
         if board.at[code] < 0:
             return False
-    if rules.relabels and moves.unit(draw) < _RELABELS:
+    shares = rules.shares
+    if rules.relabels and moves.unit(draw) < shares.relabels:
         return _relabel(board, undo, times, memory, cell, draw)
     choice = moves.unit(draw)
-    if choice < _MODES:
+    if choice < shares.modes:
         if _can_choose(memory, rules, times, board, cell):
             return _choose_mode(board, undo, times, memory, rules, device, cell, draw)
-    elif choice < _MODES + _WAVES:
+    elif choice < shares.modes + shares.waves:
         if times.num_microbatches > 2:
             return _make_wave(board, undo, times, memory, code, draw)
-    elif choice < 0.25:
+    elif choice < shares.modes + shares.waves + shares.backwards:
         return _move_backwards(board, undo, times, device, cell, draw)
     return _move_in_order(board, undo, times, device, code, draw)
 
