@@ -67,7 +67,7 @@ _RULES_SHARE = 0.6
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
-_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
 """Units of work for the batch that stands for all, under each of these shares of its memory."""
 
 _MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
@@ -76,8 +76,11 @@ _MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
 _HOT, _COLD = 0.05, 0.005
 """Temperatures at the beginning and the end, as fractions of a mean pass."""
 
-_MOVES = MoveShares(on_path=1.0, relabels=0.01, modes=0.5, waves=0.0, backwards=0.05)
-"""What pays in so short a search: all around a longest path, and rarely what times all devices."""
+_MOVES = MoveShares(on_path=1.0, relabels=0.05, modes=0.5, waves=0.0, backwards=0.05)
+"""What pays in so short a search: all around a longest path, and rarely what times all devices.
+
+In a deal never: micro-batches stand there by length.
+"""
 
 
 def replan(
@@ -130,10 +133,9 @@ def replan(
     starts += deals
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
-    best.offer(
-        compiled.decode(_annealed(compiled, rows, start_ms, max(1, work - ruled), seed)),
-        "local-search",
-    )
+    shares = _MOVES._replace(relabels=0.0) if copies else _MOVES
+    found = _annealed(compiled, rows, start_ms, max(1, work - ruled), seed, shares)
+    best.offer(compiled.decode(found), "local-search")
     best.offer_bound(bound.ms, bound.method)
     provenance = Provenance(
         method=best.method if best.objective_ms < start_ms else start_method,
@@ -278,9 +280,11 @@ def _deals(
                 break
 
 
-def _annealed(compiled: CompiledProblem, rows: Rows, start_ms: float, work: int, seed: int) -> Rows:
+def _annealed(  # noqa: PLR0917 - as it is called
+    compiled: CompiledProblem, rows: Rows, start_ms: float, work: int, seed: int, shares: MoveShares
+) -> Rows:
     table = table_for(compiled, rows)
-    table = table._replace(rules=table.rules._replace(shares=_MOVES))
+    table = table._replace(rules=table.rules._replace(shares=shares))
     course = course_of(table, start_ms)
     scale_ms = table.rules.mean_pass_ms
     draw = moves.seeded(seed)
