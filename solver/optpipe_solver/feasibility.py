@@ -304,14 +304,19 @@ def _feasible_alone(problem: Problem) -> Feasibility:
     return Feasibility(plan, needs)
 
 
-def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
-    """Return the least bytes a stage holds between its passes, and needs during them.
+def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int, int]:
+    """Return the least bytes a stage holds between its passes, needs until its I ends, and ever.
 
-    On a device with one stage the second number decides whether a schedule exists.
+    On a device with one stage the last number decides whether a schedule exists. With several, what
+    earlier stages hold is there until the I of a later one has ended; a W can wait until it is not.
     """
     menu = [(n, mode) for n, mode in enumerate(stage.menu) if can_offload or not mode.offload_bytes]
     options = _options(menu)
-    return min(way.held_bytes for way in options), min(way.at_once for way in options)
+    return (
+        min(way.held_bytes for way in options),
+        min(way.needed for way in options),
+        min(way.at_once for way in options),
+    )
 
 
 class _Found(NamedTuple):

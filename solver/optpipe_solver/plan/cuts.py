@@ -173,8 +173,9 @@ class _Sweep:
         device = self.placement[k]
         known = dict(label.open)
         before = known.pop(device, _UNTOUCHED)
-        room = self.model.devices[device].usable_bytes - before.held_bytes - before.static
-        if run.static_bytes + run.needed_bytes > room:
+        room = self.model.devices[device].usable_bytes - before.static - run.static_bytes
+        # What earlier stages hold is there until this one's I ends; its W may wait until it is not.
+        if max(run.needed_bytes, before.held_bytes + run.nested_bytes) > room:
             return None
         now = _Open(
             head=min(before.head, label.head),

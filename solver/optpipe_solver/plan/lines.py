@@ -192,14 +192,16 @@ def _with_devices(pattern: tuple[int, ...], classes: tuple[int, ...]) -> tuple[i
 class LayerRun(NamedTuple):
     """One run of layers on one kind of device; ms and bytes per micro-batch, static aside.
 
-    ``needed_bytes`` is the least that must be there while it works, ``held_bytes`` the least it
-    keeps between F and its backward, offloaded or recomputed where that is less.
+    ``needed_bytes`` is the least that must be there while it works, ``nested_bytes`` until its I
+    ends, ``held_bytes`` the least it keeps between F and its backward, offloaded or recomputed
+    where that is less.
     """
 
     busy_ms: float
     forward_ms: float
     sync_ms: float
     needed_bytes: int
+    nested_bytes: int
     held_bytes: int
     static_bytes: int
 
@@ -239,12 +241,13 @@ def _from(layers: tuple[Stage, ...], start: int) -> list[Stage]:
 
 
 def _run(stage: Stage, *, can_offload: bool) -> LayerRun:
-    held_bytes, needed_bytes = least_bytes(stage, can_offload=can_offload)
+    held_bytes, nested_bytes, needed_bytes = least_bytes(stage, can_offload=can_offload)
     return LayerRun(
         busy_ms=stage.busy_ms,
         forward_ms=stage.forward_ms,
         sync_ms=stage.grad_sync_ms,
         needed_bytes=needed_bytes,
+        nested_bytes=nested_bytes,
         held_bytes=held_bytes,
         static_bytes=stage.static_bytes,
     )
