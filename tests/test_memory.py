@@ -83,6 +83,8 @@ def events(case: Case, device: int, run: Simulation) -> list[int]:
         delta = after - before
         start = at.issue if action.type is ActionType.RELOAD else at.start
         early = action.type in (ActionType.FORWARD, ActionType.RECOMPUTE, ActionType.RELOAD)
+        # The two of a pair are one event, also where it takes no time.
+        index -= action.paired
         phase = 0 if early else (3 if delta > 0 else 5)
         changes.append((start if early else at.end, index, phase, delta))
         changes.append((start, index, 1, extra + inside))

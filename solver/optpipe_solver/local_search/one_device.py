@@ -735,7 +735,7 @@ class OneDevice:
             found = self._replaced(rows, device, stages, labels, end)
             length = self._length(found)
             if length >= objective:
-                return OneDeviceOutcome(rows, objective, False, work)
+                return OneDeviceOutcome(rows, objective, objective <= 0.0, work)
             rows, objective = found, length
 
     def _length(self, rows: Rows) -> float:
