@@ -219,7 +219,7 @@ def test_where_copies_pay_a_batch_that_stands_for_all_is_dealt_into(monkeypatch:
     assert replan(problem, like=turned, work=3_000).makespan_ms <= min(known) + 1e-6
     tried, share = _tried(module, problem, turned)
     assert tried == 0
-    assert share == pytest.approx(1.0)
+    assert share == pytest.approx(module._DEALT_SHARE)
     kept = batch(COSTS, room=160)
     tried, share = _tried(module, kept, kept)
     assert tried == 1

@@ -61,8 +61,11 @@ _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
 _WORK = 770_000
 """Actions simulated: about 60 ms of one core."""
 
-_RULES_SHARE = 0.6
+_RULES_SHARE = 0.606
 """Share of the work that goes into dispatching rules, about half of the time; then annealing."""
+
+_DEALT_SHARE = 0.8
+"""Share of the work that annealing has where no rule is tried: about the same time in all."""
 
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
@@ -91,7 +94,7 @@ def replan(
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and that for a ``like`` solves for some seconds, up to a minute.
+    installation), and that for a ``like`` solves for about a minute.
 
     Parameters
     ----------
@@ -124,17 +127,17 @@ def replan(
         deals += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
     starts: list[_Start] = []
     copies = any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals)
-    ruled = 0 if copies else round(_RULES_SHARE * work)
-    if ruled:
-        starts += _ruled(compiled, ruled, seed)
+    anneals, shares = _DEALT_SHARE, _MOVES._replace(relabels=0.0)
+    if not copies:
+        anneals, shares = 1 - _RULES_SHARE, _MOVES
+        starts += _ruled(compiled, round(_RULES_SHARE * work), seed)
     starts += _usual(compiled, () if copies else _QUICK)
     if not copies and (like is not None or not starts):
         starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
     starts += deals
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
-    shares = _MOVES._replace(relabels=0.0) if copies else _MOVES
-    found = _annealed(compiled, rows, start_ms, max(1, work - ruled), seed, shares)
+    found = _annealed(compiled, rows, start_ms, max(1, round(anneals * work)), seed, shares)
     best.offer(compiled.decode(found), "local-search")
     best.offer_bound(bound.ms, bound.method)
     provenance = Provenance(

@@ -467,7 +467,8 @@ def some_stretch(
 
 def _ends_ms(compiled: CompiledProblem, rows: Rows, work: SimulationScratch) -> list[Floats]:
     """Return, by device, when the last F, I or B up to each action ends, in ms; 0 before one."""
-    simulate.length(rows.actions, rows.lengths, compiled.times, work)
+    times = compiled.times._replace(duration=compiled.durations(rows))
+    simulate.length(rows.actions, rows.lengths, times, work)
     cells = compiled.times.num_cells
     ends = np.zeros((8, cells))
     ends[simulate.FORWARD] = work.end[:cells]
