@@ -77,14 +77,14 @@ def events(case: Case, device: int, run: Simulation) -> list[int]:
     row = case.programs[device]
     changes: list[tuple[float, int, int, int]] = []
     levels = oracle.device_levels(case.problem, device, row)
-    for index, (action, (before, after, extra, inside), at) in enumerate(
+    for place, (action, (before, after, extra, inside), at) in enumerate(
         zip(row, levels, run.times[device], strict=True)
     ):
+        # The two of a pair are one event, also where it takes no time.
+        index = place - action.paired
         delta = after - before
         start = at.issue if action.type is ActionType.RELOAD else at.start
         early = action.type in (ActionType.FORWARD, ActionType.RECOMPUTE, ActionType.RELOAD)
-        # The two of a pair are one event, also where it takes no time.
-        index -= action.paired
         phase = 0 if early else (3 if delta > 0 else 5)
         changes.append((start if early else at.end, index, phase, delta))
         changes.append((start, index, 1, extra + inside))
