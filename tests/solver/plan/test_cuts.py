@@ -76,7 +76,8 @@ def test_a_w_waits_until_what_earlier_stages_hold_is_gone() -> None:
     """Its workspace need not fit beside their activations: a loop of two devices that does fit."""
     layers = [layer(activation_bytes=0), layer(activation_bytes=0, static_bytes=3)]
     layers += [layer(activation_bytes=3), layer(activation_bytes=0)]
-    layers += [layer(activation_bytes=0, static_bytes=5, backward_weight_workspace_bytes=3)]
+    room = {"backward_weight_workspace_bytes": 3, "backward_workspace_bytes": 3}
+    layers += [layer(activation_bytes=0, static_bytes=5, **room)]
     found = model(layers, gpus(2, memory_bytes=10), m=1)
     line = PlacementLine("loop", 2, (0, 1))
     assert fitting(found, line)
