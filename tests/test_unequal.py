@@ -234,9 +234,9 @@ def _tried(module: Any, problem: Problem, like: Problem) -> tuple[int, float]:
     """Return how often rules are tried, and the share of the work that annealing has."""
     ruled, shares, anneal = [], [], module._annealed
 
-    def annealed(compiled: Any, rows: Any, start_ms: float, work: int, *others: Any) -> Any:
+    def annealed(compiled: Any, rows: Any, start_ms: float, work: int, **others: Any) -> Any:
         shares.append(work / 30_000)
-        return anneal(compiled, rows, start_ms, work, *others)
+        return anneal(compiled, rows, start_ms, work, **others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "dispatched", lambda *args: ruled.append(args))

@@ -126,18 +126,21 @@ def replan(
         by_length = [_by_length(shape), _by_length(problem)]
         deals += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
     starts: list[_Start] = []
-    copies = any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals)
-    anneals, shares = _DEALT_SHARE, _MOVES._replace(relabels=0.0)
-    if not copies:
+    if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals):
+        anneals, shares = _DEALT_SHARE, _MOVES._replace(relabels=0.0)
+        starts += _usual(compiled, ())
+    else:
         anneals, shares = 1 - _RULES_SHARE, _MOVES
         starts += _ruled(compiled, round(_RULES_SHARE * work), seed)
-    starts += _usual(compiled, () if copies else _QUICK)
-    if not copies and (like is not None or not starts):
-        starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+        starts += _usual(compiled, _QUICK)
+        if like is not None or not starts:
+            starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
     starts += deals
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
-    found = _annealed(compiled, rows, start_ms, max(1, round(anneals * work)), seed, shares)
+    found = _annealed(
+        compiled, rows, start_ms, max(1, round(anneals * work)), seed=seed, shares=shares
+    )
     best.offer(compiled.decode(found), "local-search")
     best.offer_bound(bound.ms, bound.method)
     provenance = Provenance(
@@ -283,8 +286,14 @@ def _deals(
                 break
 
 
-def _annealed(  # noqa: PLR0917 - as it is called
-    compiled: CompiledProblem, rows: Rows, start_ms: float, work: int, seed: int, shares: MoveShares
+def _annealed(
+    compiled: CompiledProblem,
+    rows: Rows,
+    start_ms: float,
+    work: int,
+    *,
+    seed: int,
+    shares: MoveShares,
 ) -> Rows:
     table = table_for(compiled, rows)
     table = table._replace(rules=table.rules._replace(shares=shares))
