@@ -64,6 +64,9 @@ kernels: $(TEST_INSTALL)
 
 # With those of PostgreSQL too, where OPTPIPE_TEST_POSTGRES_URL names a server; .ci/run has the
 # browser's. What fails in a random example is tried again first, from .hypothesis/examples.
+# Kernels are compiled so that a place outside its array is an error (optpipe_solver/jit.py).
+test-long: export NUMBA_BOUNDSCHECK := 1
+test-long: export NUMBA_CACHE_DIR := $(CURDIR)/build/checked-kernels
 test-long: $(TEST_INSTALL)
 	$(WARM_UP)
 	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 3600 --junit-xml build/tests/test-long.xml \

@@ -5,10 +5,15 @@ of each of its callers. Of functions that call a dozen others, four deep, and ha
 records of a hundred arrays, that was two thirds of the time to compile. Here a function that
 compiled code calls is only typed and lowered; what Python calls is optimised and made machine code,
 together with all that it calls, and that is what the cache on disk holds.
+
+No kernel counts places from the end of an array (``row[-1]``), so none asks of each place whether
+it is negative; with that, and with what `_Whole` tells the optimiser, annealing takes 0.58 of the
+time. ``NUMBA_BOUNDSCHECK=1`` makes every place that is not in its array an error.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +21,10 @@ from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
+from numba.np import arrayobj
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numba.core.codegen import CPUCodeLibrary
 
@@ -91,11 +97,21 @@ class _NowhereToStore:
 
 
 class _Whole(JITCodeLibrary):
-    """A function with all that it calls, each linked once, then optimised together."""
+    """A function with all that it calls, each linked once, then optimised together.
+
+    What it calls nobody else can call here: so the optimiser hands over only what is read of the
+    records, and takes in what is called once.
+    """
 
     def finalize(self) -> None:
         self._linking_libraries = _callers_first(self)[1:]
         super().finalize()  # type: ignore[no-untyped-call]
+
+    def _optimize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            if function.linkage.name == "linkonce_odr" and not function.is_declaration:
+                function.linkage = "internal"
+        super()._optimize_final_module()  # type: ignore[no-untyped-call]
 
 
 def _callers_first(whole: CPUCodeLibrary) -> list[CPUCodeLibrary]:
@@ -123,7 +139,27 @@ class _WholeCompiler(Compiler):
         library = self.library_class(self.state.targetctx.codegen(), func.__qualname__)
         library.enable_object_caching()  # type: ignore[no-untyped-call]
         self.state.library = library
-        return super().compile_extra(func)  # type: ignore[no-untyped-call]
+        with _places_as_they_are():
+            return super().compile_extra(func)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _places_as_they_are() -> Iterator[None]:
+    """Compile ``row[k]`` without asking whether k counts from the end.
+
+    numba compiles one function at a time, under its lock.
+    """
+    usual = arrayobj.fix_integer_index
+    arrayobj.fix_integer_index = _as_it_is
+    try:
+        yield
+    finally:
+        arrayobj.fix_integer_index = usual
+
+
+def _as_it_is(context: Any, builder: Any, kind: Any, index: Any, size: Any) -> Any:
+    del size
+    return context.cast(builder, index, kind, types.intp)
 
 
 class _PartCompiler(_WholeCompiler):

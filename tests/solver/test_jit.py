@@ -1,5 +1,8 @@
 """``lean``: compiles what allocates nothing, and refuses what does."""
 
+import ast
+from pathlib import Path
+
 import numba
 import numpy as np
 import pytest
@@ -28,6 +31,18 @@ def doubled(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def twice_total(values: NDArray[np.float64]) -> float:
     """Call another."""
     return 2.0 * total(values)
+
+
+@lean
+def at(values: NDArray[np.float64], place: int) -> float:
+    """Look at a place that the caller chose; compiled with bounds checked."""
+    return float(values[place])
+
+
+@lean
+def twice_at(values: NDArray[np.float64], place: int) -> float:
+    """Look there from another kernel."""
+    return 2.0 * at(values, place)
 
 
 @lean
@@ -74,3 +89,39 @@ def test_refuses_to_allocate() -> None:
     """An array made without reference counts would never be freed."""
     with pytest.raises(numba.core.errors.NumbaError):
         doubled(np.arange(5.0))
+
+
+def test_places_that_are_not_there_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that numba would count from the end, too; `make test-long` compiles everything so."""
+    monkeypatch.setattr(numba.config, "BOUNDSCHECK", 1)
+    values = np.arange(5.0)
+    assert twice_at(values, 3) == 6.0
+    for place in (-1, 5):
+        with pytest.raises(IndexError):
+            twice_at(values, place)
+
+
+def test_no_kernel_counts_from_the_end() -> None:
+    """Where bounds are not checked, ``row[-1]`` would be what stands before the row."""
+    found = []
+    for path in Path("solver/optpipe_solver").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not {ast.unparse(one) for one in function.decorator_list} & {"lean", "jitted"}:
+                continue
+            places = [one.slice for one in ast.walk(function) if isinstance(one, ast.Subscript)]
+            found += [f"{path}: {ast.unparse(one)}" for one in places if from_end(one)]
+    assert not found
+
+
+def from_end(place: ast.expr) -> bool:
+    """Whether a subscript has a negative constant in it, slices aside."""
+    parts = place.elts if isinstance(place, ast.Tuple) else [place]
+    return any(isinstance(one, ast.UnaryOp) and isinstance(one.op, ast.USub) for one in parts)
+
+
+def test_other_functions_count_from_the_end() -> None:
+    """What is compiled differently here is so here alone."""
+    assert total(np.arange(3.0)) == 3.0
+    assert numba.njit(lambda values: values[-1])(np.arange(5.0)) == 4.0

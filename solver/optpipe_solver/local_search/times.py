@@ -559,57 +559,73 @@ def tail_along(board: Board, times: TimeArrays, device: int, low: int, high: int
     onward = board.tail[row[high]] if high < board.counts[device] else 0.0
     for place in range(min(high, board.counts[device]) - 1, low - 1, -1):
         code = row[place]
-        kind = code // times.num_cells
-        if kind not in (OFFLOAD, RELOAD):
-            onward = max(onward, _elsewhere(board, times, kind, code)) + times.duration[code]
+        needed, transit = _leads_to(board, times, code)
+        onward = _tail(board, times, code, onward, needed, transit)
         board.tail[code] = onward
 
 
 @lean
-def _elsewhere(board: Board, times: TimeArrays, kind: int, code: int) -> float:
-    """Return the time from an action's end to the end of all through the pass that needs it."""
+def _tail(
+    board: Board, times: TimeArrays, code: int, onward: float, needed: int, transit: float
+) -> float:
+    """Return an action's tail in ms, given that of the next one and which pass it leads to."""
+    if code // times.num_cells in (OFFLOAD, RELOAD):
+        return onward
+    if needed >= 0:
+        onward = max(onward, transit + board.tail[needed])
+    return onward + times.duration[code]
+
+
+@lean
+def _leads_to(board: Board, times: TimeArrays, code: int) -> tuple[int, float]:
+    """Return the pass that needs what an action makes, -1 for none, and the way there in ms."""
     cells, m = times.num_cells, times.num_microbatches
+    kind = code // cells
     cell = code - kind * cells
     stage = cell // m
     if kind == FORWARD:
         if stage < times.num_stages - 1:
-            return times.there[times.row[cell]] + board.tail[cell + m]
+            return cell + m, times.there[times.row[cell]]
         needed, transit = cell, 0.0
     elif kind in (BACKWARD_INPUT, FULL_BACKWARD) and stage > 0:
         needed, transit = cell - m, times.back[times.row[cell - m]]
     else:
-        return 0.0
+        return -1, 0.0
     device = times.device_of[needed // m]
-    return transit + board.tail[board.actions[device, backward_of(board, cells, needed)]]
+    return board.actions[device, backward_of(board, cells, needed)], transit
 
 
 @lean
 def refresh_tails(board: Board, times: TimeArrays, agenda: Agenda) -> None:
-    """Recompute all tails, latest actions first; what an action leads to ends after it."""
+    """Recompute all tails: each device in turn from its end, as far as the others' are known."""
     for device in range(board.counts.size):
         agenda.cursor[device] = board.counts[device]
-    while True:
-        device, low = _latest(board, agenda)
-        if device < 0:
-            return
-        tail_along(board, times, device, low, agenda.cursor[device])
-        agenda.cursor[device] = low
+    moves_on = True
+    while moves_on:
+        moves_on = False
+        for device in range(board.counts.size):
+            before = agenda.cursor[device]
+            if before > 0:
+                agenda.cursor[device] = _tails_down(board, times, agenda, device)
+                moves_on = moves_on or agenda.cursor[device] < before
 
 
 @lean
-def _latest(board: Board, agenda: Agenda) -> tuple[int, int]:
-    """Return the device whose next action ends last, and down to which place it stays so."""
-    best, latest, second = -1, -1.0, -1.0
-    for device in range(board.counts.size):
-        if agenda.cursor[device] > 0:
-            ends = board.clock[board.actions[device, agenda.cursor[device] - 1]]
-            if ends > latest:
-                best, latest, second = device, ends, latest
-            elif ends > second:
-                second = ends
-    if best < 0:
-        return -1, 0
-    low = agenda.cursor[best] - 1
-    while low > 0 and board.clock[board.actions[best, low - 1]] > second:
-        low -= 1
-    return best, low
+def _tails_down(board: Board, times: TimeArrays, agenda: Agenda, device: int) -> int:
+    """Recompute a device's tails downwards until one leads to another's that is to come.
+
+    Return the place above it, 0 where all are known.
+    """
+    row, place = board.actions[device], agenda.cursor[device]
+    onward = board.tail[row[place]] if place < board.counts[device] else 0.0
+    while place > 0:
+        code = row[place - 1]
+        needed, transit = _leads_to(board, times, code)
+        if needed >= 0:
+            there = _device(times, needed)
+            if there != device and board.at[needed] < agenda.cursor[there]:
+                break
+        onward = _tail(board, times, code, onward, needed, transit)
+        board.tail[code] = onward
+        place -= 1
+    return place
