@@ -593,9 +593,11 @@ def read_layout(text: str) -> tuple[StageLayers, ...]:
     Raises
     ------
     InputError
-        If a letter is none of E, t, m and L.
+        If a letter is none of E, t, m and L, or something is repeated more than 999 times.
     """
     flat = re.sub(r"[\s,]", "", text)
+    if often := re.search(r"\*\d{4,}", flat):
+        raise InputError(f"layout: {often[0][:20]} is more than 999 times; correct the number")
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
         flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
     wrong = sorted(set(flat) - {*_FIELDS, "|"})

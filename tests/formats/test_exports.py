@@ -532,6 +532,13 @@ def test_an_estimate_is_pasted_into_a_model_of_as_many_layers(name, pp, chunks) 
         check_num_layers(found.problem, 7)
 
 
+def test_a_layout_repeats_nothing_without_end() -> None:
+    assert len(read_layout("E(t|)*998,m*999L")) == 999
+    for text in ("Et*1000L", "E(t|)*99999999999L"):
+        with pytest.raises(InputError, match=r"\*\d+ is more than 999 times; correct the number"):
+            read_layout(text)
+
+
 def test_layers_of_multi_token_prediction_have_their_letter_and_number() -> None:
     given = cut(LAYERS[0], {"transformer": 3}, {"mtp": 2, "head": 1})
     assert megatron_layout(given) == (

@@ -321,9 +321,15 @@ def read_registration(body: bytes, settings: Settings, methods: Collection[str])
     """Return the deployment that a registration asks for; it has no owner and no key yet.
 
     Raises `InputError` also where its options, or its problem's size, go beyond what this service
-    allows.
+    allows, and where its micro-batches differ: measured times do not say of which they are.
     """
     wanted = Registration.parse(decode_json(body))
+    if wanted.problem.num_costs > 1:
+        raise InputError(
+            f"has micro-batches of {wanted.problem.num_costs} costs, and a deployment's reports do "
+            "not say of which their times are; register equal micro-batches, or plan each batch "
+            "(optpipe_solver.replan)"
+        ).at("/problem/stages")
     job = solved_job(wanted.problem, wanted.options.within(settings, methods), settings.max_cells)
     how = {"job": asdict(job.options), "threshold": wanted.threshold}
     return NewDeployment(

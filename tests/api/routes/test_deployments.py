@@ -191,10 +191,20 @@ def test_deployments_are_listed_newest_first(drifting) -> None:
     assert [one["id"] for one in rest["deployments"]] == ids[:1]
 
 
+def two_costs() -> dict[str, Any]:
+    """The same two stages, and micro-batches of two lengths."""
+    kind = {"forward_ms": 10, "backward_input_ms": 10, "backward_weight_ms": 8}
+    kinds = [kind | {"activation_bytes": 100}, kind | {"activation_bytes": 200}]
+    stages = [{"device": s, "costs": kinds} for s in range(2)]
+    micro = [{"cost": j % 2} for j in range(4)]
+    return two_stages(format="optpipe/problem/v2", stages=stages, microbatches=micro)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "detail"),
     [
         ("", {}, 422, "problem: is missing"),
+        ("", {"problem": two_costs()}, 422, "micro-batches of 2 costs"),
         ("", {"problem": two_stages(), "threshold": 1}, 422, "threshold = 1"),
         ("", {"problem": two_stages(), "tresh": 1}, 422, "did you mean 'threshold'"),
         ("", {"problem": two_stages(num_microbatches=10**9)}, 422, "num_microbatches"),
