@@ -14,9 +14,9 @@ order and are packed three ways, in turn:
 
 A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five costs), with all of
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
-as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told another batch of
-the same packing and memory that stands for all (``like``), and called once before its time is
-taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where it does not fit,
+as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
+batches of the same packing and memory (``like``), which none of the first 54 is among, and called
+once before its time is taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where it does not fit,
 there is no gain. ``solve`` has one thread and a limit of work, about two CPU-seconds a unit, so
 that a busy machine changes nothing; with ``--again`` what it found stays. Programs are judged by
 `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
@@ -29,6 +29,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,11 @@ _ARTICLES = {
 """Articles by number of tokens."""
 _PACKINGS = {"8k": 8192, "32k": 32_768, "16": 0}
 _CONTEXT, _SEQUENCES = 32_768, 16
+_LIKES, _FIRST_LIKE = 12, 54
+"""Batches of the run that `replan` is told, and the first of them all."""
 _STAGES, _MICROBATCHES, _COSTS = 8, 32, 5
 _ROOM = {"card": None, "tight": 1.0, "short": 0.6}
+_WAYS = len(_PACKINGS) * len(_ROOM)
 _TIME_LIMIT_S = 3600.0
 """So long that work ends every solve, even on a busy machine."""
 
@@ -148,12 +152,18 @@ def _packed(rng: random.Random, room: int) -> list[list[int]]:
     raise AssertionError
 
 
+@lru_cache
+def _batches_like(way: int) -> tuple[Problem, ...]:
+    """Return the batches of a packing and memory that `replan` is told."""
+    return tuple(batch_of(_FIRST_LIKE + way + _WAYS * k)[1] for k in range(_LIKES))
+
+
 def _row(
     number: int, work: float, stamps: tuple[str, str], known: dict[str, ReplanRow]
 ) -> ReplanRow:
     """Measure a batch; what is ``known`` of it is not solved again."""
     name, problem = batch_of(number)
-    like = batch_of(number + len(_PACKINGS) * len(_ROOM))[1]
+    like = _batches_like(number % _WAYS)
     replan(problem, like=like)
     began = time.process_time()
     planned = replan(problem, like=like)

@@ -3,13 +3,13 @@
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
 hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt, in several orders,
 into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
-fixed number of simulated actions. The rules make no copies to the host. Where these pay, a batch
-that stands for all is named: the first call with it solves problems of equal micro-batches
-(`optpipe_solver.dealing`), and that batch itself, under the limits and under tighter ones, as other
-batches need more. Later calls deal into the places of all these, in those of the batch the longest
-where its longest stood. Where such a deal fits and makes copies, only 1F1B is tried beside it: it
-is mostly shorter than what rules make, and annealing has their time. Nothing depends on clocks or
-on earlier batches: all ranks that ask get the same answer.
+fixed number of simulated actions. The rules make no copies to the host. Where these pay, some
+batches of the run are named: the first call with them solves problems of equal micro-batches
+(`optpipe_solver.dealing`), and those batches themselves, under the limits and under tighter ones,
+as other batches need more. Later calls deal into the places of all these, in those of a batch the
+longest where its longest stood. Where the best such deal makes copies, only 1F1B is tried beside
+it: it is mostly shorter than what rules make, and annealing has their time. Nothing depends on
+clocks or on earlier calls: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.problem import Microbatch
+from optpipe.problem import Microbatch, Problem
 from optpipe.schedule import Provenance, Schedule
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
@@ -42,7 +42,6 @@ from optpipe_solver.solve import record, solve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe.problem import Problem
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
 
@@ -58,8 +57,8 @@ _PLAIN = ("1f1b", "interleaved")
 _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
 """What is made for the mean micro-batch, or the largest, in some milliseconds."""
 
-_WORK = 770_000
-"""Actions simulated: about 60 ms of one core."""
+_WORK = 1_000_000
+"""Actions simulated: about 55 ms of one core."""
 
 _RULES_SHARE = 0.606
 """Share of the work that goes into dispatching rules, about half of the time; then annealing."""
@@ -71,10 +70,10 @@ _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
 _LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
-"""Units of work for the batch that stands for all, under each of these shares of its memory."""
+"""Units of work for a batch of the run, under each of these shares of its memory."""
 
-_MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
-"""Shapes that are remembered; a limit of seconds that is none, as the work is limited."""
+_MOST_SHAPES, _MOST_BATCHES, _NO_LIMIT_S = 16, 128, 600.0
+"""Shapes and batches that are remembered; a limit of seconds that is none, as work is limited."""
 
 _HOT, _COLD = 0.05, 0.005
 """Temperatures at the beginning and the end, as fractions of a mean pass."""
@@ -87,26 +86,30 @@ In a deal never: micro-batches stand there by length.
 
 
 def replan(
-    problem: Problem, *, like: Problem | None = None, work: int = _WORK, seed: int = 0
+    problem: Problem,
+    *,
+    like: Problem | Sequence[Problem] = (),
+    work: int = _WORK,
+    seed: int = 0,
 ) -> Schedule:
     """Return a good schedule at once; the same for the same problem, seed and work.
 
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and that for a ``like`` solves for about a minute.
+    installation), and that for a ``like`` solves each for a quarter of a minute.
 
     Parameters
     ----------
     problem
         The batch.
     like
-        A batch that stands for all of a run, of as many micro-batches and the same stages, whose
-        modes do the same by position: worth naming where memory is short and activations can be
-        moved to the host. Without it, and
-        where nothing fits that moves none, this batch itself.
+        A batch of the run, or several, of as many micro-batches and the same stages, whose modes do
+        the same by position: worth naming where memory is short and activations can be moved to
+        the host, a dozen where lengths differ much. Without any, and where nothing fits that moves
+        none, this batch itself stands for all.
     work
-        How many actions may be simulated; about 0.1 us of one core each.
+        How many actions may be simulated; about 0.07 us of one core each.
     seed
         Of the search.
 
@@ -119,23 +122,21 @@ def replan(
     if problem.has_samples or problem.pairs:
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
+    named = (like,) if isinstance(like, Problem) else tuple(like)
+    for one in named:
+        _check_alike(problem, one)
     compiled = CompiledProblem.of(problem)
-    shape = _alike(problem, like)
-    deals: list[_Start] = []
-    if like is not None:
-        by_length = [_by_length(shape), _by_length(problem)]
-        deals += _deals(compiled, _solved(_plain(shape)), [_in_places(*by_length)])
-    starts: list[_Start] = []
-    if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in deals):
+    starts = _like_these(compiled, named)
+    if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in starts):
         anneals, shares = _DEALT_SHARE, _MOVES._replace(relabels=0.0)
         starts += _usual(compiled, ())
     else:
         anneals, shares = 1 - _RULES_SHARE, _MOVES
-        starts += _ruled(compiled, round(_RULES_SHARE * work), seed)
-        starts += _usual(compiled, _QUICK)
-        if like is not None or not starts:
-            starts += _deals(compiled, _known(_shape_of(shape)), orders(problem))
-    starts += deals
+        ruled = [*_ruled(compiled, round(_RULES_SHARE * work), seed), *_usual(compiled, _QUICK)]
+        if named or not ruled:
+            shape = named[0] if named else problem
+            ruled += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+        starts = ruled + starts
     start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
     best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
     found = _annealed(
@@ -154,10 +155,8 @@ def replan(
     return record(best, provenance, "work_limit")
 
 
-def _alike(problem: Problem, like: Problem | None) -> Problem:
-    """Return the batch whose shape is looked at; refuse one of another form."""
-    if like is None:
-        return problem
+def _check_alike(problem: Problem, like: Problem) -> None:
+    """Refuse a batch of another form."""
     if like.has_samples or like.pairs:
         raise InputError("like: has samples or pairs, which replan does not know; leave them out")
     if like.num_microbatches != problem.num_microbatches:
@@ -170,7 +169,6 @@ def _alike(problem: Problem, like: Problem | None) -> Problem:
             "like: its stages stand elsewhere, or their modes offload and recompute otherwise than "
             "the problem's; name a batch of this run"
         )
-    return like
 
 
 def _forms(problem: Problem) -> list[set[tuple[tuple[bool, str | None], ...]]]:
@@ -198,16 +196,16 @@ def _plain(problem: Problem) -> Problem:
     return problem.model_copy(update={"name": "", "context": None})
 
 
-@lru_cache(maxsize=_MOST_SHAPES)
-def _solved(like: Problem) -> tuple[tuple[str, Rows], ...]:
-    """Return programs of a batch under its limits and under tighter ones."""
+@lru_cache(maxsize=_MOST_BATCHES)
+def _solved(like: Problem) -> tuple[Ints, tuple[Rows, ...]]:
+    """Return a batch's order by length, and its programs under its limits and tighter ones."""
     compiled, found = CompiledProblem.of(like), []
     for share in _SHARES if like.num_costs > 1 else ():
         tighter = with_free_share(like, share)
         schedule = solve(tighter, time_limit_s=_NO_LIMIT_S, work_limit=_LIKE_WORK).schedule
         if schedule is not None:
-            found.append(("batch that stands for all", compiled.encode(schedule.programs)))
-    return tuple(found)
+            found.append(compiled.encode(schedule.programs))
+    return _by_length(like), tuple(found)
 
 
 def _by_length(problem: Problem) -> Ints:
@@ -272,18 +270,36 @@ def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
     yield from _deals(compiled, built, orders(problem))
 
 
+def _like_these(compiled: CompiledProblem, named: Sequence[Problem]) -> list[_Start]:
+    """Return the best legal deal into the places of solved batches, if any."""
+    longest = _by_length(compiled.problem)
+    deals = [
+        dealt(compiled, rows, _in_places(places, longest))
+        for places, programs in map(_solved, map(_plain, named))
+        for rows in programs
+    ]
+    best = _shortest(compiled, deals)
+    return [] if best is None else [("batch of the run", *best)]
+
+
 def _deals(
     compiled: CompiledProblem, built: Iterable[tuple[str, Rows]], ways: Sequence[Ints]
 ) -> Iterator[_Start]:
     """Yield the best legal deal of each of some programs for as many micro-batches."""
     for method, rows in built:
-        deals = [dealt(compiled, rows, order) for order in ways]
-        lengths = [compiled.objective_ms(one) for one in deals]
-        for at in sorted(range(len(deals)), key=lengths.__getitem__):
-            one = deals[at]
-            if lengths[at] < inf and keeps_limits(compiled, one) and keeps_turns(compiled, one):
-                yield method, lengths[at], one
-                break
+        best = _shortest(compiled, [dealt(compiled, rows, order) for order in ways])
+        if best is not None:
+            yield method, *best
+
+
+def _shortest(compiled: CompiledProblem, deals: Sequence[Rows]) -> tuple[float, Rows] | None:
+    """Return the shortest legal one, with its objective in ms."""
+    lengths = [compiled.objective_ms(one) for one in deals]
+    for at in sorted(range(len(deals)), key=lengths.__getitem__):
+        one = deals[at]
+        if lengths[at] < inf and keeps_limits(compiled, one) and keeps_turns(compiled, one):
+            return lengths[at], one
+    return None
 
 
 def _annealed(
