@@ -15,10 +15,10 @@ order and are packed three ways, in turn:
 A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five costs), with all of
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
-batches of the same packing and memory (``like``), which none of the first 54 is among, and called
-once before its time is taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where it does not fit,
-there is no gain. ``solve`` has one thread and a limit of work, about two CPU-seconds a unit, so
-that a busy machine changes nothing; with ``--again`` what it found stays. Programs are judged by
+batches of the same packing and memory (``like``), none of them among the first 54, and called once
+before its time is taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where
+it does not fit, there is no gain. ``solve`` has one thread and a limit of work, so that a busy
+machine changes nothing; with ``--again`` what it found stays. Programs are judged by
 `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
 """
 

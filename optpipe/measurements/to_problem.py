@@ -687,7 +687,7 @@ def _replaced(
             f"{', '.join(given.sizes())}: given beside a base problem, which has its own; "
             "change the base problem, or leave it out"
         )
-    fields = base.model_dump(by_alias=True)
+    fields, notes = base.model_dump(by_alias=True), []
     fields["stages"] = [
         stage | one.fields(stage["checkpoint_bytes"]) | one.menu(stage.get("modes", ()))
         for stage, one in zip(fields["stages"], times, strict=True)
@@ -697,9 +697,10 @@ def _replaced(
             pair.model_dump(by_alias=True) | {"hidden_ms": _hidden_ms(pair, times)}
             for pair in base.pairs
         ]
+        notes.append("What pairs hide is the base problem's, or the shorter pass: not measured.")
     if given.num_microbatches is not None:
         fields["num_microbatches"] = given.num_microbatches
-    return fields, []
+    return fields, notes
 
 
 def _hidden_ms(pair: LicensedPair, times: Sequence[_StageTimes]) -> float:

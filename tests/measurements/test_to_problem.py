@@ -141,8 +141,9 @@ def test_a_pair_hides_no_more_than_the_shorter_of_its_passes_as_measured(times, 
             {"forward": 0, "backward": 1, "with": "I", "hidden_ms": 1.5},
         ],
     )
-    found = measured(times).problem(base=base).pairs
-    assert tuple(one.hidden_ms for one in found) == pytest.approx(hidden)
+    found = build_problem(measured(times), base=base)
+    assert tuple(one.hidden_ms for one in found.problem.pairs) == pytest.approx(hidden)
+    assert found.notes[-1].endswith("not measured.")
 
 
 def test_what_the_base_gives_is_noted_once_for_all_stages_alike() -> None:
