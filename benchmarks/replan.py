@@ -17,8 +17,8 @@ the card's memory (``card``), or without copies and recomputation as many of the
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
 batches of the same packing and memory (``like``), none of them among the first 54, and called once
 before its time is taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where
-it does not fit, there is no gain. ``solve`` has one thread and a limit of work, so that a busy
-machine changes nothing; with ``--again`` what it found stays. Programs are judged by
+it does not fit, there is no gain. ``solve`` has one thread and a limit of work, about 20 CPU-seconds
+of the ledger's machine, so that a busy one changes nothing; with ``--again`` what it found stays. Programs are judged by
 `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
 """
 
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, run, and report on the newest row of each batch."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--number", type=int, default=50)
-    parser.add_argument("--work", type=float, default=10.0)
+    parser.add_argument("--work", type=float, default=18.0)
     parser.add_argument("--again", action="store_true", help="replan alone, beside known solves")
     parser.add_argument("--report", action="store_true", help="of the rows that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
