@@ -17,8 +17,9 @@ the card's memory (``card``), or without copies and recomputation as many of the
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
 batches of the same packing and memory (``like``), none of them among the first 54, and called once
 before its time is taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where
-it does not fit, there is no gain. ``solve`` has one thread and a limit of work, about 20 CPU-seconds
-of the ledger's machine, so that a busy one changes nothing; with ``--again`` what it found stays. Programs are judged by
+it does not fit, there is no gain. ``solve`` has one thread and a limit of work, about 20
+CPU-seconds of the ledger's machine, so that a busy one changes nothing; with ``--again`` what it
+found stays. Programs are judged by
 `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
 """
 
