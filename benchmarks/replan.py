@@ -16,7 +16,8 @@ A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
 batches of the same packing and memory (``like``), none of them among the first 54, and called once
-before its time is taken. ``1F1B`` is fused, in the order in which micro-batches were packed; where
+before its time is taken, as is Python's garbage: a collection would take as long as the process is
+large. ``1F1B`` is fused, in the order in which micro-batches were packed; where
 it does not fit, there is no gain. ``solve`` has one thread and a limit of work, about 20
 CPU-seconds of the ledger's machine, so that a busy one changes nothing; with ``--again`` what it
 found stays. Programs are judged by
@@ -26,6 +27,7 @@ found stays. Programs are judged by
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -166,6 +168,7 @@ def _row(
     name, problem = batch_of(number)
     like = _batches_like(number % _WAYS)
     replan(problem, like=like)
+    gc.collect()
     began = time.process_time()
     planned = replan(problem, like=like)
     planned_at = time.process_time()
