@@ -16,12 +16,11 @@ A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
 as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
 batches of the same packing and memory (``like``), none of them among the first 54, and called once
-before its time is taken, as is Python's garbage: a collection would take as long as the process is
-large. ``1F1B`` is fused, in the order in which micro-batches were packed; where
-it does not fit, there is no gain. ``solve`` has one thread and a limit of work, about 20
-CPU-seconds of the ledger's machine, so that a busy one changes nothing; with ``--again`` what it
-found stays. Programs are judged by
-`find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
+before its time is taken; Python's garbage is collected before, as that takes as long as the process
+is large. ``1F1B`` is fused, in the order in which micro-batches were packed; where it does not fit,
+there is no gain. ``solve`` has one thread and a limit of work, about 20 CPU-seconds of the ledger's
+machine, so that a busy one changes nothing; with ``--again`` what it found stays. Programs are
+judged by `find_violations` and `simulate`; ``results/replan.csv`` gets a row per batch.
 """
 
 from __future__ import annotations
