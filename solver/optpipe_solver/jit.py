@@ -147,7 +147,8 @@ class _WholeCompiler(Compiler):
 def _places_as_they_are() -> Iterator[None]:
     """Compile ``row[k]`` without asking whether k counts from the end.
 
-    numba compiles one function at a time, under its lock.
+    numba compiles one function at a time, under its lock. What of numba's own a kernel calls first
+    (sorting and searching) is compiled so, too, and does not count from there either.
     """
     usual = arrayobj.fix_integer_index
     arrayobj.fix_integer_index = _as_it_is
