@@ -1,22 +1,25 @@
 """A schedule for the batch of this step, within a tenth of a second: `replan`.
 
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
-hundred dispatching rules (`optpipe_solver.local_search.dispatching`), and dealt, in several orders,
-into 1F1B and into zero-bubble schedules of equal micro-batches; the best of these is annealed for a
-fixed number of simulated actions. The rules make no copies to the host. Where these pay, some
-batches of the run are named: the first call with them solves problems of equal micro-batches
-(`optpipe_solver.dealing`), and those batches themselves, under the limits and under tighter ones,
-as other batches need more. Later calls deal into the places of all these, in those of a batch the
-longest where its longest stood. Where the best such deal makes copies, only 1F1B is tried beside
-it: it is mostly shorter than what rules make, and annealing has their time. Nothing depends on
-clocks or on earlier calls: all ranks that ask get the same answer.
+hundred dispatching rules (`optpipe_solver.local_search.dispatching`), searched several times from
+the beginning, and dealt, in several orders, into 1F1B and into zero-bubble schedules of equal
+micro-batches. The best of these are annealed a little each, as annealing seldom leaves the basin
+that it starts in; the best then is annealed further, all for a fixed number of simulated actions.
+The rules make no copies to the host. Where these pay, some batches of the run are named: the first
+call with them solves problems of equal micro-batches (`optpipe_solver.dealing`), and those batches
+themselves, under the limits and under tighter ones, as other batches need more. Later calls deal
+into the places of all these, in those of a batch the longest where its longest stood; what then
+exceeds memory is offloaded. Where that makes copies, only 1F1B is tried beside it: it is mostly
+shorter than what rules make, and annealing has their time. Nothing depends on clocks or on earlier
+calls: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import islice
 from math import inf
-from operator import itemgetter
+from operator import itemgetter, lt
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -25,7 +28,13 @@ from optpipe.errors import InputError
 from optpipe.problem import Microbatch, Problem
 from optpipe.schedule import Provenance, Schedule
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
+from optpipe_solver.arrays.encoding import (
+    CompiledProblem,
+    device_peaks,
+    keeps_limits,
+    keeps_turns,
+    within_hosts,
+)
 from optpipe_solver.bounds import work_bound
 from optpipe_solver.dealing import dealt, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable
@@ -33,7 +42,13 @@ from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import with_free_share
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
+from optpipe_solver.local_search.annealing import (
+    anneal,
+    best_rows,
+    course_of,
+    make_fit,
+    table_for,
+)
 from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.propose import MoveShares
 from optpipe_solver.portfolio import all_starts
@@ -44,6 +59,7 @@ if TYPE_CHECKING:
 
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
+    from optpipe_solver.local_search.annealing import Table
 
 __all__ = ["replan"]
 
@@ -57,20 +73,27 @@ _PLAIN = ("1f1b", "interleaved")
 _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
 """What is made for the mean micro-batch, or the largest, in some milliseconds."""
 
-_WORK = 1_250_000
-"""Actions simulated: about 65 ms of one core."""
+_WORK = 1_300_000
+"""Actions simulated: about 50 ms of one core."""
 
-_RULES_SHARE = 0.606
-"""Share of the work that goes into dispatching rules, about half of the time; then annealing."""
+_RULES_SHARE, _SEARCHES = 0.65, 3
+"""Share of the work that goes into dispatching rules, about half of the time, and how many searches
+of them share it; the rest is annealing's."""
 
-_DEALT_SHARE = 0.72
+_DEALT_SHARE = 0.65
 """Share of the work that annealing has where no rule is tried: about the same time in all."""
+
+_SHORT_SHARE = 0.04
+"""Share of the work that each start is annealed before the best is annealed further."""
 
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
 _LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
 """Units of work for a batch of the run, under each of these shares of its memory."""
+
+_MOST_FITTED, _MOST_OVER, _MOST_DEALS = 16, 1.12, 3
+"""Deals that are looked at, how far one may exceed a device's memory, and how many are annealed."""
 
 _MOST_SHAPES, _MOST_BATCHES, _NO_LIMIT_S = 16, 128, 600.0
 """Shapes and batches that are remembered; a limit of seconds that is none, as work is limited."""
@@ -79,6 +102,7 @@ _HOT, _COLD = 0.05, 0.005
 """Temperatures at the beginning and the end, as fractions of a mean pass."""
 
 _MOVES = MoveShares(on_path=1.0, relabels=0.05, modes=0.5, waves=0.0, backwards=0.05)
+_IN_DEALS = _MOVES._replace(relabels=0.0)
 """What pays in so short a search: all around a longest path, and rarely what times all devices.
 
 In a deal never: micro-batches stand there by length.
@@ -126,22 +150,23 @@ def replan(
     for one in named:
         _check_alike(problem, one)
     compiled = CompiledProblem.of(problem)
-    starts = _like_these(compiled, named)
-    if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in starts):
-        anneals, shares = _DEALT_SHARE, _MOVES._replace(relabels=0.0)
-        starts += _usual(compiled, ())
+    first = _like_these(compiled, named)
+    if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in first):
+        anneals, shares = _DEALT_SHARE, _IN_DEALS
+        others = list(_usual(compiled, ()))
     else:
         anneals, shares = 1 - _RULES_SHARE, _MOVES
-        ruled = [*_ruled(compiled, round(_RULES_SHARE * work), seed), *_usual(compiled, _QUICK)]
-        if named or not ruled:
+        others = [*first, *_usual(compiled, _QUICK)]
+        first = list(_ruled(compiled, round(_RULES_SHARE * work), seed))
+        if named or not (first or others):
             shape = named[0] if named else problem
-            ruled += _deals(compiled, _known(_shape_of(shape)), orders(problem))
-        starts = ruled + starts
-    start_method, start_ms, rows = min(starts or [_serial(compiled)], key=itemgetter(1))
+            others += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+    starts = first + sorted(others, key=itemgetter(1))[:1]
+    (start_method, start_ms, _), found = _annealed(
+        compiled, starts or [_serial(compiled)], round(anneals * work), seed, shares,
+        short=round(_SHORT_SHARE * work),
+    )  # fmt: skip
     best, bound = Incumbent(problem, compiled=compiled), work_bound(problem)
-    found = _annealed(
-        compiled, rows, start_ms, max(1, round(anneals * work)), seed=seed, shares=shares
-    )
     best.offer(compiled.decode(found), "local-search")
     best.offer_bound(bound.ms, bound.method)
     provenance = Provenance(
@@ -249,10 +274,12 @@ def _serial(compiled: CompiledProblem) -> _Start:
 
 
 def _ruled(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
-    """Yield the best that dispatching rules make, if any."""
-    found = dispatched(compiled, orders(compiled.problem), work, seed)
-    if found is not None:
-        yield "dispatching rules", *found
+    """Yield the best that each search of dispatching rules makes, if any."""
+    for number in range(_SEARCHES):
+        draws = seed * _SEARCHES + number
+        found = dispatched(compiled, orders(compiled.problem), work // _SEARCHES, draws)
+        if found is not None:
+            yield "dispatching rules", *found
 
 
 def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
@@ -271,15 +298,38 @@ def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
 
 
 def _like_these(compiled: CompiledProblem, named: Sequence[Problem]) -> list[_Start]:
-    """Return the best legal deal into the places of solved batches, if any."""
+    """Return the best deals into the places of solved batches.
+
+    Of those that copy some that are made to fit; else, and where none can be, the shortest legal.
+    """
     longest = _by_length(compiled.problem)
     deals = [
         dealt(compiled, rows, _in_places(places, longest))
         for places, programs in map(_solved, map(_plain, named))
         for rows in programs
     ]
-    best = _shortest(compiled, deals)
-    return [] if best is None else [("batch of the run", *best)]
+    found = list(islice(_made_to_fit(compiled, deals), _MOST_DEALS))
+    best = None if found else _shortest(compiled, deals)
+    return found if best is None else [("batch of the run", *best)]
+
+
+def _made_to_fit(compiled: CompiledProblem, deals: Sequence[Rows]) -> Iterator[_Start]:
+    """Yield deals that copy, made to fit: first those that were the shortest before it.
+
+    That says more of where annealing ends than how long they are then.
+    """
+    if not any(compiled.cells_with(simulate.OFFLOAD, rows).any() for rows in deals):
+        return
+    most = [_MOST_OVER * device.usable_bytes for device in compiled.problem.devices]
+    table, draw = None, moves.seeded(0)
+    lengths = sorted((compiled.objective_ms(rows), at) for at, rows in enumerate(deals))
+    for length_ms, at in lengths[:_MOST_FITTED]:
+        if length_ms == inf or not all(map(lt, device_peaks(compiled, deals[at]), most)):
+            continue
+        table = table_for(compiled, deals[at], like=table)
+        fitted_ms, rows = make_fit(table, draw), best_rows(table)
+        if fitted_ms < inf and within_hosts(compiled, rows) and keeps_turns(compiled, rows):
+            yield "batch of the run", fitted_ms, rows
 
 
 def _deals(
@@ -304,17 +354,29 @@ def _shortest(compiled: CompiledProblem, deals: Sequence[Rows]) -> tuple[float, 
 
 def _annealed(
     compiled: CompiledProblem,
-    rows: Rows,
-    start_ms: float,
+    starts: Sequence[_Start],
     work: int,
-    *,
     seed: int,
     shares: MoveShares,
-) -> Rows:
-    table = table_for(compiled, rows)
+    *,
+    short: int,
+) -> tuple[_Start, Rows]:
+    """Anneal each start for ``short`` actions, the best for what is left of the work; return it."""
+    table, cooled = None, []
+    for start in starts:
+        table = table_for(compiled, start[2], like=table)
+        objective_ms = _cool(table, start[1], max(1, short), seed, shares)
+        cooled.append((objective_ms, start, best_rows(table)))
+    objective_ms, start, rows = min(cooled, key=itemgetter(0))
+    table = table_for(compiled, rows, like=table)
+    _cool(table, objective_ms, max(1, work - short * len(starts)), seed, shares)
+    return start, best_rows(table)
+
+
+def _cool(table: Table, start_ms: float, work: int, seed: int, shares: MoveShares) -> float:
+    """Anneal a table's programs; return the objective of its best in ms."""
     table = table._replace(rules=table.rules._replace(shares=shares))
-    course = course_of(table, start_ms)
-    scale_ms = table.rules.mean_pass_ms
+    course, scale_ms = course_of(table, start_ms), table.rules.mean_pass_ms
     draw = moves.seeded(seed)
     anneal(table, course, _HOT * scale_ms, _COLD * scale_ms, work, work, draw)
-    return best_rows(table)
+    return float(course.values[2])

@@ -19,8 +19,10 @@ from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.board import (
     agenda_for,
     backward_of,
+    begin,
     board_of,
     copy,
+    note,
     put_back,
     undo_for,
 )
@@ -29,6 +31,8 @@ from optpipe_solver.local_search.moves import (
     commit,
     hosts_fit,
     make_room,
+    offload_farthest,
+    overflow,
     relax,
     settle,
     trim,
@@ -62,6 +66,7 @@ __all__ = [
     "best_rows",
     "course_of",
     "look_around",
+    "make_fit",
     "measure",
     "table_for",
     "take_back",
@@ -413,6 +418,32 @@ def _keep(table: Table) -> None:
             table.best_counts[device] = count
             table.stale[device] = False
     copy(table.best_modes, board.mode, board.mode.size)
+
+
+@lean
+def make_fit(table: Table, draw: Draw) -> float:
+    """Offload until all programs fit; return the objective in ms, inf where they do not.
+
+    The only use of a table whose programs exceed memory. Hosts are not looked at.
+    """
+    board, undo, times, memory = table.board, table.undo, table.times, table.memory
+    for device in range(board.counts.size):
+        fits = False
+        while not fits:
+            undo.sizes[:] = 0
+            begin(board, undo, device)
+            note(undo, device, 0, board.counts[device])
+            fits = make_room(board, undo, times, memory, device, draw)
+            if not fits:
+                at = overflow(board, times, memory, device, 0, board.counts[device])
+                if not offload_farthest(board, undo, times, memory, device, at):
+                    return np.inf
+            undo.high[device] = -1
+    undo.sizes[:] = 0
+    _compute(table)
+    table.stale[:] = True
+    _keep(table)
+    return measure(table)
 
 
 # --- Set up the arrays of one search, with the times and memory of the programs it starts from.

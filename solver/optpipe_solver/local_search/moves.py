@@ -60,6 +60,7 @@ __all__ = [
     "hosts_fit",
     "make_room",
     "mode_wave",
+    "offload_farthest",
     "overflow",
     "park",
     "place_mode",
@@ -773,6 +774,9 @@ _REPAIRS = 4
 _REACH = 60
 """Places looked along for an action that frees memory."""
 
+_LEEWAY = 10
+"""Places that a transfer has where memory lacks: about as long as it takes."""
+
 
 @lean
 def overflow(
@@ -865,6 +869,42 @@ def _put_off(board: Board, undo: Undo, times: TimeArrays, device: int, at: int) 
             slide(board, undo, device, place, at)
             return True
     return False
+
+
+@lean
+def offload_farthest(
+    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, device: int, at: int
+) -> bool:
+    """Offload a cell that is kept at a place, the one whose backward is farthest; whether one is.
+
+    That is what a cache of known requests drops (Belady 1966). A cell whose forward is near would
+    not be gone by then: it counts as if its backward were three times as far as its forward.
+    """
+    cells, row = times.num_cells, board.actions[device]
+    chosen, farthest = -1, 0
+    for place in range(at + 1):
+        cell = row[place]
+        if cell >= cells or board.mode[cell] != 0:
+            continue
+        far = min(backward_of(board, cells, cell) - at, 3 * (at - place))
+        if far > farthest and _offloaded(memory, times.row[cell]) > 0:
+            chosen, farthest = cell, far
+    if chosen < 0:
+        return False
+    early = min(_LEEWAY, at - board.at[chosen] - 1)
+    late = min(_LEEWAY, backward_of(board, cells, chosen) - at - 2)
+    mode = _offloaded(memory, times.row[chosen])
+    return place_mode(board, undo, times, memory, chosen, mode, max(0, early), max(0, late))
+
+
+@lean
+def _offloaded(memory: MemoryArrays, stage: int) -> int:
+    """Return the first mode of a stage's cells that offloads, 0 where one alone may not."""
+    if not memory.uniform[stage]:
+        for mode in range(1, memory.num_modes[stage]):
+            if memory.may[stage, mode] and memory.adds[RELOAD, stage, mode] > 0:
+                return mode
+    return 0
 
 
 @lean

@@ -1,5 +1,6 @@
 """The compiled search: exactly the reference's meaning of time and memory, and worth having."""
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -12,19 +13,20 @@ from hypothesis import strategies as st
 
 from optpipe import find_violations, simulate
 from optpipe.check import check
-from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.encoding import CompiledProblem, device_peaks
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import table_for
+from optpipe_solver.local_search.annealing import best_rows, make_fit, table_for
 from optpipe_solver.local_search.propose import everywhere, some_stretch
 from optpipe_solver.local_search.search import (
     _LocalSearch,
     improve_by_local_search,
     improve_by_stretches,
 )
-from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.building import UNIT, bus, offloadable, one_f_one_b, problem, stage
 from tests.conftest import Yardstick
+from tests.solver.local_search.boards import read, set_out
 from tests.solver.starting import erratic_clock, serially, started
 from tests.solver.test_solve import offload_problem
 from tests.strategies import Case, cases, few
@@ -55,6 +57,35 @@ def test_compiled_time_is_the_reference_time(case: Case, seed: int) -> None:
     for durations, known in (({}, None), (replaced, table)):
         run = simulate(case.problem, case.programs, durations)
         assert compiled.length_ms(rows, known) == (run.makespan_ms, run.span_ms)
+
+
+@given(cases(menus=True), st.floats(0.4, 1.0))
+def test_what_is_made_to_fit_is_legal(case: Case, share: float) -> None:
+    """Programs beyond memory, or that fit as they are; hosts aside."""
+    compiled = CompiledProblem.of(case.problem)
+    peaks = device_peaks(compiled, compiled.encode(case.programs))
+    devices = tuple(
+        device.model_copy(update={"memory_bytes": device.reserved_bytes + math.ceil(share * peak)})
+        for device, peak in zip(case.problem.devices, peaks, strict=True)
+    )
+    hosts = tuple(host.model_copy(update={"memory_bytes": None}) for host in case.problem.hosts)
+    tighter = case.problem.model_copy(update={"devices": devices, "hosts": hosts})
+    compiled, table = set_out(tighter, case.programs)
+    fitted_ms = make_fit(table, moves.seeded(0))
+    assert fitted_ms < math.inf or share < 1.0
+    if fitted_ms < math.inf:
+        assert not find_violations(tighter, read(compiled, table))
+        assert fitted_ms == compiled.objective_ms(best_rows(table))
+
+
+def test_what_does_not_fit_is_offloaded() -> None:
+    """1F1B keeps two micro-batches on the first device, and there is room for one."""
+    small = problem([offloadable(0), offloadable(1)], [bus(memory_bytes=10 * UNIT), bus()], m=4)
+    compiled, table = set_out(small, one_f_one_b(2, 4))
+    assert make_fit(table, moves.seeded(0)) < math.inf
+    found = read(compiled, table)
+    assert not find_violations(small, found)
+    assert [any(action.type == "OFFLOAD" for action in row) for row in found] == [True, False]
 
 
 @few(30)
