@@ -587,19 +587,33 @@ def layout_text(stage_layers: Sequence[StageLayers], num_devices: int) -> str:
     return "".join(f"{stage}|" if n == 1 else f"({stage}|)*{n}" for stage, n in runs)[:-1]
 
 
+_MOST_LETTERS = 100_000
+
+
 def read_layout(text: str) -> tuple[StageLayers, ...]:
     """Return what the stages of such a text hold; commas and spaces mean nothing.
 
     Raises
     ------
     InputError
-        If a letter is none of E, t, m and L, or something is repeated more than 999 times.
+        If a letter is none of E, t, m and L, or repetitions make more than 100,000 of them.
     """
     flat = re.sub(r"[\s,]", "", text)
-    if often := re.search(r"\*\d{4,}", flat):
-        raise InputError(f"layout: {often[0][:20]} is more than 999 times; correct the number")
+    size = 0
+
+    def repeated(found: re.Match[str]) -> str:
+        nonlocal size
+        times = int(found[2][:6])
+        size += len(found[1]) * times
+        if size > _MOST_LETTERS:
+            raise InputError(
+                f"layout: with {found[0][-20:]} it has more than {_MOST_LETTERS:,} letters; "
+                "correct the number"
+            )
+        return found[1] * times
+
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
-        flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
+        flat = re.sub(pattern, repeated, flat)
     wrong = sorted(set(flat) - {*_FIELDS, "|"})
     if wrong or not flat:
         raise InputError(

@@ -8,7 +8,8 @@ together with all that it calls, and that is what the cache on disk holds.
 
 No kernel counts places from the end of an array (``row[-1]``), so none asks of each place whether
 it is negative; with that, and with what `_Whole` tells the optimiser, annealing takes 0.58 of the
-time. ``NUMBA_BOUNDSCHECK=1`` makes every place that is not in its array an error.
+time. ``NUMBA_BOUNDSCHECK=1``, with a ``NUMBA_CACHE_DIR`` of its own, makes every place that is not
+in its array an error.
 """
 
 from __future__ import annotations

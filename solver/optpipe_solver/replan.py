@@ -8,10 +8,11 @@ that it starts in; the best then is annealed further, all for a fixed number of 
 The rules make no copies to the host. Where these pay, some batches of the run are named: the first
 call with them solves problems of equal micro-batches (`optpipe_solver.dealing`), and those batches
 themselves, under the limits and under tighter ones, as other batches need more. Later calls deal
-into the places of all these, in those of a batch the longest where its longest stood; what then
-exceeds memory is offloaded. Where that makes copies, only 1F1B is tried beside it: it is mostly
-shorter than what rules make, and annealing has their time. Nothing depends on clocks or on earlier
-calls: all ranks that ask get the same answer.
+into the places of all these, in those of a batch the longest where its longest stood (where the
+order is given, each where its number stood); what then exceeds memory is offloaded. Where that
+makes copies, only 1F1B is tried beside it: it is mostly shorter than what rules make, and annealing
+has their time. Nothing depends on clocks or on earlier calls: all ranks that ask get the same
+answer.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
 _WORK = 1_300_000
 """Actions simulated: about 50 ms of one core."""
 
-_RULES_SHARE, _SEARCHES = 0.65, 3
-"""Share of the work that goes into dispatching rules, about half of the time, and how many searches
-of them share it; the rest is annealing's."""
+_RULES_SHARE, _SEARCHES, _LEAST_SEARCH = 0.65, 3, 200
+"""Share of the work that goes into dispatching rules, about half of the time, how many searches of
+them share it, and how much each has at least, by cell; the rest is annealing's."""
 
 _DEALT_SHARE = 0.65
 """Share of the work that annealing has where no rule is tried: about the same time in all."""
@@ -112,7 +113,7 @@ In a deal never: micro-batches stand there by length.
 def replan(
     problem: Problem,
     *,
-    like: Problem | Sequence[Problem] = (),
+    like: Problem | Sequence[Problem] | None = None,
     work: int = _WORK,
     seed: int = 0,
 ) -> Schedule:
@@ -121,7 +122,7 @@ def replan(
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and that for a ``like`` solves each for a quarter of a minute.
+    installation), and that for a ``like`` solves each for half a minute.
 
     Parameters
     ----------
@@ -130,10 +131,9 @@ def replan(
     like
         A batch of the run, or several, of as many micro-batches and the same stages, whose modes do
         the same by position: worth naming where memory is short and activations can be moved to
-        the host, a dozen where lengths differ much. Without any, and where nothing fits that moves
-        none, this batch itself stands for all.
+        the host, a dozen where lengths differ much, 128 at most.
     work
-        How many actions may be simulated; about 0.07 us of one core each.
+        How many actions may be simulated; about 0.05 us of one core each.
     seed
         Of the search.
 
@@ -141,12 +141,14 @@ def replan(
     ------
     InputError
         If micro-batches name samples, passes may pair, nothing fits the memory, or ``like`` is
-        of another form.
+        of another form, or of costs whose modes do other things.
     """
     if problem.has_samples or problem.pairs:
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
-    named = (like,) if isinstance(like, Problem) else tuple(like)
+    named = (like,) if isinstance(like, Problem) else tuple(like or ())
+    if len(named) > _MOST_BATCHES:
+        raise InputError(f"like: has {len(named)} batches; name {_MOST_BATCHES} at most")
     for one in named:
         _check_alike(problem, one)
     compiled = CompiledProblem.of(problem)
@@ -193,6 +195,11 @@ def _check_alike(problem: Problem, like: Problem) -> None:
         raise InputError(
             "like: its stages stand elsewhere, or their modes offload and recompute otherwise than "
             "the problem's; name a batch of this run"
+        )
+    if any(len(kinds) > 1 for kinds in _forms(problem)):
+        raise InputError(
+            "like: the modes of a stage's costs do not do the same by position, so a place says "
+            "nothing of what becomes of another micro-batch in it; leave like out"
         )
 
 
@@ -275,9 +282,10 @@ def _serial(compiled: CompiledProblem) -> _Start:
 
 def _ruled(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
     """Yield the best that each search of dispatching rules makes, if any."""
-    for number in range(_SEARCHES):
+    searches = max(1, min(_SEARCHES, work // (_LEAST_SEARCH * compiled.times.num_cells)))
+    for number in range(searches):
         draws = seed * _SEARCHES + number
-        found = dispatched(compiled, orders(compiled.problem), work // _SEARCHES, draws)
+        found = dispatched(compiled, orders(compiled.problem), work // searches, draws)
         if found is not None:
             yield "dispatching rules", *found
 
@@ -302,12 +310,13 @@ def _like_these(compiled: CompiledProblem, named: Sequence[Problem]) -> list[_St
 
     Of those that copy some that are made to fit; else, and where none can be, the shortest legal.
     """
-    longest = _by_length(compiled.problem)
+    free, longest = compiled.problem.order == "free", _by_length(compiled.problem)
     deals = [
-        dealt(compiled, rows, _in_places(places, longest))
+        dealt(compiled, rows, _in_places(places, longest) if free else np.arange(longest.size))
         for places, programs in map(_solved, map(_plain, named))
         for rows in programs
     ]
+    deals = [rows for rows in deals if keeps_turns(compiled, rows)]
     found = list(islice(_made_to_fit(compiled, deals), _MOST_DEALS))
     best = None if found else _shortest(compiled, deals)
     return found if best is None else [("batch of the run", *best)]
@@ -328,7 +337,7 @@ def _made_to_fit(compiled: CompiledProblem, deals: Sequence[Rows]) -> Iterator[_
             continue
         table = table_for(compiled, deals[at], like=table)
         fitted_ms, rows = make_fit(table, draw), best_rows(table)
-        if fitted_ms < inf and within_hosts(compiled, rows) and keeps_turns(compiled, rows):
+        if fitted_ms < inf and within_hosts(compiled, rows):
             yield "batch of the run", fitted_ms, rows
 
 

@@ -33,8 +33,9 @@ from optpipe_solver.exact.rounds import (
 )
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search.annealing import anneal
+from optpipe_solver.local_search.annealing import anneal, make_fit, table_for
 from optpipe_solver.local_search.dispatching import dispatched
+from optpipe_solver.local_search.moves import seeded
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.horizon.model import improve_by_milp
@@ -245,6 +246,8 @@ def _compile_search() -> None:
     improve_by_local_search(small, _least())
     compiled = CompiledProblem.of(small.problem)
     dispatched(compiled, orders(compiled.problem), 1, 0)
+    rows = compiled.encode(build_serial(small.problem))
+    make_fit(table_for(compiled, rows), seeded(0))
     paired = Incumbent(_with_pairs(small.problem))
     paired.offer(build_serial(paired.problem), "serial")
     improve_by_pairing(paired, _least())

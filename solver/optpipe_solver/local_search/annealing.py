@@ -426,24 +426,28 @@ def make_fit(table: Table, draw: Draw) -> float:
 
     The only use of a table whose programs exceed memory. Hosts are not looked at.
     """
-    board, undo, times, memory = table.board, table.undo, table.times, table.memory
-    for device in range(board.counts.size):
-        fits = False
-        while not fits:
-            undo.sizes[:] = 0
-            begin(board, undo, device)
-            note(undo, device, 0, board.counts[device])
-            fits = make_room(board, undo, times, memory, device, draw)
-            if not fits:
-                at = overflow(board, times, memory, device, 0, board.counts[device])
-                if not offload_farthest(board, undo, times, memory, device, at):
-                    return np.inf
-            undo.high[device] = -1
-    undo.sizes[:] = 0
+    for device in range(table.board.counts.size):
+        fits = _offload_until_it_fits(table, device, draw)
+        table.undo.sizes[:] = 0
+        table.undo.high[device] = -1
+        if not fits:
+            return np.inf
     _compute(table)
     table.stale[:] = True
     _keep(table)
     return measure(table)
+
+
+@lean
+def _offload_until_it_fits(table: Table, device: int, draw: Draw) -> bool:
+    board, undo, times, memory = table.board, table.undo, table.times, table.memory
+    begin(board, undo, device)
+    note(undo, device, 0, board.counts[device])
+    while not make_room(board, undo, times, memory, device, draw):
+        at = overflow(board, times, memory, device, 0, board.counts[device])
+        if not offload_farthest(board, undo, times, memory, device, at):
+            return False
+    return True
 
 
 # --- Set up the arrays of one search, with the times and memory of the programs it starts from.

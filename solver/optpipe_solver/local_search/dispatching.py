@@ -476,7 +476,7 @@ def dispatched(
     orders
         Orders of micro-batches to begin with.
     work
-        About how many actions may be simulated, about 0.1 us of one core each; one schedule is
+        About how many actions may be simulated, about 0.03 us of one core each; one schedule is
         made whatever it is.
     seed
         Of the draws.

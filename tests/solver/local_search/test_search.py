@@ -24,7 +24,7 @@ from optpipe_solver.local_search.search import (
     improve_by_local_search,
     improve_by_stretches,
 )
-from tests.building import UNIT, bus, offloadable, one_f_one_b, problem, stage
+from tests.building import UNIT, bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.conftest import Yardstick
 from tests.solver.local_search.boards import read, set_out
 from tests.solver.starting import erratic_clock, serially, started
@@ -86,6 +86,24 @@ def test_what_does_not_fit_is_offloaded() -> None:
     found = read(compiled, table)
     assert not find_violations(small, found)
     assert [any(action.type == "OFFLOAD" for action in row) for row in found] == [True, False]
+
+
+def test_of_what_is_kept_the_farthest_backward_is_offloaded() -> None:
+    """Two fit beside a third; 0 comes back last. Scratch of a table that fits nothing is reused."""
+    lanes = {"d2h_gb_per_s": 100.0, "h2d_gb_per_s": 100.0, "half_duplex": True}
+    small = problem([offloadable(0)], [bus(memory_bytes=20 * UNIT, **lanes)], m=3)
+    rows = programs("0F0 0F1 0F2 0B2 0B1 0B0")
+    tiny = small.model_copy(
+        update={"devices": (small.devices[0].model_copy(update={"memory_bytes": 5 * UNIT}),)}
+    )
+    _, nothing = set_out(tiny, rows)
+    assert make_fit(nothing, moves.seeded(0)) == math.inf
+    compiled = CompiledProblem.of(small)
+    table = table_for(compiled, compiled.encode(rows), like=nothing)
+    assert make_fit(table, moves.seeded(0)) < math.inf
+    found = read(compiled, table)
+    assert not find_violations(small, found)
+    assert {action.microbatch for action in found[0] if action.type == "OFFLOAD"} == {0}
 
 
 @few(30)

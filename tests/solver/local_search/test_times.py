@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from optpipe import Problem, check, simulate
 from optpipe.memory import host_walk
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.simulate import OFFLOAD, RELOAD
+from optpipe_solver.arrays.simulate import (
+    BACKWARD_INPUT,
+    FORWARD,
+    FULL_BACKWARD,
+    OFFLOAD,
+    RELOAD,
+)
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.board import rows_on
@@ -100,6 +107,40 @@ def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
     assert (early < 1e-9).all()
 
 
+def tails_of(table: Table) -> dict[int, float]:
+    """From the start of each action to the very end, through what it leads to."""
+    board, times = table.board, table.times
+    cells, m, last = times.num_cells, times.num_microbatches, times.num_stages - 1
+
+    def backward(cell: int) -> int:
+        split = BACKWARD_INPUT * cells + cell
+        return split if board.at[split] >= 0 else FULL_BACKWARD * cells + cell
+
+    def leads_to(kind: int, cell: int) -> tuple[int, float]:
+        row, stage = times.row[cell], cell // m
+        if kind == FORWARD:
+            return (cell + m, times.there[row]) if stage < last else (backward(cell), 0.0)
+        if kind in {BACKWARD_INPUT, FULL_BACKWARD} and stage > 0:
+            return backward(cell - m), times.back[times.row[cell - m]]
+        return -1, 0.0
+
+    @cache
+    def tail(code: int) -> float:
+        kind, cell = divmod(code, cells)
+        row = board.actions[times.device_of[cell // m]]
+        behind = board.at[code] + 1
+        onward = (
+            tail(int(row[behind])) if behind < board.counts[times.device_of[cell // m]] else 0.0
+        )
+        if kind in {OFFLOAD, RELOAD}:
+            return onward
+        needed, transit = leads_to(kind, cell)
+        onward = max(onward, transit + tail(int(needed))) if needed >= 0 else onward
+        return float(onward + times.duration[code])
+
+    return {code: tail(code) for code in np.flatnonzero(board.at >= 0).tolist()}
+
+
 def board_state(table: Table) -> list[list[float]]:
     """Everything a fresh board would hold, by action in program order."""
     board = table.board
@@ -138,6 +179,8 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
             table.focus[:] = 0
             assert not move_once(table, course, 1.0, draw, LOOK)
             assert_is_longest(table, int(course.counts[3]), by_span=by_span)
+            if table.rules.incremental:
+                assert all(table.board.tail[code] == ms for code, ms in tails_of(table).items())
             table.focus[:] = focus
         if not move_once(table, course, slack * start_ms + 0.01, draw, STAY):
             assert board_state(table) == before
