@@ -147,10 +147,7 @@ def replan(
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
     named = (like,) if isinstance(like, Problem) else tuple(like or ())
-    if len(named) > _MOST_BATCHES:
-        raise InputError(f"like: has {len(named)} batches; name {_MOST_BATCHES} at most")
-    for one in named:
-        _check_alike(problem, one)
+    _check_alike(problem, named)
     compiled = CompiledProblem.of(problem)
     first = _like_these(compiled, named)
     if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in first):
@@ -182,21 +179,27 @@ def replan(
     return record(best, provenance, "work_limit")
 
 
-def _check_alike(problem: Problem, like: Problem) -> None:
-    """Refuse a batch of another form."""
-    if like.has_samples or like.pairs:
-        raise InputError("like: has samples or pairs, which replan does not know; leave them out")
-    if like.num_microbatches != problem.num_microbatches:
-        raise InputError(
-            f"like: has {like.num_microbatches} micro-batches, the problem "
-            f"{problem.num_microbatches}; name a batch of as many"
-        )
-    if like.placement != problem.placement or _forms(like) != _forms(problem):
-        raise InputError(
-            "like: its stages stand elsewhere, or their modes offload and recompute otherwise than "
-            "the problem's; name a batch of this run"
-        )
-    if any(len(kinds) > 1 for kinds in _forms(problem)):
+def _check_alike(problem: Problem, named: Sequence[Problem]) -> None:
+    """Refuse batches of another form, or too many."""
+    if len(named) > _MOST_BATCHES:
+        raise InputError(f"like: has {len(named)} batches; name {_MOST_BATCHES} at most")
+    forms = _forms(problem) if named else []
+    for like in named:
+        if like.has_samples or like.pairs:
+            raise InputError(
+                "like: has samples or pairs, which replan does not know; leave them out"
+            )
+        if like.num_microbatches != problem.num_microbatches:
+            raise InputError(
+                f"like: has {like.num_microbatches} micro-batches, the problem "
+                f"{problem.num_microbatches}; name a batch of as many"
+            )
+        if like.placement != problem.placement or _forms(like) != forms:
+            raise InputError(
+                "like: its stages stand elsewhere, or their modes offload and recompute otherwise "
+                "than the problem's; name a batch of this run"
+            )
+    if any(len(kinds) > 1 for kinds in forms):
         raise InputError(
             "like: the modes of a stage's costs do not do the same by position, so a place says "
             "nothing of what becomes of another micro-batch in it; leave like out"

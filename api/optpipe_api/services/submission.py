@@ -326,9 +326,9 @@ def read_registration(body: bytes, settings: Settings, methods: Collection[str])
     wanted = Registration.parse(decode_json(body))
     if wanted.problem.num_costs > 1:
         raise InputError(
-            f"has micro-batches of {wanted.problem.num_costs} costs, and a deployment's reports do "
-            "not say of which their times are; register equal micro-batches, or plan each batch "
-            "(optpipe_solver.replan)"
+            f"problem: has micro-batches of {wanted.problem.num_costs} costs, and a deployment's "
+            "reports do not say of which their times are; register equal micro-batches, or plan "
+            "each batch (optpipe_solver.replan)"
         ).at("/problem/stages")
     job = solved_job(wanted.problem, wanted.options.within(settings, methods), settings.max_cells)
     how = {"job": asdict(job.options), "threshold": wanted.threshold}

@@ -204,7 +204,7 @@ def two_costs() -> dict[str, Any]:
     ("path", "body", "status", "detail"),
     [
         ("", {}, 422, "problem: is missing"),
-        ("", {"problem": two_costs()}, 422, "micro-batches of 2 costs"),
+        ("", {"problem": two_costs()}, 422, "problem: has micro-batches of 2 costs"),
         ("", {"problem": two_stages(), "threshold": 1}, 422, "threshold = 1"),
         ("", {"problem": two_stages(), "tresh": 1}, 422, "did you mean 'threshold'"),
         ("", {"problem": two_stages(num_microbatches=10**9)}, 422, "num_microbatches"),
