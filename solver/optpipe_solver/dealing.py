@@ -95,7 +95,9 @@ def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[Ints]:
     given = np.arange(m, dtype=np.int64)
     if problem.order == "given" or problem.num_costs == 1:
         return [given]
-    length = [sum(s.under(cost).busy_ms for s in problem.stages) for cost in problem.cost_of]
+    costs = range(problem.num_costs)
+    of_cost = [sum(stage.under(cost).busy_ms for stage in problem.stages) for cost in costs]
+    length = [of_cost[cost] for cost in problem.cost_of]
     down = sorted(range(m), key=lambda j: -length[j])
     up = down[::-1]
     in_turn = [j for pair in zip(down, up, strict=True) for j in pair][:m]

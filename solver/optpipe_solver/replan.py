@@ -1,18 +1,20 @@
 """A schedule for the batch of this step, within a tenth of a second: `replan`.
 
 Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
-hundred dispatching rules (`optpipe_solver.local_search.dispatching`), searched several times from
-the beginning, and dealt, in several orders, into 1F1B and into zero-bubble schedules of equal
-micro-batches. The best of these are annealed a little each, as annealing seldom leaves the basin
-that it starts in; the best then is annealed further, all for a fixed number of simulated actions.
-The rules make no copies to the host. Where these pay, some batches of the run are named: the first
-call with them solves problems of equal micro-batches (`optpipe_solver.dealing`), and those batches
-themselves, under the limits and under tighter ones, as other batches need more. Later calls deal
-into the places of all these, in those of a batch the longest where its longest stood (where the
-order is given, each where its number stood); what then exceeds memory is offloaded. Where that
-makes copies, only 1F1B is tried beside it: it is mostly shorter than what rules make, and annealing
-has their time. Nothing depends on clocks or on earlier calls: all ranks that ask get the same
-answer.
+hundred dispatching rules (`optpipe_solver.local_search.dispatching`), searched several times, and
+dealt, in several orders, into 1F1B and into zero-bubble schedules of equal micro-batches. The best
+of these are annealed a little each, as annealing seldom leaves the basin that it starts in; the
+best then is annealed further, all for a fixed number of simulated actions.
+
+Some batches of the run may be named, and the first call with them learns from them. For each rules
+are searched at length, and those that are best for all of them are where later searches begin,
+instead of anywhere. The rules make no copies to the host. Where these pay, problems of equal
+micro-batches (`optpipe_solver.dealing`) and the named batches themselves are solved, under the
+limits and under tighter ones, as other batches need more. Later calls deal into the places of all
+these, in those of a batch the longest where its longest stood (where the order is given, each where
+its number stood); what then exceeds memory is offloaded. Where that makes copies, only 1F1B is
+tried beside it: it is mostly shorter than what rules make, and annealing has their time. Nothing
+depends on clocks or on earlier calls: all ranks that ask get the same answer.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from optpipe_solver.local_search.annealing import (
     make_fit,
     table_for,
 )
-from optpipe_solver.local_search.dispatching import dispatched
+from optpipe_solver.local_search.dispatching import CELL_WORK, dispatched
 from optpipe_solver.local_search.propose import MoveShares
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import record, solve
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.local_search.annealing import Table
+    from optpipe_solver.local_search.dispatching import DispatchingRule
 
 __all__ = ["replan"]
 
@@ -77,11 +80,16 @@ _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
 _WORK = 1_300_000
 """Actions simulated: about 50 ms of one core."""
 
-_RULES_SHARE, _SEARCHES, _LEAST_SEARCH = 0.65, 3, 200
-"""Share of the work that goes into dispatching rules, about half of the time, how many searches of
-them share it, and how much each has at least, by cell; the rest is annealing's."""
+_RULES_SHARE, _SEARCHES, _LEAST_SEARCH = 0.5, 3, 200
+"""Share of the work that goes into dispatching rules, about a third of the time, how many searches
+share it, and how much each has at least, by cell; the rest is annealing's."""
 
-_DEALT_SHARE = 0.65
+_LEARN_SEARCHES, _LEARN_WORK, _MOST_LEARNED, _STUCK = 8, 16_000_000, 16, 2.0
+"""Searches of rules for a batch of the run, actions of each, and how many of what they find are
+tried on another batch: those that are least behind the best of each. One that gets stuck counts as
+so many times as long."""
+
+_DEALT_SHARE = 0.75
 """Share of the work that annealing has where no rule is tried: about the same time in all."""
 
 _SHORT_SHARE = 0.04
@@ -90,7 +98,7 @@ _SHORT_SHARE = 0.04
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
 """Units of work for equal micro-batches of a shape, and families of each that are kept."""
 
-_LIKE_WORK, _SHARES = 2.0, (1.0, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
+_LIKE_WORK, _SHARES = 4.0, (1.0, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Units of work for a batch of the run, under each of these shares of its memory."""
 
 _MOST_FITTED, _MOST_OVER, _MOST_DEALS = 16, 1.12, 3
@@ -130,8 +138,8 @@ def replan(
         The batch.
     like
         A batch of the run, or several, of as many micro-batches and the same stages, whose modes do
-        the same by position: worth naming where memory is short and activations can be moved to
-        the host, a dozen where lengths differ much, 128 at most.
+        the same by position: worth naming where memory is short or lengths differ much, a dozen,
+        128 at most.
     work
         How many actions may be simulated; about 0.05 us of one core each.
     seed
@@ -156,7 +164,7 @@ def replan(
     else:
         anneals, shares = 1 - _RULES_SHARE, _MOVES
         others = [*first, *_usual(compiled, _QUICK)]
-        first = list(_ruled(compiled, round(_RULES_SHARE * work), seed))
+        first = list(_ruled(compiled, named, round(_RULES_SHARE * work), seed))
         if named or not (first or others):
             shape = named[0] if named else problem
             others += _deals(compiled, _known(_shape_of(shape)), orders(problem))
@@ -220,15 +228,11 @@ def _forms(problem: Problem) -> list[set[tuple[tuple[bool, str | None], ...]]]:
 def _shape_of(problem: Problem) -> Problem:
     """Return the batch of a shape, without name and context: every cost as often as any other."""
     m = problem.num_microbatches
-    plain = _plain(problem)
+    plain = problem.unnamed
     if problem.num_costs == 1 or m < problem.num_costs:
         return plain
     costs = [j % problem.num_costs for j in range(m)]
     return plain.model_copy(update={"microbatches": tuple(Microbatch(cost=cost) for cost in costs)})
-
-
-def _plain(problem: Problem) -> Problem:
-    return problem.model_copy(update={"name": "", "context": None})
 
 
 @lru_cache(maxsize=_MOST_BATCHES)
@@ -245,8 +249,9 @@ def _solved(like: Problem) -> tuple[Ints, tuple[Rows, ...]]:
 
 def _by_length(problem: Problem) -> Ints:
     """Return the micro-batches, the longest first."""
-    busy_ms = [sum(s.under(cost).busy_ms for s in problem.stages) for cost in problem.cost_of]
-    return np.argsort(-np.array(busy_ms), kind="stable")
+    costs = range(problem.num_costs)
+    busy_ms = np.array([sum(s.under(cost).busy_ms for s in problem.stages) for cost in costs])
+    return np.argsort(-busy_ms[list(problem.cost_of)], kind="stable")
 
 
 def _in_places(known: Ints, batch: Ints) -> Ints:
@@ -283,14 +288,61 @@ def _serial(compiled: CompiledProblem) -> _Start:
     return "serial", compiled.objective_ms(rows), rows
 
 
-def _ruled(compiled: CompiledProblem, work: int, seed: int) -> Iterator[_Start]:
-    """Yield the best that each search of dispatching rules makes, if any."""
-    searches = max(1, min(_SEARCHES, work // (_LEAST_SEARCH * compiled.times.num_cells)))
+def _ruled(
+    compiled: CompiledProblem, named: Sequence[Problem], work: int, seed: int
+) -> Iterator[_Start]:
+    """Yield the best that each search of dispatching rules makes, if any.
+
+    Each begins with the rule that is best here of those learned from batches of the run.
+    """
+    problem, cells = compiled.problem, compiled.times.num_cells
+    ways = orders(problem)
+    learned = [_ranked(rule, problem) for rule in _learned(tuple(one.unnamed for one in named))]
+    if learned:
+        best = dispatched(compiled, ways, 0, seed, learned)
+        work -= len(learned) * CELL_WORK * cells
+        learned = [] if best is None else [best.rule]
+    searches = max(1, min(_SEARCHES, work // (_LEAST_SEARCH * cells)))
     for number in range(searches):
         draws = seed * _SEARCHES + number
-        found = dispatched(compiled, orders(compiled.problem), work // searches, draws)
+        found = dispatched(compiled, ways, work // searches, draws, learned)
         if found is not None:
-            yield "dispatching rules", *found
+            yield "dispatching rules", found.objective_ms, found.rows
+
+
+@lru_cache(maxsize=_MOST_SHAPES)
+def _learned(named: tuple[Problem, ...]) -> tuple[DispatchingRule, ...]:
+    """Return the rules that are best on average of some batches, of those that are best for one.
+
+    Ranks are by length, the longest first.
+    """
+    rules = [rule for like in named for rule in _searched(like)]
+    behind = np.zeros(len(rules))
+    for like in named:
+        compiled, ways = CompiledProblem.of(like), orders(like)
+        tried = [dispatched(compiled, ways, 0, 0, [_ranked(rule, like)]) for rule in rules]
+        lengths = np.array([inf if one is None else one.objective_ms for one in tried])
+        behind += np.minimum(lengths / lengths.min(initial=inf), _STUCK)
+    return tuple(rules[at] for at in np.argsort(behind, kind="stable")[:_MOST_LEARNED])
+
+
+@lru_cache(maxsize=_MOST_BATCHES)
+def _searched(like: Problem) -> list[DispatchingRule]:
+    """Return the rules that long searches for a batch find; ranks by length, the longest first."""
+    compiled, longest = CompiledProblem.of(like), _by_length(like)
+    searches = (
+        dispatched(compiled, orders(like), _LEARN_WORK, number) for number in range(_LEARN_SEARCHES)
+    )
+    rules = [found.rule for found in searches if found is not None]
+    return [rule._replace(rank=rule.rank[longest]) for rule in rules]
+
+
+def _ranked(rule: DispatchingRule, problem: Problem) -> DispatchingRule:
+    """Return a learned rule with the ranks of a batch: by length, or by a given order."""
+    numbers = np.arange(problem.num_microbatches)
+    if problem.order == "given":
+        return rule._replace(rank=numbers)
+    return rule._replace(rank=_in_places(_by_length(problem), rule.rank))
 
 
 def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
@@ -316,7 +368,7 @@ def _like_these(compiled: CompiledProblem, named: Sequence[Problem]) -> list[_St
     free, longest = compiled.problem.order == "free", _by_length(compiled.problem)
     deals = [
         dealt(compiled, rows, _in_places(places, longest) if free else np.arange(longest.size))
-        for places, programs in map(_solved, map(_plain, named))
+        for places, programs in (_solved(one.unnamed) for one in named)
         for rows in programs
     ]
     deals = [rows for rows in deals if keeps_turns(compiled, rows)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.local_search.moves import Draw
 
-__all__ = ["dispatched"]
+__all__ = ["CELL_WORK", "Dispatched", "DispatchingRule", "dispatched"]
 
 
 _F, _I, _W, _B = range(4)
@@ -38,8 +38,27 @@ _RANDOM = 4
 _USUAL = (1.5, 0.5, 0.0)
 """The rule that is tried first."""
 
-_CELL_WORK = 11
+CELL_WORK = 11
 """What a cell costs in a schedule, in actions simulated."""
+
+
+class DispatchingRule(NamedTuple):
+    """By micro-batch its ``rank``, the least first; depth, patience, whether backwards are fused.
+
+    ``mode`` has by stage the number of its cells' mode (`CellMode`).
+    """
+
+    rank: Ints
+    numbers: Floats
+    mode: Ints
+
+
+class Dispatched(NamedTuple):
+    """The best schedule of a search, its objective in ms, and the rule that makes it."""
+
+    objective_ms: float
+    rows: Rows
+    rule: DispatchingRule
 
 
 class _Instance(NamedTuple):
@@ -360,6 +379,7 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
     instance: _Instance,
     state: _PartialSchedule,
     best: _Best,
+    known: DispatchingRule,
     ranks: Ints,
     work: SimulationScratch,
     by_span: bool,
@@ -367,10 +387,14 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
     tries: int,
     draw: Draw,
 ) -> None:
-    """Try ``drawn`` rules at random, then ``tries`` changes of the best."""
-    m = instance.times.num_microbatches
-    for number in range(drawn + tries):
-        if number < drawn:
+    """Try those ``known`` (a row each), ``drawn`` at random, then ``tries`` changes of the best."""
+    m, many = instance.times.num_microbatches, known.rank.shape[0]
+    for number in range(-many, drawn + tries):
+        if number < 0:
+            copy(best.tried_rank, known.rank[number + many], m)
+            copy(best.tried_rule, known.numbers[number + many], best.rule.size)
+            copy(instance.mode, known.mode[number + many], best.mode.size)
+        elif number < drawn:
             copy(best.tried_rank, ranks[number % ranks.shape[0]], m)
             if number > 0:
                 _draw_rule(best.tried_rule, draw)
@@ -465,9 +489,13 @@ def _reorder(rank: Ints, one: int, other: int, draw: Draw) -> None:
 
 
 def dispatched(
-    compiled: CompiledProblem, orders: Sequence[Ints], work: int, seed: int
-) -> tuple[float, Rows] | None:
-    """Return the best schedule found and its objective in ms; None where every rule gets stuck.
+    compiled: CompiledProblem,
+    orders: Sequence[Ints],
+    work: int,
+    seed: int,
+    known: Sequence[DispatchingRule] = (),
+) -> Dispatched | None:
+    """Return the best schedule found; None where every rule gets stuck.
 
     Parameters
     ----------
@@ -480,6 +508,9 @@ def dispatched(
         made whatever it is.
     seed
         Of the draws.
+    known
+        Rules that are all tried, instead of drawn ones, then the best of them changed. One with a
+        mode that a stage of this problem may not have is left out.
     """
     problem, times = compiled.problem, compiled.times
     cells, m, num_devices = times.num_cells, times.num_microbatches, len(problem.devices)
@@ -508,15 +539,34 @@ def dispatched(
         length=np.full(1, np.inf),
     )
     ranks = np.array([np.argsort(order) for order in orders])
-    count = max(1, work // (_CELL_WORK * cells))
-    drawn = max(min(len(orders), count), count // 3)
+    usable = [rule for rule in known if _may_have(instance, rule.mode)]
+    stacked = _stacked(usable, m, times.num_stages)
+    count = max(0 if usable else 1, work // (CELL_WORK * cells) - len(usable))
+    drawn = 0 if usable else max(min(len(orders), count), count // 3)
     scratch, by_span = simulate.workspace_for(times, num_devices), problem.objective == "span"
     _search(
-        instance, state, best, ranks, scratch, by_span, drawn, count - drawn, moves.seeded(seed)
-    )
+        instance, state, best, stacked, ranks, scratch, by_span, drawn, count - drawn,
+        moves.seeded(seed),
+    )  # fmt: skip
     if best.length[0] == np.inf:
         return None
-    return float(best.length[0]), Rows(best.actions, best.counts, np.repeat(best.mode, m))
+    rows = Rows(best.actions, best.counts, np.repeat(best.mode, m))
+    return Dispatched(float(best.length[0]), rows, DispatchingRule(best.rank, best.rule, best.mode))
+
+
+def _may_have(instance: _Instance, mode: Ints) -> bool:
+    """Whether every stage may have the mode that a rule gives it."""
+    numbers = np.arange(instance.modes.shape[1]) < instance.num_modes[:, None]
+    return bool(((instance.modes == mode[:, None]) & numbers).any(axis=1).all())
+
+
+def _stacked(rules: Sequence[DispatchingRule], m: int, num_stages: int) -> DispatchingRule:
+    """Return rules as one, with a row for each."""
+    return DispatchingRule(
+        rank=np.array([one.rank for one in rules], dtype=np.int64).reshape(-1, m),
+        numbers=np.array([one.numbers for one in rules]).reshape(-1, len(_USUAL)),
+        mode=np.array([one.mode for one in rules], dtype=np.int64).reshape(-1, num_stages),
+    )
 
 
 def _instance_of(compiled: CompiledProblem) -> _Instance:
