@@ -322,17 +322,17 @@ class _Config:
         self._data = dict(data)
         self._read: set[str] = set()
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number; a missing one, or null, is the default."""
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number, at least ``least``; a missing one, or null, is the default."""
         self._read.add(name)
         value = self._data.get(name)
         if value is None:
             value = default
         if value is None:
             raise InputError(f"config: {name} is missing; give it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(
-                f"config: {name} = {value!r}: must be a whole number, at least 0; fix it"
+                f"config: {name} = {value!r}: must be a whole number, at least {least}; fix it"
             )
         return value
 
@@ -357,7 +357,7 @@ class _Config:
         self._read |= {"layer_types", window}
         types = self._data.get("layer_types")
         if types is None:
-            width = self.number(window) if pattern else 0
+            width = self.number(window, least=0) if pattern else 0
             return {"window": width, "full_every": pattern or 1}
         if not isinstance(types, list):
             raise InputError(f"config: layer_types = {types!r}: must be a list; correct it")
@@ -370,7 +370,7 @@ class _Config:
                 "config: layer_types is not understood: an estimate covers layers of which each "
                 "n-th has full attention and the others a window"
             )
-        return {"window": self.number(window) if every > 1 else 0, "full_every": every}
+        return {"window": self.number(window, least=0) if every > 1 else 0, "full_every": every}
 
     def renamed(self, old: str, new: str) -> None:
         """Read a field under the name that early files give it; both must say the same."""
@@ -540,9 +540,9 @@ def _deepseek(config: _Config) -> dict[str, Any]:
         rope=config.number("qk_rope_head_dim"),
         value=config.number("v_head_dim"),
     )
-    config.number("head_dim", 0)  # transformers 5 writes the rotated width
+    config.number("head_dim", 0, least=0)  # transformers 5 writes the rotated width
     fields = _common(config) | {"latent": latent, "experts": _routed(config)}
-    if config.number("num_nextn_predict_layers", 0):
+    if config.number("num_nextn_predict_layers", 0, least=0):
         fields["left_out"] = ("the multi-token prediction module, which deepseek-v3-mtp has",)
     return fields
 
@@ -553,7 +553,7 @@ def _glm4_moe(config: _Config) -> dict[str, Any]:
         "bias": "qkv" if config.flag("attention_bias", default=False) else "none",
         "qk_norm": config.flag("use_qk_norm", default=False),
     }
-    if config.number("num_nextn_predict_layers", 0):
+    if config.number("num_nextn_predict_layers", 0, least=0):
         fields["left_out"] = ("the multi-token prediction module",)
     return fields
 
@@ -566,8 +566,8 @@ def _routed(config: _Config) -> Experts:
         num=config.number("n_routed_experts"),
         active=config.number("num_experts_per_tok"),
         ffn=inner,
-        shared_ffn=inner * config.number("n_shared_experts", 0),
-        dense_layers=config.number("first_k_dense_replace", 0),
+        shared_ffn=inner * config.number("n_shared_experts", 0, least=0),
+        dense_layers=config.number("first_k_dense_replace", 0, least=0),
         max_nodes=chosen if groups > chosen > 0 else 0,
     )
 
@@ -588,8 +588,6 @@ def _llama4(config: _Config) -> dict[str, Any]:
     """A chunk of n tokens costs what a window of n / 2 does: what a token sees on the average."""
     fields = _llama(config) | config.windows("attention_chunk_size", 4)
     step = config.number("interleave_moe_layer_step", 1)
-    if step < 1:
-        raise InputError(f"config: interleave_moe_layer_step = {step}: must be >= 1; correct it")
     layers = config.listed("moe_layers")
     if layers is not None and layers != list(range(step - 1, fields["num_layers"], step)):
         raise InputError(f"config: moe_layers do not follow from every {step}th; correct them")
