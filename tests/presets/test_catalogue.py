@@ -379,7 +379,7 @@ def test_gpt2_is_read() -> None:
         ({"parallel_attn": True}, "parallel_attn = True is not understood"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "4096"}, "hidden_size = '4096': must be a whole number"),
-        ({"num_hidden_layers": 0}, "config: num_hidden_layers = 0: must be a whole number, at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be a whole number, at least 1"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
     ],
 )
@@ -398,7 +398,7 @@ def test_a_sparse_step_is_refused() -> None:
     text = re.sub(
         r'"interleave_moe_layer_step": \d+', '"interleave_moe_layer_step": 0', json.dumps(llama4)
     )
-    with pytest.raises(InputError, match="interleave_moe_layer_step = 0: must be a whole number, at least 1"):
+    with pytest.raises(InputError, match="interleave_moe_layer_step = 0: must be a whole"):
         shape_from_config(text)
 
 
