@@ -361,6 +361,7 @@ def _mtp(shape: ModelShape, machine: Machine) -> StagePart:
         parameters=mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
         layers=StageLayers(mtp=1),
         forward_workspace_bytes=head_workspace_bytes(shape, training),
+        backward_workspace_bytes=layer_workspace_bytes(shape, training, shape.layer_kinds[-1]),
     )
 
 

@@ -288,6 +288,14 @@ def test_what_an_estimate_leaves_out_is_said() -> None:
     assert "balanced over the experts" in notes
 
 
+def test_a_multi_token_module_needs_in_its_backward_what_its_layer_does() -> None:
+    shape, training = find_model("deepseek-v3-mtp"), Training(tp=8, dp=8, ep=64)
+    found = estimate(shape, find_gpu("h100"), training, pp=63, num_microbatches=63)
+    *_, layer, module, _ = found.problem.stages
+    assert layer.backward_workspace_bytes > 0
+    assert module.backward_workspace_bytes == layer.backward_workspace_bytes
+
+
 @pytest.mark.parametrize(
     ("training", "named"),
     [
