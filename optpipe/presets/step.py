@@ -752,7 +752,14 @@ def cut_sizes(
             *(Field("pp"), " or ", Field("chunks")),
         )
     if pipeline.layout == "even":
-        return even_sizes(shape.num_layers, len(layers) - shape.num_layers - 1, count)
+        sizes = even_sizes(shape.num_layers, len(layers) - shape.num_layers - 1, count)
+        if 0 in sizes:
+            raise AskedError(
+                f"{count} stages, but only {shape.num_layers} layers: an even cut leaves one with "
+                "none; take layout balanced, or lower ",
+                *(Field("pp"), " or ", Field("chunks")),
+            )
+        return sizes
     times = {one: [sum(part.times.sums) for part in some] for one, some in parts.items()}
     if len(times) == 1:
         return balanced_sizes(times[machines[0]], count)

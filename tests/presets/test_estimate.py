@@ -322,6 +322,10 @@ def test_degrees_that_divide_nothing_are_refused(training, named) -> None:
         ({"pp": 64}, "64 stages, but only 34 layers"),
         ({"pp": 10**9}, "1000000000 stages, but only 34 layers"),
         ({"shape": replace(LLAMA, num_layers=10**9)}, "more than 4096"),
+        (
+            {"shape": find_model("deepseek-v3-mtp"), "pp": 64, "layout": "even"},
+            "64 stages, but only 61 layers: an even cut leaves one with none; take layout balanced",
+        ),
         ({"num_microbatches": 0}, "num_microbatches = 0: must be >= 1"),
         ({"mfu": 0.4, "time_factor": 2.0}, "mfu and time_factor"),
         ({"measured_step_s": -1.0}, "measured_step_s = -1.0"),
