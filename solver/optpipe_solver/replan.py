@@ -322,7 +322,8 @@ def _learned(named: tuple[Problem, ...]) -> tuple[DispatchingRule, ...]:
         compiled, ways = CompiledProblem.of(like), orders(like)
         tried = [dispatched(compiled, ways, 0, 0, [_ranked(rule, like)]) for rule in rules]
         lengths = np.array([inf if one is None else one.objective_ms for one in tried])
-        behind += np.minimum(lengths / lengths.min(initial=inf), _STUCK)
+        if (least_ms := lengths.min(initial=inf)) < inf:
+            behind += np.minimum(lengths / least_ms, _STUCK)
     return tuple(rules[at] for at in np.argsort(behind, kind="stable")[:_MOST_LEARNED])
 
 

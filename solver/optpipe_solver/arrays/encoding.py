@@ -35,7 +35,7 @@ from optpipe_solver.arrays.simulate import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from optpipe.problem import CellMode, Problem, Stage
     from optpipe.schedule import Program, Programs
@@ -603,7 +603,7 @@ def keeps_turns(compiled: CompiledProblem, rows: Rows) -> bool:
 def keeps_limits(compiled: CompiledProblem, rows: Rows) -> bool:
     """Whether programs that are legal otherwise keep the limits of all devices and hosts."""
     usable = [device.usable_bytes for device in compiled.problem.devices]
-    return all(map(le, device_peaks(compiled, rows), usable)) and within_hosts(compiled, rows)
+    return all(map(le, _peaks(compiled, rows), usable)) and within_hosts(compiled, rows)
 
 
 def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:
@@ -617,8 +617,11 @@ def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:
 
 def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
     """Walk every program: static bytes plus the largest prefix sum (`optpipe.memory`)."""
+    return tuple(_peaks(compiled, rows))
+
+
+def _peaks(compiled: CompiledProblem, rows: Rows) -> Iterator[int]:
     problem, memory, times = compiled.problem, compiled.memory, compiled.times
-    peaks = []
     for device, codes in enumerate(rows.programs()):
         kinds, cells = codes // times.num_cells, codes % times.num_cells
         of_mode = kinds, times.row[cells], rows.modes[cells]
@@ -627,8 +630,7 @@ def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
         if (at := np.flatnonzero(kinds >= PAIRED_INPUT)).size:
             # The workspace of the pair's F is there as well: what F rises to above what it leaves.
             most[at] += memory.rises[of_mode][at - 1] - adds[at - 1]
-        peaks.append(problem.static_bytes_of(device) + int(most.max(initial=0)))
-    return tuple(peaks)
+        yield problem.static_bytes_of(device) + int(most.max(initial=0))
 
 
 def _host_peaks(compiled: CompiledProblem, rows: Rows) -> dict[str, int]:
