@@ -6,6 +6,7 @@ import random
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,34 +178,65 @@ def test_dispatching_rules_make_legal_programs(case: Case, seed: int) -> None:
     again = dispatched(compiled, orders(problem), 0, seed, [unknown, found.rule])
     assert again is not None
     assert again.objective_ms == found.objective_ms
-    drawn, left = (dispatched(compiled, orders(problem), 0, seed, k) for k in ([], [unknown]))
-    assert (drawn and drawn.objective_ms) == (left and left.objective_ms)
+    assert dispatched(compiled, orders(problem), 0, seed, [unknown]) is None
+
+
+LEARNING = {"_LIKE_WORK": 0.03, "_SHAPE_WORK": 0.03, "_SHARES": (1.0,), "_LEARN_WORK": 300_000}
+"""So little of what a first call does that it takes no second."""
+
+
+def quick(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
+    """Return the module of `replan`, whose first calls are quick."""
+    module = importlib.import_module("optpipe_solver.replan")
+    for name, value in (LEARNING | more).items():
+        monkeypatch.setattr(module, name, value)
+    return module
 
 
 @pytest.mark.parametrize(("order", "chunks"), [("free", 1), ("given", 1), ("free", 2)])
 def test_rules_are_learned_from_batches_of_the_run(
     order: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same micro-batches in another order the best that long searches found is kept."""
-    module = importlib.import_module("optpipe_solver.replan")
-    monkeypatch.setattr(module, "_LEARN_WORK", 300_000)
+    """The best on average of all batches, none twice, and tried on a batch before it is searched.
 
-    def of(costs: list[int]) -> Problem:
-        return batch(costs, order=order, room=120 * chunks, chunks=chunks)
+    Of one that fits no memory nothing is learned.
+    """
+    module = quick(monkeypatch, _MOST_LEARNED=3)
 
-    problem, like = of(COSTS), of(COSTS if order == "given" else sorted(COSTS))
-    named = [of([0, 1] * 6), of([4, 0, 0] * 4), like]
+    def of(costs: list[int], room: int = 120) -> Problem:
+        return batch(costs, order=order, room=room * chunks, chunks=chunks)
+
+    def length_of(like: Problem, rule: Any) -> float:
+        places = list(range(12))
+        if order == "free":  # the rule's ranks are by length, and higher costs are longer
+            longest = sorted(places, key=lambda j: -like.cost_of[j])
+            places = [int(rule.rank[longest.index(j)]) for j in places]
+        ranked = rule._replace(rank=np.array(places))
+        found = dispatched(CompiledProblem.of(like), orders(like), 0, 0, [ranked])
+        return inf if found is None else found.objective_ms
+
+    named = [of(COSTS[::-1]), of([4, 0, 0] * 4), of([0, 1] * 6)]
+    rules = [rule for like in named for rule in module._searched(like)]
+    lengths = [[length_of(like, rule) for like in named] for rule in rules]
+    least = [min(column) for column in zip(*lengths, strict=True)]
+    ratings = {
+        tuple(row): sum(min(2.0, a / b) for a, b in zip(row, least, strict=True)) for row in lengths
+    }
+    wanted = sorted(ratings, key=ratings.__getitem__)[:3]
+    learned = module._learned([*named, of(COSTS, room=85)])
+    assert [tuple(length_of(like, rule) for like in named) for rule in learned] == wanted
+    problem = of(COSTS)
     compiled = CompiledProblem.of(problem)
-    ((_, length_ms, rows),) = module._ruled(compiled, named, 0, 0)
+    ((_, length_ms, rows),) = module._ruled(compiled, learned, 0, 0)
     assert find_violations(problem, compiled.decode(rows)) == []
-    long = [dispatched(CompiledProblem.of(like), orders(like), 300_000, k) for k in range(8)]
-    assert length_ms == pytest.approx(min(one.objective_ms for one in long if one))
-    if order == "given":
-        (rule, *_) = module._learned(tuple(one.unnamed for one in named))
-        assert module._ranked(rule, of(COSTS[::-1])).rank.tolist() == list(range(12))
-    monkeypatch.setattr(module, "_SHARES", (1.0,))
-    monkeypatch.setattr(module, "_LIKE_WORK", 0.03)
-    monkeypatch.setattr(module, "_SHAPE_WORK", 0.03)
+    assert length_ms == pytest.approx(length_of(problem, learned[0]))  # no work for more than one
+    ((_, length_ms, _),) = module._ruled(compiled, learned, 48 * chunks * 11 * 9, 0)
+    assert length_ms <= min(length_of(problem, rule) for rule in learned)
+    with monkeypatch.context() as patch:
+        tried: list[int] = []
+        patch.setattr(module, "dispatched", lambda *given: tried.append(len(given[4])))
+        assert list(module._ruled(compiled, learned, 2 * 3 * 48 * chunks * 11, 0)) == []
+        assert tried == [2, 0]  # a third of the work, then from anywhere, as none was usable
     found = replan(problem, like=named)
     check_schedule(problem, found)
     assert found == replan(problem, like=named)
@@ -224,10 +256,7 @@ def test_where_copies_pay_batches_of_the_run_are_dealt_into(monkeypatch: Any) ->
 
     Never longer than what is known of it where it is the same batch in another order.
     """
-    module = importlib.import_module("optpipe_solver.replan")
-    monkeypatch.setattr(module, "_LIKE_WORK", 0.03)
-    monkeypatch.setattr(module, "_SHAPE_WORK", 0.03)
-    monkeypatch.setattr(module, "_SHARES", (1.0,))
+    module = quick(monkeypatch)
 
     def packed(costs: list[int], *, again: bool = False) -> Problem:
         data = json.loads(dump_problem(batch(costs, room=130)))
@@ -253,12 +282,20 @@ def test_where_copies_pay_batches_of_the_run_are_dealt_into(monkeypatch: Any) ->
     for like in (turned, [packed([0, 1] * 6), turned]):
         assert replan(problem, like=like, work=3_000).makespan_ms <= least_ms + 1e-6
     tried, share = _tried(module, problem, turned)
-    assert tried == 0
+    assert tried == []
     assert share == pytest.approx(module._DEALT_SHARE)
     kept = batch(COSTS, room=160)
     tried, share = _tried(module, kept, kept)
-    assert tried == 1  # what 15,000 actions are enough for
+    num_rules = len(module._known_of(module._TrainingRun.of([kept])).rules)
+    # The learned rules, then a search with what they leave of a half of the work.
+    assert tried == [0, 15_000 - num_rules * 48 * 11]
+    assert num_rules > 1
     assert share == pytest.approx(1 - module._RULES_SHARE)
+    misses, ruled = module._searched.cache_info().misses, []
+    monkeypatch.setattr(module, "_ruled", lambda *given: ruled.append(given) or ())
+    replan(packed([4] * 11 + [0]), like=turned)
+    assert ruled
+    assert module._searched.cache_info().misses == misses  # all was learned in the first call
     with pytest.raises(InputError, match="like: has 11 micro-batches, the problem 12"):
         replan(problem, like=packed(COSTS[:-1]))
     with pytest.raises(InputError, match="modes offload and recompute otherwise"):
@@ -273,8 +310,8 @@ def test_where_copies_pay_batches_of_the_run_are_dealt_into(monkeypatch: Any) ->
         replan(mixed, like=mixed)
 
 
-def _tried(module: Any, problem: Problem, like: Problem) -> tuple[int, float]:
-    """Return how often rules are searched, and the share of the work that annealing has."""
+def _tried(module: Any, problem: Problem, like: Problem) -> tuple[list[int], float]:
+    """Return the work of each search of rules, and the share of all work that annealing has."""
     ruled, shares, cool = [], [], module._cool
 
     def counted(table: Any, start_ms: float, work: int, *others: Any) -> Any:
@@ -282,11 +319,11 @@ def _tried(module: Any, problem: Problem, like: Problem) -> tuple[int, float]:
         return cool(table, start_ms, work, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_learned", lambda _: ())
+        module._known_of(module._TrainingRun.of([like]))
         patch.setattr(module, "dispatched", lambda *args: ruled.append(args))
         patch.setattr(module, "_cool", counted)
         replan(problem, like=like, work=30_000)
-    return len(ruled), sum(shares)
+    return [work for _, _, work, *_ in ruled], sum(shares)
 
 
 def test_what_only_recomputation_fits_is_replanned_at_once() -> None:

@@ -561,7 +561,7 @@ def _glm4_moe(config: _Config) -> dict[str, Any]:
 def _routed(config: _Config) -> Experts:
     """Return experts with shared ones and a gate by groups, behind some dense layers."""
     inner = config.number("moe_intermediate_size")
-    groups, chosen = config.number("n_group", 1), config.number("topk_group", 1)
+    groups, chosen = config.number("n_group", 1), config.number("topk_group", 1, least=0)
     return Experts(
         num=config.number("n_routed_experts"),
         active=config.number("num_experts_per_tok"),

@@ -7,23 +7,25 @@ of these are annealed a little each, as annealing seldom leaves the basin that i
 best then is annealed further, all for a fixed number of simulated actions.
 
 Some batches of the run may be named, and the first call with them learns from them. For each rules
-are searched at length, and those that are best for all of them are where later searches begin,
-instead of anywhere. The rules make no copies to the host. Where these pay, problems of equal
-micro-batches (`optpipe_solver.dealing`) and the named batches themselves are solved, under the
-limits and under tighter ones, as other batches need more. Later calls deal into the places of all
-these, in those of a batch the longest where its longest stood (where the order is given, each where
-its number stood); what then exceeds memory is offloaded. Where that makes copies, only 1F1B is
-tried beside it: it is mostly shorter than what rules make, and annealing has their time. Nothing
-depends on clocks or on earlier calls: all ranks that ask get the same answer.
+are searched at length; those that are best for all of them are tried on each later batch, and its
+searches begin with the best of these, instead of anywhere. The rules make no copies to the host,
+which may pay. So problems of equal micro-batches (`optpipe_solver.dealing`) and the named batches
+themselves are also solved, under the limits and under tighter ones, as other batches need more.
+Later calls deal into the places of all these, in those of a batch the longest where its longest
+stood (where the order is given, each where its number stood); what then exceeds memory is
+offloaded. Where that makes copies, only 1F1B is tried beside it: it is mostly shorter than what
+rules make, and annealing has their time. Nothing depends on clocks or on earlier calls: all ranks
+that ask get the same answer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import inf
 from operator import itemgetter, lt
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from optpipe_solver.arrays.encoding import (
     device_peaks,
     keeps_limits,
     keeps_turns,
+    numbered_menus,
     within_hosts,
 )
 from optpipe_solver.bounds import work_bound
@@ -130,7 +133,7 @@ def replan(
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
     ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
     first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and that for a ``like`` solves each for half a minute.
+    installation), and that for a ``like`` solves each and searches rules for it, half a minute.
 
     Parameters
     ----------
@@ -138,8 +141,8 @@ def replan(
         The batch.
     like
         A batch of the run, or several, of as many micro-batches and the same stages, whose modes do
-        the same by position: worth naming where memory is short or lengths differ much, a dozen,
-        128 at most.
+        the same by position: worth naming where memory is short or lengths differ much, a dozen. A
+        later call takes half a millisecond for each; 128 at most.
     work
         How many actions may be simulated; about 0.05 us of one core each.
     seed
@@ -154,20 +157,21 @@ def replan(
     if problem.has_samples or problem.pairs:
         said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
         raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
-    named = (like,) if isinstance(like, Problem) else tuple(like or ())
-    _check_alike(problem, named)
-    compiled = CompiledProblem.of(problem)
-    first = _like_these(compiled, named)
+    run = _TrainingRun.of((like,) if isinstance(like, Problem) else tuple(like or ()))
+    _check_alike(problem, run)
+    compiled, known = CompiledProblem.of(problem), _known_of(run)
+    first = _like_these(compiled, known)
     if any(compiled.cells_with(simulate.OFFLOAD, rows).any() for *_, rows in first):
         anneals, shares = _DEALT_SHARE, _IN_DEALS
         others = list(_usual(compiled, ()))
     else:
         anneals, shares = 1 - _RULES_SHARE, _MOVES
         others = [*first, *_usual(compiled, _QUICK)]
-        first = list(_ruled(compiled, named, round(_RULES_SHARE * work), seed))
-        if named or not (first or others):
-            shape = named[0] if named else problem
-            others += _deals(compiled, _known(_shape_of(shape)), orders(problem))
+        first = list(_ruled(compiled, known.rules, round(_RULES_SHARE * work), seed))
+        equal = known.equal
+        if not (equal or first or others):
+            equal = _equal(_shape_of(problem))
+        others += _deals(compiled, equal, orders(problem))
     starts = first + sorted(others, key=itemgetter(1))[:1]
     (start_method, start_ms, _), found = _annealed(
         compiled, starts or [_serial(compiled)], round(anneals * work), seed, shares,
@@ -187,12 +191,24 @@ def replan(
     return record(best, provenance, "work_limit")
 
 
-def _check_alike(problem: Problem, named: Sequence[Problem]) -> None:
-    """Refuse batches of another form, or too many."""
-    if len(named) > _MOST_BATCHES:
-        raise InputError(f"like: has {len(named)} batches; name {_MOST_BATCHES} at most")
-    forms = _forms(problem) if named else []
-    for like in named:
+@dataclass(frozen=True)
+class _TrainingRun:
+    """Batches of a run, each once: equal where their problem hashes are, as caches ask by it."""
+
+    hashes: tuple[str, ...]
+    batches: tuple[Problem, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, named: Sequence[Problem]) -> _TrainingRun:
+        if len(named) > _MOST_BATCHES:
+            raise InputError(f"like: has {len(named)} batches; name {_MOST_BATCHES} at most")
+        each = {one.problem_hash: one for one in named}
+        return cls(tuple(each), tuple(each.values()))
+
+
+def _check_alike(problem: Problem, run: _TrainingRun) -> None:
+    """Refuse batches of another form."""
+    for like in run.batches:
         if like.has_samples or like.pairs:
             raise InputError(
                 "like: has samples or pairs, which replan does not know; leave them out"
@@ -202,7 +218,9 @@ def _check_alike(problem: Problem, named: Sequence[Problem]) -> None:
                 f"like: has {like.num_microbatches} micro-batches, the problem "
                 f"{problem.num_microbatches}; name a batch of as many"
             )
-        if like.placement != problem.placement or _forms(like) != forms:
+    forms = _forms(problem) if run.batches else []
+    for like, others in zip(run.batches, _forms_of(run), strict=True):
+        if like.placement != problem.placement or others != forms:
             raise InputError(
                 "like: its stages stand elsewhere, or their modes offload and recompute otherwise "
                 "than the problem's; name a batch of this run"
@@ -214,15 +232,46 @@ def _check_alike(problem: Problem, named: Sequence[Problem]) -> None:
         )
 
 
-def _forms(problem: Problem) -> list[set[tuple[tuple[bool, str | None], ...]]]:
-    """Return of each stage what the modes of its menus do, whatever their times and bytes."""
-    return [
-        {tuple((mode.offload_bytes > 0, mode.recompute) for mode in menu) for menu in menus}
-        for menus in zip(*problem.menus_by_cost, strict=True)
+_Forms: TypeAlias = "list[set[tuple[tuple[int, bool, str | None], ...]]]"
+
+
+def _forms(problem: Problem) -> _Forms:
+    """Return of each stage what the modes of its menus do, by number, whatever times and bytes."""
+    forms = [
+        tuple((k, mode.offload_bytes > 0, mode.recompute) for k, mode in enumerate(menu) if mode)
+        for menu in numbered_menus(problem)
     ]
+    num_stages = len(problem.stages)
+    return [set(forms[s::num_stages]) for s in range(num_stages)]
 
 
-# --- What is known of a shape: schedules for the mean of its costs, made once.
+@lru_cache(maxsize=_MOST_SHAPES)
+def _forms_of(run: _TrainingRun) -> list[_Forms]:
+    return [_forms(like) for like in run.batches]
+
+
+# --- What is known of a run, and of a shape: made once.
+
+
+class _KnownOfRun(NamedTuple):
+    """What the first call with some batches makes of them.
+
+    ``solved``: each one's order by length, and its programs. ``rules``: dispatching rules, the best
+    first, with ranks by length. ``equal``: programs of equal micro-batches like the first's.
+    """
+
+    solved: tuple[tuple[Ints, tuple[Rows, ...]], ...] = ()
+    rules: tuple[DispatchingRule, ...] = ()
+    equal: tuple[tuple[str, Rows], ...] = ()
+
+
+@lru_cache(maxsize=_MOST_SHAPES)
+def _known_of(run: _TrainingRun) -> _KnownOfRun:
+    if not run.batches:
+        return _KnownOfRun()
+    named = [one.unnamed for one in run.batches]
+    solved = tuple(map(_solved, named))
+    return _KnownOfRun(solved, _learned(named), _equal(_shape_of(named[0])))
 
 
 def _shape_of(problem: Problem) -> Problem:
@@ -262,7 +311,7 @@ def _in_places(known: Ints, batch: Ints) -> Ints:
 
 
 @lru_cache(maxsize=_MOST_SHAPES)
-def _known(shape: Problem) -> tuple[tuple[str, Rows], ...]:
+def _equal(shape: Problem) -> tuple[tuple[str, Rows], ...]:
     """Return programs of the problems of equal micro-batches that stand in for a batch.
 
     Of each the best families, and what some work makes of them.
@@ -289,42 +338,45 @@ def _serial(compiled: CompiledProblem) -> _Start:
 
 
 def _ruled(
-    compiled: CompiledProblem, named: Sequence[Problem], work: int, seed: int
+    compiled: CompiledProblem, rules: Sequence[DispatchingRule], work: int, seed: int
 ) -> Iterator[_Start]:
     """Yield the best that each search of dispatching rules makes, if any.
 
-    Each begins with the rule that is best here of those learned from batches of the run.
+    Of rules learned from batches of the run those are tried that a third of the work allows; then
+    all searches begin with the one that is best here.
     """
     problem, cells = compiled.problem, compiled.times.num_cells
-    ways = orders(problem)
-    learned = [_ranked(rule, problem) for rule in _learned(tuple(one.unnamed for one in named))]
-    if learned:
-        best = dispatched(compiled, ways, 0, seed, learned)
-        work -= len(learned) * CELL_WORK * cells
-        learned = [] if best is None else [best.rule]
+    ways, tried = orders(problem), rules[: max(1, work // (3 * CELL_WORK * cells))]
+    known: list[DispatchingRule] = []
+    if tried:
+        work -= len(tried) * CELL_WORK * cells
+        best = dispatched(compiled, ways, 0, seed, _ranked(tried, problem))
+        known = [] if best is None else [best.rule]
     searches = max(1, min(_SEARCHES, work // (_LEAST_SEARCH * cells)))
     for number in range(searches):
         draws = seed * _SEARCHES + number
-        found = dispatched(compiled, ways, work // searches, draws, learned)
+        found = dispatched(compiled, ways, work // searches, draws, known)
         if found is not None:
             yield "dispatching rules", found.objective_ms, found.rows
 
 
-@lru_cache(maxsize=_MOST_SHAPES)
-def _learned(named: tuple[Problem, ...]) -> tuple[DispatchingRule, ...]:
+def _learned(named: Sequence[Problem]) -> tuple[DispatchingRule, ...]:
     """Return the rules that are best on average of some batches, of those that are best for one.
 
-    Ranks are by length, the longest first.
+    Of rules that are as long as each other on all batches one. Ranks are by length.
     """
     rules = [rule for like in named for rule in _searched(like)]
-    behind = np.zeros(len(rules))
-    for like in named:
+    lengths, behind = np.full((len(named), len(rules)), inf), np.zeros(len(rules))
+    for row, like in zip(lengths, named, strict=True):
         compiled, ways = CompiledProblem.of(like), orders(like)
-        tried = [dispatched(compiled, ways, 0, 0, [_ranked(rule, like)]) for rule in rules]
-        lengths = np.array([inf if one is None else one.objective_ms for one in tried])
-        if (least_ms := lengths.min(initial=inf)) < inf:
-            behind += np.minimum(lengths / least_ms, _STUCK)
-    return tuple(rules[at] for at in np.argsort(behind, kind="stable")[:_MOST_LEARNED])
+        for at, rule in enumerate(_ranked(rules, like)):
+            found = dispatched(compiled, ways, 0, 0, [rule])
+            row[at] = inf if found is None else found.objective_ms
+        if (least_ms := row.min(initial=inf)) < inf:
+            behind += np.minimum(row / least_ms, _STUCK)
+    best_first = np.argsort(behind, kind="stable")
+    distinct = {tuple(lengths[:, at]): rules[at] for at in reversed(best_first)}
+    return tuple(islice(reversed(distinct.values()), _MOST_LEARNED))
 
 
 @lru_cache(maxsize=_MOST_BATCHES)
@@ -338,12 +390,13 @@ def _searched(like: Problem) -> list[DispatchingRule]:
     return [rule._replace(rank=rule.rank[longest]) for rule in rules]
 
 
-def _ranked(rule: DispatchingRule, problem: Problem) -> DispatchingRule:
-    """Return a learned rule with the ranks of a batch: by length, or by a given order."""
-    numbers = np.arange(problem.num_microbatches)
+def _ranked(rules: Sequence[DispatchingRule], problem: Problem) -> list[DispatchingRule]:
+    """Return learned rules with the ranks of a batch: by length, or by a given order."""
+    given = np.arange(problem.num_microbatches)
     if problem.order == "given":
-        return rule._replace(rank=numbers)
-    return rule._replace(rank=_in_places(_by_length(problem), rule.rank))
+        return [rule._replace(rank=given) for rule in rules]
+    longest = _by_length(problem)
+    return [rule._replace(rank=_in_places(longest, rule.rank)) for rule in rules]
 
 
 def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
@@ -361,7 +414,7 @@ def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
     yield from _deals(compiled, built, orders(problem))
 
 
-def _like_these(compiled: CompiledProblem, named: Sequence[Problem]) -> list[_Start]:
+def _like_these(compiled: CompiledProblem, known: _KnownOfRun) -> list[_Start]:
     """Return the best deals into the places of solved batches.
 
     Of those that copy some that are made to fit; else, and where none can be, the shortest legal.
@@ -369,7 +422,7 @@ def _like_these(compiled: CompiledProblem, named: Sequence[Problem]) -> list[_St
     free, longest = compiled.problem.order == "free", _by_length(compiled.problem)
     deals = [
         dealt(compiled, rows, _in_places(places, longest) if free else np.arange(longest.size))
-        for places, programs in (_solved(one.unnamed) for one in named)
+        for places, programs in known.solved
         for rows in programs
     ]
     deals = [rows for rows in deals if keeps_turns(compiled, rows)]

@@ -495,7 +495,7 @@ def dispatched(
     seed: int,
     known: Sequence[DispatchingRule] = (),
 ) -> Dispatched | None:
-    """Return the best schedule found; None where every rule gets stuck.
+    """Return the best schedule found; None where every rule gets stuck, or none is usable.
 
     Parameters
     ----------
@@ -504,13 +504,13 @@ def dispatched(
     orders
         Orders of micro-batches to begin with.
     work
-        About how many actions may be simulated, about 0.03 us of one core each; one schedule is
-        made whatever it is.
+        About how many actions may be simulated, about 0.03 us of one core each; one schedule, or
+        those of all that are known, are made whatever it is.
     seed
         Of the draws.
     known
         Rules that are all tried, instead of drawn ones, then the best of them changed. One with a
-        mode that a stage of this problem may not have is left out.
+        mode that a stage of this problem may not have is not usable.
     """
     problem, times = compiled.problem, compiled.times
     cells, m, num_devices = times.num_cells, times.num_microbatches, len(problem.devices)
@@ -540,6 +540,8 @@ def dispatched(
     )
     ranks = np.array([np.argsort(order) for order in orders])
     usable = [rule for rule in known if _may_have(instance, rule.mode)]
+    if known and not usable:
+        return None
     stacked = _stacked(usable, m, times.num_stages)
     count = max(0 if usable else 1, work // (CELL_WORK * cells) - len(usable))
     drawn = 0 if usable else max(min(len(orders), count), count // 3)
