@@ -291,15 +291,20 @@ def test_where_copies_pay_batches_of_the_run_are_dealt_into(monkeypatch: Any) ->
     assert tried == [0, 15_000 - num_rules * 48 * 11]
     assert num_rules > 1
     assert share == pytest.approx(1 - module._RULES_SHARE)
-    misses, ruled = module._searched.cache_info().misses, []
-    monkeypatch.setattr(module, "_ruled", lambda *given: ruled.append(given) or ())
-    replan(packed([4] * 11 + [0]), like=turned)
-    assert ruled
+    misses = module._searched.cache_info().misses
+    found = replan(packed([4] * 11 + [0]), like=turned)
+    assert found.provenance.start_method == "zb-greedy"  # so rules are tried as well
     assert module._searched.cache_info().misses == misses  # all was learned in the first call
     with pytest.raises(InputError, match="like: has 11 micro-batches, the problem 12"):
         replan(problem, like=packed(COSTS[:-1]))
-    with pytest.raises(InputError, match="modes offload and recompute otherwise"):
+    with pytest.raises(InputError, match="modes, by number, offload and recompute otherwise"):
         replan(problem, like=packed(COSTS, again=True))
+    data = json.loads(dump_problem(packed(COSTS, again=True)))
+    for kind in (kind for stage in data["stages"] for kind in stage["costs"]):
+        # v1 has no workspace: with it recomputation is number 1 instead of 2.
+        kind["modes"][1] |= {"backward_workspace_bytes": 1, "forward_bytes": 1}
+    with pytest.raises(InputError, match="modes, by number, offload and recompute otherwise"):
+        replan(packed(COSTS, again=True), like=Problem.parse(data))
     with pytest.raises(InputError, match="like: has 129 batches; name 128 at most"):
         replan(problem, like=[turned] * 129)
     data = json.loads(dump_problem(problem))

@@ -222,8 +222,8 @@ def _check_alike(problem: Problem, run: _TrainingRun) -> None:
     for like, others in zip(run.batches, _forms_of(run), strict=True):
         if like.placement != problem.placement or others != forms:
             raise InputError(
-                "like: its stages stand elsewhere, or their modes offload and recompute otherwise "
-                "than the problem's; name a batch of this run"
+                "like: its stages stand elsewhere, or their modes, by number, offload and "
+                "recompute otherwise than the problem's; name a batch of this run"
             )
     if any(len(kinds) > 1 for kinds in forms):
         raise InputError(
