@@ -849,11 +849,6 @@ class Problem(FileValue):
         return Problem.parse(fields | {"format": "optpipe/problem/v2", "pairs": listed})
 
     @cached_property
-    def unnamed(self) -> Problem:
-        """The problem without name and context: equal for all of one `problem_hash`, hashable."""
-        return self.model_copy(update={"name": "", "context": None})
-
-    @cached_property
     def problem_hash(self) -> str:
         """``sha256:...`` over canonical JSON, defaults filled in, without name and context."""
         data = self.model_dump(mode="json", by_alias=True)

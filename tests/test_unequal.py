@@ -277,7 +277,7 @@ def test_where_copies_pay_batches_of_the_run_are_dealt_into(monkeypatch: Any) ->
     check_schedule(problem, replan(problem, like=packed([0, 1] * 6)))
     turned = packed(COSTS[::-1])
     compiled = CompiledProblem.of(turned)
-    _, programs = module._solved(turned.unnamed)
+    _, programs = module._solved(module._plain(turned))
     least_ms = min(map(compiled.objective_ms, programs))
     for like in (turned, [packed([0, 1] * 6), turned]):
         assert replan(problem, like=like, work=3_000).makespan_ms <= least_ms + 1e-6

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = ["dealt", "in_slices", "orders", "stand_ins", "whole_samples"]
+__all__ = ["dealt", "in_slices", "longest_first", "orders", "stand_ins", "whole_samples"]
 
 
 _SHUFFLES = 2
@@ -95,16 +95,20 @@ def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[Ints]:
     given = np.arange(m, dtype=np.int64)
     if problem.order == "given" or problem.num_costs == 1:
         return [given]
-    costs = range(problem.num_costs)
-    of_cost = [sum(stage.under(cost).busy_ms for stage in problem.stages) for cost in costs]
-    length = [of_cost[cost] for cost in problem.cost_of]
-    down = sorted(range(m), key=lambda j: -length[j])
+    down = longest_first(problem).tolist()
     up = down[::-1]
     in_turn = [j for pair in zip(down, up, strict=True) for j in pair][:m]
     lists = [down, up, in_turn, down[::2][::-1] + down[1::2], up[::2][::-1] + up[1::2]]
     rng = random.Random(0)  # noqa: S311 - no secret
     lists += [rng.sample(range(m), m) for _ in range(shuffles)]
     return [given, *(np.array(order, dtype=np.int64) for order in lists)]
+
+
+def longest_first(problem: Problem) -> Ints:
+    """Return the micro-batches by compute time on all stages, of equal ones the first first."""
+    costs = range(problem.num_costs)
+    busy_ms = np.array([sum(s.under(cost).busy_ms for s in problem.stages) for cost in costs])
+    return np.argsort(-busy_ms[list(problem.cost_of)], kind="stable")
 
 
 def dealt(compiled: CompiledProblem, rows: Rows, order: Ints) -> Rows:

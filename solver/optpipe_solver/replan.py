@@ -42,7 +42,7 @@ from optpipe_solver.arrays.encoding import (
     within_hosts,
 )
 from optpipe_solver.bounds import work_bound
-from optpipe_solver.dealing import dealt, orders, stand_ins
+from optpipe_solver.dealing import dealt, longest_first, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
@@ -269,7 +269,7 @@ class _KnownOfRun(NamedTuple):
 def _known_of(run: _TrainingRun) -> _KnownOfRun:
     if not run.batches:
         return _KnownOfRun()
-    named = [one.unnamed for one in run.batches]
+    named = [_plain(one) for one in run.batches]
     solved = tuple(map(_solved, named))
     return _KnownOfRun(solved, _learned(named), _equal(_shape_of(named[0])))
 
@@ -277,11 +277,16 @@ def _known_of(run: _TrainingRun) -> _KnownOfRun:
 def _shape_of(problem: Problem) -> Problem:
     """Return the batch of a shape, without name and context: every cost as often as any other."""
     m = problem.num_microbatches
-    plain = problem.unnamed
+    plain = _plain(problem)
     if problem.num_costs == 1 or m < problem.num_costs:
         return plain
     costs = [j % problem.num_costs for j in range(m)]
     return plain.model_copy(update={"microbatches": tuple(Microbatch(cost=cost) for cost in costs)})
+
+
+def _plain(problem: Problem) -> Problem:
+    """Return it without name and context: hashable, and equal where the problem hashes are."""
+    return problem.model_copy(update={"name": "", "context": None})
 
 
 @lru_cache(maxsize=_MOST_BATCHES)
@@ -293,14 +298,7 @@ def _solved(like: Problem) -> tuple[Ints, tuple[Rows, ...]]:
         schedule = solve(tighter, time_limit_s=_NO_LIMIT_S, work_limit=_LIKE_WORK).schedule
         if schedule is not None:
             found.append(compiled.encode(schedule.programs))
-    return _by_length(like), tuple(found)
-
-
-def _by_length(problem: Problem) -> Ints:
-    """Return the micro-batches, the longest first."""
-    costs = range(problem.num_costs)
-    busy_ms = np.array([sum(s.under(cost).busy_ms for s in problem.stages) for cost in costs])
-    return np.argsort(-busy_ms[list(problem.cost_of)], kind="stable")
+    return longest_first(like), tuple(found)
 
 
 def _in_places(known: Ints, batch: Ints) -> Ints:
@@ -382,7 +380,7 @@ def _learned(named: Sequence[Problem]) -> tuple[DispatchingRule, ...]:
 @lru_cache(maxsize=_MOST_BATCHES)
 def _searched(like: Problem) -> list[DispatchingRule]:
     """Return the rules that long searches for a batch find; ranks by length, the longest first."""
-    compiled, longest = CompiledProblem.of(like), _by_length(like)
+    compiled, longest = CompiledProblem.of(like), longest_first(like)
     searches = (
         dispatched(compiled, orders(like), _LEARN_WORK, number) for number in range(_LEARN_SEARCHES)
     )
@@ -395,7 +393,7 @@ def _ranked(rules: Sequence[DispatchingRule], problem: Problem) -> list[Dispatch
     given = np.arange(problem.num_microbatches)
     if problem.order == "given":
         return [rule._replace(rank=given) for rule in rules]
-    longest = _by_length(problem)
+    longest = longest_first(problem)
     return [rule._replace(rank=_in_places(longest, rule.rank)) for rule in rules]
 
 
@@ -419,7 +417,7 @@ def _like_these(compiled: CompiledProblem, known: _KnownOfRun) -> list[_Start]:
 
     Of those that copy some that are made to fit; else, and where none can be, the shortest legal.
     """
-    free, longest = compiled.problem.order == "free", _by_length(compiled.problem)
+    free, longest = compiled.problem.order == "free", longest_first(compiled.problem)
     deals = [
         dealt(compiled, rows, _in_places(places, longest) if free else np.arange(longest.size))
         for places, programs in known.solved
