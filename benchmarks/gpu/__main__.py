@@ -32,18 +32,20 @@ PARTS = {
     "h": ("alone", "modes", "Every mode of a measured menu: bytes, time and gradients"),
     "i": ("alone", "pairs", "Forwards and backwards in pairs, and apart"),
     "j": ("alone", "solved", "Measured, solved and run: the four programs of a schedule"),
+    "k": ("alone", "sliced", "Long sequences whole and in slices: measured, and estimated"),
 }
 LIMIT_S = {
     "a": 80,
     "b": 150,
     "c": 150,
-    "d": 80,
+    "d": 120,
     "e": 150,
     "f": 120,
     "g": 120,
     "h": 150,
     "i": 90,
     "j": 240,
+    "k": 120,
 }
 
 

@@ -20,21 +20,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from optpipe import Provenance, evaluate, load_csv, parse_action
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes, modes_of
-from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.presets import ModelShape, Training, estimate, find_gpu, find_model
 from optpipe.problem import LicensedPair, Problem
-from optpipe.runtime import PipelineRunner, PreflightError, measure
+from optpipe.runtime import PipelineRunner, PreflightError, measure, slices
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.measuring import Effort
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES
 from optpipe.runtime.overlap import exchange, interleave
+from optpipe.runtime.timing import ActionTimer
 from optpipe.runtime.trainers.huggingface import build_stages
 from optpipe.schedule import ActionType, parse_cell
+from optpipe.stage import StageLayers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -709,3 +714,148 @@ def solved(name: str, *, tiny: bool) -> list[dict[str, Any]]:
                 }
             )
         return rows
+
+
+# --- Part (k).
+
+
+class _SlicedAttention(nn.Module):
+    """Of a slice to those before it and to itself."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = slices.past(key, value)
+        own, seen = query.size(-2), keys.size(-2)
+        # Fused kernels for the first; a CPU's memory meter takes only the second.
+        bias = (
+            causal_lower_right(own, seen)
+            if query.is_cuda
+            else torch.ones(own, seen, dtype=torch.bool).tril(seen - own)
+        )
+        attended: Tensor = scaled_dot_product_attention(query, keys, values, bias)
+        return attended
+
+
+def sliced(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Train two samples of a GPT's stage whole and in slices; one row each.
+
+    The first rows are in single precision, for the gradients; the others beside what `estimate`
+    says of these blocks on an H100. All slices of a sample run forwards before any runs back. Whole
+    or sliced, attention has the same kernels: torch's FlashAttention, which knows slices, while
+    cuDNN's, faster on whole sequences, does not.
+    """
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    long = TINY if tiny else Sizes(hidden=4096, sequence=32768)
+    exact = replace(long, sequence=16 if tiny else 4096, dtype="fp32")
+    with alone(name) as device, sdpa_kernel(kernels):
+        rows = []
+        for sizes, counts in ((exact, (1, 4)), (long, (1, 4, 8))):
+            whole: list[Tensor] = []
+            for count in counts:
+                forget(device)
+                row, gradients = _sliced(sizes, count, device, steps=2 if tiny else 6)
+                whole = whole or gradients
+                rows.append(row | {"gradients differ by": _worst(gradients, whole)})
+        return rows
+
+
+def _sliced(
+    sizes: Sizes, count: int, device: torch.device, *, steps: int
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Train two samples in so many slices; return the row, and the gradients on the host."""
+    problem = _sliced_problem(sizes, count)
+    cells = [
+        f"0{kind}{j}"
+        for first in (0, count)
+        for kind, order in (("F", range(count)), ("B", reversed(range(count))))
+        for j in (first + at for at in order)
+    ]
+    program = tuple(map(parse_action, cells))
+    schedule = evaluate(problem, (program,), Provenance(method="one rank alone"))
+    torch.manual_seed(0)
+    with torch.device(device):
+        (blocks,) = make_stages(sizes.config(), 1)
+    stage = Middle(nn.Sequential(*list(blocks.children())[1:-1]))
+    for block in stage.modules():
+        if hasattr(block, "core_attention"):
+            block.core_attention = _SlicedAttention()
+    data = sizes.data(2, device)
+    batch, target = (
+        [piece for sample in one.split(1) for piece in sample.chunk(count, dim=1)] for one in data
+    )
+    runner = PipelineRunner({0: stage}, schedule, stand_in, problem, device=device)
+    runner.step(arg_mbs=batch, target_mbs=target)
+    gradients = [one.grad.cpu() for one in stage.parameters() if one.grad is not None]
+    timer = ActionTimer(runner, every=1)
+    for _ in range(steps):
+        runner.step(arg_mbs=batch, target_mbs=target)
+    ran = [interval for step in timer.gather() or () for interval in step.rows[0]]
+    timer.detach()
+    there = [data, *stage.parameters(), *(p.grad for p in stage.parameters() if p.grad is not None)]
+    gc.collect()
+    with meter_for(device, there) as meter:
+        _, peak = meter.watch(lambda: runner.step(arg_mbs=batch, target_mbs=target))
+    runner.close()
+    row: dict[str, Any] = {"type": sizes.dtype, "tokens": sizes.sequence, "slices": count}
+    for kind, fields in (
+        ("F", ("forward_ms",)),
+        ("B", ("backward_input_ms", "backward_weight_ms")),
+    ):
+        found = [
+            statistics.median(
+                one.end - one.start
+                for one in ran
+                if one.action is not None
+                and one.action.type.value == kind
+                and one.action.microbatch % count == at
+            )
+            for at in range(count)
+        ]
+        costs = [problem.stage_of(0, at) for at in range(count)]
+        expected = [sum(getattr(cost, name) for name in fields) for cost in costs]
+        row |= {
+            f"{kind} ms": sum(found),
+            f"estimated {kind}": sum(expected),
+            f"last {kind} : first": found[-1] / found[0],
+            f"estimated last {kind} : first": expected[-1] / expected[0],
+        }
+    planned = device_peak_bytes(problem, 0, program) - problem.static_bytes_of(0)
+    return row | {"GB": peak / 1e9, "estimated GB": planned / 1e9}, gradients
+
+
+def _sliced_problem(sizes: Sizes, count: int) -> Problem:
+    """Return what `estimate` says of these blocks in so many slices, between other stages."""
+    shape = ModelShape(
+        name="gpt",
+        num_layers=4 * sizes.blocks,
+        hidden=sizes.hidden,
+        num_heads=sizes.config().heads,
+        num_kv_heads=sizes.config().heads,
+        ffn=4 * sizes.hidden,
+        vocab=8,
+        positions=sizes.sequence,
+        mlp="gelu",
+        bias="all",
+    )
+    said = estimate(
+        shape,
+        find_gpu("h100"),
+        Training(sequence=sizes.sequence),
+        pp=4,
+        num_microbatches=4,
+        slices=count,
+    ).problem
+    here = {"device": 0}
+    middle = next(
+        one
+        for one in said.stages
+        if one.layers == StageLayers(embedding=0, transformer=sizes.blocks, head=0)
+    )
+    others = tuple(one.model_copy(update=here) for one in middle.others)
+    return Problem(
+        format=said.format,
+        num_microbatches=2 * count,
+        microbatches=said.microbatches[: 2 * count],
+        devices=said.devices[:1],
+        hosts=said.hosts,
+        stages=(middle.model_copy(update=here | {"others": others}),),
+    )

@@ -1,9 +1,9 @@
 """Parts (d), (f), (g): four ranks on one card, and trainers by their own schedules and by ours.
 
-The losses of (d) are those of one process, those of (g), torchtitan's model and pipeline, of its
-own 1F1B. NCCL refuses two ranks on one card and gloo takes no device memory, so what is sent is
-copied to the host first, and what is received is copied to the card when somebody waits for it. Not
-a measure of speed.
+The losses of (d) are those of one process, with equal micro-batches and with unequal ones planned
+before each step; those of (g), torchtitan's model and pipeline, of its own 1F1B. NCCL refuses two
+ranks on one card and gloo takes no device memory, so what is sent is copied to the host first, and
+what is received is copied to the card when somebody waits for it. Not a measure of speed.
 
 Part (f) is Megatron-Core's GPT on one card, by its own schedule and by ours with offload. One
 pipeline rank, so nothing is sent; model, data parallelism, loss and gradient buffers are
@@ -15,10 +15,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +42,8 @@ from benchmarks.gpu.alone import (
     in_flight,
 )
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv, parse_action
-from optpipe.runtime import PipelineRunner
+from optpipe.problem import Microbatch
+from optpipe.runtime import PipelineRunner, follow
 from optpipe.runtime.demo_model import (
     RENDEZVOUS_VARIABLE,
     ModelConfig,
@@ -49,7 +52,6 @@ from optpipe.runtime.demo_model import (
     leave_ranks,
     make_stages,
     random_tokens,
-    step_alone,
     token_loss,
 )
 from optpipe.runtime.measuring.memory import meter_for
@@ -57,13 +59,16 @@ from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.trainers.megatron import forward_backward_func
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe import Program, Schedule
 
 
 RANKS = 4
 STEPS = 3
+MOST_SAMPLES = 4
+"""Of an unequal micro-batch of (d); they begin at 1."""
+
 REAL = ModelConfig(vocabulary=8192, hidden=512, heads=8, sequence=256, dtype=torch.float32)
 TINY = ModelConfig(vocabulary=37, hidden=16, heads=2, sequence=8, dtype=torch.float32)
 TOLERANCE = 1e-4
@@ -71,8 +76,8 @@ TOLERANCE = 1e-4
 
 
 def shared_card(name: str, *, tiny: bool) -> list[dict[str, Any]]:
-    """Train a small GPT."""
-    return _started("gpt", name, tiny=tiny)
+    """Train a small GPT, with equal micro-batches and with unequal ones."""
+    return [row for what in ("equal", "unequal") for row in _started(what, name, tiny=tiny)]
 
 
 def torchtitan(name: str, *, tiny: bool) -> list[dict[str, Any]]:
@@ -103,41 +108,62 @@ def main() -> None:
             if what == "torchtitan":
                 row = _train_titan(torch.device(name))
             else:
-                row = _train(torch.device(name), TINY if size == "tiny" else REAL)
+                config = TINY if size == "tiny" else REAL
+                row = _train(torch.device(name), config, unequal=what == "unequal")
     finally:
         leave_ranks()
     if row is not None:
         Path(result).write_text(json.dumps(row))
 
 
-def _train(device: torch.device, config: ModelConfig) -> dict[str, Any] | None:
+def _train(device: torch.device, config: ModelConfig, *, unequal: bool) -> dict[str, Any] | None:
     """Train some steps; the last rank returns what it found."""
-    rank = dist.get_rank()
+    rank, chooser = dist.get_rank(), random.Random(1)
+    counts = [[config.microbatch_size] * MICROBATCHES] * STEPS
+    if unequal:
+        counts = [chooser.choices(range(1, MOST_SAMPLES + 1), k=MICROBATCHES) for _ in counts]
+    problems = [_problem(samples) for samples in counts]
     own = make_stages(config, RANKS)[rank].to(device)
-    runner = PipelineRunner({rank: own}, _schedule(), token_loss, device=device)
+    runner = PipelineRunner(
+        {rank: own}, _planned(problems[0]), token_loss, problems[0], device=device
+    )
     whole = chain(make_stages(config, RANKS)).to(device) if runner.holds_last else None
     trained = [one for one in (own, whole) if one is not None]
     optimizers = [torch.optim.Adam(one.parameters(), lr=1e-3) for one in trained]
     pairs = []
-    batch, target = (one.to(device) for one in random_tokens(config, MICROBATCHES, seed=0))
-    for _ in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        losses = runner.step(batch, target)
-        if losses is not None and whole is not None:
-            pairs.append((losses.mean().item(), step_alone(whole, batch, target, MICROBATCHES)))
-        for optimizer in optimizers:
-            optimizer.step()
+    sized = replace(config, microbatch_size=1)
+    with follow(None, runner, replan=_planned) as training:
+        for samples, problem in zip(counts, problems, strict=True):
+            tokens = random_tokens(sized, sum(samples), seed=0)
+            batch, target = (torch.split(one.to(device), samples) for one in tokens)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = training.step(arg_mbs=batch, target_mbs=target, problem=problem)
+            if losses is not None and whole is not None:
+                pairs.append((losses.mean().item(), _step_alone(whole, batch, target)))
+            for optimizer in optimizers:
+                optimizer.step()
     runner.close()
     moved: list[int] = [0] * RANKS
     dist.all_gather_object(moved, runner.offloaded_bytes)
-    return _row(pairs, moved) if pairs else None
+    sizes = {size for samples in counts for size in samples}
+    return {"samples": f"{min(sizes)} to {max(sizes)}"} | _row(pairs, moved) if pairs else None
+
+
+def _step_alone(model: nn.Module, batch: Sequence[Tensor], target: Sequence[Tensor]) -> float:
+    """Add the gradients of micro-batches to a whole model's, in one process; return the loss."""
+    total = 0.0
+    for given, expected in zip(batch, target, strict=True):
+        loss = token_loss(model(given), expected) / len(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
 
 
 def _train_titan(device: torch.device) -> dict[str, Any] | None:
     from tests.runtime.trainers.torchtitan_cases import train_titan
 
-    found = train_titan(_schedule(), 1, device)
+    found = train_titan(_planned(_problem([1] * MICROBATCHES)), 1, device)
     moved: list[int] = [0] * RANKS
     dist.all_gather_object(moved, found.offloaded_bytes)
     pairs = list(zip(found.found, found.wanted, strict=True))
@@ -157,16 +183,31 @@ def _row(pairs: list[tuple[float, float]], moved: list[int]) -> dict[str, Any]:
     }
 
 
-def _schedule() -> Schedule:
-    """Return the schedule of the file; what a step costs does not matter here."""
-    cost = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
-    size = {"activation_bytes": 1, "offload_bytes": 1}
-    device = Device(memory_bytes=1000, d2h_gb_per_s=1, h2d_gb_per_s=1)
-    problem = Problem(
+def _problem(samples: Sequence[int]) -> Problem:
+    """Return four equal stages whose micro-batches take as much as they have samples."""
+    sizes = sorted(set(samples))
+    passes, memory = ("forward", "backward_input", "backward_weight"), ("activation", "offload")
+
+    def stage(rank: int) -> Stage:
+        own, *others = (
+            {"device": rank}
+            | {f"{name}_ms": size for name in passes}
+            | {f"{name}_bytes": size for name in memory}
+            for size in sizes
+        )
+        return Stage.model_validate({**own, "others": others})
+
+    return Problem(
+        format="optpipe/problem/v2",
         num_microbatches=MICROBATCHES,
-        devices=(device,) * RANKS,
-        stages=tuple(Stage.model_validate({"device": r, **cost, **size}) for r in range(RANKS)),
+        devices=(Device(memory_bytes=1000, d2h_gb_per_s=1, h2d_gb_per_s=1),) * RANKS,
+        stages=tuple(map(stage, range(RANKS))),
+        microbatches=tuple(Microbatch(cost=sizes.index(size)) for size in samples),
     )
+
+
+def _planned(problem: Problem) -> Schedule:
+    """Return the schedule of the file; what a step costs does not matter here."""
     programs = load_csv(SCHEDULE.read_text())
     return evaluate(problem, programs, Provenance(method="ada-offload"))
 

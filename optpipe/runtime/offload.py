@@ -60,6 +60,7 @@ __all__ = [
     "SavedActivations",
     "count_slots",
     "host_memory_bytes",
+    "is_plain",
     "make_copies",
     "weak_storage",
 ]
@@ -413,7 +414,7 @@ class SavedActivations:
     def _pack(self, tensor: Tensor) -> Tensor | _View | _Shard:
         if type(tensor) is DTensor:
             return self._pack_shard(tensor)
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return tensor.detach()
         memory = tensor.untyped_storage()
         identity = storage_identity(memory)
@@ -462,7 +463,7 @@ class SavedActivations:
         return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
     def _is_offloadable(self, tensor: Tensor) -> bool:
-        memory = tensor.untyped_storage() if _is_plain(tensor) else None
+        memory = tensor.untyped_storage() if is_plain(tensor) else None
         if memory is None:
             return False
         return self._may_leave(tensor, storage_identity(memory), memory.nbytes())
@@ -477,7 +478,7 @@ class SavedActivations:
         )
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is its memory, seen through a stride, and nothing more."""
     is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_strided and not (tensor.is_conj() or tensor.is_neg())

@@ -7,8 +7,11 @@ the same model trains whole.
 
 Between slices tensors are detached. Each slice hands on its keys and values as leaves of autograd;
 the backwards of later slices, which come first, leave gradients there, and the slice's own backward
-adds them to its own (`_HandedOn`). What `past` returns is joined anew for every slice: a module
-whose attention saves it holds it once per slice.
+adds them to its own (`_HandedOn`). What `past` returns is joined anew for every slice. Where an
+attention saves it for its backward, the parts are kept in its place, which the slices that they are
+of hold anyway, and they are joined once more when the backward asks: so keys and values are held
+once, however many slices read them. A copy that a module makes of them, such as heads repeated for
+grouped queries, is a tensor like any other.
 """
 
 from __future__ import annotations
@@ -18,9 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from optpipe.runtime.offload import is_plain, weak_storage
+from optpipe.runtime.torch_names import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["SliceStates", "number", "past"]
 
@@ -60,6 +69,38 @@ def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+class _Joined(NamedTuple):
+    """What a tensor was joined of, and how often each part was changed in place before."""
+
+    parts: tuple[Tensor, ...]
+    dim: int
+    versions: tuple[int, ...]
+
+    def again(self) -> Tensor:
+        """Return the tensor once more.
+
+        Raises
+        ------
+        RuntimeError
+            If a part was changed in place since.
+        """
+        if self.versions != _versions(self.parts):
+            raise RuntimeError(
+                "keys or values were changed in place after slices.past, and a backward needs them "
+                "as they were; change a copy, or change them before"
+            )
+        return torch.cat([part.detach() for part in self.parts], self.dim)
+
+
+class _JoinedView(NamedTuple):
+    """How to see a saved tensor in a joined one."""
+
+    joined: _Joined
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class SliceStates:
     """What the slices of each sample have handed on in one stage, in one step.
 
@@ -70,6 +111,7 @@ class SliceStates:
         self._place = {j: (s, k) for s, sample in enumerate(samples) for k, j in enumerate(sample)}
         self._sizes = [len(sample) for sample in samples]
         self._handed: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
+        self._joined: dict[StorageWeakRef, _Joined] = {}
         self._calls = 0
 
     @contextmanager
@@ -79,9 +121,11 @@ class SliceStates:
         self._calls = 0
         _running.append(_Running(self, sample, at))
         try:
-            yield
+            with saved_tensors_hooks(self._pack, _unpack):
+                yield
         finally:
             _running.pop()
+            self._joined.clear()
         if at + 1 == self._sizes[sample]:
             for call in range(self._calls):
                 self._handed.pop((sample, call), None)
@@ -96,11 +140,38 @@ class SliceStates:
         self._calls += 1
         leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in own)
         joined = tuple(
-            torch.cat([*(earlier[at] for earlier in handed), _handed_on(one, leaf)], dim)
+            self._join([earlier[at] for earlier in handed], one, leaf, dim)
             for at, (one, leaf) in enumerate(zip(own, leaves, strict=True))
         )
         handed.append(leaves)
         return joined
+
+    def _join(self, earlier: list[Tensor], own: Tensor, leaf: Tensor, dim: int) -> Tensor:
+        joined = torch.cat([*earlier, _handed_on(own, leaf)], dim)
+        if is_plain(joined):
+            parts = (*earlier, leaf)
+            self._joined[weak_storage(joined)] = _Joined(parts, dim, _versions(parts))
+        return joined
+
+    @untraced
+    def _pack(self, tensor: Tensor) -> Tensor | _JoinedView:
+        is_known = bool(self._joined) and is_plain(tensor)
+        whole = self._joined.get(weak_storage(tensor)) if is_known else None
+        # What was changed in place after it was joined is no longer its parts.
+        if whole is None or tensor.dtype != whole.parts[0].dtype or _versions((tensor,)) != (0,):
+            return tensor.detach()
+        return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+
+@untraced
+def _unpack(packed: Tensor | _JoinedView) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)  # noqa: SLF001 - counts changes in place
 
 
 def _handed_on(own: Tensor, leaf: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from benchmarks.gpu.alone import (
     modes,
     one_rank,
     pairs,
+    sliced,
     slowdown,
     solved,
 )
@@ -59,6 +60,14 @@ def test_passes_in_pairs_make_the_gradients_that_they_make_apart() -> None:
     (row,) = pairs("cpu", tiny=True)
     assert row["pairs in a step"] > 0
     assert row["gradients differ by"] == 0
+
+
+def test_slices_make_a_whole_samples_gradients_in_its_memory() -> None:
+    rows = sliced("cpu", tiny=True)
+    assert [row["slices"] for row in rows] == [1, 4, 1, 4, 8]
+    assert max(row["gradients differ by"] for row in rows) < 1e-5
+    # Masks, which a GPU's kernels do not have, and tensors of less than a slice.
+    assert max(row["GB"] for row in rows) < 1.15 * rows[0]["GB"]
 
 
 @pytest.mark.extended
@@ -123,8 +132,9 @@ def test_the_script_runs_four_ranks_on_one_device(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "results.json").read_text())
-    for part in "dg":
-        (row,) = result["parts"][part]["rows"]
+    rows = {part: result["parts"][part]["rows"] for part in "dg"}
+    assert [len(rows[part]) for part in "dg"] == [2, 1]
+    for row in (*rows["d"], *rows["g"]):
         assert row["equal"] is True
         assert row["offloaded MB"] > 0
     text = (tmp_path / "results.md").read_text()

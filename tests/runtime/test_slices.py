@@ -1,6 +1,7 @@
 """Slices of a sequence: keys, values and their gradients go from slice to slice."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_t
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.families.classic import build_seq1f1b, build_slimpipe
 from tests.runtime import schedules
+from tests.runtime.live_bytes import LiveBytes
 
 CONFIG = ModelConfig(blocks=8, sequence=16)
 SLICES, SAMPLES = 4, 3
@@ -143,3 +145,63 @@ def refused(schedule, problem) -> str:
     except PreflightError as error:
         return str(error)
     return ""
+
+
+def nothing(*_: Tensor) -> None:
+    """Change no tensor."""
+
+
+def attend_in(
+    count: int, change: Callable[[Tensor, Tensor], Any] = nothing, *, joins: bool = True
+) -> tuple[int, Tensor]:
+    """A sequence in so many slices: live bytes before its backwards, and a weight's gradient.
+
+    What attends saves keys and values, and else nothing that grows with them. Without ``joins``
+    autograd keeps one graph of all slices.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 18).double()
+    states = slices.SliceStates([tuple(range(count))])
+    outputs, earlier = [], []
+    pieces = torch.randn(1, 32, 6, dtype=torch.float64).chunk(count, dim=1)
+    with LiveBytes() as counter:
+        for number, piece in enumerate(pieces):
+            with states.forward(number):
+                mixed = layer(piece)
+                query, key, value = (mixed[..., at : at + 6] for at in (0, 6, 12))
+                earlier.append((key, value))
+                keys, values = (
+                    slices.past(key, value, dim=1)
+                    if joins
+                    else (torch.cat(one, dim=1) for one in zip(*earlier, strict=True))
+                )
+                change(key, keys)
+                outputs.append((query * (keys * values).sum(1, keepdim=True)).sum())
+        del keys, values
+        earlier.clear()
+        live = counter.live
+    for output in reversed(outputs) if joins else [torch.stack(outputs).sum()]:
+        output.backward()
+    assert layer.weight.grad is not None
+    return live, layer.weight.grad
+
+
+def test_keys_and_values_are_kept_once_however_many_slices_read_them() -> None:
+    whole = attend_in(1)[0]
+    for count in (2, 8):
+        live, gradient = attend_in(count)
+        assert (gradient - attend_in(count, joins=False)[1]).abs().max() < 1e-12
+        assert live < 1.1 * whole
+
+
+def test_what_an_attention_changes_in_place_is_kept_as_it_is_or_refused() -> None:
+    def doubles(_key: Tensor, keys: Tensor) -> None:
+        keys.mul_(2)
+
+    def forgets(key: Tensor, _keys: Tensor) -> None:
+        key.detach().zero_()
+
+    expected = attend_in(4, lambda _key, keys: keys.mul_(2), joins=False)[1]
+    assert (attend_in(4, doubles)[1] - expected).abs().max() < 1e-12
+    with pytest.raises(RuntimeError, match=r"changed in place after slices\.past"):
+        attend_in(4, forgets)
