@@ -128,7 +128,7 @@ def test_the_script_runs_four_ranks_on_one_device(tmp_path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "results.json").read_text())

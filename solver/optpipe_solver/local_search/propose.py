@@ -466,7 +466,10 @@ def some_stretch(
 
 
 def _ends_ms(compiled: CompiledProblem, rows: Rows, work: SimulationScratch) -> list[Floats]:
-    """Return, by device, when the last F, I or B up to each action ends, in ms; 0 before one."""
+    """Return, by device, when the last F, I or B up to each action ends, in ms; 0 before one.
+
+    One whose output waits for a link ends when that departs.
+    """
     times = compiled.times._replace(duration=compiled.durations(rows))
     simulate.length(rows.actions, rows.lengths, times, work)
     cells = compiled.times.num_cells

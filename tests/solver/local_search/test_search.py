@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from optpipe import find_violations, simulate
 from optpipe.check import check
+from optpipe.schedule import pass_of
 from optpipe_solver.arrays.encoding import CompiledProblem, device_peaks
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
@@ -220,7 +221,8 @@ def test_it_keeps_as_much_time_for_an_offer_as_evaluating_took() -> None:
 def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
     """Places in order, the same for the same seed; whatever the stretch, no program is longer.
 
-    An F, I or B of its places ends no earlier than any before them, on any device.
+    No F, I or B before its places ends later than those up to one of its places, on any device; one
+    whose output waits for a link ends when that departs.
     """
     compiled = CompiledProblem.of(case.problem)
     rows = compiled.encode(case.programs)
@@ -238,10 +240,13 @@ def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
     inside: list[float] = []
     before = [0.0]
     run = simulate(case.problem, case.programs)
+    departs = {message.producer: message.depart for message in run.messages}
     for program, times, (low, high) in zip(case.programs, run.times, focus, strict=True):
+        latest = 0.0
         for place, (action, at) in enumerate(zip(program, times, strict=True)):
-            if action.type in {"F", "I", "B"} and place < high:
-                (before if place < low else inside).append(at.end)
+            if (done := pass_of(action)) is not None and place < high:
+                latest = max(latest, departs.get(done, at.end))
+                (before if place < low else inside).append(latest)
     assert not inside or min(inside) >= max(before)
 
 
