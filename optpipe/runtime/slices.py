@@ -12,10 +12,13 @@ attention saves it for its backward, the parts are kept in its place, which the 
 of hold anyway, and they are joined once more when the backward asks: so keys and values are held
 once, however many slices read them. A copy that a module makes of them, such as heads repeated for
 grouped queries, is a tensor like any other.
+
+That is done by hooks of autograd around each F of a slice, which hide those around the runner.
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.runtime.offload import is_plain, weak_storage
-from optpipe.runtime.torch_names import untraced
+from optpipe.runtime.torch_names import storage_identity, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,12 +47,16 @@ class _Running(NamedTuple):
 
 _running: list[_Running] = []
 
+_steps: weakref.WeakSet[SliceStates] = weakref.WeakSet()
+"""Those in the middle of a step."""
+
 
 def number() -> int:
     """Return which slice of its sample the running F is of, from 0; 0 where nothing is cut."""
     return _running[-1].number if _running else 0
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
     """Return keys and values of all slices of the sample so far, this one's last.
 
@@ -61,8 +68,18 @@ def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
         Of this slice.
     dim
         Their dimension of positions.
+
+    Raises
+    ------
+    RuntimeError
+        If a backward calls it, as a checkpoint around it does: nothing says of which slice.
     """
     if not _running:
+        if _steps:
+            raise RuntimeError(
+                "slices.past is called in a backward, which runs a checkpointed module again; "
+                "leave the module that calls it out of the checkpoint"
+            )
         return key, value
     states, sample, _ = _running[-1]
     keys, values = states.join(sample, (key, value), dim)
@@ -70,26 +87,28 @@ def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
 
 
 class _Joined(NamedTuple):
-    """What a tensor was joined of, and how often each part was changed in place before."""
+    """What a tensor was joined of: its parts, how often each was changed in place, its form."""
 
+    storage: StorageWeakRef
     parts: tuple[Tensor, ...]
     dim: int
     versions: tuple[int, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
 
     def again(self) -> Tensor:
-        """Return the tensor once more.
-
-        Raises
-        ------
-        RuntimeError
-            If a part was changed in place since.
-        """
+        """Return the tensor once more, laid out as it was."""
         if self.versions != _versions(self.parts):
             raise RuntimeError(
-                "keys or values were changed in place after slices.past, and a backward needs them "
-                "as they were; change a copy, or change them before"
+                "keys or values, or what shares their memory, were changed in place after "
+                "slices.past, and a backward needs them as they were; change a copy, or change "
+                "them before"
             )
-        return torch.cat([part.detach() for part in self.parts], self.dim)
+        parts = [part.detach() for part in self.parts]
+        joined = torch.empty_strided(
+            self.size, self.stride, dtype=parts[-1].dtype, device=parts[-1].device
+        )
+        return torch.cat(parts, self.dim, out=joined)
 
 
 class _JoinedView(NamedTuple):
@@ -99,6 +118,13 @@ class _JoinedView(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+
+
+class _Kept(NamedTuple):
+    """A saved tensor, and how often it was changed in place before."""
+
+    tensor: Tensor
+    version: int
 
 
 class SliceStates:
@@ -111,7 +137,7 @@ class SliceStates:
         self._place = {j: (s, k) for s, sample in enumerate(samples) for k, j in enumerate(sample)}
         self._sizes = [len(sample) for sample in samples]
         self._handed: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
-        self._joined: dict[StorageWeakRef, _Joined] = {}
+        self._joined: dict[int, _Joined] = {}
         self._calls = 0
 
     @contextmanager
@@ -119,6 +145,7 @@ class SliceStates:
         """Let `number` and `past` speak of a micro-batch while its F runs."""
         sample, at = self._place[microbatch]
         self._calls = 0
+        _steps.add(self)
         _running.append(_Running(self, sample, at))
         try:
             with saved_tensors_hooks(self._pack, _unpack):
@@ -132,6 +159,7 @@ class SliceStates:
 
     def clear(self) -> None:
         """Forget everything of the step."""
+        _steps.discard(self)
         self._handed.clear()
 
     def join(self, sample: int, own: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
@@ -148,26 +176,38 @@ class SliceStates:
 
     def _join(self, earlier: list[Tensor], own: Tensor, leaf: Tensor, dim: int) -> Tensor:
         joined = torch.cat([*earlier, _handed_on(own, leaf)], dim)
-        if is_plain(joined):
+        if torch.is_grad_enabled() and is_plain(joined):
             parts = (*earlier, leaf)
-            self._joined[weak_storage(joined)] = _Joined(parts, dim, _versions(parts))
+            if all(part.dtype == joined.dtype for part in parts):
+                storage = weak_storage(joined)
+                self._joined[storage_identity(joined.untyped_storage())] = _Joined(
+                    storage, parts, dim, _versions(parts), joined.size(), joined.stride()
+                )
         return joined
 
     @untraced
-    def _pack(self, tensor: Tensor) -> Tensor | _JoinedView:
-        is_known = bool(self._joined) and is_plain(tensor)
-        whole = self._joined.get(weak_storage(tensor)) if is_known else None
-        # What was changed in place after it was joined is no longer its parts.
-        if whole is None or tensor.dtype != whole.parts[0].dtype or _versions((tensor,)) != (0,):
+    def _pack(self, tensor: Tensor) -> Tensor | _Kept | _JoinedView:
+        if not is_plain(tensor):
             return tensor.detach()
+        whole = self._joined.get(storage_identity(tensor.untyped_storage()))
+        # What was changed in place after it was joined is no longer its parts.
+        if whole is None or tensor.dtype != whole.parts[-1].dtype or tensor._version:  # noqa: SLF001
+            return _Kept(tensor.detach(), tensor._version)  # noqa: SLF001
         return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
 @untraced
-def _unpack(packed: Tensor | _JoinedView) -> Tensor:
+def _unpack(packed: Tensor | _Kept | _JoinedView) -> Tensor:
+    if isinstance(packed, _JoinedView):
+        return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
     if isinstance(packed, Tensor):
         return packed
-    return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
+    if packed.version != packed.tensor._version:  # noqa: SLF001
+        raise RuntimeError(
+            f"a tensor of shape {tuple(packed.tensor.shape)} that a backward needs was changed in "
+            "place after autograd had saved it; change a copy"
+        )
+    return packed.tensor
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ def test_slices_make_a_whole_samples_gradients_in_its_memory() -> None:
     rows = sliced("cpu", tiny=True)
     assert [row["slices"] for row in rows] == [1, 4, 1, 4, 8]
     assert max(row["gradients differ by"] for row in rows) < 1e-5
-    # Masks, which a GPU's kernels do not have, and tensors of less than a slice.
-    assert max(row["GB"] for row in rows) < 1.15 * rows[0]["GB"]
+    for row in rows:
+        assert row["GB"] < rows[0]["GB"] or row["slices"] == 1
 
 
 @pytest.mark.extended

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from optpipe import Problem
 from optpipe.runtime import PipelineRunner, PreflightError, slices
@@ -147,38 +148,62 @@ def refused(schedule, problem) -> str:
     return ""
 
 
-def nothing(*_: Tensor) -> None:
-    """Change no tensor."""
+Join = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def linear(mixed: Tensor, join: Join) -> Tensor:
+    """Attention that saves keys and values, and else nothing that grows with them."""
+    query, key, value = (mixed[..., at : at + 6] for at in (0, 6, 12))
+    keys, values = join(key, value, 1)
+    return (query * (keys * values).sum(1, keepdim=True)).square().sum()
+
+
+def with_heads_last(mixed: Tensor, join: Join) -> Tensor:
+    """Attention whose keys, of one sample, have the strides of an image's channels."""
+    parts = (one.unflatten(-1, (3, 2)).permute(0, 3, 1, 2) for one in mixed.chunk(3, dim=-1))
+    query, key, value = parts
+    keys, values = join(key, value, 2)
+    return functional.scaled_dot_product_attention(query, keys, values).square().sum()
+
+
+def doubled(mixed: Tensor, join: Join) -> Tensor:
+    """Changes in place what was joined, which is its own to change."""
+
+    def join_doubled(key: Tensor, value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        keys, values = join(key, value, dim)
+        return keys.mul_(2), values
+
+    return linear(mixed, join_doubled)
+
+
+def compiled(mixed: Tensor, join: Join) -> Tensor:
+    found: Tensor = torch.compile(linear, backend="eager")(mixed, join)
+    return found
 
 
 def attend_in(
-    count: int, change: Callable[[Tensor, Tensor], Any] = nothing, *, joins: bool = True
+    count: int, attend: Callable[[Tensor, Join], Tensor], *, joins: bool = True
 ) -> tuple[int, Tensor]:
     """A sequence in so many slices: live bytes before its backwards, and a weight's gradient.
 
-    What attends saves keys and values, and else nothing that grows with them. Without ``joins``
-    autograd keeps one graph of all slices.
+    Without ``joins`` autograd keeps one graph of all slices.
     """
     torch.manual_seed(0)
     layer = nn.Linear(6, 18).double()
     states = slices.SliceStates([tuple(range(count))])
-    outputs, earlier = [], []
+    outputs: list[Tensor] = []
+    earlier: list[tuple[Tensor, Tensor]] = []
+
+    def chained(key: Tensor, value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        earlier.append((key, value))
+        keys, values = (torch.cat(one, dim) for one in zip(*earlier, strict=True))
+        return keys, values
+
     pieces = torch.randn(1, 32, 6, dtype=torch.float64).chunk(count, dim=1)
     with LiveBytes() as counter:
         for number, piece in enumerate(pieces):
             with states.forward(number):
-                mixed = layer(piece)
-                query, key, value = (mixed[..., at : at + 6] for at in (0, 6, 12))
-                earlier.append((key, value))
-                keys, values = (
-                    slices.past(key, value, dim=1)
-                    if joins
-                    else (torch.cat(one, dim=1) for one in zip(*earlier, strict=True))
-                )
-                change(key, keys)
-                outputs.append((query * (keys * values).sum(1, keepdim=True)).sum())
-        del keys, values
-        earlier.clear()
+                outputs.append(attend(layer(piece), slices.past if joins else chained))
         live = counter.live
     for output in reversed(outputs) if joins else [torch.stack(outputs).sum()]:
         output.backward()
@@ -187,21 +212,47 @@ def attend_in(
 
 
 def test_keys_and_values_are_kept_once_however_many_slices_read_them() -> None:
-    whole = attend_in(1)[0]
+    whole = attend_in(1, linear)[0]
     for count in (2, 8):
-        live, gradient = attend_in(count)
-        assert (gradient - attend_in(count, joins=False)[1]).abs().max() < 1e-12
-        assert live < 1.1 * whole
+        assert attend_in(count, linear)[0] < 1.1 * whole
 
 
-def test_what_an_attention_changes_in_place_is_kept_as_it_is_or_refused() -> None:
-    def doubles(_key: Tensor, keys: Tensor) -> None:
-        keys.mul_(2)
+@pytest.mark.parametrize("attend", [linear, with_heads_last, doubled, compiled])
+def test_what_is_joined_again_is_what_was_joined(attend: Callable[[Tensor, Join], Tensor]) -> None:
+    expected = attend_in(4, linear if attend is compiled else attend, joins=False)[1]
+    assert (attend_in(4, attend)[1] - expected).abs().max() < 1e-12
 
-    def forgets(key: Tensor, _keys: Tensor) -> None:
+
+def test_what_a_backward_cannot_have_again_is_refused() -> None:
+    def forgets_keys(mixed: Tensor, join: Join) -> Tensor:
+        key = mixed * 1
+        found = join(key, mixed, 1)[0].square().sum()
         key.detach().zero_()
+        return found
 
-    expected = attend_in(4, lambda _key, keys: keys.mul_(2), joins=False)[1]
-    assert (attend_in(4, doubles)[1] - expected).abs().max() < 1e-12
-    with pytest.raises(RuntimeError, match=r"changed in place after slices\.past"):
-        attend_in(4, forgets)
+    def forgets_another(mixed: Tensor, join: Join) -> Tensor:
+        powers = mixed.exp()
+        found = linear(powers * 1, join)
+        powers.mul_(2)
+        return found
+
+    def checkpointed(mixed: Tensor, join: Join) -> Tensor:
+        found: Tensor = checkpoint(linear, mixed, join, use_reentrant=True)
+        return found
+
+    for attend, refusal in (
+        (forgets_keys, r"changed in place after slices\.past"),
+        (forgets_another, "changed in place after autograd had saved it"),
+        (checkpointed, r"slices\.past is called in a backward"),
+    ):
+        with pytest.raises(RuntimeError, match=refusal):
+            attend_in(4, attend)
+
+
+def test_inference_needs_nothing_again() -> None:
+    states = slices.SliceStates([(0, 1)])
+    with torch.inference_mode():
+        for number in range(2):
+            with states.forward(number):
+                keys, _ = slices.past(torch.ones(2, 3), torch.ones(2, 3), dim=0)
+    assert len(keys) == 4
