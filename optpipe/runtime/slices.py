@@ -52,8 +52,15 @@ _steps: weakref.WeakSet[SliceStates] = weakref.WeakSet()
 
 
 def number() -> int:
-    """Return which slice of its sample the running F is of, from 0; 0 where nothing is cut."""
-    return _running[-1].number if _running else 0
+    """Return which slice of its sample the running F is of, from 0; 0 where nothing is cut.
+
+    Raises
+    ------
+    RuntimeError
+        If a backward calls it, as a checkpoint around it does: nothing says of which slice.
+    """
+    running = _now("number")
+    return running.number if running else 0
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -72,18 +79,23 @@ def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
     Raises
     ------
     RuntimeError
-        If a backward calls it, as a checkpoint around it does: nothing says of which slice.
+        As `number`.
     """
-    if not _running:
-        if _steps:
-            raise RuntimeError(
-                "slices.past is called in a backward, which runs a checkpointed module again; "
-                "leave the module that calls it out of the checkpoint"
-            )
+    running = _now("past")
+    if running is None:
         return key, value
-    states, sample, _ = _running[-1]
-    keys, values = states.join(sample, (key, value), dim)
+    keys, values = running.states.join(running.sample, (key, value), dim)
     return keys, values
+
+
+def _now(asks: str) -> _Running | None:
+    """Return the F that runs, None where nothing is cut."""
+    if not _running and _steps:
+        raise RuntimeError(
+            f"slices.{asks} is called in a backward, which runs a checkpointed module again; "
+            "leave the module that calls it out of the checkpoint"
+        )
+    return _running[-1] if _running else None
 
 
 class _Joined(NamedTuple):

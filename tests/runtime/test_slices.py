@@ -240,10 +240,15 @@ def test_what_a_backward_cannot_have_again_is_refused() -> None:
         found: Tensor = checkpoint(linear, mixed, join, use_reentrant=True)
         return found
 
+    def positioned(mixed: Tensor, join: Join) -> Tensor:
+        turned = checkpoint(lambda one: (one + slices.number()).sin(), mixed, use_reentrant=False)
+        return linear(turned, join)
+
     for attend, refusal in (
         (forgets_keys, r"changed in place after slices\.past"),
         (forgets_another, "changed in place after autograd had saved it"),
         (checkpointed, r"slices\.past is called in a backward"),
+        (positioned, r"slices\.number is called in a backward"),
     ):
         with pytest.raises(RuntimeError, match=refusal):
             attend_in(4, attend)
