@@ -319,7 +319,7 @@ def run_threads(
     work
         Each looks at ``end`` often.
     should_end
-        Asked fifty times a second in the caller's thread.
+        Asked in the caller's thread, before anything runs and then fifty times a second.
     end
         Set when all are to end.
 
@@ -341,6 +341,8 @@ def run_threads(
         threading.Thread(target=run, args=(function,), name=f"solve-{number}")
         for number, function in enumerate(work)
     ]
+    if should_end():
+        end.set()
     for thread in threads:
         thread.start()
     try:
