@@ -52,6 +52,7 @@ from optpipe.runtime.demo_model import (
     leave_ranks,
     make_stages,
     random_tokens,
+    step_alone,
     token_loss,
 )
 from optpipe.runtime.measuring.memory import meter_for
@@ -140,7 +141,7 @@ def _train(device: torch.device, config: ModelConfig, *, unequal: bool) -> dict[
                 optimizer.zero_grad()
             losses = training.step(arg_mbs=batch, target_mbs=target, problem=problem)
             if losses is not None and whole is not None:
-                pairs.append((losses.mean().item(), _step_alone(whole, batch, target)))
+                pairs.append((losses.mean().item(), step_alone(whole, batch, target)))
             for optimizer in optimizers:
                 optimizer.step()
     runner.close()
@@ -148,16 +149,6 @@ def _train(device: torch.device, config: ModelConfig, *, unequal: bool) -> dict[
     dist.all_gather_object(moved, runner.offloaded_bytes)
     sizes = {size for samples in counts for size in samples}
     return {"samples": f"{min(sizes)} to {max(sizes)}"} | _row(pairs, moved) if pairs else None
-
-
-def _step_alone(model: nn.Module, batch: Sequence[Tensor], target: Sequence[Tensor]) -> float:
-    """Add the gradients of micro-batches to a whole model's, in one process; return the loss."""
-    total = 0.0
-    for given, expected in zip(batch, target, strict=True):
-        loss = token_loss(model(given), expected) / len(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    return total
 
 
 def _train_titan(device: torch.device) -> dict[str, Any] | None:

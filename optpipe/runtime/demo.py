@@ -142,7 +142,7 @@ def _train(problem: Problem, schedule: Schedule, steps: int) -> bool:
         loss = None if losses is None else float(losses.mean())
         found = gather((loss, _gradients_of(own)), None)
         if rank == 0:
-            expected = step_alone(chain(reference), batch, target, count)
+            expected = step_alone(chain(reference), batch.chunk(count), target.chunk(count))
             agreed &= _agrees(step, found, expected, _gradients_of(dict(enumerate(reference))))
         for optimizer in optimizers:
             optimizer.step()

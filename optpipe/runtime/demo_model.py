@@ -80,12 +80,11 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def step_alone(model: nn.Module, batch: Tensor, target: Tensor, num_microbatches: int) -> float:
-    """Add the gradients of a batch to a whole model's, in one process; return the mean loss."""
+def step_alone(model: nn.Module, batch: Sequence[Tensor], target: Sequence[Tensor]) -> float:
+    """Add a batch's gradients to a whole model's, in one process; return the mean loss."""
     total = 0.0
-    inputs, wanted = batch.chunk(num_microbatches), target.chunk(num_microbatches)
-    for given, expected in zip(inputs, wanted, strict=True):
-        loss = token_loss(model(given), expected) / num_microbatches
+    for given, expected in zip(batch, target, strict=True):
+        loss = token_loss(model(given), expected) / len(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total

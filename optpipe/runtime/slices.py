@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.runtime.offload import is_plain, weak_storage
-from optpipe.runtime.torch_names import storage_identity, untraced
+from optpipe.runtime.torch_names import in_backward, storage_identity, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,6 +51,7 @@ _steps: weakref.WeakSet[SliceStates] = weakref.WeakSet()
 """Those in the middle of a step."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def number() -> int:
     """Return which slice of its sample the running F is of, from 0; 0 where nothing is cut.
 
@@ -90,7 +91,7 @@ def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
 
 def _now(asks: str) -> _Running | None:
     """Return the F that runs, None where nothing is cut."""
-    if not _running and _steps:
+    if not _running and _steps and in_backward():
         raise RuntimeError(
             f"slices.{asks} is called in a backward, which runs a checkpointed module again; "
             "leave the module that calls it out of the checkpoint"
@@ -99,7 +100,10 @@ def _now(asks: str) -> _Running | None:
 
 
 class _Joined(NamedTuple):
-    """What a tensor was joined of: its parts, how often each was changed in place, its form."""
+    """What a tensor was joined of: its parts, how often each was changed in place, its form.
+
+    ``storage`` keeps its identity from being another's.
+    """
 
     storage: StorageWeakRef
     parts: tuple[Tensor, ...]

@@ -51,6 +51,7 @@ __all__ = [
     "group_alike",
     "group_of_messages",
     "has_gradient_hooks",
+    "in_backward",
     "is_compiled",
     "is_grouped_product",
     "is_profiled",
@@ -288,6 +289,11 @@ def slices_of_mesh(mesh: DeviceMesh, dims: tuple[str, ...]) -> Iterator[DeviceMe
 def storage_identity(storage: torch.UntypedStorage) -> int:
     """Return what no other storage has while a reference to this one, weak or not, is held."""
     return int(storage._cdata)  # noqa: SLF001
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() >= 0)  # noqa: SLF001
 
 
 def viewed(tensor: Tensor) -> Tensor:

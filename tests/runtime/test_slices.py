@@ -176,8 +176,12 @@ def doubled(mixed: Tensor, join: Join) -> Tensor:
     return linear(mixed, join_doubled)
 
 
+def at_positions(mixed: Tensor, join: Join) -> Tensor:
+    return linear(mixed + slices.number(), join)
+
+
 def compiled(mixed: Tensor, join: Join) -> Tensor:
-    found: Tensor = torch.compile(linear, backend="eager")(mixed, join)
+    found: Tensor = torch.compile(at_positions, backend="eager")(mixed, join)
     return found
 
 
@@ -219,7 +223,8 @@ def test_keys_and_values_are_kept_once_however_many_slices_read_them() -> None:
 
 @pytest.mark.parametrize("attend", [linear, with_heads_last, doubled, compiled])
 def test_what_is_joined_again_is_what_was_joined(attend: Callable[[Tensor, Join], Tensor]) -> None:
-    expected = attend_in(4, linear if attend is compiled else attend, joins=False)[1]
+    plain = at_positions if attend is compiled else attend
+    expected = attend_in(4, plain, joins=False)[1]
     assert (attend_in(4, attend)[1] - expected).abs().max() < 1e-12
 
 
@@ -252,6 +257,15 @@ def test_what_a_backward_cannot_have_again_is_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=refusal):
             attend_in(4, attend)
+
+
+def test_a_step_that_broke_off_leaves_other_models_alone() -> None:
+    states = slices.SliceStates([(0, 1)])
+    with pytest.raises(ValueError, match="broken"), states.forward(0):
+        raise ValueError("broken")
+    key, value = torch.ones(2, 3), torch.ones(2, 3)
+    assert slices.past(key, value) == (key, value)
+    assert slices.number() == 0
 
 
 def test_inference_needs_nothing_again() -> None:
