@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
@@ -55,6 +55,7 @@ __all__ = [
     "Fence",
     "HostCopies",
     "HostPool",
+    "KeptTensor",
     "Offloader",
     "PlainCopies",
     "SavedActivations",
@@ -286,7 +287,8 @@ def _aligned(num_bytes: int) -> int:
 # While a stage runs forward, ``saved_tensors_hooks`` hands us every tensor autograd wants to keep.
 # We keep its storage and how to see the tensor in it, never the tensor: a tensor that knows the
 # node which saved it would be a reference cycle. One storage seen by several tensors is one
-# `_OffloadedStorage`.
+# `_OffloadedStorage`. Nor would autograd see any more what is changed in place after it was saved:
+# it compares how often a tensor was changed only where no hooks are.
 
 
 class _OffloadedStorage:
@@ -307,14 +309,43 @@ class _OffloadedStorage:
         return view.set_(self.on_device, 0, (self.num_bytes,), (1,))
 
 
+class KeptTensor(NamedTuple):
+    """What autograd saved, and how often it, or what shares its memory, was changed before."""
+
+    tensor: Tensor
+    num_changes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> KeptTensor:
+        """Keep a tensor, its graph aside."""
+        return cls(tensor.detach(), tensor._version)  # noqa: SLF001 - counts changes in place
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise RuntimeError if it was changed in place since; of this shape, as it was saved."""
+        if self.tensor._version != self.num_changes:  # noqa: SLF001
+            raise RuntimeError(
+                f"a tensor of shape {tuple(shape)} that a backward needs was changed in place "
+                "after autograd had saved it; change a copy"
+            )
+
+    def again(self) -> Tensor:
+        """Return the tensor; RuntimeError as `check`."""
+        self.check(self.tensor.shape)
+        return self.tensor
+
+
 class _View(NamedTuple):
-    """How to see a saved tensor in its storage."""
+    """How to see a saved tensor in its storage.
+
+    ``saved`` has no memory: it counts changes together with all that share the storage's.
+    """
 
     storage: _OffloadedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    saved: KeptTensor
 
 
 class _Shard(NamedTuple):
@@ -411,27 +442,28 @@ class SavedActivations:
 
     # Compiled code would trace what it calls, and once more for every storage.
     @untraced
-    def _pack(self, tensor: Tensor) -> Tensor | _View | _Shard:
+    def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _View | _Shard:
         if type(tensor) is DTensor:
             return self._pack_shard(tensor)
         if not is_plain(tensor):
             return tensor.detach()
+        saved = KeptTensor.of(tensor)
         memory = tensor.untyped_storage()
         identity = storage_identity(memory)
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
             if not self._may_leave(tensor, identity, memory.nbytes()):
-                return tensor.detach()
+                return saved
             storage = _OffloadedStorage(memory)
             self._storages[identity] = weakref.ref(storage)
         if not storage.moves:
             storage.moves = self._moves_all or self._moves_here()
-        return _View(
-            storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        )
+        saved.tensor.data = _nothing_on(tensor.device)
+        offset = int(tensor.storage_offset())
+        return _View(storage, tensor.dtype, offset, tensor.size(), tensor.stride(), saved)
 
-    def _pack_shard(self, tensor: DTensor) -> Tensor | _View | _Shard:
+    def _pack_shard(self, tensor: DTensor) -> Tensor | _Shard:
         if isinstance(viewed(tensor), nn.Parameter):
             return tensor.detach()
         with torch.no_grad():
@@ -448,11 +480,14 @@ class SavedActivations:
         return _Shard(packed, whole)
 
     @untraced
-    def _unpack(self, packed: Tensor | _View | _Shard) -> Tensor:
+    def _unpack(self, packed: Tensor | KeptTensor | _View | _Shard) -> Tensor:
         if type(packed) is _Shard:
             return packed.whole(self._unpack(packed.view))
+        if type(packed) is KeptTensor:
+            return packed.again()
         if type(packed) is not _View:
             return cast("Tensor", packed)
+        packed.saved.check(packed.size)
         storage = packed.storage.on_device
         if storage is None:
             raise OffloadError(
@@ -476,6 +511,11 @@ class SavedActivations:
             and tensor.device == self._device
             and num_bytes >= self._min_bytes
         )
+
+
+@cache
+def _nothing_on(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
 
 
 def is_plain(tensor: Tensor) -> bool:

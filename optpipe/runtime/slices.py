@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from optpipe.runtime.offload import is_plain, weak_storage
+from optpipe.runtime.offload import KeptTensor, is_plain, weak_storage
 from optpipe.runtime.torch_names import in_backward, storage_identity, untraced
 
 if TYPE_CHECKING:
@@ -136,13 +136,6 @@ class _JoinedView(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Kept(NamedTuple):
-    """A saved tensor, and how often it was changed in place before."""
-
-    tensor: Tensor
-    version: int
-
-
 class SliceStates:
     """What the slices of each sample have handed on in one stage, in one step.
 
@@ -202,28 +195,21 @@ class SliceStates:
         return joined
 
     @untraced
-    def _pack(self, tensor: Tensor) -> Tensor | _Kept | _JoinedView:
+    def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _JoinedView:
         if not is_plain(tensor):
             return tensor.detach()
         whole = self._joined.get(storage_identity(tensor.untyped_storage()))
         # What was changed in place after it was joined is no longer its parts.
         if whole is None or tensor.dtype != whole.parts[-1].dtype or tensor._version:  # noqa: SLF001
-            return _Kept(tensor.detach(), tensor._version)  # noqa: SLF001
+            return KeptTensor.of(tensor)
         return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
 @untraced
-def _unpack(packed: Tensor | _Kept | _JoinedView) -> Tensor:
+def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
         return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
-    if isinstance(packed, Tensor):
-        return packed
-    if packed.version != packed.tensor._version:  # noqa: SLF001
-        raise RuntimeError(
-            f"a tensor of shape {tuple(packed.tensor.shape)} that a backward needs was changed in "
-            "place after autograd had saved it; change a copy"
-        )
-    return packed.tensor
+    return packed.again() if isinstance(packed, KeptTensor) else packed
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -124,6 +124,50 @@ def test_actions_out_of_order_are_refused(module, offloader):
         output.sum().backward()
 
 
+def _squared_then_shifted(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    hidden = functional.linear(given, weight)
+    result = hidden.square().sum()
+    hidden.view(-1)[3:].add_(1)
+    return result
+
+
+def _with_a_new_weight(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    result = functional.linear(given * 2, weight).sum()
+    weight.detach().mul_(2)
+    return result
+
+
+@pytest.mark.parametrize("min_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("stage", [_squared_then_shifted, _with_a_new_weight])
+def test_what_is_changed_in_place_after_autograd_saved_it_is_refused(stage, min_bytes):
+    """As autograd does itself, which cannot where hooks are; also what is too small to leave."""
+    given, weight = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(16, 16))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stage(given, weight).backward()
+    result = _there_and_back_of(stage, given, weight, min_bytes)
+    with pytest.raises(RuntimeError, match=r"of shape \((8|16), 16\) .* changed in place"):
+        result.backward()
+
+
+@pytest.mark.parametrize("min_bytes", [64, 1 << 20])
+def test_what_is_changed_in_place_before_autograd_saves_it_is_not(min_bytes):
+    def rectified(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.relu_(functional.linear(given, weight)).sum()
+
+    given, weight = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(16, 16))
+    expected = torch.autograd.grad(rectified(given, weight), [given, weight])
+    result = _there_and_back_of(rectified, given, weight, min_bytes)
+    torch.testing.assert_close(torch.autograd.grad(result, [given, weight]), expected)
+
+
+def _there_and_back_of(stage, given, weight, min_bytes) -> torch.Tensor:
+    offloader = Offloader({0: nn.Module()}, CPU, [CELL], min_bytes=min_bytes)
+    with offloader.capture(CELL, [given]):
+        result = stage(given, weight)
+    _round_trip(offloader)
+    return result
+
+
 def test_host_memory_is_allocated_once(module, offloader):
     for _ in range(3):
         output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
@@ -156,7 +200,7 @@ def test_weights_that_are_gathered_during_the_forward_stay():
     weight.untyped_storage().resize_(0)
     _round_trip(offloader)
     weight.untyped_storage().resize_(values.untyped_storage().nbytes())
-    with torch.no_grad():
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
         weight.copy_(values)
     result.backward()
     torch.testing.assert_close(given.grad, expected)
