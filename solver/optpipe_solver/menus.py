@@ -23,7 +23,7 @@ from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows, keeps_limits
 from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.local_search.board import board_of, rows_on, undo_for
-from optpipe_solver.local_search.moves import Stretch, settle
+from optpipe_solver.local_search.room import Stretch, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

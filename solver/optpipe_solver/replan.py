@@ -46,8 +46,8 @@ from optpipe_solver.dealing import dealt, longest_first, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.jit import seeded
 from optpipe_solver.last_steps import with_free_share
-from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import (
     anneal,
     best_rows,
@@ -437,7 +437,7 @@ def _made_to_fit(compiled: CompiledProblem, deals: Sequence[Rows]) -> Iterator[_
     if not any(compiled.cells_with(simulate.OFFLOAD, rows).any() for rows in deals):
         return
     most = [_MOST_OVER * device.usable_bytes for device in compiled.problem.devices]
-    table, draw = None, moves.seeded(0)
+    table, draw = None, seeded(0)
     lengths = sorted((compiled.objective_ms(rows), at) for at, rows in enumerate(deals))
     for length_ms, at in lengths[:_MOST_FITTED]:
         if length_ms == inf or not all(map(lt, device_peaks(compiled, deals[at]), most)):
@@ -493,6 +493,6 @@ def _cool(table: Table, start_ms: float, work: int, seed: int, shares: MoveShare
     """Anneal a table's programs; return the objective of its best in ms."""
     table = table._replace(rules=table.rules._replace(shares=shares))
     course, scale_ms = course_of(table, start_ms), table.rules.mean_pass_ms
-    draw = moves.seeded(seed)
+    draw = seeded(seed)
     anneal(table, course, _HOT * scale_ms, _COLD * scale_ms, work, work, draw)
     return float(course.values[2])

@@ -33,9 +33,9 @@ from optpipe_solver.exact.rounds import (
 )
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import anneal, make_fit, table_for
 from optpipe_solver.local_search.dispatching import dispatched
-from optpipe_solver.local_search.moves import seeded
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.horizon.model import improve_by_milp

@@ -14,7 +14,7 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows
-from optpipe_solver.jit import lean
+from optpipe_solver.jit import below, lean, unit
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.board import (
     agenda_for,
@@ -26,7 +26,8 @@ from optpipe_solver.local_search.board import (
     put_back,
     undo_for,
 )
-from optpipe_solver.local_search.moves import (
+from optpipe_solver.local_search.propose import everywhere, propose, rules_of
+from optpipe_solver.local_search.room import (
     Stretch,
     commit,
     hosts_fit,
@@ -37,7 +38,6 @@ from optpipe_solver.local_search.moves import (
     settle,
     trim,
 )
-from optpipe_solver.local_search.propose import everywhere, propose, rules_of
 from optpipe_solver.local_search.times import (
     last_end,
     list_device,
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
+    from optpipe_solver.jit import Draw
     from optpipe_solver.local_search.board import Agenda, Board, Undo
-    from optpipe_solver.local_search.moves import Draw
     from optpipe_solver.local_search.propose import SearchRules
 
 __all__ = [
@@ -172,7 +172,7 @@ def anneal(
             path_size = look_around(table)
             work += board.at.size // 8
             age = 0
-        limit = current - temperature * np.log(max(1e-300, moves.unit(draw)))
+        limit = current - temperature * np.log(max(1e-300, unit(draw)))
         cutoff = limit - (current - length) + allowance
         looked, judged, objective = try_move(table, path_size, cutoff, draw)
         work += looked + own
@@ -275,7 +275,7 @@ def _fits(table: Table, draw: Draw) -> bool:
         device = undo.touched[i]
         if table.rules.in_turn and not _is_in_turn(table, device):
             return False
-        if table.rules.offloads[device] and moves.unit(draw) < _SETTLE:
+        if table.rules.offloads[device] and unit(draw) < _SETTLE:
             fits = _settled(table, device, draw)
         else:
             fits = make_room(board, undo, table.times, table.memory, device, draw)
@@ -315,14 +315,14 @@ def _is_in_turn(table: Table, device: int) -> bool:
 def _settled(table: Table, device: int, draw: Draw) -> bool:
     """Whether a changed program fits, once the transfers around the change have made way."""
     board, undo, times, memory = table.board, table.undo, table.times, table.memory
-    reach = _LEAST_REACH << moves.below(draw, 4)
+    reach = _LEAST_REACH << below(draw, 4)
     low = max(0, undo.low[device] - reach)
     high = min(board.counts[device], undo.high[device] + reach)
     relax(Stretch(board, undo, times, memory, table.load, device, low, high))
     if not make_room(board, undo, times, memory, device, draw):
         return False
     low, high = min(low, undo.low[device]), max(high, undo.high[device])
-    lead = moves.below(draw, _LEADS)
+    lead = below(draw, _LEADS)
     if lead == _LEADS - 1:
         lead = high
     settle(Stretch(board, undo, times, memory, table.load, device, low, high), lead)

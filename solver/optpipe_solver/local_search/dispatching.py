@@ -15,8 +15,7 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import KINDS, Rows
-from optpipe_solver.jit import lean
-from optpipe_solver.local_search import moves
+from optpipe_solver.jit import below, lean, seeded, unit
 from optpipe_solver.local_search.board import copy
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
-    from optpipe_solver.local_search.moves import Draw
+    from optpipe_solver.jit import Draw
 
 __all__ = ["CELL_WORK", "Dispatched", "DispatchingRule", "dispatched"]
 
@@ -403,13 +402,13 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
             copy(best.tried_rank, best.rank, m)
             copy(best.tried_rule, best.rule, best.rule.size)
             copy(instance.mode, best.mode, best.mode.size)
-            if instance.given or moves.below(draw, _RANDOM) == 0:
+            if instance.given or below(draw, _RANDOM) == 0:
                 _change_rule(best.tried_rule, draw)
             else:
-                _reorder(best.tried_rank, moves.below(draw, m), moves.below(draw, m), draw)
-            if moves.below(draw, 2) == 0:
-                s = moves.below(draw, instance.mode.size)
-                instance.mode[s] = instance.modes[s, moves.below(draw, instance.num_modes[s])]
+                _reorder(best.tried_rank, below(draw, m), below(draw, m), draw)
+            if below(draw, 2) == 0:
+                s = below(draw, instance.mode.size)
+                instance.mode[s] = instance.modes[s, below(draw, instance.num_modes[s])]
         _settle_durations(instance)
         if not _dispatch(instance, state, best.tried_rank, best.tried_rule):
             continue
@@ -434,30 +433,30 @@ def _draw_rule(rule: Floats, draw: Draw) -> None:
 @lean
 def _change_rule(rule: Floats, draw: Draw) -> None:
     """Draw one number anew, or all."""
-    if moves.below(draw, 4) == 0:
+    if below(draw, 4) == 0:
         _draw_rule(rule, draw)
     else:
-        _draw_number(rule, moves.below(draw, rule.size), draw)
+        _draw_number(rule, below(draw, rule.size), draw)
 
 
 @lean
 def _draw_number(rule: Floats, at: int, draw: Draw) -> None:
     if at == _DEPTH:
-        rule[at] = 0.8 + 5.2 * moves.unit(draw) ** 2
+        rule[at] = 0.8 + 5.2 * unit(draw) ** 2
     elif at == _PATIENCE:
-        rule[at] = moves.unit(draw)
+        rule[at] = unit(draw)
     else:
-        rule[at] = 1.0 if moves.below(draw, 4) == 0 else 0.0
+        rule[at] = 1.0 if below(draw, 4) == 0 else 0.0
 
 
 @lean
 def _draw_modes(instance: _Instance, draw: Draw) -> None:
     """Draw a mode for every stage: keep in all, one position of all menus, or one each."""
-    way = moves.below(draw, 3)
-    position = moves.below(draw, instance.modes.shape[1])
+    way = below(draw, 3)
+    position = below(draw, instance.modes.shape[1])
     for s in range(instance.mode.size):
         if way == 2:
-            position = moves.below(draw, instance.num_modes[s])
+            position = below(draw, instance.num_modes[s])
         instance.mode[s] = instance.modes[
             s, 0 if way == 0 else min(position, instance.num_modes[s] - 1)
         ]
@@ -476,7 +475,7 @@ def _settle_durations(instance: _Instance) -> None:
 @lean
 def _reorder(rank: Ints, one: int, other: int, draw: Draw) -> None:
     """Exchange two micro-batches, or move one behind or before the other."""
-    if moves.below(draw, 2) == 0:
+    if below(draw, 2) == 0:
         rank[one], rank[other] = rank[other], rank[one]
         return
     low, high = rank[one], rank[other]
@@ -548,7 +547,7 @@ def dispatched(
     scratch, by_span = simulate.workspace_for(times, num_devices), problem.objective == "span"
     _search(
         instance, state, best, stacked, ranks, scratch, by_span, drawn, count - drawn,
-        moves.seeded(seed),
+        seeded(seed),
     )  # fmt: skip
     if best.length[0] == np.inf:
         return None

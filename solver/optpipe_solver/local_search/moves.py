@@ -2,21 +2,12 @@
 
 A move keeps the order of a cell's own actions (F, OFFLOAD, RELEASE, RELOAD or RECOMPUTE, I, W);
 whether the result fits memory and does not wait in a circle is the caller's to ask.
-
-Around a changed place, transfers take the places that memory leaves them. The earlier a RELOAD is
-issued and the later a RELEASE waits, the less they cost in time, and the more bytes are held in
-between. Moved one by one they are in each other's way, and in the way of every pass that needs the
-bytes. So after a move they first stand where least is held; if all fits then, RELOADs move up and
-RELEASEs move back again as far as the limit allows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.simulate import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -27,7 +18,7 @@ from optpipe_solver.arrays.simulate import (
     RELEASE,
     RELOAD,
 )
-from optpipe_solver.jit import lean
+from optpipe_solver.jit import below, lean
 from optpipe_solver.local_search.board import (
     backward_of,
     begin,
@@ -42,43 +33,26 @@ from optpipe_solver.local_search.board import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
+    from optpipe_solver.jit import Draw
     from optpipe_solver.local_search.board import Board, Undo
 
-    Draw = NDArray[np.uint64]
-
 __all__ = [
-    "Draw",
-    "Stretch",
-    "below",
-    "commit",
     "exchange",
     "fill_idle",
-    "hosts_fit",
-    "make_room",
     "mode_wave",
-    "offload_farthest",
-    "overflow",
     "park",
     "place_mode",
     "relabel",
-    "relax",
     "reverse",
     "ripple",
-    "seeded",
-    "settle",
     "shift",
     "shift_block",
     "some_distance",
     "swap",
     "toggle_fused",
     "trade_backwards",
-    "trim",
     "turn_back",
-    "unit",
     "wave",
 ]
 
@@ -586,336 +560,3 @@ def mode_wave(
         moved = place_mode(board, undo, times, memory, cell + i, mode, early, late)
         changed = changed or moved
     return changed
-
-
-# --- Random numbers from a state of our own, so that threads neither share nor disturb them.
-# xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled",
-# 2016): a 64-bit state, three shifts, one multiplication.
-
-
-def seeded(seed: int) -> Draw:
-    """Return a state that is a function of the seed (any integer)."""
-    return np.random.SeedSequence(seed & (2**64 - 1)).generate_state(1, np.uint64) | np.uint64(1)
-
-
-@lean
-def _next(state: Draw) -> np.uint64:
-    x = state[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    state[0] = x
-    return x * np.uint64(2685821657736338717)
-
-
-@lean
-def unit(state: Draw) -> float:
-    """Return a number in 0 <= x < 1."""
-    return (_next(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
-@lean
-def below(state: Draw, limit: int) -> int:
-    """Return an integer in 0 <= x < limit, limit >= 1."""
-    return int(unit(state) * limit)
-
-
-# --- Around a changed place, transfers take the places that memory leaves them.
-
-
-class Stretch(NamedTuple):
-    """Places low .. high - 1 of a device's program, within which transfers may move.
-
-    What was changed since the bytes held were last written down (`commit`) must lie in it.
-    ``load`` is scratch by place.
-    """
-
-    board: Board
-    undo: Undo
-    times: TimeArrays
-    memory: MemoryArrays
-    load: Ints
-    device: int
-    low: int
-    high: int
-
-
-@lean
-def relax(given: Stretch) -> None:
-    """Move every RELEASE as early and every RELOAD as late as its own cell lets it."""
-    board, cells = given.board, given.times.num_cells
-    row = board.actions[given.device]
-    for place in range(given.high - 1, given.low - 1, -1):
-        if row[place] // cells == RELOAD:
-            target = min(consumer_of(board, cells, row[place] % cells), given.high) - 1
-            if target > place:
-                slide(board, given.undo, given.device, place, target)
-    for place in range(given.low, given.high):
-        if row[place] // cells == RELEASE:
-            target = max(board.at[OFFLOAD * cells + row[place] % cells] + 1, given.low)
-            if target < place:
-                slide(board, given.undo, given.device, place, target)
-
-
-@lean
-def settle(given: Stretch, lead: int) -> None:
-    """Move RELOADs up by at most ``lead`` passes, RELEASEs back, and RELOADs up, while all fits.
-
-    RELOADs keep the order in which they are needed. The programs must fit before.
-    """
-    _weigh(given)
-    _pull_reloads(given, lead)
-    _push_releases(given)
-    _pull_reloads(given, given.high)
-
-
-@lean
-def _weigh(given: Stretch) -> None:
-    """Write down the most bytes held during each action."""
-    board, times, memory = given.board, given.times, given.memory
-    row = board.actions[given.device]
-    held_bytes = board.held_bytes[row[given.low - 1]] if given.low > 0 else 0
-    for place in range(given.low, given.high):
-        kind = row[place] // times.num_cells
-        cell = row[place] - kind * times.num_cells
-        stage = times.row[cell]
-        mode = board.mode[cell]
-        given.load[place] = held_bytes + memory.rises[kind, stage, mode]
-        held_bytes += memory.adds[kind, stage, mode]
-
-
-@lean
-def _pull_reloads(given: Stretch, lead: int) -> None:
-    cells, load = given.times.num_cells, given.load
-    row, limit = given.board.actions[given.device], given.memory.limit[given.device]
-    for place in range(given.low + 1, given.high):
-        if row[place] // cells != RELOAD:
-            continue
-        size = _size(given, row[place] % cells)
-        target, passed = place, 0
-        while (
-            target > given.low
-            and passed < lead
-            and load[target - 1] + size <= limit
-            and _may_pass(given, row[place] % cells, row[target - 1])
-        ):
-            passed += row[target - 1] // cells < OFFLOAD
-            target -= 1
-        if target < place:
-            slide(given.board, given.undo, given.device, place, target)
-            for k in range(place, target, -1):
-                load[k] = load[k - 1] + size
-            load[target] = load[target + 1]
-
-
-@lean
-def _may_pass(given: Stretch, cell: int, code: int) -> bool:
-    """Whether a cell's RELOAD may be issued before an action."""
-    cells = given.times.num_cells
-    kind, other = code // cells, code % cells
-    if other == cell:
-        return False
-    needed = consumer_of(given.board, cells, cell)
-    return kind != RELOAD or consumer_of(given.board, cells, other) > needed
-
-
-@lean
-def _push_releases(given: Stretch) -> None:
-    cells, load = given.times.num_cells, given.load
-    row, limit = given.board.actions[given.device], given.memory.limit[given.device]
-    for place in range(given.high - 2, given.low - 1, -1):
-        if row[place] // cells != RELEASE:
-            continue
-        cell = row[place] % cells
-        size = _size(given, cell)
-        target = place + 1
-        while target < given.high and row[target] % cells != cell and load[target] + size <= limit:
-            target += 1
-        target -= 1
-        if target > place:
-            slide(given.board, given.undo, given.device, place, target)
-            for k in range(place, target):
-                load[k] = load[k + 1] + size
-            load[target] = load[target - 1]
-
-
-@lean
-def _size(given: Stretch, cell: int) -> int:
-    """Return the bytes that go and come back."""
-    stage = given.times.row[cell]
-    return given.memory.adds[RELOAD, stage, given.board.mode[cell]]
-
-
-@lean
-def trim(board: Board, undo: Undo, device: int) -> None:
-    """Leave out of what may have changed the places that are as they were.
-
-    Not where a cell's mode was changed so that an F in its old place holds other bytes.
-    """
-    if undo.sizes[3] > 0:
-        return
-    row, old = board.actions[device], undo.rows[device]
-    low, high = undo.low[device], undo.high[device]
-    while low < high and row[low] == old[low]:
-        low += 1
-    if board.counts[device] == undo.counts[device]:
-        while high > low and row[high - 1] == old[high - 1]:
-            high -= 1
-    undo.low[device], undo.high[device] = low, high
-
-
-# --- Memory after a move, looked at only where the program changed; and moves that make room.
-# Behind the changed places a program holds what it held before, because a move keeps the sum of
-# what its actions add and free: moving keeps the actions, and each toggle adds as much as it frees.
-# Where a cell's mode changes, all of its actions that hold other bytes then are changed places.
-
-
-_REPAIRS = 4
-_REACH = 60
-"""Places looked along for an action that frees memory."""
-
-_LEEWAY = 10
-"""Places that a transfer has where memory lacks: about as long as it takes."""
-
-
-@lean
-def overflow(
-    board: Board, times: TimeArrays, memory: MemoryArrays, device: int, low: int, high: int
-) -> int:
-    """Return the first of places low .. high - 1 whose action exceeds the limit, -1 for none."""
-    row = board.actions[device]
-    held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
-    limit = memory.limit[device]
-    for place in range(low, high):
-        kind = row[place] // times.num_cells
-        cell = row[place] - kind * times.num_cells
-        stage, mode = times.row[cell], board.mode[cell]
-        if held_bytes + memory.rises[kind, stage, mode] > limit:
-            return place
-        held_bytes += memory.adds[kind, stage, mode]
-    return -1
-
-
-@lean
-def commit(
-    board: Board, times: TimeArrays, memory: MemoryArrays, device: int, low: int, high: int
-) -> None:
-    """Write down the bytes held behind the changed places."""
-    row = board.actions[device]
-    held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
-    for place in range(low, high):
-        kind = row[place] // times.num_cells
-        cell = row[place] - kind * times.num_cells
-        held_bytes += memory.adds[kind, times.row[cell], board.mode[cell]]
-        board.held_bytes[row[place]] = held_bytes
-
-
-@lean
-def make_room(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    device: int,
-    draw: Draw,
-) -> bool:
-    """Whether a changed program fits, after a few repairs if need be.
-
-    A repair brings the next RELEASE or W forward to where memory runs out, or puts the last RELOAD
-    before it off until behind.
-    """
-    for _ in range(_REPAIRS):
-        at = overflow(board, times, memory, device, undo.low[device], undo.high[device])
-        if at < 0:
-            return True
-        if not _repair(board, undo, times, device, at, draw):
-            return False
-    return overflow(board, times, memory, device, undo.low[device], undo.high[device]) < 0
-
-
-@lean
-def _repair(board: Board, undo: Undo, times: TimeArrays, device: int, at: int, draw: Draw) -> bool:
-    first = below(draw, 3)
-    for turn in range(3):
-        choice = (first + turn) % 3
-        if choice == 0 and _bring_forward(board, undo, times, device, at, RELEASE):
-            return True
-        if choice == 1 and _bring_forward(board, undo, times, device, at, BACKWARD_WEIGHT):
-            return True
-        if choice == 2 and _put_off(board, undo, times, device, at):
-            return True
-    return False
-
-
-@lean
-def _bring_forward(
-    board: Board, undo: Undo, times: TimeArrays, device: int, at: int, kind: int
-) -> bool:
-    row, cells = board.actions[device], times.num_cells
-    for place in range(at + 1, min(board.counts[device], at + 1 + _REACH)):
-        if row[place] // cells == kind and floor(board, cells, row[place]) <= at:
-            slide(board, undo, device, place, at)
-            return True
-    return False
-
-
-@lean
-def _put_off(board: Board, undo: Undo, times: TimeArrays, device: int, at: int) -> bool:
-    row, cells = board.actions[device], times.num_cells
-    for place in range(at - 1, max(-1, at - 1 - _REACH), -1):
-        if row[place] // cells == RELOAD and (
-            ceiling(board, cells, row[place], board.counts[device]) >= at
-        ):
-            slide(board, undo, device, place, at)
-            return True
-    return False
-
-
-@lean
-def offload_farthest(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, device: int, at: int
-) -> bool:
-    """Offload a cell that is kept at a place, the one whose backward is farthest; whether one is.
-
-    That is what a cache of known requests drops (Belady 1966). A cell whose forward is near would
-    not be gone by then: it counts as if its backward were three times as far as its forward.
-    """
-    cells, row = times.num_cells, board.actions[device]
-    chosen, farthest = -1, 0
-    for place in range(at + 1):
-        cell = row[place]
-        if cell >= cells or board.mode[cell] != 0:
-            continue
-        far = min(backward_of(board, cells, cell) - at, 3 * (at - place))
-        if far > farthest and _offloaded(memory, times.row[cell]) > 0:
-            chosen, farthest = cell, far
-    if chosen < 0:
-        return False
-    early = min(_LEEWAY, at - board.at[chosen] - 1)
-    late = min(_LEEWAY, backward_of(board, cells, chosen) - at - 2)
-    mode = _offloaded(memory, times.row[chosen])
-    return place_mode(board, undo, times, memory, chosen, mode, max(0, early), max(0, late))
-
-
-@lean
-def _offloaded(memory: MemoryArrays, stage: int) -> int:
-    """Return the first mode of a stage's cells that offloads, 0 where one alone may not."""
-    if not memory.uniform[stage]:
-        for mode in range(1, memory.num_modes[stage]):
-            if memory.may[stage, mode] and memory.adds[RELOAD, stage, mode] > 0:
-                return mode
-    return 0
-
-
-@lean
-def hosts_fit(board: Board, times: TimeArrays, memory: MemoryArrays, device: int) -> bool:
-    """Whether the device's host still holds what its devices send there; keeps ``hosts``."""
-    board.hosts[device] = simulate.host_peak(
-        board.actions[device], board.counts[device], times, memory, board.mode, board.away
-    )
-    host = memory.host_of[device]
-    host_bytes = 0
-    for other in range(board.counts.size):
-        if memory.host_of[other] == host:
-            host_bytes += board.hosts[other]
-    return host_bytes <= memory.host_limit[host]

@@ -25,8 +25,7 @@ from optpipe_solver.arrays.simulate import (
     PAIRED_BACKWARD,
     PAIRED_INPUT,
 )
-from optpipe_solver.jit import lean
-from optpipe_solver.local_search.moves import below, seeded, unit
+from optpipe_solver.jit import below, lean, seeded, unit
 
 if TYPE_CHECKING:
     from optpipe.schedule import Programs
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
-    from optpipe_solver.local_search.moves import Draw
+    from optpipe_solver.jit import Draw
 
 __all__ = ["improve_by_pairing"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.simulate import FULL_BACKWARD, OFFLOAD, RELOAD
 from optpipe_solver.feasibility import fusing_may_pay
-from optpipe_solver.jit import lean
+from optpipe_solver.jit import below, lean, unit
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.times import can_propagate
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem, Rows
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
+    from optpipe_solver.jit import Draw
     from optpipe_solver.local_search.board import Board, Undo
-    from optpipe_solver.local_search.moves import Draw
 
 __all__ = [
     "MoveShares",
@@ -201,7 +201,7 @@ def propose(
             break
     if not changed:
         return False
-    if moves.unit(draw) < _TWICE:
+    if unit(draw) < _TWICE:
         code = _somewhere(board, times, path, path_size, focus, rules.shares.on_path, draw)
         return code >= 0 and _move(board, undo, times, memory, rules, code, draw)
     return True
@@ -218,15 +218,15 @@ def _somewhere(
     draw: Draw,
 ) -> int:
     """Return an action to move, -1 where the choice is void."""
-    if path_size > 0 and moves.unit(draw) < on_path:
-        code = path[moves.below(draw, path_size)]
+    if path_size > 0 and unit(draw) < on_path:
+        code = path[below(draw, path_size)]
         device = times.device_of[code % times.num_cells // times.num_microbatches]
         return code if focus[device, 0] <= board.at[code] < focus[device, 1] else -1
-    device = moves.below(draw, board.counts.size)
+    device = below(draw, board.counts.size)
     low, high = focus[device, 0], min(focus[device, 1], board.counts[device])
     if high - low < 2:
         return -1
-    return board.actions[device, low + moves.below(draw, high - low)]
+    return board.actions[device, low + below(draw, high - low)]
 
 
 @lean
@@ -242,14 +242,14 @@ def _move(
     """Make a random move of or around an action."""
     cell = code % times.num_cells
     device = times.device_of[cell // times.num_microbatches]
-    if OFFLOAD <= code // times.num_cells <= RELOAD and moves.unit(draw) < _PASSES:
-        code = cell + times.num_cells * moves.below(draw, FULL_BACKWARD)
+    if OFFLOAD <= code // times.num_cells <= RELOAD and unit(draw) < _PASSES:
+        code = cell + times.num_cells * below(draw, FULL_BACKWARD)
         if board.at[code] < 0:
             return False
     shares = rules.shares
-    if rules.relabels and moves.unit(draw) < shares.relabels:
+    if rules.relabels and unit(draw) < shares.relabels:
         return _relabel(board, undo, times, memory, cell, draw)
-    choice = moves.unit(draw)
+    choice = unit(draw)
     if choice < shares.modes:
         if _can_choose(memory, rules, times, board, cell):
             return _choose_mode(board, undo, times, memory, rules, device, cell, draw)
@@ -269,7 +269,7 @@ def _relabel(
     m = times.num_microbatches
     one = cell % m
     for _ in range(_UNLIKE):
-        other = moves.below(draw, m)
+        other = below(draw, m)
         if times.row[one] != times.row[other]:
             return moves.relabel(board, undo, times, memory, one, other)
     return False
@@ -281,18 +281,18 @@ def _move_in_order(
 ) -> bool:
     """Move an action, or some of them, within programs."""
     cells, place = times.num_cells, board.at[code]
-    choice = moves.unit(draw)
+    choice = unit(draw)
     if choice < 0.05 and code // cells <= FULL_BACKWARD:
-        step = 1 if moves.unit(draw) < 0.5 else -1
-        most = 2 + moves.below(draw, times.num_stages)
+        step = 1 if unit(draw) < 0.5 else -1
+        most = 2 + below(draw, times.num_stages)
         return moves.ripple(board, undo, times, code, step, most, _signed(draw, 7))
     if choice < 0.10:
         return moves.fill_idle(board, undo, cells, device, place, 2 * _FAR)
     if choice < 0.22:
-        width = 2 + moves.below(draw, 4)
+        width = 2 + below(draw, 4)
         return moves.shift_block(board, undo, cells, device, place, width, _signed(draw, _FAR))
     if choice < _REVERSALS:
-        width, in_turn = 2 + moves.some_distance(draw, 14), moves.unit(draw) < 0.5
+        width, in_turn = 2 + moves.some_distance(draw, 14), unit(draw) < 0.5
         return moves.reverse(board, undo, times, device, place, width, in_turn)
     if choice < 0.30:
         return moves.swap(board, undo, cells, device, place, moves.some_distance(draw, 15))
@@ -305,10 +305,10 @@ def _move_backwards(
 ) -> bool:
     """Park a cell's whole backward earlier or later, or in another's place."""
     cells, m = times.num_cells, times.num_microbatches
-    if moves.unit(draw) < 0.5:
-        sign = 1 if moves.unit(draw) < 0.6 else -1
+    if unit(draw) < 0.5:
+        sign = 1 if unit(draw) < 0.6 else -1
         distance = sign * moves.some_distance(draw, board.counts[device])
-        return moves.park(board, undo, cells, device, cell, distance, moves.below(draw, 8))
+        return moves.park(board, undo, cells, device, cell, distance, below(draw, 8))
     other = cell + _signed(draw, m)
     if other < 0 or other // m != cell // m:
         return False
@@ -318,7 +318,7 @@ def _move_backwards(
 @lean
 def _signed(draw: Draw, most: int) -> int:
     distance = moves.some_distance(draw, most)
-    return distance if moves.unit(draw) < 0.5 else -distance
+    return distance if unit(draw) < 0.5 else -distance
 
 
 @lean
@@ -356,18 +356,18 @@ def _choose_mode(
     stage = times.row[cell]
     fused = rules.fused[cell // m] or board.at[FULL_BACKWARD * cells + cell] >= 0
     may = _has_choice(memory, stage)
-    if fused and (not may or moves.unit(draw) < 0.2):
+    if fused and (not may or unit(draw) < 0.2):
         late = moves.some_distance(draw, 15)
         return moves.toggle_fused(board, undo, cells, device, cell, late)
-    if moves.unit(draw) < 0.4:
-        other = board.actions[device, moves.below(draw, board.counts[device])] % cells
+    if unit(draw) < 0.4:
+        other = board.actions[device, below(draw, board.counts[device])] % cells
         mode, wanted = board.mode[cell], board.mode[other]
         if not (_may_take(memory, stage, wanted) and _may_take(memory, times.row[other], mode)):
             return False
         return moves.exchange(board, undo, times, memory, cell, other)
     mode = _some_mode(board, times, memory, cell, draw)
     early = moves.some_distance(draw, 31) - 1
-    late = moves.some_distance(draw, 31 if moves.unit(draw) < 0.5 else 3) - 1
+    late = moves.some_distance(draw, 31 if unit(draw) < 0.5 else 3) - 1
     if memory.uniform[stage] and mode != board.mode[cell]:
         first = _first_alike(times, cell)
         return moves.mode_wave(board, undo, times, memory, first, m, 1, mode, early, late)
@@ -398,14 +398,14 @@ def _some_mode(board: Board, times: TimeArrays, memory: MemoryArrays, cell: int,
     """
     stage, known, m = times.row[cell], board.mode[cell], times.num_microbatches
     count = memory.num_modes[stage]
-    if count > _V1_MODES and moves.unit(draw) < _IMITATED:
-        other = cell - cell % m + moves.below(draw, m)
+    if count > _V1_MODES and unit(draw) < _IMITATED:
+        other = cell - cell % m + below(draw, m)
         mode = board.mode[other]
         if mode != known and times.row[other] == stage:
             return mode
-    mode = moves.below(draw, count)
-    if mode == known and moves.unit(draw) < 0.7:
-        mode = (mode + 1 + moves.below(draw, count - 1)) % count
+    mode = below(draw, count)
+    if mode == known and unit(draw) < 0.7:
+        mode = (mode + 1 + below(draw, count - 1)) % count
     while not memory.may[stage, mode]:
         mode = (mode + 1) % count
     return mode
@@ -420,16 +420,16 @@ def _make_wave(
     cell = code % cells
     stage = times.row[cell]
     count = 1 + moves.some_distance(draw, m - 1)
-    if moves.unit(draw) < 0.2 and _has_choice(memory, stage):
+    if unit(draw) < 0.2 and _has_choice(memory, stage):
         mode = _some_mode(board, times, memory, cell, draw)
         early = moves.some_distance(draw, 31) - 1
         late = moves.some_distance(draw, 31) - 1
-        stride = 1 + moves.below(draw, 3)
+        stride = 1 + below(draw, 3)
         if memory.uniform[stage] and mode != board.mode[cell]:
             cell, count, stride = _first_alike(times, cell), m, 1
         return moves.mode_wave(board, undo, times, memory, cell, count, stride, mode, early, late)
-    most = 1 if moves.unit(draw) < 0.5 else 1 + moves.below(draw, times.num_stages)
-    width = 1 if moves.unit(draw) < 0.6 else 2 + moves.below(draw, 2)
+    most = 1 if unit(draw) < 0.5 else 1 + below(draw, times.num_stages)
+    width = 1 if unit(draw) < 0.6 else 2 + below(draw, 2)
     return moves.wave(board, undo, times, code, count, most, width, _signed(draw, 7))
 
 
@@ -457,10 +457,10 @@ def some_stretch(
     Behind the last stretch nothing has to fit: of all it is the freest, and the quickest to time.
     """
     ends = _ends_ms(compiled, rows, work)
-    share = _LEAST_SHARE + (_MOST_SHARE - _LEAST_SHARE) * moves.unit(draw)
+    share = _LEAST_SHARE + (_MOST_SHARE - _LEAST_SHARE) * unit(draw)
     begin = 1.0 - share
-    if moves.unit(draw) >= _LAST:
-        begin *= moves.unit(draw)
+    if unit(draw) >= _LAST:
+        begin *= unit(draw)
     whole = max((float(row[-1]) for row in ends if row.size), default=0.0)
     return _places(ends, begin * whole, (begin + share) * whole * (1 + 1e-9))
 

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.local_search import moves
+from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.board import rows_on
 from optpipe_solver.local_search.one_device import Polish
@@ -122,7 +122,7 @@ class _Elite(NamedTuple):
 class _LocalSearch:
     def __init__(self, best: Incumbent, seed: int, starts: Sequence[Programs]) -> None:
         self.best = best
-        self.draw = moves.seeded(seed)
+        self.draw = seeded(seed)
         self.compiled = CompiledProblem.of(best.problem)
         cells = self.compiled.times.num_cells
         self.adopted = best.programs

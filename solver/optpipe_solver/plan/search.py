@@ -11,17 +11,19 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import ModelError
 from optpipe.model import fuse
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Progress, Stop
-from optpipe_solver.families import FAMILIES
+from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
+from optpipe_solver.menus import in_modes
 from optpipe_solver.milp.plan import (
     PAIRED_PATTERNS,
     PATTERNS,
@@ -31,21 +33,32 @@ from optpipe_solver.milp.plan import (
     plan_pattern,
 )
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
-from optpipe_solver.plan.hand import hand_cuts, hand_plans
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from optpipe.model import Model
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.milp.plan import Pattern
     from optpipe_solver.plan.lines import Lines
 
-__all__ = ["CutCandidate", "Fate", "PlanRow", "PlanSearch", "cut_of", "evaluate_quickly", "search"]
+__all__ = [
+    "CutCandidate",
+    "Fate",
+    "HandPlan",
+    "PlanRow",
+    "PlanSearch",
+    "cut_of",
+    "evaluate_quickly",
+    "hand_cuts",
+    "hand_plans",
+    "search",
+]
 
 
 _PATTERNS, _GATHER, _EVALUATE, _MOVE, _HALVE = 0.3, 0.2, 0.25, 0.25, 0.35
@@ -613,6 +626,91 @@ def _try_families(candidate: CutCandidate, stop: Stop) -> None:
             candidate.best.offer(start.programs, start.method)
         if candidate.best.programs is not None and stop.is_over():
             return
+
+
+# --- What people write by hand: an even cut, or one layer less at both ends, and one mode for all.
+# The schedules are those that frameworks have: 1F1B on a line, interleaved 1F1B on a loop.
+# Embedding and head, a single layer at either end that differs from its neighbour, go with the
+# first and the last stage and count as no layer. A mode is one of the model's menu, the same for
+# every stage.
+
+
+_HAND_FAMILIES = tuple(family for family in FAMILIES if family.name in ("1f1b", "interleaved"))
+
+
+class HandPlan(NamedTuple):
+    """A plan by rule: how the model is cut, the mode of every stage, and the schedule.
+
+    ``rows`` and ``objective_ms`` are None where it does not fit.
+    """
+
+    cut: str
+    mode: str
+    family: str
+    sizes: tuple[int, ...]
+    compiled: CompiledProblem
+    rows: Rows | None
+    objective_ms: float | None
+
+    def programs(self) -> Programs | None:
+        """Return the programs, if it fits."""
+        return None if self.rows is None else self.compiled.decode(self.rows)
+
+
+def hand_cuts(model: Model, num_stages: int) -> dict[tuple[int, ...], str]:
+    """Return the cuts and what they are called; those that leave a stage without a layer are out.
+
+    Where layers do not come out even, the stages behind the first have the rest.
+    """
+    kinds = layer_kinds(model)
+    alone = [len(kinds) > 1 and kinds[at].length == 1 for at in (0, -1)]
+    body = model.num_layers - sum(alone)
+    found: dict[tuple[int, ...], str] = {}
+    for less, name in ((0, "even"), (1, "one layer less at both ends")):
+        first, *others = even_cut(body + 2 * less, num_stages)
+        if others and first > others[-1]:
+            others[others.index(others[-1])] += 1
+            first -= 1
+        sizes = [first, *others]
+        for end, is_alone in zip((0, -1), alone, strict=True):
+            sizes[end] += is_alone - less
+        if min(sizes) > 0:
+            cut = tuple(sizes)
+            found[cut] = f"{found[cut]}, {name}" if cut in found else name
+    return found
+
+
+def hand_plans(model: Model, placement: Sequence[int]) -> Iterator[HandPlan]:
+    """Yield every plan by rule for a placement, whether it fits or not.
+
+    Transfers take the places that memory leaves them. There are no plans for a placement that
+    neither 1F1B nor interleaved 1F1B runs.
+    """
+    for sizes, cut in hand_cuts(model, len(placement)).items():
+        problem = model.problem(placement, sizes)
+        compiled = CompiledProblem.of(problem)
+        for family in _HAND_FAMILIES:
+            try:
+                rows = compiled.encode(family.build(problem))
+            except NotApplicable:
+                continue
+            for mode, numbers in _modes_for_all(problem).items():
+                fitted = in_modes(compiled, rows, numbers)
+                length_ms = None if fitted is None else compiled.objective_ms(fitted)
+                yield HandPlan(cut, mode, family.name, sizes, compiled, fitted, length_ms)
+
+
+def _modes_for_all(problem: Problem) -> dict[str, list[int]]:
+    """Return the modes that every stage can use, by their numbers; what has no menu keeps."""
+    menus = [[mode.name for mode in menu] for menu in problem.menus]
+    longest = max(menus, key=len)
+    found = {}
+    for name in longest:
+        if all(name in menu or len(menu) == 1 for menu in menus):
+            numbers = [menu.index(name) if name in menu else 0 for menu in menus]
+            if all(problem.can_use(s, number) for s, number in enumerate(numbers)):
+                found[name] = numbers
+    return found
 
 
 # --- An earlier plan as the start of a search: which cut of the model its problem is.

@@ -13,10 +13,11 @@ from optpipe.memory import device_peak_bytes
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
 from optpipe_solver.budget import Stop
+from optpipe_solver.jit import seeded
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import Table, take_back
 from optpipe_solver.local_search.board import Board, Undo, rows_on
-from optpipe_solver.local_search.moves import Stretch, make_room, relax, settle, trim
+from optpipe_solver.local_search.room import Stretch, make_room, relax, settle, trim
 from optpipe_solver.local_search.search import improve_by_local_search
 from tests.building import problem, programs, stage
 from tests.solver.local_search.boards import read, set_out
@@ -292,7 +293,7 @@ def test_settled_programs_fit_and_can_be_taken_back(case: Case, seed: int) -> No
         high = rng.randint(int(undo.high[device]), count)
         relax(stretch_of(table, device, low, high))
         assert device_peak_bytes(case.problem, device, read(compiled, table)[device]) <= before
-        if make_room(table.board, undo, table.times, table.memory, device, moves.seeded(seed)):
+        if make_room(table.board, undo, table.times, table.memory, device, seeded(seed)):
             low, high = min(low, int(undo.low[device])), max(high, int(undo.high[device]))
             settle(stretch_of(table, device, low, high), rng.randint(0, 4))
             trim(table.board, undo, device)

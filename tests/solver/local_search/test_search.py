@@ -17,7 +17,7 @@ from optpipe.schedule import pass_of
 from optpipe_solver.arrays.encoding import CompiledProblem, device_peaks
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search import moves
+from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import best_rows, make_fit, table_for
 from optpipe_solver.local_search.propose import everywhere, some_stretch
 from optpipe_solver.local_search.search import (
@@ -72,7 +72,7 @@ def test_what_is_made_to_fit_is_legal(case: Case, share: float) -> None:
     hosts = tuple(host.model_copy(update={"memory_bytes": None}) for host in case.problem.hosts)
     tighter = case.problem.model_copy(update={"devices": devices, "hosts": hosts})
     compiled, table = set_out(tighter, case.programs)
-    fitted_ms = make_fit(table, moves.seeded(0))
+    fitted_ms = make_fit(table, seeded(0))
     assert fitted_ms < math.inf or share < 1.0
     if fitted_ms < math.inf:
         assert not find_violations(tighter, read(compiled, table))
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_offloaded() -> None:
     """1F1B keeps two micro-batches on the first device, and there is room for one."""
     small = problem([offloadable(0), offloadable(1)], [bus(memory_bytes=10 * UNIT), bus()], m=4)
     compiled, table = set_out(small, one_f_one_b(2, 4))
-    assert make_fit(table, moves.seeded(0)) < math.inf
+    assert make_fit(table, seeded(0)) < math.inf
     found = read(compiled, table)
     assert not find_violations(small, found)
     assert [any(action.type == "OFFLOAD" for action in row) for row in found] == [True, False]
@@ -98,10 +98,10 @@ def test_of_what_is_kept_the_farthest_backward_is_offloaded() -> None:
         update={"devices": (small.devices[0].model_copy(update={"memory_bytes": 5 * UNIT}),)}
     )
     _, nothing = set_out(tiny, rows)
-    assert make_fit(nothing, moves.seeded(0)) == math.inf
+    assert make_fit(nothing, seeded(0)) == math.inf
     compiled = CompiledProblem.of(small)
     table = table_for(compiled, compiled.encode(rows), like=nothing)
-    assert make_fit(table, moves.seeded(0)) < math.inf
+    assert make_fit(table, seeded(0)) < math.inf
     found = read(compiled, table)
     assert not find_violations(small, found)
     assert {action.microbatch for action in found[0] if action.type == "OFFLOAD"} == {0}
@@ -230,8 +230,7 @@ def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
     assert (whole[:, 0] == 0).all()
     assert (whole[:, 1] >= rows.lengths).all()
     focus, again = (
-        some_stretch(compiled, rows, table_for(compiled, rows).work, moves.seeded(seed))
-        for _ in range(2)
+        some_stretch(compiled, rows, table_for(compiled, rows).work, seeded(seed)) for _ in range(2)
     )
     assert np.array_equal(focus, again)
     assert (focus >= 0).all()

@@ -20,7 +20,7 @@ from optpipe_solver.arrays.simulate import (
     OFFLOAD,
     RELOAD,
 )
-from optpipe_solver.local_search import moves
+from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.board import rows_on
 from tests.building import UNIT
@@ -28,8 +28,8 @@ from tests.strategies import Case, cases, documents, few, random_programs, tight
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
+    from optpipe_solver.jit import Draw
     from optpipe_solver.local_search.annealing import Course, Table
-    from optpipe_solver.local_search.moves import Draw
 
 MOVES = 60
 WHOLE = 1 << 30
@@ -169,7 +169,7 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     compiled = CompiledProblem.of(case.problem)
     table = table_for(compiled, compiled.encode(case.programs))
     by_span = case.problem.objective == "span"
-    draw = moves.seeded(seed)
+    draw = seeded(seed)
     start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
     course = course_of(table, start_ms)
     for move in range(MOVES):
@@ -206,7 +206,7 @@ def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
     compiled = CompiledProblem.of(case.problem)
     table = table_for(compiled, compiled.encode(case.programs))
     table.focus[:] = 0
-    draw, course = moves.seeded(seed), course_of(table, 1.0)
+    draw, course = seeded(seed), course_of(table, 1.0)
     before = board_state(table)
     for move in range(20):
         assert not move_once(table, course, 1e9, draw, STAY if move else LOOK)
@@ -223,7 +223,7 @@ def test_where_a_cooling_is_cut_makes_no_difference(case: Case, seed: int, cuts:
     found = []
     for stops in ([10_000], [*sorted(cuts), 10_000]):
         table = table_for(compiled, compiled.encode(case.programs))
-        course, draw = course_of(table, start_ms), moves.seeded(seed)
+        course, draw = course_of(table, start_ms), seeded(seed)
         for until in stops:
             anneal(table, course, 3.0, 0.01, 10_000, until, draw)
         best = best_rows(table)

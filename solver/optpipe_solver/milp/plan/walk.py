@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_solver.jit import jitted
-from optpipe_solver.local_search.moves import below, seeded, unit
+from optpipe_solver.jit import below, jitted, seeded, unit
 from optpipe_solver.milp.plan.pattern import STATES, heads_of, traced
 from optpipe_solver.milp.plan.variables import PlanChoice, as_counts, durations_of
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.budget import Stop
-    from optpipe_solver.local_search.moves import Draw
+    from optpipe_solver.jit import Draw
     from optpipe_solver.milp.plan.pattern import Pattern, PatternGraph
     from optpipe_solver.milp.plan.variables import PlanTables
 
