@@ -27,6 +27,7 @@ from optpipe.runtime.torch_names import (
     takes_grouped_products,
     tree_leaves,
     types_when_gathered,
+    versions_of,
 )
 from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
 from optpipe.schedule import Action, ActionType
@@ -142,10 +143,10 @@ class Passes:
         stage, microbatch = cell
         self._random_states[cell] = self._random_state()
         taken = [*inputs, *given]
-        versions = [one._version for one in taken]  # noqa: SLF001 - counts changes in place
+        versions = versions_of(taken)
         with self._buffers[stage].noted(microbatch), torch.no_grad():
             yield
-        if versions != [one._version for one in taken]:  # noqa: SLF001
+        if versions != versions_of(taken):
             raise PreflightError(
                 f"stage {stage} changes an input in place, but micro-batch {microbatch} is "
                 "recomputed: its second forward would read what the first one left; change a "
@@ -320,11 +321,15 @@ class WeightGradients:
     def __init__(self) -> None:
         self.collecting = False
         """Whether the running backward is an I, so that weight gradients are put aside."""
-        self.deferred: list[Deferral] = []
+        self._deferred: list[tuple[Deferral, tuple[int, ...]]] = []
         self.num_runners = 0
         """Of the stages whose layers put gradients aside here."""
         self.delaying: list[Any] = []
         """Modules that put gradients aside in stores of their own, whatever the backward."""
+
+    def put_aside(self, deferral: Deferral) -> None:
+        """Make these in W; what they are made from must be then as it is now."""
+        self._deferred.append((deferral, versions_of(deferral.tensors)))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -339,20 +344,20 @@ class WeightGradients:
     def forget(self) -> None:
         """Drop what a backward that failed has put aside."""
         self._empty_stores()
-        self.deferred.clear()
+        self._deferred.clear()
 
     def _empty_stores(self) -> None:
         for module in self.delaying:
             if items := _taken_from(module.wgrad_store.context):
-                self.deferred.append(_StoredDeferral(module, items))
+                self.put_aside(_StoredDeferral(module, items))
 
     def held_bytes(self) -> int:
         """Return the bytes kept for gradients that are put aside, each storage counted once."""
         self._empty_stores()
         storages = {
             part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-            for deferred in self.deferred
-            for tensor in deferred.tensors
+            for deferral, _ in self._deferred
+            for tensor in deferral.tensors
             for part in parts_with_memory(tensor)
         }
         return sum(storages.values())
@@ -363,15 +368,23 @@ class WeightGradients:
         Also behind a full backward: modules with stores of their own put theirs aside there, too.
         """
         self._empty_stores()
-        taken = self.deferred
+        taken = self._deferred
         if not taken:
             # Of nearly every full backward.
             return _nothing
-        self.deferred = []
+        self._deferred = []
 
         def run() -> None:
             while taken:
-                taken.pop(0).make()
+                deferral, versions = taken.pop(0)
+                if versions_of(deferral.tensors) != versions:
+                    raise RuntimeError(
+                        "the input or the output's gradient of a linear layer was changed in place "
+                        "between its I and its W, which needs them as they were (a backward or a "
+                        "hook that writes into the gradient it is given does that); change a copy, "
+                        "or solve a problem in which no backward is split"
+                    )
+                deferral.make()
 
         return run
 
@@ -554,7 +567,7 @@ class _LinearFunction(torch.autograd.Function):
         # Without its place in the graph, which would hold the stage's input until W.
         deferred = _Deferred(ctx.weight, bias, layer_input.detach(), output_gradient)
         if ctx.sink.collecting:
-            ctx.sink.deferred.append(deferred)
+            ctx.sink.put_aside(deferred)
             return input_gradient, None, None, None
         bias_gradient = None if bias is None else _bias_gradient(deferred)
         weight_gradient = _weight_gradient(deferred) if ctx.needs_input_grad[1] else None
@@ -674,7 +687,7 @@ class _GroupedFunction(torch.autograd.Function):
         is_transposed = factor.stride() != ctx.weight.stride()
         deferred = _GroupedDeferred(ctx.weight, is_transposed, layer_input.detach(), rows, ctx.ends)
         if ctx.sink.collecting:
-            ctx.sink.deferred.append(deferred)
+            ctx.sink.put_aside(deferred)
             return input_gradient, None, None, None, None
         weight_gradient = deferred.gradient()
         weight_gradient = weight_gradient.transpose(-2, -1) if is_transposed else weight_gradient
@@ -883,7 +896,7 @@ def _compiled_gradients(
         output_gradient.clone(),
     )
     if layer.gradients.collecting:
-        layer.gradients.deferred.append(deferred)
+        layer.gradients.put_aside(deferred)
     else:
         deferred.make()
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.runtime.offload import KeptTensor, is_plain, weak_storage
-from optpipe.runtime.torch_names import in_backward, storage_identity, untraced
+from optpipe.runtime.torch_names import in_backward, storage_identity, untraced, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ class _Joined(NamedTuple):
 
     def again(self) -> Tensor:
         """Return the tensor once more, laid out as it was."""
-        if self.versions != _versions(self.parts):
+        if self.versions != versions_of(self.parts):
             raise RuntimeError(
                 "keys or values, or what shares their memory, were changed in place after "
                 "slices.past, and a backward needs them as they were; change a copy, or change "
@@ -190,7 +190,7 @@ class SliceStates:
             if all(part.dtype == joined.dtype for part in parts):
                 storage = weak_storage(joined)
                 self._joined[storage_identity(joined.untyped_storage())] = _Joined(
-                    storage, parts, dim, _versions(parts), joined.size(), joined.stride()
+                    storage, parts, dim, versions_of(parts), joined.size(), joined.stride()
                 )
         return joined
 
@@ -210,10 +210,6 @@ def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
         return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
     return packed.again() if isinstance(packed, KeptTensor) else packed
-
-
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors)  # noqa: SLF001 - counts changes in place
 
 
 def _handed_on(own: Tensor, leaf: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -68,6 +68,7 @@ __all__ = [
     "tree_unflatten",
     "types_when_gathered",
     "untraced",
+    "versions_of",
     "viewed",
 ]
 
@@ -222,6 +223,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
         return disabled(*given) if is_tracing else function(*given)
 
     return run
+
+
+def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return how often each, or a tensor that autograd knows to share its memory, was changed."""
+    return tuple(one._version for one in tensors)  # noqa: SLF001 - autograd's own count
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:

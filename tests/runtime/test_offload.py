@@ -160,7 +160,7 @@ def test_what_is_changed_in_place_before_autograd_saves_it_is_not(min_bytes):
     torch.testing.assert_close(torch.autograd.grad(result, [given, weight]), expected)
 
 
-def _there_and_back_of(stage, given, weight, min_bytes) -> torch.Tensor:
+def _there_and_back_of(stage, given, weight, min_bytes):
     offloader = Offloader({0: nn.Module()}, CPU, [CELL], min_bytes=min_bytes)
     with offloader.capture(CELL, [given]):
         result = stage(given, weight)
@@ -200,7 +200,7 @@ def test_weights_that_are_gathered_during_the_forward_stay():
     weight.untyped_storage().resize_(0)
     _round_trip(offloader)
     weight.untyped_storage().resize_(values.untyped_storage().nbytes())
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+    with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(weight):
         weight.copy_(values)
     result.backward()
     torch.testing.assert_close(given.grad, expected)

@@ -358,6 +358,31 @@ def test_between_i_and_w_the_stages_input_is_free():
     run()
 
 
+class _HalvesItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given):
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(0.5)
+
+
+def test_a_gradient_that_is_written_into_between_i_and_w_is_refused():
+    """Both summands are given the same one; W would use it halved, an unsplit backward does not."""
+    gradients = WeightGradients()
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    split_linears(layer, gradients)
+    given = torch.randn(3, 4, requires_grad=True)
+    halved = _HalvesItsGradient.apply(other(given))
+    loss = (layer(given) + halved).square().sum()
+    with gradients.collect():
+        loss.backward()
+        run = gradients.take()
+    with pytest.raises(RuntimeError, match="changed in place between its I and its W"):
+        run()
+
+
 def test_the_layer_keeps_its_name_parameters_and_state():
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     before = {name: value.clone() for name, value in module.state_dict().items()}

@@ -139,7 +139,7 @@ class _ParallelProduct(torch.autograd.Function):
         bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
         deferred = _Deferral(ctx.weight, bias, layer_input.detach(), output_gradient)
         if ctx.sink.collecting:
-            ctx.sink.deferred.append(deferred)
+            ctx.sink.put_aside(deferred)
         else:
             deferred.make()
         return input_gradient, None, None, None, None
