@@ -332,42 +332,26 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
     assert set(missed) == {"heartbeat", "record", "finish"}
 
 
-def owner_of_the_past() -> str:
-    """Return the name of a process that has ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from optpipe_api.engine import engine as e; print(e.new_owner())"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()
-
-
 def test_names_are_unique_and_fit_the_column() -> None:
     names = {new_owner() for _ in range(100)}
     assert len(names) == 100
     assert max(map(len, names)) <= 64
 
 
-def test_a_running_process_is_not_gone() -> None:
-    assert not is_gone(new_owner())
-
-
-def test_an_ended_process_is_gone() -> None:
-    assert is_gone(owner_of_the_past())
-
-
-def test_a_dead_process_that_nobody_has_waited_for_is_gone() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert is_gone(_renamed(new_owner(), pid=child.pid))
-
-
-def test_another_process_of_the_same_number_is_not_the_owner() -> None:
+def test_a_process_is_gone_once_it_has_ended() -> None:
+    """Also before anybody has waited for it; another of its number, begun later, is not it."""
     mine = new_owner()
-    started = int(mine.split("-")[2])
-    assert is_gone(_renamed(mine, started=started - 1))
+    assert not is_gone(mine)
+    assert is_gone(_renamed(mine, started=int(mine.split("-")[2]) - 1))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        theirs = _renamed(mine, pid=child.pid, started=engine._started(child.pid))
+        assert not is_gone(theirs)
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(theirs)
+    assert is_gone(theirs)
 
 
 def test_a_process_that_is_there_but_not_ours_to_look_at_is_not_gone(monkeypatch) -> None:

@@ -175,22 +175,6 @@ def test_an_ended_run_takes_no_reports_and_its_solve_is_cancelled(http) -> None:
         assert http.get(run.url + path).status_code == 404
 
 
-def test_a_repeated_registration_makes_one_deployment(drifting) -> None:
-    key = {"Idempotency-Key": "once"}
-    first, again = (drifting.post(BASE, json=registration(), headers=key) for _ in range(2))
-    assert first.json()["id"] == again.json()["id"]
-    other = drifting.post(BASE, json=registration(threshold=0.5), headers=key)
-    assert (other.status_code, other.json()["code"]) == (422, "idempotency.reused")
-
-
-def test_deployments_are_listed_newest_first(drifting) -> None:
-    ids = [Run(drifting).url.rpartition("/")[2] for _ in range(3)]
-    page = drifting.get(BASE, params={"limit": 2}).json()
-    assert [one["id"] for one in page["deployments"]] == ids[:0:-1]
-    rest = drifting.get(BASE, params={"limit": 1, "cursor": page["next"]}).json()
-    assert [one["id"] for one in rest["deployments"]] == ids[:1]
-
-
 def two_costs() -> dict[str, Any]:
     """The same two stages, and micro-batches of two lengths."""
     kind = {"forward_ms": 10, "backward_input_ms": 10, "backward_weight_ms": 8}

@@ -51,12 +51,19 @@ def test_waiting_answers_with_the_end(http) -> None:
     assert job["created_at"] <= job["started_at"] <= job["finished_at"]
 
 
-def test_a_repeated_key_makes_one_job_and_refuses_another_problem(http) -> None:
-    headers = {"Idempotency-Key": "one"}
-    first, again = (submit(http, "k", headers=headers).json() for _ in range(2))
-    assert first["id"] == again["id"]
-    other = submit(http, "k", headers=headers, num_microbatches=2)
-    fault(other, 422, "idempotency.reused")
+LISTED = ("jobs", "batches", "deployments")
+
+
+@pytest.mark.parametrize("of", LISTED)
+def test_a_repeated_key_makes_one_and_refuses_another_problem(http, of: str) -> None:
+    def answer(**changes: Any) -> Any:
+        headers = {"Idempotency-Key": "one"}
+        problem = {"problem": two_stages(**changes)} | ({"axes": {}} if of == "batches" else {})
+        return http.post(f"/v1/{of}", json=problem, headers=headers)
+
+    first, again = (answer().json()["id"] for _ in range(2))
+    assert first == again
+    fault(answer(num_microbatches=2), 422, "idempotency.reused")
 
 
 # Looking and fetching
@@ -81,14 +88,18 @@ def test_schedule_comes_as_json_or_csv_of_the_same_programs(http) -> None:
         assert load_csv(csv.text) == schedule.programs
 
 
-def test_pages_of_jobs_follow_their_cursor(tmp_path) -> None:
+@pytest.mark.parametrize("of", LISTED)
+def test_pages_follow_their_cursor(tmp_path, of: str) -> None:
+    """Newest first; a list of batches holds no items."""
+    body = {"problem": two_stages()} | ({"axes": {}} if of == "batches" else {})
     with connected(make_settings(tmp_path)) as http:
-        ids = [submit(http, wait=0).json()["id"] for _ in range(3)]
-        first = http.get("/v1/jobs", params={"limit": 2}).json()
-        second = http.get("/v1/jobs", params={"limit": 2, "cursor": first["next"]}).json()
-    assert [job["id"] for job in first["jobs"] + second["jobs"]] == ids[::-1]
-    assert first["next"] == ids[1]
-    assert second["next"] is None
+        ids = [http.post(f"/v1/{of}", json=body).json()["id"] for _ in range(3)]
+        first = http.get(f"/v1/{of}", params={"limit": 2}).json()
+        second = http.get(f"/v1/{of}", params={"limit": 2, "cursor": first["next"]}).json()
+    found = first[of] + second[of]
+    assert [one["id"] for one in found] == ids[::-1]
+    assert (first["next"], second["next"]) == (ids[1], None)
+    assert [one.get("items") for one in found] == [None] * 3
 
 
 def test_jobs_are_found_by_state_and_tag(http) -> None:
@@ -179,7 +190,7 @@ def test_every_option_reaches_the_solver(http) -> None:
         (b"[" * 10_000, "nested too deeply"),
         (b'{"problem": %s}' % (b"1" * 5000), "4300 digits"),
         (b"[]", "must be an object"),
-        (b"{}", "problem: is missing"),
+        (b"{}", "problem: is missing; give it, or a model to plan"),
         (json.dumps({"format": "optpipe/problem/v1"}).encode(), "wrap it"),
     ],
 )
@@ -205,7 +216,7 @@ def test_an_illegal_page_is_refused(http, query: str) -> None:
     fault(http.get(f"/v1/jobs?{query}"), 422, "request.invalid")
 
 
-@pytest.mark.parametrize("of", ["jobs", "batches", "deployments"])
+@pytest.mark.parametrize("of", LISTED)
 def test_a_list_refuses_parameters_that_it_does_not_have(http, of: str) -> None:
     """A typo in a filter would list everything."""
     known = r"query.stat = 'queued': is no parameter of this list; .* one of .*limit, cursor$"
