@@ -30,7 +30,7 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_solver import Progress
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
-from tests.api.live import make_settings
+from tests.api.live import make_settings, until
 from tests.building import problem, programs, stage
 
 pytestmark = pytest.mark.long
@@ -70,26 +70,19 @@ def test_the_process_of_a_fake_imports_nothing_of_the_solver() -> None:
     ]
 
 
-def test_every_incumbent_is_stored_as_it_comes(threads: Bench) -> None:
+def test_every_incumbent_is_stored_and_told_as_it_comes(threads: Bench) -> None:
     bench = threads
     job_id = bench.submit("improve:4:0.2")
-    seen = []
-    while not bench.store.get(job_id).state.is_final:
-        job = bench.store.get(job_id)
-        if job.objective_ms is not None and job.objective_ms not in seen:
-            seen.append(job.objective_ms)
-            assert bench.schedule(job_id).objective_ms <= job.objective_ms
-        time.sleep(0.01)
+    first = bench.until(job_id, lambda job: job.has_schedule)
+    assert not first.state.is_final
+    assert bench.schedule(job_id).objective_ms <= first.objective_ms
+    bench.end(job_id)
     trace = bench.store.trace(job_id)
     found = [point.objective_ms for point in trace if point.objective_ms is not None]
     assert len(found) == 5
-    # A slow look may miss some; that they come before the end is seen where a job is cancelled.
-    assert seen == [objective_ms for objective_ms in found if objective_ms in seen]
     assert found == sorted(found, reverse=True)
-    give_up = time.monotonic() + SOON_S
-    while bench.changes.count(job_id) < 7 and time.monotonic() < give_up:
-        time.sleep(0.01)  # the last change is told after the store has it
-    assert bench.changes.count(job_id) >= 7  # claimed, five incumbents, the end
+    # Claimed, five incumbents, the end; the last change is told after the store has it.
+    until(lambda: bench.changes.count(job_id) >= 7)
 
 
 def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench: Bench) -> None:

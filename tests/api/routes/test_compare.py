@@ -120,16 +120,6 @@ def test_a_form_that_rows_do_not_have_is_refused(http) -> None:
     fault(compare(http, params={"format": "xml"}), 422, "request.invalid")
 
 
-def test_a_comparison_that_fails_says_why_and_the_next_one_runs(http) -> None:
-    answer = submit(http, "fails")
-    job = answer.json()
-    assert (job["state"], job["error"]["code"]) == ("failed", "solver.failed")
-    assert "ZeroDivisionError" in job["error"]["message"]
-    assert "secret" not in answer.text
-    fault(http.get(f"{answer.headers['location']}/comparison"), 404, "schedule.none")
-    assert compare(http).status_code == 200
-
-
 # Ending
 
 
