@@ -12,6 +12,7 @@ from optpipe.sweep import AXES, sweep
 from optpipe_api.services.submission import useful_axes
 from tests.api.live import two_stages
 from tests.api.routes.test_jobs import fault
+from tests.presets.test_catalogue import LLAMA3_8B
 from tests.strategies import problems
 
 NEUTRAL: dict[str, Any] = {"pcie_scale": 1.5, "link_scale": 1.5, "latency_ms": 3.5}
@@ -72,20 +73,10 @@ def test_an_estimate_can_be_varied_at_once(http) -> None:
 
 def test_a_config_stands_for_a_model(http) -> None:
     """A published config.json of Hugging Face, as it is."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    }
-    of_config = http.post("/v1/estimates", json={"config": config, "gpu": "h100", "pp": 2}).json()
-    of_model = http.post(
-        "/v1/estimates", json={"model": "llama3.2-1b", "gpu": "h100", "pp": 2}
-    ).json()
+    of_config, of_model = (
+        http.post("/v1/estimates", json={**model, "gpu": "h100", "pp": 2}).json()
+        for model in ({"config": LLAMA3_8B}, {"model": "llama3-8b"})
+    )
     assert of_config["problem"]["stages"] == of_model["problem"]["stages"]
 
 

@@ -151,6 +151,8 @@ def test_a_schedule_that_is_not_there_yet_is_404_and_says_so(http) -> None:
     assert (job["state"], job["error"]["code"]) == ("failed", "solver.nothing_found")
     detail = fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 404, "schedule.none")
     assert "failed without a schedule" in detail["detail"]
+    for shown in ("explanation", "chart"):
+        fault(http.get(f"/v1/jobs/{job['id']}/{shown}"), 404, "schedule.none")
 
 
 def test_infeasible_says_the_smallest_memory_that_works(http) -> None:
@@ -162,7 +164,10 @@ def test_infeasible_says_the_smallest_memory_that_works(http) -> None:
     assert detail["needs"] == {"devices[0].memory_bytes": 1000}
 
 
-@pytest.mark.parametrize("path", ["", "/schedule", "/problem", "/model", "/events"])
+UNKNOWN = ("", "/schedule", "/problem", "/model", "/events", "/explanation", "/chart")
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
 @pytest.mark.parametrize("job_id", ["0" * 32, "x", "%00", "%F0%9F%98%80"])
 def test_an_unknown_job_is_404(http, job_id: str, path: str) -> None:
     fault(http.get(f"/v1/jobs/{job_id}{path}"), 404, "job.not_found")
@@ -442,12 +447,6 @@ def test_its_tag_is_that_of_the_schedule_in_this_form(http, ended, path) -> None
     assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
     other = http.get(f"/v1/jobs/{ended['id']}/schedule").headers["etag"]
     assert http.get(path, headers={"If-None-Match": other}).content == first.content
-
-
-def test_without_a_job_or_a_schedule_there_is_none(http) -> None:
-    fault(http.get("/v1/jobs/nothing/explanation"), 404, "job.not_found")
-    job = submit(http, "nothing").json()
-    fault(http.get(f"/v1/jobs/{job['id']}/explanation"), 404, "schedule.none")
 
 
 def test_one_that_is_too_large_says_where_it_can_be_explained(http, path, monkeypatch) -> None:
