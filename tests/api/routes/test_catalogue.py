@@ -32,7 +32,10 @@ LENGTHS = [[4000, 96], [1024], [8000, 100, 92]]
 @pytest.mark.parametrize(
     ("options", "holds"),
     [
-        ({"sequence": 8192, "placement": "v"}, lambda problem: not problem.pairs),
+        (
+            {"tp": 2, "sequence": 8192, "num_microbatches": 64, "placement": "v"},
+            lambda problem: not problem.pairs,
+        ),
         ({"pairs": True}, lambda problem: problem.pairs),
         ({"modes": 4}, lambda problem: all(len(stage.modes) > 1 for stage in problem.stages)),
         ({"slices": 4}, lambda problem: problem.num_microbatches == 64),
@@ -44,7 +47,7 @@ def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
     given = {"model": "qwen3-30b-a3b", "gpu": "h100", "pp": 4, "chunks": 2, "ep": 8, "dp": 8}
     view = http.post("/v1/estimates", json=given | {"dispatch": "fp8"} | options).json()
     asked = {"placement": "loop", "num_microbatches": len(options.get("lengths", ())) or 16}
-    training = {name: options[name] for name in ("sequence",) if name in options}
+    training = {name: options[name] for name in ("tp", "sequence") if name in options}
     expected = estimate(
         find_model("qwen3-30b-a3b"),
         find_gpu("h100"),
