@@ -67,7 +67,7 @@ def test_a_submission_is_read_whole(anywhere) -> None:
     assert found == solved_job(problem, options, tags=("a", "b"), priority=-3)
     assert found.num_cells == 8
     assert Problem.parse(json.loads(found.problem or "")) == problem
-    noise = {"robust": "P97.5", "stragglers": 0.3}
+    noise: dict[str, Any] = {"robust": "P97.5", "stragglers": 0.3}
     noisy = read(anywhere, ASKED | {"options": noise}).options
     assert noisy == JobOptions(time_limit_s=60.0, jitter=0.1, **noise)
 
