@@ -58,18 +58,6 @@ def pauses(monkeypatch) -> list[float]:
     return noted_pauses(monkeypatch)
 
 
-def test_a_submission_is_the_problem_and_the_options_that_were_given(client) -> None:
-    script = Script(told(state="queued"))
-    small = problem([stage()])
-    job = client(script).submit(small, time_limit_s=2.0, wait_s=3.0)
-    (request,) = script.requests
-    body = json.loads(request.content)
-    assert request.url == "http://planner:8000/base/v1/jobs?wait=3.0"
-    assert Problem.parse(body["problem"]) == small
-    assert body["options"] == {"time_limit_s": 2.0}
-    assert (job.state, job.is_finished, job.trace) == ("queued", False, None)
-
-
 def test_a_submission_is_repeated_under_one_key_and_the_next_one_has_another(client) -> None:
     lost = httpx.ReadError("connection reset")
     script = Script(lost, fault(503, "store.unavailable"), told(), told())
@@ -143,20 +131,26 @@ def test_a_schedule_that_is_none_is_refused(client) -> None:
 
 
 def test_all_that_a_submission_can_say(client) -> None:
-    script = Script(told())
-    client(script).submit(
-        problem([stage()]),
+    """The problem and the options that were given, and no others."""
+    script = Script(told(state="queued"))
+    small = problem([stage()])
+    job = client(script).submit(
+        small,
         objective="span",
         cache="refresh",
         tags=("nightly",),
         priority=3,
         idempotency_key="mine",
+        wait_s=3.0,
     )
     (request,) = script.requests
     body = json.loads(request.content)
+    assert request.url == "http://planner:8000/base/v1/jobs?wait=3.0"
+    assert Problem.parse(body["problem"]) == small
     assert body["options"] == {"objective": "span", "cache": "refresh"}
     assert (body["tags"], body["priority"]) == (["nightly"], 3)
     assert request.headers["Idempotency-Key"] == "mine"
+    assert (job.state, job.is_finished, job.trace) == ("queued", False, None)
 
 
 def test_a_model_is_submitted_as_one(client) -> None:
@@ -383,13 +377,6 @@ def test_a_broken_stream_goes_on_behind_the_last_event_seen(client) -> None:
     assert [one.number for one in heard] == [1, 3, 7]
     resumed_behind = [request.headers.get("Last-Event-ID") for request in script.requests]
     assert resumed_behind == [None, "1", "3", "7"]
-
-
-def test_events_may_begin_anywhere(client) -> None:
-    script = Script(stream(event(8, "state", text="succeeded")), httpx.Response(204))
-    heard = list(client(script).events("a", after=5))
-    assert [(one.number, one.text) for one in heard] == [(8, "succeeded")]
-    assert script.requests[0].headers["Last-Event-ID"] == "5"
 
 
 def test_who_stops_listening_hangs_up(client) -> None:

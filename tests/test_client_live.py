@@ -11,13 +11,12 @@ from optpipe import Problem, load_schedule
 from optpipe.client import (
     AsyncClient,
     Client,
-    ConflictError,
     NoScheduleError,
     NotFoundError,
     RequestRefusedError,
     SolveFailedError,
 )
-from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
+from optpipe.errors import InfeasibleProblemError, InputError
 from optpipe.formats.exports import load_csv
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
@@ -92,28 +91,9 @@ def test_what_has_no_schedule_says_why(client) -> None:
     with pytest.raises(SolveFailedError):
         client.result(client.submit(small("fails")))
     with pytest.raises(NotFoundError):
-        client.job("0" * 32)
-    with pytest.raises(NotFoundError):
         client.model(client.submit(small()))
     with pytest.raises(RequestRefusedError, match=r"options\.method"):
         client.submit(small(), method="magic")
-    large = small(num_microbatches=400_000)
-    with pytest.raises(ProblemError, match="OPTPIPE_MAX_CELLS"):
-        client.submit(large)
-
-
-def test_an_ended_job_is_given_more_time(client) -> None:
-    job = client.submit(small("improve:60:0.1"), time_limit_s=20)
-    next(event for event in client.events(job) if event.kind == "incumbent")
-    client.cancel(job)
-    *_, ended = client.follow(job)
-    assert (ended.state, ended.has_schedule) == ("cancelled", True)
-    assert not client.resume(job, 5.0).is_finished
-    with pytest.raises(ConflictError):
-        client.resume(job, 5.0)
-    client.cancel(job)
-    states = [event.text for event in client.events(job) if event.kind == "state"]
-    assert states.count("cancelled") == 2
 
 
 def test_a_deployment_is_registered_followed_and_ended(client) -> None:
@@ -161,18 +141,6 @@ def test_a_sweep_is_a_batch_with_one_table(client) -> None:
     listed = client.sweep([small(), small(num_microbatches=3)])
     *_, last = listed.follow()
     assert last.counts["succeeded"] == 2
-
-
-def test_a_what_if_is_followed_to_what_each_question_buys(client) -> None:
-    job = client.submit(small(), wait_s=30)
-    assert job.is_finished
-    *_, last = client.what_if(job, time_limit_s=5.0).follow()
-    names = [item.values["question"] for item in last.items]
-    assert {"as-it-is", "one-more-gb", "twice-the-microbatches"} >= set(names)
-    assert len(names) == 3
-    assert {item.state for item in last.items} <= {"succeeded", "failed"}
-    with pytest.raises(ConflictError):
-        client.what_if(client.submit(small("nothing"), wait_s=30))
 
 
 def test_a_sweep_that_makes_no_problem_is_refused(client) -> None:

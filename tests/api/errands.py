@@ -109,7 +109,7 @@ class Errands:
             case "cancel it while it runs":
                 name = f"improve:{num_rounds}:5:{number}"
             case "dies":
-                name = f"dies:{self._folder}/died-{number}:{number}"
+                name = f"dies:2:{self._folder}/died-{number}"
                 num_rounds = 1
             case "never" | "nothing" | "fails":
                 name = f"{kind}:{number}"

@@ -1,6 +1,7 @@
 """A solver whose every step a test decides: the problem's name is its script.
 
-``improve:3:0.1`` finds a first schedule, improves it 3 times with pauses of 0.1 s, and ends.
+``improve:3:0.1`` finds a first schedule, improves it 3 times with pauses of 0.1 s, and ends;
+with another word behind it (``improve:3:0.1:x``) it tells a better bound each time, too.
 Anything else is solved at once. Schedules of this fake are serial: all of one micro-batch, then
 all of the next; an improvement swaps one micro-batch's split backwards for fused ones.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,9 +97,12 @@ def _improve(problem, start, tell, stop, arguments):
     programs = serial(problem, done)
     for fused in range(done, rounds + 1):
         programs = serial(problem, fused)
+        method, spent_s = f"fake-{fused}", time.monotonic() - began
         if fused > done or start is None:
             length = _finish(problem, programs).schedule.objective_ms
-            tell(Progress(time.monotonic() - began, f"fake-{fused}", length, 1.0, programs))
+            tell(Progress(spent_s, method, length, 1.0, programs))
+        if arguments[2:]:
+            tell(Progress(spent_s, method, None, 2.0 + fused, None))
         until = time.monotonic() + pause_s
         while time.monotonic() < until:
             if stop():
@@ -116,17 +122,21 @@ def _stubborn(problem, start, tell, stop, arguments):
 
 
 def _dies_until(problem, start, tell, stop, arguments):
-    """Note each attempt in a file, find a schedule, and die by SIGKILL but for the n-th attempt."""
+    """Note each attempt in a file, find a schedule, and die by SIGKILL but for the n-th attempt.
+
+    A thread merely ends.
+    """
     last, log = int(arguments[0]), Path(":".join(arguments[1:]))
     with log.open("a", encoding="utf-8") as file:
         file.write("with start\n" if start is not None else "from nothing\n")
     if len(log.read_text(encoding="utf-8").splitlines()) >= last:
-        return _finish(problem, start or serial(problem, 0))
+        return _finish(problem, start or serial(problem, 1))
     programs = serial(problem, 1)
     length = _finish(problem, programs).schedule.objective_ms
     tell(Progress(0.1, "fake", length, 1.0, programs))
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
+    if threading.current_thread() is threading.main_thread():
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit()
 
 
 def _noted(problem, start, tell, stop, arguments):
@@ -138,6 +148,10 @@ def _noted(problem, start, tell, stop, arguments):
 
 def _nothing(problem, start, tell, stop, arguments):
     return Result(SolveStatus.UNKNOWN, None, 1.0, "")
+
+
+def _never(problem, start, tell, stop, arguments):
+    return Result(SolveStatus.INFEASIBLE, None, None, "no schedule fits", {"memory_bytes": 1})
 
 
 def _fails(problem, start, tell, stop, arguments):
@@ -154,6 +168,7 @@ _BEHAVIOURS = {
     "dies": _dies_until,
     "noted": _noted,
     "nothing": _nothing,
+    "never": _never,
     "fails": _fails,
     "eats": _eats_memory,
 }

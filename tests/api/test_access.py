@@ -1,7 +1,6 @@
 """API keys: kept, checked by whoever knows them, and asked for at the gate."""
 
 import asyncio
-import threading
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from optpipe_api.auth import KeyGate, KeyRing, Rates
 from optpipe_api.errors import KeyNameError, StoreUnavailableError
 from optpipe_api.store import KeyStore, Stores
 from tests.api.live import Clock
+from tests.api.store.test_jobs import together
 
 pytestmark = pytest.mark.anyio
 
@@ -69,11 +69,7 @@ def test_of_keys_made_at_once_under_one_name_one_stays(keys: KeyStore) -> None:
         except KeyNameError as error:
             refused.append(error)
 
-    threads = [threading.Thread(target=create) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([create] * 8)
     assert (len(refused), len(keys.valid())) == (7, 1)
 
 

@@ -17,15 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from optpipe import Problem
+from optpipe import Problem, Provenance, Schedule, evaluate
 from optpipe.wire import EventKind, JobOptions, JobState
 from optpipe_api.jobs import AttemptOutcome, HistoryEntry, JobEvent, JobRecord
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import JobStore, open_stores
 from tests.api.errands import Errand, Errands, Ledger, run
 from tests.api.fleet import Caller, Fleet
+from tests.api.live import FAKE
 from tests.api.mortal import MOMENTS
-from tests.api.quick_solver import best
+from tests.api.serial import serial
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +46,7 @@ MOST_ANSWERS = 15
 PATIENCE_S = 300.0
 SETTINGS = {
     "host": "127.0.0.1",
-    "solve_path": "tests.api.quick_solver:solve",
+    "solve_path": FAKE,
     "solver_processes": 2,
     "max_attempts": 1000,
     "max_queued_jobs": 1000,
@@ -125,6 +126,11 @@ class Reaper:
                 self._fleet.answers[port] = 0
                 self._due[port] = self._choice.randint(1, MOST_ANSWERS)
                 self.num_left -= 1
+
+
+def best(problem: Problem, num_fused: int) -> Schedule:
+    """Return the schedule that the fake solver ends with after so many improvements."""
+    return evaluate(problem, serial(problem, num_fused), Provenance(method="best"), bound_ms=1.0)
 
 
 def _num_unfinished(store: JobStore) -> int:

@@ -30,7 +30,7 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_solver import Progress
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
-from tests.api.live import make_settings
+from tests.api.live import make_settings, until
 from tests.building import problem, programs, stage
 
 pytestmark = pytest.mark.long
@@ -70,26 +70,19 @@ def test_the_process_of_a_fake_imports_nothing_of_the_solver() -> None:
     ]
 
 
-def test_every_incumbent_is_stored_as_it_comes(threads: Bench) -> None:
+def test_every_incumbent_is_stored_and_told_as_it_comes(threads: Bench) -> None:
     bench = threads
     job_id = bench.submit("improve:4:0.2")
-    seen = []
-    while not bench.store.get(job_id).state.is_final:
-        job = bench.store.get(job_id)
-        if job.objective_ms is not None and job.objective_ms not in seen:
-            seen.append(job.objective_ms)
-            assert bench.schedule(job_id).objective_ms <= job.objective_ms
-        time.sleep(0.01)
+    first = bench.until(job_id, lambda job: job.has_schedule)
+    assert not first.state.is_final
+    assert bench.schedule(job_id).objective_ms <= first.objective_ms
+    bench.end(job_id)
     trace = bench.store.trace(job_id)
     found = [point.objective_ms for point in trace if point.objective_ms is not None]
     assert len(found) == 5
-    # A slow look may miss some; that they come before the end is seen where a job is cancelled.
-    assert seen == [objective_ms for objective_ms in found if objective_ms in seen]
     assert found == sorted(found, reverse=True)
-    give_up = time.monotonic() + SOON_S
-    while bench.changes.count(job_id) < 7 and time.monotonic() < give_up:
-        time.sleep(0.01)  # the last change is told after the store has it
-    assert bench.changes.count(job_id) >= 7  # claimed, five incumbents, the end
+    # Claimed, five incumbents, the end; the last change is told after the store has it.
+    until(lambda: bench.changes.count(job_id) >= 7)
 
 
 def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench: Bench) -> None:
@@ -332,42 +325,26 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
     assert set(missed) == {"heartbeat", "record", "finish"}
 
 
-def owner_of_the_past() -> str:
-    """Return the name of a process that has ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from optpipe_api.engine import engine as e; print(e.new_owner())"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()
-
-
 def test_names_are_unique_and_fit_the_column() -> None:
     names = {new_owner() for _ in range(100)}
     assert len(names) == 100
     assert max(map(len, names)) <= 64
 
 
-def test_a_running_process_is_not_gone() -> None:
-    assert not is_gone(new_owner())
-
-
-def test_an_ended_process_is_gone() -> None:
-    assert is_gone(owner_of_the_past())
-
-
-def test_a_dead_process_that_nobody_has_waited_for_is_gone() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert is_gone(_renamed(new_owner(), pid=child.pid))
-
-
-def test_another_process_of_the_same_number_is_not_the_owner() -> None:
+def test_a_process_is_gone_once_it_has_ended() -> None:
+    """Also before anybody has waited for it; another of its number, begun later, is not it."""
     mine = new_owner()
-    started = int(mine.split("-")[2])
-    assert is_gone(_renamed(mine, started=started - 1))
+    assert not is_gone(mine)
+    assert is_gone(_renamed(mine, started=int(mine.split("-")[2]) - 1))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        theirs = _renamed(mine, pid=child.pid, started=engine._started(child.pid))
+        assert not is_gone(theirs)
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(theirs)
+    assert is_gone(theirs)
 
 
 def test_a_process_that_is_there_but_not_ours_to_look_at_is_not_gone(monkeypatch) -> None:

@@ -93,22 +93,6 @@ def test_what_was_solved_before_is_answered_at_once(http) -> None:
     assert {item["cache"] for item in near["items"]} == {"near"}
 
 
-def test_a_repeated_key_makes_one_batch(http) -> None:
-    key = {"Idempotency-Key": "batch"}
-    batch = made(http, body("once"), headers=key)
-    assert made(http, body("once"), headers=key) == batch
-    assert "'batch'" in refused(http, body("twice"), headers=key)
-
-
-def test_lists_show_progress_page_by_page(http) -> None:
-    ids = [made(http, body(f"listed {index}"))["id"] for index in range(3)]
-    first = http.get(BASE, params={"limit": 2}).json()
-    second = http.get(BASE, params={"limit": 1, "cursor": first["next"]}).json()
-    found = [*first["batches"], *second["batches"]]
-    assert [batch["id"] for batch in found] == ids[::-1]
-    assert {(batch["progress"], batch["items"]) for batch in found} == {(1.0, None)}
-
-
 # Refusing
 
 
@@ -312,7 +296,7 @@ def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
 
 def test_batches_of_others_do_not_exist(tmp_path) -> None:
     settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=3)
-    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "eve": Role.READ, "root": Role.ADMIN}
+    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN}
     with keyed(settings, **roles) as as_:
         mine = made(as_["ann"], body())
         path = f"{BASE}/{mine['id']}"
@@ -323,8 +307,6 @@ def test_batches_of_others_do_not_exist(tmp_path) -> None:
         assert as_["bob"].get(BASE).json()["batches"] == []
         assert as_["root"].get(path).json()["owner"] == "ann"
         assert len(as_["root"].get(BASE).json()["batches"]) == 1
-        assert as_["eve"].post(BASE, json=body()).status_code == 403
-        assert as_["eve"].post(f"{path}/cancel").status_code == 403
         answer = as_["ann"].post(BASE, json=body(axes={"memory_scale": [1, 0.9, 0.8, 0.7]}))
         assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
         assert as_["ann"].post(BASE, json=body()).status_code in (200, 202)

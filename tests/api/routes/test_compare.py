@@ -115,27 +115,9 @@ def test_illegal_options_are_refused_with_the_path(http, options, line: str) -> 
     assert any(line in error for error in answer.json()["errors"]), answer.text
 
 
-def test_what_a_submission_is_refused_for_a_comparison_is_too(http) -> None:
-    fault(submit(http, num_microbatches=-1), 422, "problem.invalid")
-    detail = fault(submit(http, num_microbatches=600), 422, "problem.invalid")
-    assert "OPTPIPE_MAX_CELLS" in detail["detail"]
+def test_a_form_that_rows_do_not_have_is_refused(http) -> None:
     fault(compare(http, headers={"Accept": "image/png"}), 406, "request.not_acceptable")
     fault(compare(http, params={"format": "xml"}), 422, "request.invalid")
-    fault(http.post("/v1/compare", content="{}"), 415, "request.media_type")
-    json_type = {"Content-Type": "application/json"}
-    fault(http.post("/v1/compare", content="{}", headers=json_type), 422, "request.invalid")
-    large = b" " * 100_001
-    fault(http.post("/v1/compare", content=large, headers=json_type), 413, "request.too_large")
-
-
-def test_a_comparison_that_fails_says_why_and_the_next_one_runs(http) -> None:
-    answer = submit(http, "fails")
-    job = answer.json()
-    assert (job["state"], job["error"]["code"]) == ("failed", "solver.failed")
-    assert "ZeroDivisionError" in job["error"]["message"]
-    assert "secret" not in answer.text
-    fault(http.get(f"{answer.headers['location']}/comparison"), 404, "schedule.none")
-    assert compare(http).status_code == 200
 
 
 # Ending
@@ -205,16 +187,3 @@ def test_methods_are_those_of_the_solver_each_with_a_line(http) -> None:
     assert "PipeDream" in described["1f1b"]
     assert all(text and "\n" not in text for text in described.values())
     assert len(set(described.values())) == len(described)
-
-
-def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(http) -> None:
-    body = {"problem": two_stages(), "options": {"method": "1f1c"}}
-    known = http.get("/v1/jobs").json()["jobs"]
-    detail = fault(http.post("/v1/jobs", json=body), 422, "input.invalid")
-    assert detail["errors"] == [detail["detail"]]
-    assert detail["detail"].startswith("options.method = '1f1c': must be one of auto, ")
-    for name in METHODS:
-        assert name in detail["detail"]
-    assert http.get("/v1/jobs").json()["jobs"] == known
-    body["options"] = {"method": METHODS[-1]}
-    assert http.post("/v1/jobs", json=body).status_code == 202

@@ -51,12 +51,19 @@ def test_waiting_answers_with_the_end(http) -> None:
     assert job["created_at"] <= job["started_at"] <= job["finished_at"]
 
 
-def test_a_repeated_key_makes_one_job_and_refuses_another_problem(http) -> None:
-    headers = {"Idempotency-Key": "one"}
-    first, again = (submit(http, "k", headers=headers).json() for _ in range(2))
-    assert first["id"] == again["id"]
-    other = submit(http, "k", headers=headers, num_microbatches=2)
-    fault(other, 422, "idempotency.reused")
+LISTED = ("jobs", "batches", "deployments")
+
+
+@pytest.mark.parametrize("of", LISTED)
+def test_a_repeated_key_makes_one_and_refuses_another_problem(http, of: str) -> None:
+    def answer(**changes: Any) -> Any:
+        headers = {"Idempotency-Key": "one"}
+        problem = {"problem": two_stages(**changes)} | ({"axes": {}} if of == "batches" else {})
+        return http.post(f"/v1/{of}", json=problem, headers=headers)
+
+    first, again = (answer().json()["id"] for _ in range(2))
+    assert first == again
+    fault(answer(num_microbatches=2), 422, "idempotency.reused")
 
 
 # Looking and fetching
@@ -81,14 +88,18 @@ def test_schedule_comes_as_json_or_csv_of_the_same_programs(http) -> None:
         assert load_csv(csv.text) == schedule.programs
 
 
-def test_pages_of_jobs_follow_their_cursor(tmp_path) -> None:
+@pytest.mark.parametrize("of", LISTED)
+def test_pages_follow_their_cursor(tmp_path, of: str) -> None:
+    """Newest first; a list of batches holds no items."""
+    body = {"problem": two_stages()} | ({"axes": {}} if of == "batches" else {})
     with connected(make_settings(tmp_path)) as http:
-        ids = [submit(http, wait=0).json()["id"] for _ in range(3)]
-        first = http.get("/v1/jobs", params={"limit": 2}).json()
-        second = http.get("/v1/jobs", params={"limit": 2, "cursor": first["next"]}).json()
-    assert [job["id"] for job in first["jobs"] + second["jobs"]] == ids[::-1]
-    assert first["next"] == ids[1]
-    assert second["next"] is None
+        ids = [http.post(f"/v1/{of}", json=body).json()["id"] for _ in range(3)]
+        first = http.get(f"/v1/{of}", params={"limit": 2}).json()
+        second = http.get(f"/v1/{of}", params={"limit": 2, "cursor": first["next"]}).json()
+    found = first[of] + second[of]
+    assert [one["id"] for one in found] == ids[::-1]
+    assert (first["next"], second["next"]) == (ids[1], None)
+    assert [one.get("items") for one in found] == [None] * 3
 
 
 def test_jobs_are_found_by_state_and_tag(http) -> None:
@@ -140,6 +151,8 @@ def test_a_schedule_that_is_not_there_yet_is_404_and_says_so(http) -> None:
     assert (job["state"], job["error"]["code"]) == ("failed", "solver.nothing_found")
     detail = fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 404, "schedule.none")
     assert "failed without a schedule" in detail["detail"]
+    for shown in ("explanation", "chart"):
+        fault(http.get(f"/v1/jobs/{job['id']}/{shown}"), 404, "schedule.none")
 
 
 def test_infeasible_says_the_smallest_memory_that_works(http) -> None:
@@ -151,7 +164,10 @@ def test_infeasible_says_the_smallest_memory_that_works(http) -> None:
     assert detail["needs"] == {"devices[0].memory_bytes": 1000}
 
 
-@pytest.mark.parametrize("path", ["", "/schedule", "/problem", "/model", "/events"])
+UNKNOWN = ("", "/schedule", "/problem", "/model", "/events", "/explanation", "/chart")
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
 @pytest.mark.parametrize("job_id", ["0" * 32, "x", "%00", "%F0%9F%98%80"])
 def test_an_unknown_job_is_404(http, job_id: str, path: str) -> None:
     fault(http.get(f"/v1/jobs/{job_id}{path}"), 404, "job.not_found")
@@ -179,7 +195,7 @@ def test_every_option_reaches_the_solver(http) -> None:
         (b"[" * 10_000, "nested too deeply"),
         (b'{"problem": %s}' % (b"1" * 5000), "4300 digits"),
         (b"[]", "must be an object"),
-        (b"{}", "problem: is missing"),
+        (b"{}", "problem: is missing; give it, or a model to plan"),
         (json.dumps({"format": "optpipe/problem/v1"}).encode(), "wrap it"),
     ],
 )
@@ -205,7 +221,7 @@ def test_an_illegal_page_is_refused(http, query: str) -> None:
     fault(http.get(f"/v1/jobs?{query}"), 422, "request.invalid")
 
 
-@pytest.mark.parametrize("of", ["jobs", "batches", "deployments"])
+@pytest.mark.parametrize("of", LISTED)
 def test_a_list_refuses_parameters_that_it_does_not_have(http, of: str) -> None:
     """A typo in a filter would list everything."""
     known = r"query.stat = 'queued': is no parameter of this list; .* one of .*limit, cursor$"
@@ -431,12 +447,6 @@ def test_its_tag_is_that_of_the_schedule_in_this_form(http, ended, path) -> None
     assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
     other = http.get(f"/v1/jobs/{ended['id']}/schedule").headers["etag"]
     assert http.get(path, headers={"If-None-Match": other}).content == first.content
-
-
-def test_without_a_job_or_a_schedule_there_is_none(http) -> None:
-    fault(http.get("/v1/jobs/nothing/explanation"), 404, "job.not_found")
-    job = submit(http, "nothing").json()
-    fault(http.get(f"/v1/jobs/{job['id']}/explanation"), 404, "schedule.none")
 
 
 def test_one_that_is_too_large_says_where_it_can_be_explained(http, path, monkeypatch) -> None:

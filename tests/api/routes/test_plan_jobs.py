@@ -124,8 +124,6 @@ def test_a_killed_planner_goes_on_from_its_last_cut(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ({}, "problem: is missing; give it, or a model to plan"),
-        ({"problem": 0, "model": 0}, ""),
         ({"model": None}, "must be an object"),
         (four_layers(format="optpipe/model/v1"), "the model stands alone; wrap it"),
         ({"model": four_layers(num_microbatches=0)}, "num_microbatches = 0: must be >= 1"),

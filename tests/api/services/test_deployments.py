@@ -1,6 +1,5 @@
 """The steps of a deployment one by one: what is published when, killed servers, two servers."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -11,6 +10,7 @@ import pytest
 
 from optpipe import Problem, evaluate, load_problem, load_schedule
 from optpipe.schedule import Provenance
+from optpipe.simulate import simulate
 from optpipe.wire import JobOptions, JobState
 from optpipe_api.deployments import DeploymentRecord, NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
@@ -20,7 +20,9 @@ from optpipe_api.services.submission import condensed, measured_problem, solved_
 from optpipe_api.store import Stores, open_stores
 from tests.api.live import Clock
 from tests.api.serial import serial
-from tests.api.services.test_drift import measured, uneven
+from tests.api.services.test_drift import measured as report_of
+from tests.api.services.test_drift import uneven
+from tests.api.store.test_jobs import together
 
 
 class Bench:
@@ -85,7 +87,7 @@ class Bench:
         self.claim = None
 
     def report(self, known: DeploymentRecord, *, second_forward_ms: float) -> None:
-        document = condensed(measured({(1, "F"): second_forward_ms}))
+        document = condensed(report_of({(1, "F"): second_forward_ms}))
         report = Report(version=1, document=document)
         self.stores.deployments.report(known.id, report, measured_problem)
 
@@ -164,8 +166,12 @@ def test_the_solve_of_drift_starts_from_the_schedule_in_use(bench) -> None:
     job = bench.stores.jobs.get(known.job_id or "")
     stored = bench.stores.jobs.schedule(job.id)
     in_use = bench.stores.deployments.schedule(known.id)
-    assert load_schedule(stored.document).programs == load_schedule(in_use[1]).programs
+    programs = load_schedule(in_use[1]).programs
+    assert load_schedule(stored.document).programs == programs
     assert (job.state, job.num_schedules) == (JobState.QUEUED, 1)
+    measured = load_problem(bench.stores.jobs.problem(job.id))
+    assert job.objective_ms == simulate(measured, programs).makespan_ms
+    assert bench.stores.jobs.trace(job.id)[0].method == "version 1 of the deployment"
 
 
 def test_what_is_published_is_better_under_the_times_that_came_meanwhile(bench) -> None:
@@ -273,11 +279,7 @@ def test_two_servers_take_each_step_once(tmp_path, clock) -> None:
         known = benches[0].register()
 
         def both() -> None:
-            threads = [threading.Thread(target=each.steps.take_all) for each in benches]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            together([each.steps.take_all for each in benches])
 
         both()
         benches[0].find(0, ends=True)

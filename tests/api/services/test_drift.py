@@ -15,7 +15,7 @@ from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.deployments import DeploymentRecord, Documents
 from optpipe_api.errors import RequestError
-from optpipe_api.services.deployments import bound_ms, judged, largest_change, start_from, under
+from optpipe_api.services.deployments import bound_ms, judged, largest_change, under
 from optpipe_api.services.submission import check_stages, condensed, measured_problem, times_of
 from tests.api.live import two_stages
 from tests.api.serial import serial
@@ -137,11 +137,6 @@ def test_what_is_kept_of_a_report_does_not_grow_with_its_samples() -> None:
     assert len(kept) < 300
 
 
-def test_a_report_of_nothing_is_refused() -> None:
-    with pytest.raises(RequestError, match="samples is empty"):
-        condensed(Measurements(source="a test"))
-
-
 def test_a_report_of_other_stages_is_refused() -> None:
     registered, second = text_of(uneven()), condensed(measured({(1, "F"): 1.0}))
     check_stages(registered, second)
@@ -238,16 +233,6 @@ def test_a_schedule_that_does_not_fit_is_refused() -> None:
     smaller = uneven(devices=[{"memory_bytes": 999}] * 2)
     with pytest.raises(IllegalScheduleError):
         under(text_of(smaller), given.model_dump_json())
-
-
-def test_the_schedule_in_use_is_where_a_solve_starts() -> None:
-    planned = uneven()
-    now = as_measured(planned, measured({(1, "F"): 5.0}))
-    in_use = evaluate(planned, serial(planned, 2), Provenance(method="by hand"))
-    start = start_from(now, in_use.model_dump_json(), 4)
-    assert start.method == "version 4 of the deployment"
-    assert load_schedule(start.schedule).programs == in_use.programs
-    assert start.objective_ms == simulate(now, in_use.programs).makespan_ms
 
 
 def test_drift_is_known_once_judged() -> None:

@@ -189,6 +189,8 @@ async def test_waiting_ends_with_its_time_or_with_the_job(bench: Bench) -> None:
     await asyncio.sleep(0.05)
     bench.end(claim)
     assert await waiting is None
+    async with asyncio.timeout(15):
+        assert await bench.jobs.wait_schedule(job_id, 1, 30.0, ANYBODY) is None
     assert (await bench.jobs.wait(bench.store.get(job_id), 30.0)).state is JobState.SUCCEEDED
 
 

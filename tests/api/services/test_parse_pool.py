@@ -53,10 +53,6 @@ def test_an_error_that_says_more_than_a_message_keeps_its_message(pool) -> None:
         pool.run_from_thread(heavy.refuse_with_more, LARGE)
 
 
-def test_a_process_is_kept(pool) -> None:
-    assert len({pool.run_from_thread(heavy.measure, LARGE)[0] for _ in range(3)}) == 1
-
-
 @pytest.mark.parametrize("function", [heavy.spin, heavy.eat, heavy.die])
 def test_what_takes_too_much_is_refused_and_the_next_body_is_read(
     pool, function: Callable[[bytes], Any]

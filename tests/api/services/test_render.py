@@ -99,10 +99,7 @@ def test_beside_chunks_stands_the_nearest_to_1f1b_that_runs(placement, title, le
     assert root["attributes"]["tags"] == [length_ms]
 
 
-def test_a_job_without_a_schedule_has_no_chart(http, path) -> None:
-    none = submit(http, "nothing").json()["id"]
-    fault(http.get(f"/v1/jobs/{none}/chart"), 404, "schedule.none")
-    fault(http.get(f"/v1/jobs/{'0' * 32}/chart"), 404, "job.not_found")
+def test_what_is_no_job_or_theme_is_refused(http, path) -> None:
     fault(http.get(path, params={"beside": "0" * 32}), 404, "job.not_found")
     fault(http.get(path, params={"theme": "pink"}), 422, "request.invalid")
 

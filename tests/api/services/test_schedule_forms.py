@@ -1,12 +1,10 @@
-"""Fetching schedules: forms, entity tags, waiting for the next improvement."""
+"""Fetching schedules: forms and entity tags."""
 
-import time
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from optpipe import load_schedule
-from tests.api.routes.test_jobs import fault, submit
 
 TRACE = "application/vnd.optpipe.trace+json"
 
@@ -47,18 +45,3 @@ def test_each_form_has_a_tag_by_which_it_is_known(http, ended, path, form) -> No
     assert same.headers["vary"] == "Accept"
     other = {"json": "csv", "csv": "trace", "trace": "json"}[form]
     assert http.get(path, params={"format": other}, headers={"If-None-Match": tag}).content
-
-
-def test_an_ended_job_does_not_wait(http, path) -> None:
-    tag = http.get(path).headers["etag"]
-    began = time.monotonic()
-    answer = http.get(path, params={"wait": 60}, headers={"If-None-Match": tag})
-    assert answer.status_code == 304
-    assert time.monotonic() - began < 30
-
-
-def test_waiting_for_a_schedule_that_never_comes_says_so(http) -> None:
-    job = submit(http, "nothing", wait=0).json()
-    answer = http.get(f"/v1/jobs/{job['id']}/schedule", params={"wait": 60})
-    fault(answer, 404, "schedule.none")
-    fault(http.get(f"/v1/jobs/{'0' * 32}/schedule", params={"wait": 60}), 404, "job.not_found")

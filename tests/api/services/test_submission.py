@@ -67,16 +67,9 @@ def test_a_submission_is_read_whole(anywhere) -> None:
     assert found == solved_job(problem, options, tags=("a", "b"), priority=-3)
     assert found.num_cells == 8
     assert Problem.parse(json.loads(found.problem or "")) == problem
-
-
-def test_what_is_asked_of_noise_is_read(anywhere) -> None:
-    options = {"robust": "P97.5", "stragglers": 0.3}
-    found = read(anywhere, {"problem": two_stages("n"), "options": options})
-    assert (found.options.robust, found.options.jitter, found.options.stragglers) == (
-        "P97.5",
-        0.1,
-        0.3,
-    )
+    noise: dict[str, Any] = {"robust": "P97.5", "stragglers": 0.3}
+    noisy = read(anywhere, ASKED | {"options": noise}).options
+    assert noisy == JobOptions(time_limit_s=60.0, jitter=0.1, **noise)
 
 
 def test_a_model_is_read_and_named_by_what_it_says(anywhere) -> None:
@@ -100,7 +93,7 @@ def test_a_comparison_is_read(anywhere) -> None:
         ({"problem": {"stages": 1}}, "stages = 1"),
         ({"problem": two_stages(), "priority": 101}, "priority = 101"),
         ({"problem": two_stages(num_microbatches=300_000)}, "OPTPIPE_MAX_CELLS"),
-        ({"problem": two_stages(), "options": {"method": "magic"}}, "must be one of auto"),
+        ({"problem": two_stages(), "options": {"method": "magic"}}, "must be one of auto, 1f1b"),
         ({"problem": two_stages(), "options": {"robust": "P100"}}, "robust"),
         ({"problem": two_stages(), "options": {"jitter": 0.2}}, "add robust"),
         ({"problem": two_stages(), "options": {"robust": "P90", "jitter": 1}}, "jitter"),

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sqlalchemy as sa
@@ -12,6 +13,7 @@ from optpipe.wire import JobKind, JobState
 from optpipe_api.store import Stores, open_stores
 from optpipe_api.store.database import jobs
 from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many
+from tests.api.live import make_settings, running
 
 NOW = 1_000_000.0
 ID = f"{7:032x}"
@@ -111,30 +113,12 @@ def test_the_first_of_the_queue_is_found_as_fast_among_many_as_among_few(stores:
 
 def test_jobs_are_counted_once_for_all_who_ask_within_a_second(tmp_path, monkeypatch) -> None:
     """Who asks whether the service is ready needs no key, and may ask as often as he likes."""
-    from optpipe_api.service import Service
-    from tests.api.live import make_settings
-
-    class Silent:
-        def publish(self, job_id: str) -> None:
-            """Tell nobody."""
-
-        def listen(self, listener: object) -> None:
-            """Nothing is ever told."""
-
-    with closing(open_stores(make_settings(tmp_path).database_url)) as stores:
-        service = Service(make_settings(tmp_path), stores, Silent(), {})  # type: ignore[arg-type]
-        queries: list[str] = []
-        counts = stores.jobs.counts
-
-        def counted() -> dict[JobState, int]:
-            queries.append("")
-            return counts()
-
-        monkeypatch.setattr(stores.jobs, "counts", counted)
-        found = [service.recent_counts() for _ in range(50)]
-        assert len(queries) == 1
-        assert all(one == found[0] for one in found)
+    with running(make_settings(tmp_path)) as (_, app):
+        service = app.state.service
+        counts = Mock(return_value={JobState.QUEUED: 1})
+        monkeypatch.setattr(service, "counts", counts)
+        assert [service.recent_counts() for _ in range(50)] == [{JobState.QUEUED: 1}] * 50
+        assert counts.call_count == 1
         monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + 2.0)
         service.recent_counts()
-        assert len(queries) == 2
-        service.pool.close()
+        assert counts.call_count == 2
