@@ -17,6 +17,7 @@ from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import WIDTH, own_part
+from tests.runtime.watching import refusal
 
 
 class _Keyed(nn.Module):
@@ -155,7 +156,7 @@ def train_keyed(schedule: Schedule) -> Keyed:
     found.required = set().union(*(cast("_Keyed", stage).required for stage in own.values()))
     found.gradients = max(float((_grad(a) - _grad(b)).abs().max()) for a, b in pairs)
     found.outputs = _evaluate(runner, whole, count)
-    found.refusals = tuple(map(_refusal, _bad_calls(runner, count)))
+    found.refusals = tuple(map(refusal, _bad_calls(runner, count)))
     runner.close()
     found.restored = kinds == [type(one) for stage in own.values() for one in stage.modules()]
     return found
@@ -222,14 +223,6 @@ def _bad_calls(runner: PipelineRunner, count: int) -> list[Callable[[], object]]
 
 def _spread(tensor: Tensor) -> Tensor:
     return DTensor.from_local(tensor, init_device_mesh("cpu", (4,)), [Replicate()])
-
-
-def _refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - compared by the test
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _grad(parameter: Tensor) -> Tensor:

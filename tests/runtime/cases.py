@@ -34,6 +34,7 @@ from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
+from tests.runtime.watching import refusal
 
 CONFIG = ModelConfig(vocabulary=37, hidden=16, heads=2, blocks=8, sequence=6)
 
@@ -70,15 +71,7 @@ def refused(
         size = (samples or {}).get(rank, len(batch))
         runner.step(batch[:size], target[:size])
 
-    return _refusal(start)
-
-
-def _refusal(start: Callable[[], object]) -> str:
-    try:
-        start()
-    except Exception as error:  # noqa: BLE001 - compared by the test
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal(start)
 
 
 class _Noisy(nn.Module):
@@ -125,7 +118,7 @@ def refused_stage(schedule: Schedule, trouble: str) -> str:
         module.register_forward_hook(_TROUBLES[trouble])
     mesh = _mesh_of_all() if trouble == "distributes over the pipeline" else None
     runner = PipelineRunner({rank: module}, schedule, token_loss, mesh=mesh)
-    return _refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
+    return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 
 def refused_split(schedule: Schedule, problem: Problem | None) -> str:
@@ -136,7 +129,7 @@ def refused_split(schedule: Schedule, problem: Problem | None) -> str:
         for parameter in module.parameters():
             parameter.register_hook(lambda gradient: gradient)
     data = random_tokens(CONFIG, num_microbatches_of(schedule), seed=0)
-    return _refusal(
+    return refusal(
         lambda: PipelineRunner({rank: module}, schedule, token_loss, problem).step(*data)
     )
 
@@ -174,7 +167,7 @@ def refused_orders(schedule: Schedule) -> str:
     name = "order_of"
     if rank == 2:
         setattr(torch_schedule, name, lambda actions: _swapped(translate(actions)))
-    text = _refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
+    text = refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
     setattr(torch_schedule, name, translate)
     return text
 
@@ -316,7 +309,7 @@ def end_with_the_device(schedule: Schedule) -> tuple[float, str, int]:
     seconds = time.monotonic() - began
     dist.barrier()
     runner._watch._store.claim(Cause(9, "rank 9: boom"))
-    words = _refusal(lambda: runner.step(batch, target))
+    words = refusal(lambda: runner.step(batch, target))
     runner.close()
     left = [thread for thread in threading.enumerate() if thread is runner._watch._thread]
     return seconds, words, len(left)

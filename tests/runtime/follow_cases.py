@@ -2,8 +2,7 @@
 
 import hashlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from optpipe.measurements import Measurements
 from optpipe.runtime import PipelineRunner, follow
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import small_data, small_runner
+from tests.runtime.watching import until
 
 
 class Scripted:
@@ -132,7 +132,7 @@ def train_following(
 def _reports(script: Scripted, least: int) -> list[Any]:
     """Return the reports once so many have been told."""
     if least:
-        _until(lambda: len(script.reports) >= least)
+        until(lambda: len(script.reports) >= least)
     return script.reports
 
 
@@ -188,7 +188,7 @@ def train_served(
             left -= training.version == 2
             if source is not None and left == 9 and not (folder / "gone").exists():
                 (folder / "switched").touch()
-                _until(lambda: (folder / "gone").exists() and source.num_failures > 0)
+                until(lambda: (folder / "gone").exists() and source.num_failures > 0)
     runner.close()
     weights = [parameter.detach() for module in own.values() for parameter in module.parameters()]
     failures = 0 if source is None else source.num_failures
@@ -201,10 +201,3 @@ def _training(
     own, runner = small_runner(first, problem)
     parameters = [parameter for module in own.values() for parameter in module.parameters()]
     return own, runner, torch.optim.SGD(parameters, 0.1, momentum=0.9)
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

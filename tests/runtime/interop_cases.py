@@ -54,6 +54,7 @@ from tests.runtime.small_model import (
     torch_stages,
 )
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
+from tests.runtime.watching import counted
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -276,13 +277,7 @@ def train_gathered_in_bf16(
     row, group = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gradients: list[list[Tensor]] = []
-    width, promised, at_w = 8, 0, list[Tensor]()
-    make = passes._GroupedDeferred.make
-
-    def noted(deferred: Any) -> None:
-        at_w.append(deferred.weight)
-        make(deferred)
-
+    width, promised, num_at_w = 8, 0, 0
     for schedule in schedules:
         modules = [module.float() for module in small_stages(len(schedule.placement), width)]
         own = own_part(schedule.placement, modules, row)
@@ -292,9 +287,10 @@ def train_gathered_in_bf16(
                 fully_shard(block, mesh=mesh["data"], mp_policy=policy)
             fully_shard(module, mesh=mesh["data"], mp_policy=policy)
         runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-        with mock.patch.object(passes._GroupedDeferred, "make", noted):
+        with counted(passes._GroupedDeferred, "make") as made_at_w:
             runner.step(*small_data(num_microbatches, seed=0, width=width))
         promised = sum(runner.deferred_bytes.values())
+        num_at_w += made_at_w.call_count
         runner.close()
         parameters = [p for module in own.values() for p in module.parameters()]
         assert all(isinstance(p.grad, DTensor) for p in parameters)
@@ -302,7 +298,7 @@ def train_gathered_in_bf16(
     wanted, *others = gradients
     pairs = [pair for found in others for pair in zip(found, wanted, strict=True)]
     worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
-    return worst, promised, len(at_w)
+    return worst, promised, num_at_w
 
 
 class _Experts(torch.nn.Module):

@@ -7,6 +7,7 @@ from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, eval
 from optpipe.check import find_violations
 from optpipe.runtime.offload import Cell
 from optpipe.schedule import Action, ActionType
+from tests import building
 
 LINEAR = (0, 1, 2, 3)
 V_SHAPE = (0, 1, 2, 3, 3, 2, 1, 0)
@@ -35,18 +36,8 @@ def from_text(rows: Iterable[str]) -> Programs:
     return tuple(tuple(parse_action(cell) for cell in row.split()) for row in rows)
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Programs:
-    """1F1B with fused backwards, one stage per rank."""
-    rows = []
-    for stage in range(num_ranks):
-        warmup = min(num_ranks - stage, num_microbatches)
-        cells = [f"{stage}F{j}" for j in range(warmup)]
-        for j in range(num_microbatches):
-            cells.append(f"{stage}B{j}")
-            if j + warmup < num_microbatches:
-                cells.append(f"{stage}F{j + warmup}")
-        rows.append(" ".join(cells))
-    return from_text(rows)
+one_f_one_b = building.one_f_one_b
+"""1F1B with fused backwards, one stage per rank."""
 
 
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Programs:
@@ -188,48 +179,3 @@ def in_modes(problem: Problem, programs: Programs, number_of: dict[Cell, int]) -
                 row.append(action)
         changed.append(tuple(row))
     return tuple(changed)
-
-
-def traits(schedule: Schedule) -> set[str]:
-    """Return what makes a schedule worth testing."""
-    kinds = {action.type for program in schedule.programs for action in program}
-    cells = [action for program in schedule.programs for action in program]
-    last = len(schedule.placement) - 1
-    found = {name for name, kind in _MARKS.items() if kind in kinds}
-    found |= {"both"} if {"offload", "recompute"} <= found else set()
-    found |= {"V"} if schedule.placement == V_SHAPE else set()
-    forwards = [a.microbatch for a in cells if a.stage == last and a.type is ActionType.FORWARD]
-    found |= {"last stage out of order"} if forwards != sorted(forwards) else set()
-    return found | ({"gradients in order"} if _adds_in_order(schedule) else set())
-
-
-_MARKS = {
-    "offload": ActionType.OFFLOAD,
-    "recompute": ActionType.RECOMPUTE,
-    "fused": ActionType.FULL_BACKWARD,
-    "split": ActionType.BACKWARD_INPUT,
-}
-
-
-def _adds_in_order(schedule: Schedule) -> bool:
-    """Return whether every stage's I and B, and its W and B, are in micro-batch order."""
-    for kinds in ("IB", "WB"):
-        for stage, home in enumerate(schedule.placement):
-            order = [
-                action.microbatch
-                for action in schedule.programs[home]
-                if action.stage == stage and action.type.value in kinds
-            ]
-            if order != sorted(order):
-                return False
-    return True
-
-
-def alone(placement: Sequence[int], kinds: Sequence[str]) -> Programs:
-    """Return programs in which one micro-batch runs alone: up with the F's, down with the rest."""
-    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
-    for stage, home in enumerate(placement):
-        rows[home].append(f"{stage}{kinds[0]}0")
-    for stage, home in reversed(list(enumerate(placement))):
-        rows[home] += [f"{stage}{kind}0" for kind in kinds[1:]]
-    return from_text(map(" ".join, rows))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
 from optpipe.runtime.messages import Order
-from optpipe.runtime.offload import Cell, Fence, Offloader
+from optpipe.runtime.offload import Cell, Offloader
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
@@ -38,6 +37,7 @@ from tests.runtime.small_model import (
     small_stages,
     step_alone,
 )
+from tests.runtime.watching import counted
 
 STEPS = 3
 
@@ -211,7 +211,6 @@ class Trained:
     largest_gradient: float = 0.0
     smallest_gradient: float = float("inf")
     num_gradients: int = 0
-    digest: float = 0.0
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     deferred_bytes: int = 0
@@ -241,7 +240,6 @@ class Trained:
                 self.largest_gradient = max(self.largest_gradient, largest)
                 self.smallest_gradient = min(self.smallest_gradient, largest)
                 self.num_gradients += 1
-                self.digest += float(found.sum())
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:
@@ -251,7 +249,7 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 def train(
     schedule: Schedule,
     problem: Problem | None,
-    fault: str | Callable[[PipelineRunner], None] = "",
+    change: Callable[[PipelineRunner], None] | None = None,
     model: str = "small",
     steps: int = STEPS,
 ) -> Trained:
@@ -264,7 +262,8 @@ def train(
     expected_losses, expected = reference(count, model)
     found = Trained(promised_bytes=sum(runner.deferred_bytes.values()))
     seen = Deferred(runner)
-    (_FAULTS[fault] if isinstance(fault, str) else fault)(runner)
+    if change is not None:
+        change(runner)
     watch_releases(runner.offloader, found)
     for step in range(steps):
         losses = runner.step(*data(count, step))
@@ -385,41 +384,8 @@ class _RandomDelays:
             time.sleep(self._chooser.random() / 250)
 
 
-def _delay(runner: PipelineRunner) -> None:
+def delay(runner: PipelineRunner) -> None:
     runner.observe(_RandomDelays(seed=100 + dist.get_rank()))
-
-
-def _corrupt(runner: PipelineRunner) -> None:
-    """Flip the lowest bit of the first byte that comes back from the host, on rank 1."""
-    issue = runner.offloader.copies.to_device
-
-    def to_device(pairs: Any) -> Fence:
-        for host, _ in pairs:
-            host[7] ^= 16
-        return issue(pairs)
-
-    if dist.get_rank() == 1:
-        runner.offloader.copies.to_device = to_device  # type: ignore[method-assign]
-
-
-def _leak(runner: PipelineRunner) -> None:
-    """Never let go of what is released."""
-    kept: list[Any] = []
-    offloader, release = runner.offloader, runner.offloader.release
-
-    def leaky(cell: Cell) -> None:
-        kept.extend(storage.on_device for storage in offloader.storages(cell))
-        release(cell)
-
-    offloader.release = leaky  # type: ignore[method-assign]
-
-
-_FAULTS: dict[str, Callable[[PipelineRunner], None]] = {
-    "": lambda runner: None,
-    "delays": _delay,
-    "corrupted host copy": _corrupt,
-    "leak": _leak,
-}
 
 
 def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:
@@ -565,18 +531,13 @@ class _PairWatcher:
     def __call__(self, forward: PairedPass, backward: PairedPass) -> None:
         assert (forward.action.type.value, backward.action.type.value) == ("F", "B")
         self.num_pairs += 1
-        hand_over = overlap._Turns.hand_over
-
-        def seen(turns: Any, side: int) -> None:
-            self.sides.append("FB"[side])
-            hand_over(turns, side)
-
-        with mock.patch.object(overlap._Turns, "hand_over", seen):
+        with counted(overlap._Turns, "hand_over") as handed_over:
             if self.executor == "interleave":
                 interleave(forward, backward)
             else:
                 backward.run()
                 forward.run()
+        self.sides += ["FB"[call.args[1]] for call in handed_over.call_args_list]
 
 
 def train_paired(schedule: Schedule, executor: str) -> Paired:

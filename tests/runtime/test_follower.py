@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 from typing import Any, cast
 
 import pytest
@@ -15,6 +14,7 @@ from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import make_settings, running
 from tests.api.services.test_drift import measured
 from tests.runtime import follow_cases, schedules
+from tests.runtime.watching import until
 
 pytestmark = pytest.mark.long
 
@@ -169,14 +169,6 @@ def _busy_first_stage():
         names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms")
         stage.update(dict.fromkeys(names, ms))
     return Problem.parse(data)
-
-
-def until(is_so):
-    """Wait until something is so, for at most four minutes."""
-    deadline = time.monotonic() + 240
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", ["sample_every", "report_every", "agree_every"])

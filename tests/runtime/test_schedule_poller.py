@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,7 @@ import pytest
 from optpipe.measurements import Measurements
 from optpipe.runtime.follower import SchedulePoller, StepReport
 from tests.runtime import schedules
-
-PATIENCE_S = 120
+from tests.runtime.watching import PATIENCE_S, until
 
 
 class Desk:
@@ -63,15 +62,6 @@ def schedule() -> Any:
 
 def report(step: int) -> StepReport:
     return StepReport(3, step, 1.5, Measurements(source="a test"))
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(PATIENCE_S * 100):
-        if is_so():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came about")
 
 
 def test_a_newer_version_is_taken_once(line, desk, schedule) -> None:

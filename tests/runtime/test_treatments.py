@@ -91,7 +91,7 @@ def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) 
                 number_of[cell] = 1 if whole and cell[0] == 0 else number
             programs = schedules.in_modes(problem, make(4, NUM_MICROBATCHES), number_of)
             schedule = schedules.make_schedule(problem, programs)
-            outcomes = ranks.run(small_cases.train, schedule, problem, "", "transformer", 1)
+            outcomes = ranks.run(small_cases.train, schedule, problem, None, "transformer", 1)
             assert all(one.losses_equal for one in outcomes)
             assert max(one.worst_difference for one in outcomes) < 1e-15
             assert all(one.live_bytes_after_release == 0 for one in outcomes)

@@ -1,0 +1,30 @@
+"""How tests look at what goes on: they wait for it, count calls, and catch what is refused."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+PATIENCE_S = 240
+"""What a machine that does much else may take for what takes none."""
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.01)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """Return the kind and the words of what is raised; "" if nothing is."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - compared by the test
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def counted(owner: Any, name: str) -> Any:
+    """Let a function do its work inside the context, which keeps its calls."""
+    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
