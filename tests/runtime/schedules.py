@@ -179,3 +179,11 @@ def in_modes(problem: Problem, programs: Programs, number_of: dict[Cell, int]) -
                 row.append(action)
         changed.append(tuple(row))
     return tuple(changed)
+
+
+def all_offloaded(problem: Problem) -> Programs:
+    """1F1B with split backwards, one stage per device, whose micro-batches all wait on the host."""
+    modes = [[mode.name for mode in menu].index("offload") for menu in problem.menus]
+    programs = building.one_f_one_b(len(modes), problem.num_microbatches, "IW")
+    cells = {action.cell for program in programs for action in program}
+    return in_modes(problem, programs, {cell: modes[cell[0]] for cell in cells})
