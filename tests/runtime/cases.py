@@ -74,7 +74,7 @@ def refused(
     return refusal(start)
 
 
-class _Noisy(nn.Module):
+class Noisy(nn.Module):
     """Dropout, and buffers that a forward changes, in place and by another one."""
 
     seen: Tensor
@@ -88,18 +88,18 @@ class _Noisy(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, given: Tensor, *, scale: float | Tensor = 1.0) -> Tensor:
         self.seen.add_(given.detach().abs().mean())
         self.calls = self.calls + 1
         normed: Tensor = self.dropout(self.norm(given))
-        output: Tensor = given + self.linear(normed) * self.seen / self.calls
+        output: Tensor = given + self.linear(normed * scale) * self.seen.clone() / self.calls
         return output
 
 
 def train_noisy(schedule: Schedule, seed: int = 0) -> list[Tensor]:
     """Return this rank's buffers and gradients after two steps of noisy stages."""
     torch.manual_seed(1)
-    modules = [_Noisy().double() for _ in schedule.placement]
+    modules = [Noisy().double() for _ in schedule.placement]
     batch, target = torch.randn(2, 4 * num_microbatches_of(schedule), 6, dtype=torch.float64)
     rank = dist.get_rank()
     torch.manual_seed(100 * seed + rank)

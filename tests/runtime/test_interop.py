@@ -6,13 +6,12 @@ What is left of an output that has been sent: its place in the graph, and no mem
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _Action
 from torch.distributed.tensor import Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe import ScheduleFormatError, dump_csv, load_csv
 from optpipe.runtime.torch_schedule import hollow
-from optpipe.schedule import Action, ActionType
+from optpipe.schedule import ActionType
 from tests.runtime import interop_cases, schedules
 from tests.runtime.ranks import fork_ranks
 
@@ -49,18 +48,6 @@ def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks
         dump_csv(load_csv(text), for_torch=True)
     outcomes = ranks.run(interop_cases.train_by_torch, text, schedules.LINEAR, MICROBATCHES)
     assert max(found.worst_difference / found.largest_gradient for found in outcomes) > 0.01
-
-
-OUR_OWN = [kind for kind in ActionType if kind.value not in "FIWB"]
-
-
-@pytest.mark.parametrize("kind", OUR_OWN)
-def test_torch_refuses_the_actions_that_it_does_not_have(kind):
-    """It names the cell and never takes one of them for an action of its own; we refuse before."""
-    with pytest.raises(ScheduleFormatError, match=rf"no {kind.value} \(2{kind.value}7\)"):
-        dump_csv(((Action(2, kind, 7),),), for_torch=True)
-    with pytest.raises(RuntimeError, match=f"Invalid action string: 2{kind.value}7"):
-        _Action.from_str(f"2{kind.value}7")
 
 
 @pytest.mark.parametrize(

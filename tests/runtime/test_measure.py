@@ -2,7 +2,6 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -16,7 +15,7 @@ from optpipe import Provenance, evaluate
 from optpipe.errors import InputError
 from optpipe.measurements import Given
 from optpipe.runtime import PreflightError
-from optpipe.runtime.measuring import Effort, computing_with, measure
+from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.measuring.times import measure_bandwidths, message_sizes
 from optpipe_solver import feasibility
 from optpipe_solver.families.classic import build_one_f_one_b
@@ -24,20 +23,13 @@ from tests.runtime import measured
 from tests.runtime.delaying import DelayingLinear
 from tests.strategies import few
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "one_thread")
 
 ONCE = Effort(repeats=1, warmups=0)
 FLOAT = 4
 CPU = torch.device("cpu")
 
 quick = partial(measure, effort=ONCE, links=False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As a rank has; on a busy machine threads that wait for each other take seconds."""
-    with computing_with(1):
-        yield
 
 
 @few(3)

@@ -321,29 +321,10 @@ def test_ranks_refuse_modes_together(ranks) -> None:
 # --- Random numbers and buffers of what runs again inside the backward.
 
 
-class _Noisy(nn.Module):
-    """Dropout, and buffers that a forward changes, in place and by another one."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, given: Tensor, *, scale: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        activations = self.dropout(torch.tanh(self.layer(self.norm(given)))) / self.calls
-        output: Tensor = (activations * scale).sin()
-        return output
-
-
 class _Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _Noisy(), _Noisy()
+        self.first, self.second = cases.Noisy(), cases.Noisy()
 
     def forward(self, given: Tensor) -> Tensor:
         output: Tensor = self.second(self.first(given, scale=given.cos()), scale=given)
@@ -368,5 +349,5 @@ def test_what_runs_again_inside_sees_the_random_numbers_and_buffers_of_its_forwa
         assert len(reruns) == 2 * 2 * len(again)
         assert not any("forward" in vars(part) for part in stage.modules())
         found.append([*stage.buffers(), *(part.grad for part in stage.parameters())])
-    assert len(found[0]) == 8 + 8
+    assert len(found[0]) == 10 + 8
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
