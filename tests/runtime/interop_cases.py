@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,7 @@ from tests.runtime.small_model import (
     torch_stages,
 )
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-from tests.runtime.watching import counted
+from tests.runtime.watching import counted, messages_of
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -234,21 +233,18 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
     )
     output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
+    seen, sent = Deferred(runner), list[int]()
     found, model = Trained(), _Chain(*wholes)
     watch_releases(runner.offloader, found)
-
-    def noted(operations: Any, desc: str | None = None) -> Any:
-        sent.extend(one.tensor.numel() for one in operations if one.op is dist.isend)
-        return batch_p2p(operations, desc)
 
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         size = (2, SAMPLES * num_microbatches, 3, WIDTH)
         batch, target = torch.randn(size, dtype=torch.float64, generator=generator)
         expected = step_alone(model, (batch, target), num_microbatches)
-        with mock.patch.object(torch_schedules, "_batch_p2p", noted):
+        with counted(torch_schedules, "_batch_p2p") as posted:
             losses = runner.step(batch, target)
+        sent += [one.tensor.numel() for one in messages_of(posted) if one.op is dist.isend]
         evaluated = runner.eval(batch, target).losses
         for ours in (losses, evaluated):
             equal = ours is None or torch.allclose(ours, expected, rtol=0, atol=1e-13)

@@ -37,7 +37,7 @@ from tests.runtime.small_model import (
     small_stages,
     step_alone,
 )
-from tests.runtime.watching import counted
+from tests.runtime.watching import counted, messages_of
 
 STEPS = 3
 
@@ -450,22 +450,15 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
     """
     default = dist.distributed_c10d._get_default_group()
     ends = dist.new_group([0, dist.get_world_size() - 1])
-    groups: set[str] = set()
-    batch_p2p = torch_schedules._batch_p2p
-
-    def noted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-        groups.update(operation.group.group_name for operation in p2p_ops)
-        return batch_p2p(p2p_ops, desc)
-
-    torch_schedules._batch_p2p = noted
     if dist.get_rank() == bound_rank:
         default.bound_device_id = torch.device("cpu", 0)
     try:
-        trained = train(schedule, problem)
+        with counted(torch_schedules, "_batch_p2p") as posted:
+            trained = train(schedule, problem)
         assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
     finally:
-        torch_schedules._batch_p2p = batch_p2p
         default.bound_device_id = None
+    groups = {message.group.group_name for message in messages_of(posted)}
     if ends != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}

@@ -19,7 +19,7 @@ from optpipe.schedule import Action, ActionType
 from optpipe_solver.families.classic import build_seq1f1b, build_slimpipe
 from tests.runtime import schedules
 from tests.runtime.live_bytes import LiveBytes
-from tests.runtime.watching import refusal
+from tests.runtime.watching import gradients_apart, refusal
 
 CONFIG = ModelConfig(blocks=8, sequence=16)
 SLICES, SAMPLES = 4, 3
@@ -86,13 +86,7 @@ def train(schedule, problem) -> tuple[float, float]:
             lost = max(lost, float((seen - losses).abs().max()))
             lost = max(lost, float((losses.mean() - loss).abs()))
     runner.close()
-    wanted: dict[str, Any] = dict(alone.named_parameters())
-    named: dict[int, Any] = own
-    apart = [
-        float((one.grad - wanted[f"{s}.{name}"].grad).abs().max())
-        for s, stage in named.items()
-        for name, one in stage.named_parameters()
-    ]
+    apart = [gradients_apart(one, alone.get_submodule(str(s))) for s, one in own.items()]
     return max(apart), lost
 
 

@@ -1,9 +1,12 @@
-"""How tests look at what goes on: they wait for it, count calls, and catch what is refused."""
+"""How tests look at what goes on: they wait, count calls, catch refusals, compare gradients."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor, nn
 
 PATIENCE_S = 240
 """What a machine that does much else may take for what takes none."""
@@ -28,3 +31,19 @@ def refusal(call: Callable[[], object]) -> str:
 def counted(owner: Any, name: str) -> Any:
     """Let a function do its work inside the context, which keeps its calls."""
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+def messages_of(posted: Any) -> list[dist.P2POp]:
+    """Return the messages of counted calls of torch's ``_batch_p2p``."""
+    return [message for call in posted.call_args_list for message in call.args[0]]
+
+
+def gradients_apart(ours: nn.Module, theirs: nn.Module) -> float:
+    """Return the largest difference of all gradients; a parameter without one is an error."""
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return max(float((_gradient(one) - _gradient(other)).abs().max()) for one, other in pairs)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
