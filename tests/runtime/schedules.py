@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
+from optpipe import Problem, Programs, Provenance, Schedule, evaluate, parse_action
 from optpipe.check import find_violations
 from optpipe.runtime.offload import Cell
 from optpipe.schedule import Action, ActionType
@@ -17,15 +17,11 @@ IRREGULAR = (0, 0, 1, 2, 2, 3, 1, 3)
 
 def make_problem(placement: Sequence[int], num_microbatches: int, limit: int = 1000) -> Problem:
     """Return a problem with unit costs: activations of 4 bytes, 3 of them offloadable."""
-    stage = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
-    size = {"activation_bytes": 4, "weight_context_bytes": 3, "offload_bytes": 3}
+    sizes = {"activation_bytes": 4, "weight_context_bytes": 3, "offload_bytes": 3}
     again = {"recompute_ms": 1, "checkpoint_bytes": 1}
-    device = Device(memory_bytes=limit, d2h_gb_per_s=1, h2d_gb_per_s=1)
-    return Problem(
-        num_microbatches=num_microbatches,
-        devices=(device,) * (max(placement) + 1),
-        stages=tuple(Stage(device=home, **stage, **size, **again) for home in placement),
-    )
+    devices = [building.bus(memory_bytes=limit)] * (max(placement) + 1)
+    stages = [building.stage(home, **sizes, **again) for home in placement]
+    return building.problem(stages, devices, m=num_microbatches)
 
 
 def make_schedule(problem: Problem, programs: Programs) -> Schedule:
@@ -42,20 +38,9 @@ one_f_one_b = building.one_f_one_b
 
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Programs:
     """1F1B with split backwards; the weight gradients fill the end."""
-    rows = []
-    for stage in range(num_ranks):
-        warmup = min(num_ranks - stage, num_microbatches)
-        cells = [f"{stage}F{j}" for j in range(warmup)]
-        for j in range(num_microbatches):
-            cells.append(f"{stage}I{j}")
-            if j >= stage:
-                cells.append(f"{stage}W{j - stage}")
-            if j + warmup < num_microbatches:
-                cells.append(f"{stage}F{j + warmup}")
-        first_left = max(0, num_microbatches - stage)
-        cells += [f"{stage}W{j}" for j in range(first_left, num_microbatches)]
-        rows.append(" ".join(cells))
-    return from_text(rows)
+    from optpipe_solver.families.zero_bubble import build_zb_h1
+
+    return build_zb_h1(make_problem(range(num_ranks), num_microbatches))
 
 
 def wave(placement: Sequence[int], num_microbatches: int) -> Programs:

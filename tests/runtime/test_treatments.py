@@ -25,6 +25,7 @@ from optpipe.runtime.treatments import (
 )
 from optpipe.runtime.watch import Activity
 from optpipe.schedule import Action, ActionType
+from tests import building
 from tests.runtime import batch_cases, cases, schedules, small_cases
 
 GROUPS = ("attn", "core_attn", "mlp", "norm")
@@ -61,16 +62,10 @@ def menu_problem(menu: Sequence[Treatment]) -> Problem:
 
 def problem_of(modes: list[dict[str, Any]]) -> Problem:
     """Return a problem of four stages with these modes."""
-    cost = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "modes": modes}
-    device = {"memory_bytes": 10**6, "d2h_gb_per_s": 1, "h2d_gb_per_s": 1}
-    return Problem.parse(
-        {
-            "format": "optpipe/problem/v2",
-            "num_microbatches": NUM_MICROBATCHES,
-            "devices": [device] * 4,
-            "stages": [{"device": s, "costs": [cost | {"activation_bytes": 4}]} for s in range(4)],
-        }
-    )
+    times = dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 1)
+    cost = {**times, "activation_bytes": 4, "modes": modes}
+    stages = [{"device": s, "costs": [cost]} for s in range(4)]
+    return building.problem(stages, m=NUM_MICROBATCHES, format="optpipe/problem/v2")
 
 
 def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) -> None:
