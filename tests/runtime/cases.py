@@ -164,12 +164,9 @@ def refused_orders(schedule: Schedule) -> str:
     rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
     runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
     translate = torch_schedule.order_of
-    name = "order_of"
-    if rank == 2:
-        setattr(torch_schedule, name, lambda actions: _swapped(translate(actions)))
-    text = refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
-    setattr(torch_schedule, name, translate)
-    return text
+    change: Callable[[Order], Order] = _swapped if rank == 2 else tuple
+    with mock.patch.object(torch_schedule, "order_of", lambda actions: change(translate(actions))):
+        return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 
 def _swapped(order: Order) -> Order:

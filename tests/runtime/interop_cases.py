@@ -53,7 +53,7 @@ from tests.runtime.small_model import (
     torch_stages,
 )
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-from tests.runtime.watching import counted, messages_of
+from tests.runtime.watching import counted, gradient_of, messages_of
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -106,7 +106,7 @@ def train_on_mesh(
     for step in range(2):
         for column in range(num_columns):
             step_alone(whole, small_data(num_microbatches, _seed(step, column)), num_microbatches)
-    wanted = [_whole(parameter.grad) / num_columns for parameter in whole.parameters()]
+    wanted = [gradient_of(parameter) / num_columns for parameter in whole.parameters()]
     found.compare(own, modules, wanted)
     if way == "tensor parallel":
         for module in own.values():
@@ -249,7 +249,7 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
         for ours in (losses, evaluated):
             equal = ours is None or torch.allclose(ours, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
-    found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
+    found.compare(own, modules, [gradient_of(parameter) for parameter in model.parameters()])
     runner.close()
     return Spread(found, seen.bytes, runner.offloaded_bytes, sent, output_bytes)
 
@@ -353,10 +353,10 @@ def train_mixed(schedule: Schedule, num_microbatches: int) -> Mixed:
         (loss / num_microbatches).backward()
         expected.append(loss.detach())
         for total, parameter in zip(sums, model.parameters(), strict=True):
-            total.add_(_whole(parameter.grad))
+            total.add_(gradient_of(parameter))
     names = dict(zip((name for name, _ in model.named_parameters()), sums, strict=True))
     pairs = [
-        (_whole(parameter.grad), names[f"{index}.{name}"])
+        (gradient_of(parameter), names[f"{index}.{name}"])
         for index, module in own.items()
         for name, parameter in module.named_parameters()
     ]
@@ -395,11 +395,6 @@ class _Holds:
 
     def end(self, action: Action) -> None:
         """Nothing is noted."""
-
-
-def _whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "a parameter got no gradient"
-    return gradient
 
 
 def refused_wrappers() -> list[str]:

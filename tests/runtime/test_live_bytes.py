@@ -16,17 +16,11 @@ from optpipe_solver import solve
 from tests.runtime import memory_cases, schedules
 from tests.runtime.measured import WorkClock
 from tests.runtime.memory_cases import Counted
-from tests.runtime.ranks import Ranks
 from tests.runtime.small_model import small_data, small_loss, small_stages
 
 pytestmark = pytest.mark.usefixtures("few_objects", "one_thread")
 
 MICROBATCHES = 8
-
-
-def _count(ranks: Ranks, problem: Problem, programs: Programs) -> list[Counted]:
-    schedule = schedules.make_schedule(problem, programs)
-    return ranks.run(memory_cases.count_step, schedule, problem.num_microbatches, "", problem)
 
 
 def _measured(
@@ -90,17 +84,6 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
         )
         shares.append(counted.peak / (peak - problem.static_bytes_of(rank) + losses))
     return shares
-
-
-@pytest.mark.parametrize(
-    "placement", [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)]
-)
-def test_the_peak_is_the_plans_and_nothing_is_left(ranks, placement):
-    problem = _measured(placement)
-    for seed, offload in enumerate((0.0, 0.5)):
-        programs = schedules.random_programs(problem, 40 + seed, offload=offload)
-        shares = _shares(problem, programs, _count(ranks, problem, programs))
-        assert 0.97 <= min(shares) <= max(shares) <= 1
 
 
 def test_unequal_micro_batches_hold_what_is_planned_of_each(ranks):

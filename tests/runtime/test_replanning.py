@@ -206,13 +206,8 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ranks):
     first = problem_of(schedules.LINEAR, batch)
     other = problem_of(schedules.LINEAR, Batch((12, 1, 3, 3), 0))
     longer = problem_of(schedules.LINEAR, Batch((1, 12, 3, 3, 3), 0))
-    small = first.model_copy(
-        update={
-            "devices": tuple(
-                one.model_copy(update={"reserved_bytes": 100}) for one in first.devices
-            )
-        }
-    )
+    devices = [one.model_copy(update={"reserved_bytes": 100}) for one in first.devices]
+    small = first.model_copy(update={"devices": tuple(devices)})
     even = schedules.make_problem(schedules.LINEAR, 4)
     planned = {
         one.problem_hash: schedules.make_schedule(one, schedules.random_programs(one, 1))

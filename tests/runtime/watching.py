@@ -41,9 +41,9 @@ def messages_of(posted: Any) -> list[dist.P2POp]:
 def gradients_apart(ours: nn.Module, theirs: nn.Module) -> float:
     """Return the largest difference of all gradients; a parameter without one is an error."""
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(float((_gradient(one) - _gradient(other)).abs().max()) for one, other in pairs)
+    return max(float((gradient_of(one) - gradient_of(other)).abs().max()) for one, other in pairs)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "a parameter got no gradient"
     return parameter.grad
