@@ -119,21 +119,16 @@ def train_following(
             found = training.step(*small_data(count, seed=step))
             optimizer.step()
             losses += [] if found is None else [found.tolist()]
+        reports: list[Any] = []
         if script is not None:
             script.let_go()
-        reports = [] if script is None else _reports(script, num_reports)
+            until(lambda: len(script.reports) >= num_reports)
+            reports = script.reports
         version, refusals = training.version, training.refusals
     runner.close()
     moved = runner.offloaded_bytes
     weights = [parameter.detach() for parameter in parameters]
     return Followed(losses, _digest(weights), version, refusals, moved, reports)
-
-
-def _reports(script: Scripted, least: int) -> list[Any]:
-    """Return the reports once so many have been told."""
-    if least:
-        until(lambda: len(script.reports) >= least)
-    return script.reports
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:

@@ -1,6 +1,6 @@
 """Our schedules in torch's own runtime, and our runtime on stages that others have wrapped.
 
-What is left of an output that has been sent: its place in the graph, and no memory.
+A backward from what is left of an output that has been sent is one from the output.
 """
 
 import pytest

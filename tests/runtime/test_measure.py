@@ -301,20 +301,13 @@ class Paced(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         self.clock.now += 4
-        output: Tensor = _PacedBack.apply(state * self.weight, self.clock)
+        output: Tensor = state * self.weight
+        if output.requires_grad:
+            output.register_hook(self._back)
         return output
 
-
-class _PacedBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, state: Tensor, clock: measured.TurnClock) -> Tensor:
-        ctx.clock = clock
-        return state.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.clock.now += 6
-        return gradient, None
+    def _back(self, _gradient: Tensor) -> None:
+        self.clock.now += 6
 
 
 def _measure_paced(saved_ms: float):

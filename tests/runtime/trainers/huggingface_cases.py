@@ -121,8 +121,6 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     loss_fn = loss_of(config)
     parts = {index: stages[index] for index in own}
     runner = PipelineRunner(parts, schedule, loss_fn, ties=stages.ties, min_offload_bytes=1)
-    if stages.ties:
-        _copy_ties(whole)
     losses: float | None = 0.0 if runner.holds_last else None
     num_stacked = 0
     for step in range(STEPS):
@@ -159,13 +157,6 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
         sum(runner.deferred_bytes.values()),
         num_stacked,
     )
-
-
-def _copy_ties(whole: Any) -> None:
-    """The one process has one parameter for both."""
-    for tie in whole.ties:
-        first, *_ = (whole[stage].get_parameter(name) for stage, name in tie.places)
-        assert all(whole[stage].get_parameter(name) is first for stage, name in tie.places)
 
 
 def _ties_are_equal(stages: Any, own: list[int]) -> bool:
