@@ -434,7 +434,7 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
         assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
     finally:
         default.bound_device_id = None
-    groups = {message.group.group_name for message in messages_of(posted)}
+    groups: set[str] = {message.group.group_name for message in messages_of(posted)}
     if ends != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}

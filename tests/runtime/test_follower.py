@@ -52,7 +52,7 @@ def train(ranks, first, later, problem, steps, **options):
 
 
 @pytest.fixture(scope="module")
-def stayed(ranks) -> list[follow_cases.Followed]:
+def stayed(ranks):
     """Train by the first schedule alone, once for all tests."""
     problem, found = six_schedules()
     return train(ranks, found[0], [], problem, STEPS, waits=False)

@@ -76,7 +76,8 @@ def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) 
     for part in (menu[:half], menu[half:]):
         problem = menu_problem(part)
         cells = [(stage, j) for j in range(NUM_MICROBATCHES) for stage in range(4)]
-        for first, make in enumerate((schedules.one_f_one_b, schedules.zero_bubble_h1)):
+        makers: tuple[Any, ...] = (schedules.one_f_one_b, schedules.zero_bubble_h1)
+        for first, make in enumerate(makers):
             number_of = {
                 cell: 1 + (index + 5 * first) % len(part) for index, cell in enumerate(cells)
             }
