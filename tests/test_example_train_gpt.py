@@ -1,100 +1,37 @@
 """The training example: it learns as one process does, by what the service plans for it."""
 
 import argparse
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
 from examples.train_gpt import ALPHABET, make_batch, solve, sums, with_room
-from optpipe import (
-    Problem,
-    Programs,
-    Provenance,
-    dump_schedule,
-    evaluate,
-    load_schedule,
-    parse_action,
-)
+from optpipe import Problem, Provenance, evaluate, load_schedule
+from optpipe.client import Client
+from tests.api.live import make_settings, running
+from tests.api.outcomes import Result, SolveStatus
 from tests.building import bus, offloadable, problem, stage
+from tests.runtime.schedules import all_offloaded
 
 ROOT = Path(__file__).parent.parent
-JOB = {
-    "id": "7",
-    "state": "succeeded",
-    "has_schedule": True,
-    "problem_hash": "sha256:0",
-    "objective": "makespan",
-    "options": {"time_limit_s": 60.0},
-    "created_at": "2026-01-31T12:00:00Z",
-}
 
 
-def offloading(posted: Problem) -> Programs:
-    """1F1B with split backwards on four devices, whose micro-batches all wait on the host."""
-    rows = []
-    for device in range(4):
-        ahead, cells, mode = 4 - device, [], ""
-        if posted.has_modes:
-            mode = f"@{[one.name for one in posted.menus[device]].index('offload')}"
-        for slot in range(posted.num_microbatches + ahead):
-            if (done := slot - ahead) >= 0:
-                cells += [f"{device}RELOAD{done}", f"{device}I{done}", f"{device}W{done}"]
-            if slot < posted.num_microbatches:
-                cells += [
-                    f"{device}F{slot}{mode}",
-                    f"{device}OFFLOAD{slot}",
-                    f"{device}RELEASE{slot}",
-                ]
-        rows.append(tuple(map(parse_action, cells)))
-    return tuple(rows)
-
-
-class _Service(BaseHTTPRequestHandler):
-    """Solves every problem in no time, always in the same way."""
-
-    schedule = ""
-    options: ClassVar[dict[str, Any]] = {}
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        posted = Problem.parse(body["problem"])
-        _Service.options = body["options"]
-        programs = offloading(posted)
-        answer = evaluate(posted, programs, Provenance(method="by hand"))
-        _Service.schedule = dump_schedule(answer)
-        self._answer(json.dumps(JOB))
-
-    def do_GET(self) -> None:
-        is_schedule = self.path.partition("?")[0].endswith("/schedule")
-        self._answer(_Service.schedule if is_schedule else json.dumps(JOB))
-
-    def _answer(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None:
-        """Stay silent."""
+def solver(problem: Problem, **_: object) -> Result:
+    """Offload everything, in no time."""
+    programs = all_offloaded(problem)
+    schedule = evaluate(problem, programs, Provenance(method="by hand"), bound_ms=1.0)
+    return Result(SolveStatus.FEASIBLE, schedule, 1.0)
 
 
 @pytest.fixture
-def service():
+def service(tmp_path):
     """Run it for as long as a test takes; give its address."""
-    server = HTTPServer(("127.0.0.1", 0), _Service)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running(make_settings(tmp_path, solve_path=f"{__name__}:solver")) as (url, _):
+        yield url
 
 
 def run_example(*options: str) -> subprocess.CompletedProcess[str]:
@@ -147,8 +84,10 @@ def test_the_service_is_given_the_problem_and_the_time(service) -> None:
     posted = problem(stages, [bus()] * 4, m=2)
     schedule, fault = solve(posted, options)
     assert fault == ""
-    assert load_schedule(schedule).programs == offloading(posted)
-    assert _Service.options == {"time_limit_s": 2.5}
+    assert load_schedule(schedule).programs == all_offloaded(posted)
+    with Client(service) as client:
+        (job,) = client.jobs()
+    assert job.options.time_limit_s == 2.5
 
 
 def test_the_text_is_sums_that_are_right() -> None:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import WIDTH, own_part
+from tests.runtime.watching import counted, gradients_apart, messages_of, refusal
 
 
 class _Keyed(nn.Module):
@@ -112,12 +112,6 @@ def train_keyed(schedule: Schedule) -> Keyed:
     kinds = [type(one) for stage in own.values() for one in stage.modules()]
     runner = PipelineRunner(own, schedule, _loss, min_offload_bytes=1)
     found = Keyed(losses=0.0 if runner.holds_last else None)
-    batch_p2p = torch_schedules._batch_p2p
-
-    def noted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-        found.num_sent += sum(one.tensor.numel() for one in p2p_ops if one.op is dist.isend)
-        return batch_p2p(p2p_ops, desc)
-
     for step, length in enumerate((3, 3, 5, 3, 5)):
         data = _data(2 * count, length, step)
         given: dict[str, Any] = {"bucket": length, "loss_kwargs": {"power": 3}}
@@ -140,22 +134,18 @@ def train_keyed(schedule: Schedule) -> Keyed:
             losses = runner.step(**given)
         else:
             given |= {"positions": data.positions, "factor": 1.5}
-            with mock.patch.object(
-                torch_schedules, "_batch_p2p", noted if step == 0 else batch_p2p
-            ):
+            with counted(torch_schedules, "_batch_p2p") as posted:
                 losses = runner.step(data.tokens, target=data.target, **given)
+            if step == 0:
+                sent = [one.tensor for one in messages_of(posted) if one.op is dist.isend]
+                found.num_sent = sum(one.numel() for one in sent)
         expected = _step_alone(whole, data, count)
         if losses is not None and found.losses is not None:
             found.losses = max(found.losses, float((losses - expected).abs().max()))
-    pairs = [
-        (ours, theirs)
-        for index, module in own.items()
-        for ours, theirs in zip(module.parameters(), whole[index].parameters(), strict=True)
-    ]
     found.required = set().union(*(cast("_Keyed", stage).required for stage in own.values()))
-    found.gradients = max(float((_grad(a) - _grad(b)).abs().max()) for a, b in pairs)
+    found.gradients = max(gradients_apart(one, whole[s]) for s, one in own.items())
     found.outputs = _evaluate(runner, whole, count)
-    found.refusals = tuple(map(_refusal, _bad_calls(runner, count)))
+    found.refusals = tuple(map(refusal, _bad_calls(runner, count)))
     runner.close()
     found.restored = kinds == [type(one) for stage in own.values() for one in stage.modules()]
     return found
@@ -222,19 +212,6 @@ def _bad_calls(runner: PipelineRunner, count: int) -> list[Callable[[], object]]
 
 def _spread(tensor: Tensor) -> Tensor:
     return DTensor.from_local(tensor, init_device_mesh("cpu", (4,)), [Replicate()])
-
-
-def _refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - compared by the test
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 class _Losing(nn.Module):
@@ -318,5 +295,4 @@ def train_with_one_mask(schedule: Schedule, problem: Problem) -> float:
         for module in whole:
             output = module(output, mask)
         (nn.functional.mse_loss(output, wanted) / count).backward()
-    pairs = zip(modules[rank].parameters(), whole[rank].parameters(), strict=True)
-    return max(float((_grad(ours) - _grad(theirs)).abs().max()) for ours, theirs in pairs)
+    return gradients_apart(modules[rank], whole[rank])

@@ -34,6 +34,7 @@ from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
+from tests.runtime.watching import refusal
 
 CONFIG = ModelConfig(vocabulary=37, hidden=16, heads=2, blocks=8, sequence=6)
 
@@ -70,18 +71,10 @@ def refused(
         size = (samples or {}).get(rank, len(batch))
         runner.step(batch[:size], target[:size])
 
-    return _refusal(start)
+    return refusal(start)
 
 
-def _refusal(start: Callable[[], object]) -> str:
-    try:
-        start()
-    except Exception as error:  # noqa: BLE001 - compared by the test
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class _Noisy(nn.Module):
+class Noisy(nn.Module):
     """Dropout, and buffers that a forward changes, in place and by another one."""
 
     seen: Tensor
@@ -95,18 +88,18 @@ class _Noisy(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, given: Tensor, *, scale: float | Tensor = 1.0) -> Tensor:
         self.seen.add_(given.detach().abs().mean())
         self.calls = self.calls + 1
         normed: Tensor = self.dropout(self.norm(given))
-        output: Tensor = given + self.linear(normed) * self.seen / self.calls
+        output: Tensor = given + self.linear(normed * scale) * self.seen.clone() / self.calls
         return output
 
 
 def train_noisy(schedule: Schedule, seed: int = 0) -> list[Tensor]:
     """Return this rank's buffers and gradients after two steps of noisy stages."""
     torch.manual_seed(1)
-    modules = [_Noisy().double() for _ in schedule.placement]
+    modules = [Noisy().double() for _ in schedule.placement]
     batch, target = torch.randn(2, 4 * num_microbatches_of(schedule), 6, dtype=torch.float64)
     rank = dist.get_rank()
     torch.manual_seed(100 * seed + rank)
@@ -125,7 +118,7 @@ def refused_stage(schedule: Schedule, trouble: str) -> str:
         module.register_forward_hook(_TROUBLES[trouble])
     mesh = _mesh_of_all() if trouble == "distributes over the pipeline" else None
     runner = PipelineRunner({rank: module}, schedule, token_loss, mesh=mesh)
-    return _refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
+    return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 
 def refused_split(schedule: Schedule, problem: Problem | None) -> str:
@@ -136,7 +129,7 @@ def refused_split(schedule: Schedule, problem: Problem | None) -> str:
         for parameter in module.parameters():
             parameter.register_hook(lambda gradient: gradient)
     data = random_tokens(CONFIG, num_microbatches_of(schedule), seed=0)
-    return _refusal(
+    return refusal(
         lambda: PipelineRunner({rank: module}, schedule, token_loss, problem).step(*data)
     )
 
@@ -171,12 +164,9 @@ def refused_orders(schedule: Schedule) -> str:
     rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
     runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
     translate = torch_schedule.order_of
-    name = "order_of"
-    if rank == 2:
-        setattr(torch_schedule, name, lambda actions: _swapped(translate(actions)))
-    text = _refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
-    setattr(torch_schedule, name, translate)
-    return text
+    change: Callable[[Order], Order] = _swapped if rank == 2 else tuple
+    with mock.patch.object(torch_schedule, "order_of", lambda actions: change(translate(actions))):
+        return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 
 def _swapped(order: Order) -> Order:
@@ -316,7 +306,7 @@ def end_with_the_device(schedule: Schedule) -> tuple[float, str, int]:
     seconds = time.monotonic() - began
     dist.barrier()
     runner._watch._store.claim(Cause(9, "rank 9: boom"))
-    words = _refusal(lambda: runner.step(batch, target))
+    words = refusal(lambda: runner.step(batch, target))
     runner.close()
     left = [thread for thread in threading.enumerate() if thread is runner._watch._thread]
     return seconds, words, len(left)

@@ -1,13 +1,22 @@
-"""Four ranks for the tests of a module: a fork each, as a process with torch stands by."""
+"""Four ranks for the tests of a module, and one thread for those that measure."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from optpipe.runtime.measuring import computing_with
 from tests.runtime.ranks import Ranks, start_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
+    """A fork each, as a process with torch stands by."""
     with start_ranks(4) as started:
         yield started
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As a rank has; on a busy machine threads that wait for each other take seconds."""
+    with computing_with(1):
+        yield

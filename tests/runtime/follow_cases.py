@@ -2,8 +2,7 @@
 
 import hashlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from optpipe.measurements import Measurements
 from optpipe.runtime import PipelineRunner, follow
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import small_data, small_runner
+from tests.runtime.watching import until
 
 
 class Scripted:
@@ -119,21 +119,16 @@ def train_following(
             found = training.step(*small_data(count, seed=step))
             optimizer.step()
             losses += [] if found is None else [found.tolist()]
+        reports: list[Any] = []
         if script is not None:
             script.let_go()
-        reports = [] if script is None else _reports(script, num_reports)
+            until(lambda: len(script.reports) >= num_reports)
+            reports = script.reports
         version, refusals = training.version, training.refusals
     runner.close()
     moved = runner.offloaded_bytes
     weights = [parameter.detach() for parameter in parameters]
     return Followed(losses, _digest(weights), version, refusals, moved, reports)
-
-
-def _reports(script: Scripted, least: int) -> list[Any]:
-    """Return the reports once so many have been told."""
-    if least:
-        _until(lambda: len(script.reports) >= least)
-    return script.reports
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
@@ -188,7 +183,7 @@ def train_served(
             left -= training.version == 2
             if source is not None and left == 9 and not (folder / "gone").exists():
                 (folder / "switched").touch()
-                _until(lambda: (folder / "gone").exists() and source.num_failures > 0)
+                until(lambda: (folder / "gone").exists() and source.num_failures > 0)
     runner.close()
     weights = [parameter.detach() for module in own.values() for parameter in module.parameters()]
     failures = 0 if source is None else source.num_failures
@@ -201,10 +196,3 @@ def _training(
     own, runner = small_runner(first, problem)
     parameters = [parameter for module in own.values() for parameter in module.parameters()]
     return own, runner, torch.optim.SGD(parameters, 0.1, momentum=0.9)
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,6 +53,7 @@ from tests.runtime.small_model import (
     torch_stages,
 )
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
+from tests.runtime.watching import counted, gradient_of, messages_of
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -106,7 +106,7 @@ def train_on_mesh(
     for step in range(2):
         for column in range(num_columns):
             step_alone(whole, small_data(num_microbatches, _seed(step, column)), num_microbatches)
-    wanted = [_whole(parameter.grad) / num_columns for parameter in whole.parameters()]
+    wanted = [gradient_of(parameter) / num_columns for parameter in whole.parameters()]
     found.compare(own, modules, wanted)
     if way == "tensor parallel":
         for module in own.values():
@@ -233,26 +233,23 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
     )
     output_bytes = [stage.output_bytes for stage in profile.problem(num_microbatches).stages]
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    seen, sent, batch_p2p = Deferred(runner), list[int](), torch_schedules._batch_p2p
+    seen, sent = Deferred(runner), list[int]()
     found, model = Trained(), _Chain(*wholes)
     watch_releases(runner.offloader, found)
-
-    def noted(operations: Any, desc: str | None = None) -> Any:
-        sent.extend(one.tensor.numel() for one in operations if one.op is dist.isend)
-        return batch_p2p(operations, desc)
 
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         size = (2, SAMPLES * num_microbatches, 3, WIDTH)
         batch, target = torch.randn(size, dtype=torch.float64, generator=generator)
         expected = step_alone(model, (batch, target), num_microbatches)
-        with mock.patch.object(torch_schedules, "_batch_p2p", noted):
+        with counted(torch_schedules, "_batch_p2p") as posted:
             losses = runner.step(batch, target)
+        sent += [one.tensor.numel() for one in messages_of(posted) if one.op is dist.isend]
         evaluated = runner.eval(batch, target).losses
         for ours in (losses, evaluated):
             equal = ours is None or torch.allclose(ours, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
-    found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
+    found.compare(own, modules, [gradient_of(parameter) for parameter in model.parameters()])
     runner.close()
     return Spread(found, seen.bytes, runner.offloaded_bytes, sent, output_bytes)
 
@@ -276,13 +273,7 @@ def train_gathered_in_bf16(
     row, group = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gradients: list[list[Tensor]] = []
-    width, promised, at_w = 8, 0, list[Tensor]()
-    make = passes._GroupedDeferred.make
-
-    def noted(deferred: Any) -> None:
-        at_w.append(deferred.weight)
-        make(deferred)
-
+    width, promised, num_at_w = 8, 0, 0
     for schedule in schedules:
         modules = [module.float() for module in small_stages(len(schedule.placement), width)]
         own = own_part(schedule.placement, modules, row)
@@ -292,9 +283,10 @@ def train_gathered_in_bf16(
                 fully_shard(block, mesh=mesh["data"], mp_policy=policy)
             fully_shard(module, mesh=mesh["data"], mp_policy=policy)
         runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-        with mock.patch.object(passes._GroupedDeferred, "make", noted):
+        with counted(passes._GroupedDeferred, "make") as made_at_w:
             runner.step(*small_data(num_microbatches, seed=0, width=width))
         promised = sum(runner.deferred_bytes.values())
+        num_at_w += made_at_w.call_count
         runner.close()
         parameters = [p for module in own.values() for p in module.parameters()]
         assert all(isinstance(p.grad, DTensor) for p in parameters)
@@ -302,7 +294,7 @@ def train_gathered_in_bf16(
     wanted, *others = gradients
     pairs = [pair for found in others for pair in zip(found, wanted, strict=True)]
     worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
-    return worst, promised, len(at_w)
+    return worst, promised, num_at_w
 
 
 class _Experts(torch.nn.Module):
@@ -361,10 +353,10 @@ def train_mixed(schedule: Schedule, num_microbatches: int) -> Mixed:
         (loss / num_microbatches).backward()
         expected.append(loss.detach())
         for total, parameter in zip(sums, model.parameters(), strict=True):
-            total.add_(_whole(parameter.grad))
+            total.add_(gradient_of(parameter))
     names = dict(zip((name for name, _ in model.named_parameters()), sums, strict=True))
     pairs = [
-        (_whole(parameter.grad), names[f"{index}.{name}"])
+        (gradient_of(parameter), names[f"{index}.{name}"])
         for index, module in own.items()
         for name, parameter in module.named_parameters()
     ]
@@ -403,11 +395,6 @@ class _Holds:
 
     def end(self, action: Action) -> None:
         """Nothing is noted."""
-
-
-def _whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "a parameter got no gradient"
-    return gradient
 
 
 def refused_wrappers() -> list[str]:

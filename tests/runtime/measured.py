@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from optpipe.runtime import ActionTimer, PreflightError, overlap
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.offload import PlainCopies
 from tests.runtime.small_model import small_data, small_runner
+from tests.runtime.watching import counted
 
 
 class _Multiplications(TorchDispatchMode):
@@ -215,18 +215,11 @@ def measure_pairs() -> tuple[int, int]:
     experts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([rank]) for rank in range(4)]
     rank = dist.get_rank()
-    handed_over = []
-    hand_over = overlap._Turns.hand_over
-
-    def seen(turns: Any, side: int) -> None:
-        handed_over.append(side)
-        hand_over(turns, side)
-
-    with mock.patch.object(overlap._Turns, "hand_over", seen):
+    with counted(overlap._Turns, "hand_over") as handed_over:
         profile = measure(
             [_Swapping(experts[rank // 2])], torch.rand(2, 6), group=alone[rank],
             effort=Effort(2, 1), links=False, overlap=overlap.interleave,
         )  # fmt: skip
     for group in (experts[rank // 2], alone[rank]):
         dist.destroy_process_group(group)
-    return len(handed_over), len(profile.pairs)
+    return len(handed_over.call_args_list), len(profile.pairs)

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from examples.train_gpt import MixedPrecision
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
@@ -40,18 +37,6 @@ class Counted(NamedTuple):
     boundary: dict[Action, BoundaryLevel]
 
 
-class _Autocast(nn.Module):
-    """Runs a stage in bfloat16."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, given: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.stage(given)
-
-
 class _Checkpointed(nn.Module):
     """Runs a block again in its backward, but for the products of its matrices."""
 
@@ -60,14 +45,11 @@ class _Checkpointed(nn.Module):
         self.block = block
 
     def forward(self, given: Tensor) -> Any:
-        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+        contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS)
         return checkpoint(self.block, given, use_reentrant=False, context_fn=contexts)
 
 
-def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    kept = operation in products
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+_PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 
 
 def gpt_stages(kind: str, num_stages: int) -> list[nn.Module]:
@@ -77,7 +59,7 @@ def gpt_stages(kind: str, num_stages: int) -> list[nn.Module]:
     """
     stages = make_stages(GPT, num_stages)
     if kind == "autocast":
-        return [_Autocast(stage) for stage in stages]
+        return [MixedPrecision(stage) for stage in stages]
     if kind == "selective":
         return [nn.Sequential(*map(_Checkpointed, stage.children())) for stage in stages]
     return stages

@@ -3,10 +3,11 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
+from optpipe import Problem, Programs, Provenance, Schedule, evaluate, parse_action
 from optpipe.check import find_violations
 from optpipe.runtime.offload import Cell
 from optpipe.schedule import Action, ActionType
+from tests import building
 
 LINEAR = (0, 1, 2, 3)
 V_SHAPE = (0, 1, 2, 3, 3, 2, 1, 0)
@@ -16,15 +17,11 @@ IRREGULAR = (0, 0, 1, 2, 2, 3, 1, 3)
 
 def make_problem(placement: Sequence[int], num_microbatches: int, limit: int = 1000) -> Problem:
     """Return a problem with unit costs: activations of 4 bytes, 3 of them offloadable."""
-    stage = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
-    size = {"activation_bytes": 4, "weight_context_bytes": 3, "offload_bytes": 3}
+    sizes = {"activation_bytes": 4, "weight_context_bytes": 3, "offload_bytes": 3}
     again = {"recompute_ms": 1, "checkpoint_bytes": 1}
-    device = Device(memory_bytes=limit, d2h_gb_per_s=1, h2d_gb_per_s=1)
-    return Problem(
-        num_microbatches=num_microbatches,
-        devices=(device,) * (max(placement) + 1),
-        stages=tuple(Stage(device=home, **stage, **size, **again) for home in placement),
-    )
+    devices = [building.bus(memory_bytes=limit)] * (max(placement) + 1)
+    stages = [building.stage(home, **sizes, **again) for home in placement]
+    return building.problem(stages, devices, m=num_microbatches)
 
 
 def make_schedule(problem: Problem, programs: Programs) -> Schedule:
@@ -35,36 +32,15 @@ def from_text(rows: Iterable[str]) -> Programs:
     return tuple(tuple(parse_action(cell) for cell in row.split()) for row in rows)
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Programs:
-    """1F1B with fused backwards, one stage per rank."""
-    rows = []
-    for stage in range(num_ranks):
-        warmup = min(num_ranks - stage, num_microbatches)
-        cells = [f"{stage}F{j}" for j in range(warmup)]
-        for j in range(num_microbatches):
-            cells.append(f"{stage}B{j}")
-            if j + warmup < num_microbatches:
-                cells.append(f"{stage}F{j + warmup}")
-        rows.append(" ".join(cells))
-    return from_text(rows)
+one_f_one_b = building.one_f_one_b
+"""1F1B with fused backwards, one stage per rank."""
 
 
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Programs:
     """1F1B with split backwards; the weight gradients fill the end."""
-    rows = []
-    for stage in range(num_ranks):
-        warmup = min(num_ranks - stage, num_microbatches)
-        cells = [f"{stage}F{j}" for j in range(warmup)]
-        for j in range(num_microbatches):
-            cells.append(f"{stage}I{j}")
-            if j >= stage:
-                cells.append(f"{stage}W{j - stage}")
-            if j + warmup < num_microbatches:
-                cells.append(f"{stage}F{j + warmup}")
-        first_left = max(0, num_microbatches - stage)
-        cells += [f"{stage}W{j}" for j in range(first_left, num_microbatches)]
-        rows.append(" ".join(cells))
-    return from_text(rows)
+    from optpipe_solver.families.zero_bubble import build_zb_h1
+
+    return build_zb_h1(make_problem(range(num_ranks), num_microbatches))
 
 
 def wave(placement: Sequence[int], num_microbatches: int) -> Programs:
@@ -190,46 +166,9 @@ def in_modes(problem: Problem, programs: Programs, number_of: dict[Cell, int]) -
     return tuple(changed)
 
 
-def traits(schedule: Schedule) -> set[str]:
-    """Return what makes a schedule worth testing."""
-    kinds = {action.type for program in schedule.programs for action in program}
-    cells = [action for program in schedule.programs for action in program]
-    last = len(schedule.placement) - 1
-    found = {name for name, kind in _MARKS.items() if kind in kinds}
-    found |= {"both"} if {"offload", "recompute"} <= found else set()
-    found |= {"V"} if schedule.placement == V_SHAPE else set()
-    forwards = [a.microbatch for a in cells if a.stage == last and a.type is ActionType.FORWARD]
-    found |= {"last stage out of order"} if forwards != sorted(forwards) else set()
-    return found | ({"gradients in order"} if _adds_in_order(schedule) else set())
-
-
-_MARKS = {
-    "offload": ActionType.OFFLOAD,
-    "recompute": ActionType.RECOMPUTE,
-    "fused": ActionType.FULL_BACKWARD,
-    "split": ActionType.BACKWARD_INPUT,
-}
-
-
-def _adds_in_order(schedule: Schedule) -> bool:
-    """Return whether every stage's I and B, and its W and B, are in micro-batch order."""
-    for kinds in ("IB", "WB"):
-        for stage, home in enumerate(schedule.placement):
-            order = [
-                action.microbatch
-                for action in schedule.programs[home]
-                if action.stage == stage and action.type.value in kinds
-            ]
-            if order != sorted(order):
-                return False
-    return True
-
-
-def alone(placement: Sequence[int], kinds: Sequence[str]) -> Programs:
-    """Return programs in which one micro-batch runs alone: up with the F's, down with the rest."""
-    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
-    for stage, home in enumerate(placement):
-        rows[home].append(f"{stage}{kinds[0]}0")
-    for stage, home in reversed(list(enumerate(placement))):
-        rows[home] += [f"{stage}{kind}0" for kind in kinds[1:]]
-    return from_text(map(" ".join, rows))
+def all_offloaded(problem: Problem) -> Programs:
+    """1F1B with split backwards, one stage per device, whose micro-batches all wait on the host."""
+    modes = [[mode.name for mode in menu].index("offload") for menu in problem.menus]
+    programs = building.one_f_one_b(len(modes), problem.num_microbatches, "IW")
+    cells = {action.cell for program in programs for action in program}
+    return in_modes(problem, programs, {cell: modes[cell[0]] for cell in cells})

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
 from optpipe.runtime.messages import Order
-from optpipe.runtime.offload import Cell, Fence, Offloader
+from optpipe.runtime.offload import Cell, Offloader
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
@@ -38,6 +37,7 @@ from tests.runtime.small_model import (
     small_stages,
     step_alone,
 )
+from tests.runtime.watching import counted, messages_of
 
 STEPS = 3
 
@@ -98,30 +98,6 @@ class _Adapted(nn.Module):
         return output
 
 
-class _Experts(nn.Module):
-    """Each token goes to one of three layers; a layer without tokens is not called."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.router = nn.Linear(base.in_features, 3).double()
-        sizes = base.in_features, base.out_features
-        self.width = base.out_features
-        self.experts = nn.ModuleList(nn.Linear(*sizes).double() for _ in range(3))
-
-    def forward(self, given: Tensor) -> Tensor:
-        tokens = given.flatten(0, -2)
-        # All are taken by some: the best of the router's would be one and the same.
-        chosen = (100 * tokens.detach().sum(-1)).long() % len(self.experts)
-        shares = self.router(tokens).softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        output = torch.zeros(len(tokens), self.width, dtype=given.dtype)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().flatten()
-            if len(rows):
-                share = shares[rows].unsqueeze(-1)
-                output = output.index_add(0, rows, expert(tokens[rows]) * share)
-        return output.view(*given.shape[:-1], self.width)
-
-
 class _Dropping(nn.Module):
     """A block behind dropout, whose seed is the tokens'."""
 
@@ -143,7 +119,7 @@ def _with_adapters(block: Any) -> nn.Module:
 
 
 def _with_experts(block: Any) -> nn.Module:
-    block.narrow = _Experts(block.narrow)
+    block.wide = nn.Sequential(ExpertBlock(2, None).double(), block.wide)
     return block  # type: ignore[no-any-return]
 
 
@@ -211,7 +187,6 @@ class Trained:
     largest_gradient: float = 0.0
     smallest_gradient: float = float("inf")
     num_gradients: int = 0
-    digest: float = 0.0
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     deferred_bytes: int = 0
@@ -241,7 +216,6 @@ class Trained:
                 self.largest_gradient = max(self.largest_gradient, largest)
                 self.smallest_gradient = min(self.smallest_gradient, largest)
                 self.num_gradients += 1
-                self.digest += float(found.sum())
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:
@@ -251,7 +225,7 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 def train(
     schedule: Schedule,
     problem: Problem | None,
-    fault: str | Callable[[PipelineRunner], None] = "",
+    change: Callable[[PipelineRunner], None] | None = None,
     model: str = "small",
     steps: int = STEPS,
 ) -> Trained:
@@ -264,7 +238,8 @@ def train(
     expected_losses, expected = reference(count, model)
     found = Trained(promised_bytes=sum(runner.deferred_bytes.values()))
     seen = Deferred(runner)
-    (_FAULTS[fault] if isinstance(fault, str) else fault)(runner)
+    if change is not None:
+        change(runner)
     watch_releases(runner.offloader, found)
     for step in range(steps):
         losses = runner.step(*data(count, step))
@@ -385,41 +360,8 @@ class _RandomDelays:
             time.sleep(self._chooser.random() / 250)
 
 
-def _delay(runner: PipelineRunner) -> None:
+def delay(runner: PipelineRunner) -> None:
     runner.observe(_RandomDelays(seed=100 + dist.get_rank()))
-
-
-def _corrupt(runner: PipelineRunner) -> None:
-    """Flip the lowest bit of the first byte that comes back from the host, on rank 1."""
-    issue = runner.offloader.copies.to_device
-
-    def to_device(pairs: Any) -> Fence:
-        for host, _ in pairs:
-            host[7] ^= 16
-        return issue(pairs)
-
-    if dist.get_rank() == 1:
-        runner.offloader.copies.to_device = to_device  # type: ignore[method-assign]
-
-
-def _leak(runner: PipelineRunner) -> None:
-    """Never let go of what is released."""
-    kept: list[Any] = []
-    offloader, release = runner.offloader, runner.offloader.release
-
-    def leaky(cell: Cell) -> None:
-        kept.extend(storage.on_device for storage in offloader.storages(cell))
-        release(cell)
-
-    offloader.release = leaky  # type: ignore[method-assign]
-
-
-_FAULTS: dict[str, Callable[[PipelineRunner], None]] = {
-    "": lambda runner: None,
-    "delays": _delay,
-    "corrupted host copy": _corrupt,
-    "leak": _leak,
-}
 
 
 def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:
@@ -484,22 +426,15 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
     """
     default = dist.distributed_c10d._get_default_group()
     ends = dist.new_group([0, dist.get_world_size() - 1])
-    groups: set[str] = set()
-    batch_p2p = torch_schedules._batch_p2p
-
-    def noted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-        groups.update(operation.group.group_name for operation in p2p_ops)
-        return batch_p2p(p2p_ops, desc)
-
-    torch_schedules._batch_p2p = noted
     if dist.get_rank() == bound_rank:
         default.bound_device_id = torch.device("cpu", 0)
     try:
-        trained = train(schedule, problem)
+        with counted(torch_schedules, "_batch_p2p") as posted:
+            trained = train(schedule, problem)
         assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
     finally:
-        torch_schedules._batch_p2p = batch_p2p
         default.bound_device_id = None
+    groups: set[str] = {message.group.group_name for message in messages_of(posted)}
     if ends != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}
@@ -509,7 +444,10 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
 
 
 class ExpertBlock(nn.Module):
-    """Attention, dispatch to experts, experts, combine; without a group all experts are here."""
+    """Attention, dispatch to experts, experts, combine.
+
+    Without a group all experts are here, and one without tokens is not called.
+    """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -532,8 +470,8 @@ class ExpertBlock(nn.Module):
     def _by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         own = list(self.experts)
         if self.group is None:
-            parts = rows.split(counts.tolist())
-            return torch.cat([torch.tanh(one(part)) for one, part in zip(own, parts, strict=True)])
+            pairs = zip(own, rows.split(counts.tolist()), strict=True)
+            return torch.cat([torch.tanh(one(part)) for one, part in pairs if len(part)])
         size, rank = self.group.size(), self.group.rank()
         each = len(own) // size
         here = torch.empty(size, each, dtype=torch.int64)
@@ -565,18 +503,13 @@ class _PairWatcher:
     def __call__(self, forward: PairedPass, backward: PairedPass) -> None:
         assert (forward.action.type.value, backward.action.type.value) == ("F", "B")
         self.num_pairs += 1
-        hand_over = overlap._Turns.hand_over
-
-        def seen(turns: Any, side: int) -> None:
-            self.sides.append("FB"[side])
-            hand_over(turns, side)
-
-        with mock.patch.object(overlap._Turns, "hand_over", seen):
+        with counted(overlap._Turns, "hand_over") as handed_over:
             if self.executor == "interleave":
                 interleave(forward, backward)
             else:
                 backward.run()
                 forward.run()
+        self.sides += ["FB"[call.args[1]] for call in handed_over.call_args_list]
 
 
 def train_paired(schedule: Schedule, executor: str) -> Paired:
@@ -608,8 +541,8 @@ def train_paired(schedule: Schedule, executor: str) -> Paired:
         found = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
         # A part of the batch each, and all of the own experts.
         dist.all_reduce(found, group=experts[stage])
-        assert theirs.grad is not None
-        worst = max(worst, float((found - theirs.grad).abs().max()))
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        worst = max(worst, float((found - wanted).abs().max()))
     for group in (*pipelines, *experts):
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)

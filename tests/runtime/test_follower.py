@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 from typing import Any, cast
 
 import pytest
@@ -15,6 +14,7 @@ from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import make_settings, running
 from tests.api.services.test_drift import measured
 from tests.runtime import follow_cases, schedules
+from tests.runtime.watching import until
 
 pytestmark = pytest.mark.long
 
@@ -51,21 +51,17 @@ def train(ranks, first, later, problem, steps, **options):
     return ranks.run(call, first, later, problem, steps, timeout=300)
 
 
-_STAYED: list[follow_cases.Followed] = []
-
-
-def stay(ranks) -> list[follow_cases.Followed]:
+@pytest.fixture(scope="module")
+def stayed(ranks):
     """Train by the first schedule alone, once for all tests."""
-    if not _STAYED:
-        problem, found = six_schedules()
-        _STAYED.extend(train(ranks, found[0], [], problem, STEPS, waits=False))
-    return _STAYED
+    problem, found = six_schedules()
+    return train(ranks, found[0], [], problem, STEPS, waits=False)
 
 
-def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks):
+def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks, stayed):
     problem, found = six_schedules()
     switched = train(ranks, found[0], found[1:] + found[:1], problem, STEPS)
-    for moved, kept in zip(switched, stay(ranks), strict=True):
+    for moved, kept in zip(switched, stayed, strict=True):
         assert (moved.losses, moved.digest) == (kept.losses, kept.digest)
         assert moved.version == STEPS
         assert (kept.version, moved.refusals) == (0, [])
@@ -101,21 +97,21 @@ def _waves(size):
     return schedules.from_text(map(" ".join, rows))
 
 
-def test_training_goes_on_when_the_service_is_gone(ranks):
+def test_training_goes_on_when_the_service_is_gone(ranks, stayed):
     problem, found = six_schedules()
     source = {"num_offered": 9, "num_answers": 3}
     gone = train(ranks, found[0], found[1:], problem, STEPS, waits=False, source=source)
-    assert [one.digest for one in gone] == [one.digest for one in stay(ranks)]
+    assert [one.digest for one in gone] == [one.digest for one in stayed]
     assert len({one.version for one in gone}) == 1
     assert gone[0].version in {1, 2, 3}
 
 
-def test_nobody_waits_for_a_service_that_is_stuck(ranks):
+def test_nobody_waits_for_a_service_that_is_stuck(ranks, stayed):
     problem, found = six_schedules()
     options = {"version": 1, "sample_every": 2, "report_every": 4, "source": {"is_stuck": True}}
     outcomes = train(ranks, found[0], found[1:], problem, STEPS, waits=False, **options)
     assert [one.version for one in outcomes] == [1] * 4
-    assert [one.digest for one in outcomes] == [one.digest for one in stay(ranks)]
+    assert [one.digest for one in outcomes] == [one.digest for one in stayed]
 
 
 def test_measured_times_are_reported_with_the_version_they_belong_to(ranks):
@@ -169,14 +165,6 @@ def _busy_first_stage():
         names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms")
         stage.update(dict.fromkeys(names, ms))
     return Problem.parse(data)
-
-
-def until(is_so):
-    """Wait until something is so, for at most four minutes."""
-    deadline = time.monotonic() + 240
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", ["sample_every", "report_every", "agree_every"])

@@ -1,18 +1,16 @@
 """Our schedules in torch's own runtime, and our runtime on stages that others have wrapped.
 
-What is left of an output that has been sent: its place in the graph, and no memory.
+A backward from what is left of an output that has been sent is one from the output.
 """
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _Action
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe import ScheduleFormatError, dump_csv, load_csv
 from optpipe.runtime.torch_schedule import hollow
-from optpipe.schedule import Action, ActionType
+from optpipe.schedule import ActionType
 from tests.runtime import interop_cases, schedules
 from tests.runtime.ranks import fork_ranks
 
@@ -49,18 +47,6 @@ def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks
         dump_csv(load_csv(text), for_torch=True)
     outcomes = ranks.run(interop_cases.train_by_torch, text, schedules.LINEAR, MICROBATCHES)
     assert max(found.worst_difference / found.largest_gradient for found in outcomes) > 0.01
-
-
-OUR_OWN = [kind for kind in ActionType if kind.value not in "FIWB"]
-
-
-@pytest.mark.parametrize("kind", OUR_OWN)
-def test_torch_refuses_the_actions_that_it_does_not_have(kind):
-    """It names the cell and never takes one of them for an action of its own; we refuse before."""
-    with pytest.raises(ScheduleFormatError, match=rf"no {kind.value} \(2{kind.value}7\)"):
-        dump_csv(((Action(2, kind, 7),),), for_torch=True)
-    with pytest.raises(RuntimeError, match=f"Invalid action string: 2{kind.value}7"):
-        _Action.from_str(f"2{kind.value}7")
 
 
 @pytest.mark.parametrize(
@@ -196,21 +182,3 @@ def test_a_backward_from_hollow_outputs_is_one_from_the_outputs(shape, dtype):
     stand_ins = hollow(outputs())
     assert [one.shape for one in stand_ins] == [given.shape] * 2
     assert torch.equal(_gradients(stand_ins, weights, given), expected)
-
-
-def test_the_memory_of_an_output_is_free_unless_the_graph_needs_it():
-    given = torch.randn(64, requires_grad=True)
-    doubled, saved = given * 2, given.exp()
-    gone, needed = (StorageWeakRef(one.untyped_storage()) for one in (doubled, saved))
-    stand_ins = hollow((doubled, saved))
-    del doubled, saved
-    assert gone.expired()
-    assert not needed.expired()
-    assert all(one.untyped_storage().nbytes() <= given.element_size() for one in stand_ins)
-
-
-def test_what_has_no_gradient_or_is_no_tensor_is_nothing_to_start_from():
-    tokens, kept = torch.arange(6), nn.Identity()
-    empty, same = hollow((tokens, kept))
-    assert empty.numel() == 0
-    assert same is kept

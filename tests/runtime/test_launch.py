@@ -1,24 +1,22 @@
 """The demo from end to end in processes of its own, its failures, and a rank that breaks."""
 
-import os
 import re
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
+from optpipe import dump_schedule, load_problem
 from optpipe.runtime import demo
 from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.watch import EXIT_CODE
-from tests.runtime import cases
-from tests.runtime.ranks import Ended, fork_ranks, free_port, start_ranks
+from tests.runtime import cases, schedules
+from tests.runtime.ranks import Ended, fork_ranks, free_port
 
 pytestmark = pytest.mark.long
 
@@ -33,39 +31,22 @@ def problem():
 @pytest.fixture(scope="module")
 def offloading(problem):
     """Return 1F1B with split backwards whose micro-batches wait on the host, as JSON."""
-    rows = []
-    for stage in range(4):
-        ahead, cells = 4 - stage, []
-        for slot in range(problem.num_microbatches + ahead):
-            if (done := slot - ahead) >= 0:
-                cells += [f"{stage}RELOAD{done}", f"{stage}I{done}", f"{stage}W{done}"]
-            if slot < problem.num_microbatches:
-                cells += [f"{stage}F{slot}", f"{stage}OFFLOAD{slot}", f"{stage}RELEASE{slot}"]
-        rows.append(tuple(parse_action(cell) for cell in cells))
-    return dump_schedule(evaluate(problem, tuple(rows), Provenance(method="by hand")))
+    return dump_schedule(schedules.make_schedule(problem, schedules.all_offloaded(problem)))
 
 
 @pytest.fixture
-def service(offloading):
+def service(offloading, tmp_path):
     """Serve that schedule as the service does, for job 7; every other path is 404."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            found = self.path == "/v1/jobs/7/schedule"
-            self.send_response(200 if found else 404)
-            self.end_headers()
-            self.wfile.write(offloading.encode() if found else b'{"detail": "no such job"}')
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    schedule = tmp_path / "v1" / "jobs" / "7" / "schedule"
+    schedule.parent.mkdir(parents=True)
+    schedule.write_text(offloading)
+    files = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with HTTPServer(("127.0.0.1", 0), files) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def arguments(*more: str) -> list[str]:
@@ -184,20 +165,3 @@ def test_ranks_that_stay_behind_a_failed_one_are_ended(monkeypatch):
     statement = "1 / 0 if os.environ['RANK'] == '1' else time.sleep(60)"
     given = ["-n", "1", "-r", "1", "-s", "import os, time", statement]
     assert launch_ranks("timeit", given, 2) == 1
-
-
-def _fail_or_wait(failing: int) -> int:
-    if dist.get_rank() == failing:
-        raise ValueError("boom")
-    dist.barrier()
-    return os.getpid()
-
-
-def test_ranks_of_which_one_failed_are_started_anew(monkeypatch):
-    """Those of our own tests: a hang fails one test, and not all behind it."""
-    monkeypatch.setattr("tests.runtime.ranks._AFTER_A_FAILURE_S", 0.5)
-    with start_ranks(2) as ranks:
-        before = ranks.run(_fail_or_wait, -1)
-        with pytest.raises(AssertionError, match=r"(?s)rank 1 raised.*boom.*ranks \[0\] did not"):
-            ranks.run(_fail_or_wait, 1)
-        assert not set(ranks.run(_fail_or_wait, -1)) & set(before)

@@ -9,24 +9,18 @@ import pytest
 from optpipe import Problem, Programs
 from optpipe.memory import memory_walk, modes_of
 from optpipe.runtime.demo_model import random_tokens, token_loss
-from optpipe.runtime.measuring import Effort, computing_with, measure
+from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import ActionType
 from optpipe_solver import solve
 from tests.runtime import memory_cases, schedules
 from tests.runtime.measured import WorkClock
 from tests.runtime.memory_cases import Counted
-from tests.runtime.ranks import Ranks
 from tests.runtime.small_model import small_data, small_loss, small_stages
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "one_thread")
 
 MICROBATCHES = 8
-
-
-def _count(ranks: Ranks, problem: Problem, programs: Programs) -> list[Counted]:
-    schedule = schedules.make_schedule(problem, programs)
-    return ranks.run(memory_cases.count_step, schedule, problem.num_microbatches, "", problem)
 
 
 def _measured(
@@ -47,7 +41,7 @@ def _measured(
     # Multiplications take a time each and all else none: so menus are the same in every run.
     clock = WorkClock() if modes else None
     counted = nullcontext() if clock is None else clock.counter
-    with computing_with(1), memory_cases.around(kind), counted:
+    with memory_cases.around(kind), counted:
         profile = measure(
             stages,
             sample,
@@ -92,17 +86,6 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
     return shares
 
 
-@pytest.mark.parametrize(
-    "placement", [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)]
-)
-def test_the_peak_is_the_plans_and_nothing_is_left(ranks, placement):
-    problem = _measured(placement)
-    for seed, offload in enumerate((0.0, 0.5)):
-        programs = schedules.random_programs(problem, 40 + seed, offload=offload)
-        shares = _shares(problem, programs, _count(ranks, problem, programs))
-        assert 0.97 <= min(shares) <= max(shares) <= 1
-
-
 def test_unequal_micro_batches_hold_what_is_planned_of_each(ranks):
     """Slots of messages, and nothing else, are as the largest."""
     lengths = (6, 24, 40)
@@ -122,20 +105,6 @@ def test_unequal_micro_batches_hold_what_is_planned_of_each(ranks):
         counted = ranks.run(memory_cases.count_unequal_step, schedule, problem, given)
         shares = _shares(problem, programs, counted)
         assert 0.97 <= min(shares) <= max(shares) <= 1
-
-
-def test_with_recomputation_the_plan_holds_and_nothing_is_left(ranks):
-    """An F without a graph needs its own room, which v1 cannot say: the modes have it."""
-    problem = _measured(schedules.LINEAR, recompute=True)
-    names = [[mode.name for mode in menu] for menu in problem.menus]
-    assert names == [["keep", "offload", "recompute"]] * len(names)
-    chooser = random.Random(42)
-    programs = schedules.random_programs(problem, 42)
-    cells = {action.cell for program in programs for action in program}
-    numbers = {cell: chooser.choice((0, 0, 1, 1, 2)) for cell in sorted(cells)}
-    programs = schedules.in_modes(problem, programs, numbers)
-    shares = _shares(problem, programs, _count(ranks, problem, programs))
-    assert 0.97 <= min(shares) <= max(shares) <= 1
 
 
 _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")

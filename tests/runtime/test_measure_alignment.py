@@ -48,6 +48,8 @@ def test_exact_wall_clocks_give_the_times_back(placement, zeros, seed) -> None:
     rows = simulated(placement, seed)
     found = align(on_own_clocks(rows, zeros, [0.0] * 4))
     assert found.step == 3
+    spans = [max(item.end for item in row) - min(item.start for item in row) for row in rows]
+    assert found.span_ms == pytest.approx(max(spans), abs=5e-3)
     for row, wanted in zip(found.rows, rows, strict=True):
         assert [item.action for item in row] == [item.action for item in wanted]
         assert [item.start for item in row] == pytest.approx(
@@ -108,11 +110,3 @@ def test_messages_that_contradict_each_other_are_off_by_no_more_than_they_contra
     early = max(0.0, sent - found.rows[1][0].start)
     late = max(0.0, found.rows[1][-1].end - answered)
     assert early + late == pytest.approx(too_soon)
-
-
-def test_the_span_is_that_of_the_longest_row() -> None:
-    """From a device's first start to its last end."""
-    rows = simulated(schedules.LINEAR, 1)
-    found = align(on_own_clocks(rows, [0.0] * 4, [0.0] * 4))
-    spans = [max(item.end for item in row) - min(item.start for item in row) for row in rows]
-    assert found.span_ms == pytest.approx(max(spans), abs=5e-3)

@@ -12,17 +12,11 @@ import torch.distributed as dist
 from optpipe import Problem, Schedule
 from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer
-from optpipe.runtime.measuring import computing_with
 from optpipe.runtime.offload import PlainCopies
 from optpipe.schedule import ActionType
 from tests.runtime import measured, schedules
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As a rank has; on a busy machine threads that wait for each other take seconds."""
-    with computing_with(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -44,15 +38,14 @@ def offloading(num_microbatches: int = 4) -> tuple[Problem, Schedule]:
 
 @pytest.fixture(scope="module")
 def timed(ranks) -> tuple[Problem, Schedule, Any]:
-    """Every step of three but the first, by rank."""
+    """Every second step of five but the first, by rank."""
     problem, schedule = offloading()
-    return problem, schedule, ranks.run(measured.time_training, schedule, problem, 1, 3)
+    return problem, schedule, ranks.run(measured.time_training, schedule, problem, 2, 5)
 
 
-def test_sampled_steps_hold_every_action_in_its_place(ranks) -> None:
-    """Every second step but the first; compute one after another, messages not before sent."""
-    problem, schedule = offloading()
-    outcomes = ranks.run(measured.time_training, schedule, problem, 2, 5)
+def test_sampled_steps_hold_every_action_in_its_place(timed) -> None:
+    """Compute one after another, messages not before sent."""
+    _, schedule, outcomes = timed
     assert [result[:3] for result in outcomes[1:]] == [(None, None, None)] * 3
     steps = outcomes[0][0]
     assert [step.step for step in steps] == [2, 4]
@@ -79,7 +72,7 @@ def test_the_value_to_post_has_all_samples_and_a_json_form(timed) -> None:
     assert Measurements.model_validate_json(value.model_dump_json()) == value
     compute = [a for program in schedule.programs for a in program if a.type.is_compute]
     assert len(value.samples) == 2 * len(compute)
-    assert {sample.step for sample in value.samples} == {1, 2}
+    assert {sample.step for sample in value.samples} == {2, 4}
     assert {sample.rank for sample in value.samples} == {0, 1, 2, 3}
     assert value.placement == schedule.placement
     offloads = {a.stage for program in schedule.programs for a in program if a.type.is_transfer}
@@ -101,7 +94,7 @@ def test_the_trace_shows_the_plan_above_what_ran(timed) -> None:
         if event["name"] == "process_name"
     }
     assert names[0] == "0: gpu0 planned"
-    assert names[1] == "0: gpu0 measured, step 2"
+    assert names[1] == "0: gpu0 measured, step 4"
     assert sorted(names) == list(range(8))
     for device in range(4):
         planned, ran = (
@@ -113,26 +106,21 @@ def test_the_trace_shows_the_plan_above_what_ran(timed) -> None:
     assert trace["otherData"]["span_ms"] > 0
 
 
-def test_training_is_the_same_with_and_without_a_timer(ranks) -> None:
+def test_training_is_the_same_with_and_without_a_timer(ranks, timed) -> None:
     """Bit for bit, on sampled steps and between them."""
-    problem, schedule = offloading()
-    timed, untimed = (
-        [result[3] for result in ranks.run(measured.time_training, schedule, problem, every, 4)]
-        for every in (2, None)
-    )
-    assert timed == untimed
-    assert sum(map(len, timed)) == 4 * problem.num_microbatches
+    problem, schedule, outcomes = timed
+    losses = [result[3] for result in outcomes]
+    untimed = ranks.run(measured.time_training, schedule, problem, None, 5)
+    assert losses == [result[3] for result in untimed]
+    assert sum(map(len, losses)) == 5 * problem.num_microbatches
 
 
-class LaneClock:
+class LaneClock(measured.TurnClock):
     """A device that is driven by hand: ``now`` on the compute lane, copies end when told."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.waited_for: list[float] = []
-
-    def mark(self) -> float:
-        return self.now
 
     def mark_after(self, fence: Any, lane: int) -> float:
         return float(fence)

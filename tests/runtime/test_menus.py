@@ -9,7 +9,7 @@ from torch import nn
 from optpipe import load_problem
 from optpipe.formats.json import dump_problem
 from optpipe.runtime import groups
-from optpipe.runtime.measuring import Effort, computing_with, measure
+from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.measuring.memory import Candidate
 from optpipe.runtime.offload import EVERYTHING
 from optpipe.runtime.treatments import Treatment, parse_treatment
@@ -17,7 +17,7 @@ from optpipe.stage import choose
 from tests.runtime import measured
 from tests.runtime.measured import WorkClock
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "one_thread")
 
 FLOAT = 4
 
@@ -35,7 +35,7 @@ def _stages() -> list[nn.Module]:
 def test_every_byte_and_every_product_of_a_group_is_counted() -> None:
     """On a clock that counts multiplications; a menu is written, and read back."""
     clock = WorkClock()
-    with computing_with(1), clock.counter:
+    with clock.counter:
         profile = measure(
             _stages(), torch.ones(5, 8), effort=Effort(2, 1), links=False, clock=clock,
             min_offload_bytes=1, modes=64,
@@ -72,8 +72,7 @@ def test_a_menu_says_of_compiled_groups_that_they_cannot_be_told_apart() -> None
     stages = _stages()
     compiled = stages[1].get_submodule("1")
     compiled.compile(backend="aot_eager")
-    with computing_with(1):
-        profile = measure(stages, torch.ones(5, 8), effort=Effort(1, 0), links=False, modes=8)
+    profile = measure(stages, torch.ones(5, 8), effort=Effort(1, 0), links=False, modes=8)
     notes = [note for note in profile.measurements.notes if "no hook tells" in note]
     assert [note.split(" are compiled")[0] for note in notes] == ["Stage 1: mlp"]
     used = {

@@ -4,7 +4,6 @@ import gc
 import mmap
 import os
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from optpipe.errors import OffloadError
-from optpipe.runtime.demo_model import ModelConfig, make_stages
-from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.offload import CudaCopies, HostPool, Offloader, PlainCopies, host_memory_bytes
-from optpipe.runtime.passes import WeightGradients, split_linears
+from optpipe.runtime.offload import CudaCopies, HostPool, Offloader, host_memory_bytes
 from tests.runtime.recording import RecordingCuda
 
 CELL = (0, 0)
@@ -168,15 +164,6 @@ def _there_and_back_of(stage, given, weight, min_bytes):
     return result
 
 
-def test_host_memory_is_allocated_once(module, offloader):
-    for _ in range(3):
-        output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
-        _round_trip(offloader)
-        output.sum().backward()
-    assert offloader.pool.allocated_bytes == 2 * 8 * 64 * 4
-    assert offloader.offloaded_bytes == offloader.reloaded_bytes == 3 * 2 * 8 * 64 * 4
-
-
 def test_other_cells_are_not_touched(module, offloader):
     with offloader.capture((0, 1)):
         output = module(torch.randn(8, 16, requires_grad=True))
@@ -204,48 +191,6 @@ def test_weights_that_are_gathered_during_the_forward_stay():
         weight.copy_(values)
     result.backward()
     torch.testing.assert_close(given.grad, expected)
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_the_backward_of_a_reloaded_cell_peaks_as_that_of_a_kept_one(split):
-    """A plan has one workspace for both; a slab that stays whole would need more."""
-    kept, reloaded = (_backward_use(reloads=reloads, split=split) for reloads in (False, True))
-    assert reloaded == kept
-    before, peak, _ = kept
-    assert peak < 1.25 * before
-
-
-def _backward_use(*, reloads: bool, split: bool) -> tuple[int, int, int]:
-    """Return the bytes live before a backward, at its peak and after it."""
-    config = ModelConfig(hidden=32, blocks=4, sequence=16)
-    (whole,) = make_stages(config, 1)
-    module = nn.Sequential(*list(whole.children())[1:-1])
-    gradients = WeightGradients()
-    split_linears(module, gradients)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    there = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    given = torch.randn(2, 16, 32, dtype=config.dtype, requires_grad=True)
-    ones = torch.ones_like(given)
-    with meter_for(CPU, [given, ones, *module.parameters(), *there]) as meter:
-        offloader = Offloader({0: module}, CPU, [CELL], min_bytes=1)
-        output = _forward(module, offloader, given)
-        if reloads:
-            _there_and_back(offloader)
-        else:
-            offloader.reset()
-        before = meter.live_bytes()
-        with gradients.collect() if split else nullcontext():
-            _, peak = meter.watch(lambda: output.backward(ones))
-            after = meter.live_bytes()
-            gradients.take()()
-    return before, peak, after
-
-
-def _there_and_back(offloader: Offloader) -> None:
-    _round_trip(offloader)
-    # The host's slots are no device memory, which the meter cannot tell on a CPU.
-    offloader.pool = HostPool(PlainCopies())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from optpipe.schedule import ActionType
 from optpipe_solver.replan import replan
 from tests.runtime import schedules
 from tests.runtime.small_model import NUM_BLOCKS, SAMPLES, WIDTH, own_part, small_data, small_stages
+from tests.runtime.watching import gradients_apart
 
 LENGTHS = (1, 3, 4, 7, 12)
 
@@ -141,15 +142,10 @@ def train(
                 assert places <= {slot.data_ptr() for slot in pool._slots}
             places = {slot.data_ptr() for slot in pool._slots} if step else set()
     size_of = NUM_BLOCKS // len(placement)
+    blocks: Any = alone.blocks
     apart = [
-        float((cast("Tensor", one.grad) - cast("Tensor", wanted.grad)).abs().max())
+        gradients_apart(cast("nn.Module", stage.blocks), blocks[size_of * s : size_of * (s + 1)])
         for s, stage in own.items()
-        for block, other in zip(
-            cast("nn.ModuleList", stage.blocks),
-            cast("nn.ModuleList", alone.blocks)[size_of * s :],
-            strict=False,
-        )
-        for one, wanted in zip(block.parameters(), other.parameters(), strict=True)
     ]
     moved = runner.offloaded_bytes
     runner.close()
@@ -210,13 +206,8 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ranks):
     first = problem_of(schedules.LINEAR, batch)
     other = problem_of(schedules.LINEAR, Batch((12, 1, 3, 3), 0))
     longer = problem_of(schedules.LINEAR, Batch((1, 12, 3, 3, 3), 0))
-    small = first.model_copy(
-        update={
-            "devices": tuple(
-                one.model_copy(update={"reserved_bytes": 100}) for one in first.devices
-            )
-        }
-    )
+    devices = [one.model_copy(update={"reserved_bytes": 100}) for one in first.devices]
+    small = first.model_copy(update={"devices": tuple(devices)})
     even = schedules.make_problem(schedules.LINEAR, 4)
     planned = {
         one.problem_hash: schedules.make_schedule(one, schedules.random_programs(one, 1))

@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,7 @@ import pytest
 from optpipe.measurements import Measurements
 from optpipe.runtime.follower import SchedulePoller, StepReport
 from tests.runtime import schedules
-
-PATIENCE_S = 120
+from tests.runtime.watching import PATIENCE_S, until
 
 
 class Desk:
@@ -65,15 +64,6 @@ def report(step: int) -> StepReport:
     return StepReport(3, step, 1.5, Measurements(source="a test"))
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(PATIENCE_S * 100):
-        if is_so():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came about")
-
-
 def test_a_newer_version_is_taken_once(line, desk, schedule) -> None:
     assert line.take() is None
     desk.answers.put((5, schedule))
@@ -93,33 +83,19 @@ def test_of_two_versions_that_came_between_two_steps_the_newest_counts(
     assert line.take() is None
 
 
-def test_a_failing_service_is_asked_again_and_what_failed_is_logged(
+def test_a_failing_service_is_asked_again_ever_later_and_what_failed_is_logged(
     line, desk, schedule, caplog
 ) -> None:
+    errors = [ConnectionError("gone"), ValueError("nonsense"), *[ConnectionError("gone")] * 2]
     with caplog.at_level(logging.WARNING, "optpipe.runtime.follower"):
-        for error in (ConnectionError("gone"), ValueError("nonsense")):
-            desk.answers.put(error)
-        desk.answers.put((5, schedule))
+        for answer in (*errors, (5, schedule)):
+            desk.answers.put(answer)
         assert line.wait(PATIENCE_S)
     assert "ConnectionError: gone); version 4 runs on" in caplog.text
     assert "ValueError: nonsense" in caplog.text
-    assert desk.known[:3] == [4, 4, 4]
-
-
-def test_pauses_between_failures_grow(desk, caplog) -> None:
-    line = SchedulePoller(desk, 0, first_pause_s=0.01)
-    with caplog.at_level(logging.WARNING, "optpipe.runtime.follower"):
-        for _ in range(4):
-            desk.answers.put(ConnectionError("gone"))
-        until(lambda: len(caplog.records) == 4)
-    line.close()
+    assert desk.known[:5] == [4] * 5
     pauses = [record.args[3] for record in caplog.records if isinstance(record.args, tuple)]
     assert pauses == [0.01, 0.02, 0.04, 0.08]
-
-
-def test_reports_are_told_in_the_background(line, desk) -> None:
-    line.post(report(100))
-    assert desk.reports.get(timeout=PATIENCE_S) == (3, 100)
 
 
 def test_a_report_that_waits_gives_way_to_a_newer_one(line, desk) -> None:

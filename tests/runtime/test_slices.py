@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from optpipe import Problem
-from optpipe.runtime import PipelineRunner, PreflightError, slices
+from optpipe.runtime import PipelineRunner, slices
 from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.families.classic import build_seq1f1b, build_slimpipe
 from tests.runtime import schedules
 from tests.runtime.live_bytes import LiveBytes
+from tests.runtime.watching import gradients_apart, refusal
 
 CONFIG = ModelConfig(blocks=8, sequence=16)
 SLICES, SAMPLES = 4, 3
@@ -84,13 +86,7 @@ def train(schedule, problem) -> tuple[float, float]:
             lost = max(lost, float((seen - losses).abs().max()))
             lost = max(lost, float((losses.mean() - loss).abs()))
     runner.close()
-    wanted: dict[str, Any] = dict(alone.named_parameters())
-    named: dict[int, Any] = own
-    apart = [
-        float((one.grad - wanted[f"{s}.{name}"].grad).abs().max())
-        for s, stage in named.items()
-        for name, one in stage.named_parameters()
-    ]
+    apart = [gradients_apart(one, alone.get_submodule(str(s))) for s, one in own.items()]
     return max(apart), lost
 
 
@@ -136,16 +132,9 @@ def test_what_is_not_kept_is_refused(ranks):
         for row in build_seq1f1b(problem)
     )
     schedule = schedules.make_schedule(problem, rows)
-    for text in ranks.run(refused, schedule, problem):
+    for text in ranks.run(refusal, partial(train, schedule, problem)):
+        assert text.startswith("PreflightError")
         assert "this runtime only keeps slices" in text
-
-
-def refused(schedule, problem) -> str:
-    try:
-        train(schedule, problem)
-    except PreflightError as error:
-        return str(error)
-    return ""
 
 
 Join = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -249,13 +238,13 @@ def test_what_a_backward_cannot_have_again_is_refused() -> None:
         turned = checkpoint(lambda one: (one + slices.number()).sin(), mixed, use_reentrant=False)
         return linear(turned, join)
 
-    for attend, refusal in (
+    for attend, words in (
         (forgets_keys, r"changed in place after slices\.past"),
         (forgets_another, "changed in place after autograd had saved it"),
         (checkpointed, r"slices\.past is called in a backward"),
         (positioned, r"slices\.number is called in a backward"),
     ):
-        with pytest.raises(RuntimeError, match=refusal):
+        with pytest.raises(RuntimeError, match=words):
             attend_in(4, attend)
 
 

@@ -25,6 +25,7 @@ from optpipe.runtime.treatments import (
 )
 from optpipe.runtime.watch import Activity
 from optpipe.schedule import Action, ActionType
+from tests import building
 from tests.runtime import batch_cases, cases, schedules, small_cases
 
 GROUPS = ("attn", "core_attn", "mlp", "norm")
@@ -61,16 +62,10 @@ def menu_problem(menu: Sequence[Treatment]) -> Problem:
 
 def problem_of(modes: list[dict[str, Any]]) -> Problem:
     """Return a problem of four stages with these modes."""
-    cost = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "modes": modes}
-    device = {"memory_bytes": 10**6, "d2h_gb_per_s": 1, "h2d_gb_per_s": 1}
-    return Problem.parse(
-        {
-            "format": "optpipe/problem/v2",
-            "num_microbatches": NUM_MICROBATCHES,
-            "devices": [device] * 4,
-            "stages": [{"device": s, "costs": [cost | {"activation_bytes": 4}]} for s in range(4)],
-        }
-    )
+    times = dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 1)
+    cost = {**times, "activation_bytes": 4, "modes": modes}
+    stages = [{"device": s, "costs": [cost]} for s in range(4)]
+    return building.problem(stages, m=NUM_MICROBATCHES, format="optpipe/problem/v2")
 
 
 def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) -> None:
@@ -81,7 +76,8 @@ def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) 
     for part in (menu[:half], menu[half:]):
         problem = menu_problem(part)
         cells = [(stage, j) for j in range(NUM_MICROBATCHES) for stage in range(4)]
-        for first, make in enumerate((schedules.one_f_one_b, schedules.zero_bubble_h1)):
+        makers: tuple[Any, ...] = (schedules.one_f_one_b, schedules.zero_bubble_h1)
+        for first, make in enumerate(makers):
             number_of = {
                 cell: 1 + (index + 5 * first) % len(part) for index, cell in enumerate(cells)
             }
@@ -91,7 +87,7 @@ def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) 
                 number_of[cell] = 1 if whole and cell[0] == 0 else number
             programs = schedules.in_modes(problem, make(4, NUM_MICROBATCHES), number_of)
             schedule = schedules.make_schedule(problem, programs)
-            outcomes = ranks.run(small_cases.train, schedule, problem, "", "transformer", 1)
+            outcomes = ranks.run(small_cases.train, schedule, problem, None, "transformer", 1)
             assert all(one.losses_equal for one in outcomes)
             assert max(one.worst_difference for one in outcomes) < 1e-15
             assert all(one.live_bytes_after_release == 0 for one in outcomes)
@@ -321,29 +317,10 @@ def test_ranks_refuse_modes_together(ranks) -> None:
 # --- Random numbers and buffers of what runs again inside the backward.
 
 
-class _Noisy(nn.Module):
-    """Dropout, and buffers that a forward changes, in place and by another one."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, given: Tensor, *, scale: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        activations = self.dropout(torch.tanh(self.layer(self.norm(given)))) / self.calls
-        output: Tensor = (activations * scale).sin()
-        return output
-
-
 class _Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _Noisy(), _Noisy()
+        self.first, self.second = cases.Noisy(), cases.Noisy()
 
     def forward(self, given: Tensor) -> Tensor:
         output: Tensor = self.second(self.first(given, scale=given.cos()), scale=given)
@@ -368,5 +345,5 @@ def test_what_runs_again_inside_sees_the_random_numbers_and_buffers_of_its_forwa
         assert len(reruns) == 2 * 2 * len(again)
         assert not any("forward" in vars(part) for part in stage.modules())
         found.append([*stage.buffers(), *(part.grad for part in stage.parameters())])
-    assert len(found[0]) == 8 + 8
+    assert len(found[0]) == 10 + 8
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

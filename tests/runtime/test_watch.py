@@ -14,9 +14,8 @@ from optpipe import parse_action
 from optpipe.errors import PreflightError, RankError
 from optpipe.runtime.watch import Activity, Cause, CauseStore, DeviceMarks, Watchdog
 from tests.runtime import cases, schedules
+from tests.runtime.watching import PATIENCE_S, until
 
-# What a machine that does much else may take for what takes none.
-PATIENCE_S = 30
 ACTION = parse_action("1F0")
 NEVER = 1e9
 BOOM = ValueError("boom")
@@ -79,13 +78,6 @@ def world():
         assert not rank.watch._thread.is_alive()
 
 
-def _until(is_so):
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_rank_stuck_in_a_step_is_cut_off_and_ended_with_the_cause(world):
     stuck, failing = world({}, {})
 
@@ -126,9 +118,9 @@ def test_without_a_failure_steps_go_on_and_so_do_the_beats(world):
     for step in range(3):
         with first.watch.over(f"step {step}"):
             time.sleep(1.5 if step == 2 else 0.1)
-    _until(lambda: second.causes.read()[1][0].words == "behind step 2")
+    until(lambda: second.causes.read()[1][0].words == "behind step 2")
     before = second.causes.read()[1][0].number
-    _until(lambda: second.causes.read()[1][0].number > before + 3)
+    until(lambda: second.causes.read()[1][0].number > before + 3)
     assert not first.was_cut.is_set()
 
 
@@ -190,7 +182,7 @@ def test_without_a_broken_connection_beats_must_be_missing_for_longer(world):
     def body():
         time.sleep(0.5)
         assert first.watch.cause is None
-        _until(lambda: first.watch.cause is not None)
+        until(lambda: first.watch.cause is not None)
 
     assert str(first.runs(body)).startswith(f"{OTHER}rank 1: its process")
 
@@ -230,7 +222,7 @@ def test_an_action_that_waits_for_a_copy_of_its_stage_is_not_named(world):
 
     def hangs():
         hanging.activity.begin(ACTION)
-        _until(lambda: ahead.watch.cause is not None)
+        until(lambda: ahead.watch.cause is not None)
 
     ahead.runs(waits)
     assert ahead.watch.cause.rank == 2
@@ -238,7 +230,7 @@ def test_an_action_that_waits_for_a_copy_of_its_stage_is_not_named(world):
 
 def test_who_does_not_begin_the_step_is_named_by_who_waits(world):
     first, _ = world({}, {}, hang_timeout_s=0.3)
-    error = first.runs(lambda: _until(lambda: first.watch.cause is not None))
+    error = first.runs(lambda: until(lambda: first.watch.cause is not None))
     assert str(error) == f"{OTHER}rank 1, behind the start: has not begun step 3 for 0 s"
 
 
@@ -264,8 +256,8 @@ def test_with_the_store_goes_its_holder_where_it_is_still_needed(world, is_done)
     def body():
         if is_done:
             holder.runs()
-        _until(lambda: 0 in other.watch._beats)
-        _until(lambda: other.watch._beats[0][0].num_left == is_done)
+        until(lambda: 0 in other.watch._beats)
+        until(lambda: other.watch._beats[0][0].num_left == is_done)
         store.is_gone = True
         time.sleep(0.1)
         assert other.watch.cause is None
@@ -314,7 +306,7 @@ def test_a_step_ends_with_its_device_and_not_with_what_a_cut_connection_left(wor
     first, failing = world({"marks": marks}, {}, poll_s=0.5)
 
     def cut():
-        _until(lambda: len(gates) == 3)
+        until(lambda: len(gates) == 3)
         failing.fails()
         for gate in gates.values():
             gate.set()

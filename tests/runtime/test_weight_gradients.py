@@ -21,6 +21,7 @@ from optpipe.runtime.passes import (
     unsplit_linears,
 )
 from tests.runtime.delaying import DelayingLinear
+from tests.runtime.watching import gradient_of
 
 
 class _Tied(nn.Module):
@@ -82,12 +83,7 @@ def _hooked() -> nn.Module:
 
 
 def _double_gradient(parameter: torch.Tensor) -> None:
-    _gradient(parameter).mul_(2)
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    gradient_of(parameter).mul_(2)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -135,12 +131,8 @@ def test_split_backward_equals_the_unsplit_one(name):
             run = gradients.take()
         run()
         _assert_same(ours, theirs)
-    for (parameter_name, ours), theirs in zip(
-        split.named_parameters(), plain.parameters(), strict=True
-    ):
-        assert (ours.grad is None) == (theirs.grad is None), parameter_name
-        if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+    for parameter, wanted in zip(split.parameters(), plain.parameters(), strict=True):
+        _assert_same(parameter, wanted)
     assert getattr(split, "calls", 4) == 4
 
 
@@ -149,6 +141,7 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """In their gradients."""
     if theirs.grad is None:
         assert ours.grad is None
     else:
@@ -292,7 +285,7 @@ def test_each_w_makes_the_gradient_of_its_own_microbatch(delays):
         (wanted,) = torch.autograd.grad(
             functional.linear(one.detach(), weight, layer.bias).pow(2).sum(), [weight]
         )
-        torch.testing.assert_close(_gradient(weight) - before, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient_of(weight) - before, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("fault", ["makes nothing", "takes nothing"])
@@ -336,9 +329,9 @@ def test_weight_gradients_are_made_by_w_once_and_not_before():
     assert given.grad is not None
     assert layer.weight.grad is None
     run()
-    before = _gradient(layer.weight).clone()
+    before = gradient_of(layer.weight).clone()
     run()
-    assert torch.equal(_gradient(layer.weight), before)
+    assert torch.equal(gradient_of(layer.weight), before)
     layer(given).sum().backward()
     assert gradients.held_bytes() == 0
     torch.testing.assert_close(layer.weight.grad, 2 * before)
@@ -404,5 +397,5 @@ def test_under_autocast_gradients_are_those_of_autocast():
         output.backward()
         run = gradients.take()
     run()
-    assert _gradient(split.weight).dtype == torch.float32
+    assert gradient_of(split.weight).dtype == torch.float32
     torch.testing.assert_close(split.weight.grad, plain.weight.grad, rtol=1e-2, atol=1e-2)

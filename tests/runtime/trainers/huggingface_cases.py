@@ -2,7 +2,6 @@
 
 import warnings
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from optpipe import Schedule
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.trainers.huggingface import build_stages, loss_of
+from tests.runtime.watching import counted
 
 WORDS = 64
 LENGTH = 12
@@ -121,20 +121,13 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     loss_fn = loss_of(config)
     parts = {index: stages[index] for index in own}
     runner = PipelineRunner(parts, schedule, loss_fn, ties=stages.ties, min_offload_bytes=1)
-    if stages.ties:
-        _copy_ties(whole)
     losses: float | None = 0.0 if runner.holds_last else None
-    given_gradients: list[Tensor] = []
-    add_gradient = passes._add_gradient
-
-    def noted(parameter: Tensor, gradient: Tensor) -> None:
-        given_gradients.append(parameter)
-        add_gradient(parameter, gradient)
-
+    num_stacked = 0
     for step in range(STEPS):
         tokens, mask, labels = padded(3 * count, step)
-        with mock.patch.object(passes, "_add_gradient", noted):
+        with counted(passes, "_add_gradient") as added:
             found = runner.step(tokens, target=labels, attention_mask=mask)
+        num_stacked += sum(call.args[0].dim() == 3 for call in added.call_args_list)
         for j in range(count):
             state = tokens.chunk(count)[j]
             for stage in whole:
@@ -162,15 +155,8 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
         num_built,
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
-        sum(parameter.dim() == 3 for parameter in given_gradients),
+        num_stacked,
     )
-
-
-def _copy_ties(whole: Any) -> None:
-    """The one process has one parameter for both."""
-    for tie in whole.ties:
-        first, *_ = (whole[stage].get_parameter(name) for stage, name in tie.places)
-        assert all(whole[stage].get_parameter(name) is first for stage, name in tie.places)
 
 
 def _ties_are_equal(stages: Any, own: list[int]) -> bool:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from optpipe import Schedule
 from optpipe.runtime import passes
+from tests.runtime.watching import counted
 
 MICROBATCHES = 8
 STEPS = 10
@@ -66,13 +66,7 @@ def train_titan(
 
         wanted, evaluated, _ = _train(own, data_parallel, device, steps, experts=experts)
         ours = partial(pipeline_llm, schedule=schedule, min_offload_bytes=1)
-        stacked, make = [], passes._GroupedDeferred.make
-
-        def noted(deferred: Any) -> None:
-            stacked.append(deferred.weight)
-            make(deferred)
-
-        with mock.patch.object(passes._GroupedDeferred, "make", noted):
+        with counted(passes._GroupedDeferred, "make") as stacked:
             found, own_evaluation, pp_schedule = _train(
                 ours, data_parallel, device, steps, experts=experts
             )
@@ -86,7 +80,7 @@ def train_titan(
         len(pp_schedule.parts),
         runner.offloaded_bytes,
         sum(runner.deferred_bytes.values()),
-        len(stacked),
+        stacked.call_count,
     )
 
 
@@ -219,9 +213,7 @@ class TitanRun:
     schedule: Schedule | None = None
     csv: str = ""
     resume: tuple[str, int] | None = None
-    data_parallel: int = 1
     tensor_parallel: int = 1
-    backend: str = "partial_dtensor"
 
 
 def train_by_trainer(run: TitanRun) -> TitanLog:
@@ -293,13 +285,13 @@ def _trainer_config(run: TitanRun, words: str) -> Any:
         dataloader=HuggingFaceTextDataLoader.Config(dataset="words"),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         parallelism=ParallelismConfig(
-            pipeline_parallel_degree=4 // run.data_parallel // run.tensor_parallel,
-            data_parallel_shard_degree=run.data_parallel,
+            pipeline_parallel_degree=4 // run.tensor_parallel,
+            data_parallel_shard_degree=1,
             tensor_parallel_degree=run.tensor_parallel,
             pipeline_parallel_schedule=run.name,
             pipeline_parallel_schedule_csv=run.csv,
             pipeline_parallel_microbatch_size=1,
-            spmd_backend=run.backend,
+            spmd_backend="partial_dtensor",
         ),
         checkpoint=CheckpointManager.Config(
             enable=True, interval=1, last_save_model_only=False, keep_latest_k=0
