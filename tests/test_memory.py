@@ -95,9 +95,12 @@ def jittered(case: Case, seed: int) -> dict[Action, float]:
 
 
 @given(cases(menus=True, pairs=True), st.integers(0, 2**32))
-def test_the_peak_is_the_same_under_every_timing(case: Case, seed: int) -> None:
-    run = simulate(case.problem, case.programs, jittered(case, seed))
-    curves = make_timeline(case.problem, case.programs, jittered(case, seed)).memory
+def test_the_peak_is_the_same_under_every_timing_and_copies_are_whole(
+    case: Case, seed: int
+) -> None:
+    durations = jittered(case, seed)
+    run = simulate(case.problem, case.programs, durations)
+    curves = make_timeline(case.problem, case.programs, durations).memory
     for device, row in enumerate(case.programs):
         walk = memory_walk(case.problem, device, row)
         assert max(events(case, device, run)) == device_peak_bytes(case.problem, device, row)
@@ -107,13 +110,7 @@ def test_the_peak_is_the_same_under_every_timing(case: Case, seed: int) -> None:
         )
         moments = [moment for moment, _ in curves[device]]
         assert moments == sorted(moments)
-
-
-@given(cases(menus=True, pairs=True), st.integers(0, 2**32))
-def test_under_every_timing_bytes_leave_after_the_copy_and_are_back_before_use(
-    case: Case, seed: int
-) -> None:
-    run = simulate(case.problem, case.programs, jittered(case, seed))
+    # Bytes leave after the copy, and are back before they are used.
     at = {
         action.bare: times
         for row, lane in zip(case.programs, run.times, strict=True)

@@ -11,7 +11,7 @@ from optpipe import IllegalScheduleError, Problem, Programs, make_timeline, pars
 from optpipe.simulate import bubble_rate, idle_shares
 from tests.building import UNIT, bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.oracle import Ticking
-from tests.strategies import Case, cases
+from tests.strategies import Case, cases, slowed
 
 
 def spans(posed: Problem, rows: Programs) -> dict[str, tuple[float, float]]:
@@ -31,6 +31,25 @@ def test_a_reload_is_issued_at_a_compute_boundary_even_if_its_lane_was_free_befo
     assert [got["0RELEASE0"], got["0F1"]] == [(14, 14), (14, 18)]
     assert [got["0RELOAD0"], got["0B1"]] == [(18, 28), (18, 20)]
     assert simulate(posed, rows).times[0][4].issue == 18
+
+
+def neighbours(forward_ms: float, group: str | None) -> dict[str, tuple[float, float]]:
+    """Three devices in reverse stage order, each offloading right after its forward."""
+    stages = [offloadable(device, forward_ms) for device in (2, 1, 0)]
+    rows = [f"{s}F0 {s}OFFLOAD0 {s}RELEASE0 {s}RELOAD0 {s}B0" for s in (2, 1, 0)]
+    return spans(problem(stages, [bus(pcie_group=group)] * 3), programs(*rows))
+
+
+def test_devices_of_a_pcie_group_take_turns_by_issue_time_then_by_device_index() -> None:
+    """Each direction for itself; without a group they do not wait for each other."""
+    got = neighbours(1, "uplink")
+    assert [got[f"{s}OFFLOAD0"] for s in (0, 1, 2)] == [(1, 11), (11, 21), (21, 31)]
+    # Stage 2 is on device 0, which reloads while device 1 offloads.
+    got = neighbours(0, "uplink")
+    assert [got[f"{s}OFFLOAD0"] for s in (2, 1, 0)] == [(0, 10), (10, 20), (20, 30)]
+    assert got["2RELOAD0"] == (10, 20)
+    got = neighbours(0, None)
+    assert {got[f"{s}OFFLOAD0"] for s in (0, 1, 2)} == {(0, 10)}
 
 
 def test_a_later_issue_goes_first_where_the_earlier_one_cannot_start_yet() -> None:
@@ -55,15 +74,6 @@ def test_gradients_are_reduced_after_a_stages_last_w_on_a_lane_of_their_own() ->
     assert [(s.stage, s.start, s.end) for s in run.grad_syncs] == [(1, 15, 20), (0, 20, 23)]
     assert run.times[0][-1].end == 18
     assert (run.makespan_ms, run.span_ms) == (23, 23)
-
-
-def test_makespan_is_over_all_devices_and_span_over_the_longest_one() -> None:
-    posed = problem([stage(0), stage(1, w=4)])
-    rows = programs("0F0 0I0 0W0", "1F0 1I0 1W0")
-    run = simulate(posed, rows)
-    # Device 0: 0 to 5; device 1: 1 to 7.
-    assert (run.makespan_ms, run.span_ms) == (7, 6)
-    assert (run.objective_ms("makespan"), run.objective_ms("span")) == (7, 6)
 
 
 def test_every_device_has_an_idle_share_and_the_busiest_the_least() -> None:
@@ -109,23 +119,6 @@ def test_simulation_agrees_with_a_clock_that_ticks(case: Case) -> None:
 def test_no_schedule_is_shorter_than_its_busiest_device(case: Case) -> None:
     run = simulate(*case)
     assert run.makespan_ms >= run.span_ms >= case.problem.busy_ms
-
-
-def slowed(posed: Problem, factor: float) -> Problem:
-    """The problem with every time multiplied and every bandwidth divided."""
-
-    def walk(data: Any, key: str = "") -> Any:
-        if isinstance(data, dict):
-            return {name: walk(value, name) for name, value in data.items()}
-        if isinstance(data, list):
-            return [walk(value) for value in data]
-        if data is None:
-            return None
-        if key.endswith("_ms"):
-            return data * factor
-        return data / factor if key.endswith("gb_per_s") else data
-
-    return Problem.parse(walk(posed.model_dump(mode="json", by_alias=True)))
 
 
 @given(cases(menus=True, pairs=True), st.sampled_from([0.125, 0.5, 2.0, 1024.0]))

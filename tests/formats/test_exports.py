@@ -23,7 +23,6 @@ from optpipe import (
     Problem,
     Programs,
     ScheduleFormatError,
-    check,
     dump_csv,
     load_csv,
 )
@@ -31,15 +30,9 @@ from optpipe.errors import InputError
 from optpipe.formats.exports import check_num_layers, dump_python_list, megatron_layout, read_layout
 from optpipe.presets import MODELS, Training, estimate, find_gpu
 from optpipe.problem import placement_of
-from optpipe.schedule import Pass, input_of, pass_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage
-from tests.strategies import B, Case, F, I, W, actions, cases, few
-
-# Random legal programs in which some actions keep the order of the micro-batches.
-
-ROUND_TRIP = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
-Lives = dict[tuple[int, int], list[ActionType]]
+from tests.strategies import B, Case, F, I, W, actions, cases, few, random_programs
 
 
 def random_problem(placement: list[int], m: int, rng: random.Random) -> Problem:
@@ -59,40 +52,6 @@ def random_problem(placement: list[int], m: int, rng: random.Random) -> Problem:
         if rng.random() < 0.7
     ]
     return problem(stages, [bus() for _ in range(count)], m, links=links)
-
-
-def random_programs(problem: Problem, rng: random.Random, lives: Lives) -> Programs:
-    """Run a random legal execution and write it down; queues keep the order of micro-batches."""
-
-    def queue_of(action: Action) -> tuple[int, str]:
-        return action.stage, "B" if action.type is I else action.type.value
-
-    todo = {cell: list(life) for cell, life in lives.items()}
-    left: dict[tuple[int, str], list[int]] = {}
-    for (at, microbatch), life in sorted(lives.items(), key=lambda item: item[0][1]):
-        for kind in life:
-            left.setdefault(queue_of(Action(at, kind, microbatch)), []).append(microbatch)
-    liking = {kind: rng.random() ** 3 for kind in ActionType}
-    done: set[Pass] = set()
-    rows: list[list[Action]] = [[] for _ in problem.devices]
-    while todo:
-        heads = [Action(at, life[0], microbatch) for (at, microbatch), life in todo.items()]
-        queues = {queue: row[0] for queue, row in left.items() if row}
-        free = (a for a in heads if queues[queue_of(a)] == a.microbatch)
-        inputs = ((a, input_of(a, len(problem.stages))) for a in free)
-        ready = (a for a, needed in inputs if needed is None or needed in done)
-        action = max(ready, key=lambda a: liking[a.type] * rng.random())
-        rows[problem.placement[action.stage]].append(action)
-        left[queue_of(action)].remove(action.microbatch)
-        passed = pass_of(action)
-        done |= set() if passed is None else {passed}
-        life = todo[action.stage, action.microbatch]
-        life.pop(0)
-        if not life:
-            del todo[action.stage, action.microbatch]
-    programs = tuple(map(tuple, rows))
-    check(problem, programs)
-    return programs
 
 
 seeds = st.integers(0, 2**32).map(random.Random)
@@ -299,13 +258,7 @@ def test_any_schedule_it_takes_runs_as_planned(rng: random.Random) -> None:
     count, m = rng.randrange(2, 4), rng.randrange(1, 5)
     name, chunks = rng.choice([("linear", 1), ("loop", 2), ("loop", 3), ("v", 2)])
     whole = random_problem(list(placement_of(name, count, chunks)), m, rng)
-    keen = rng.random()
-    lives = {
-        (at, j): [F, *(ROUND_TRIP if rng.random() < keen else ()), *rng.choice([[I, W], [B]])]
-        for at in range(len(whole.stages))
-        for j in range(m)
-    }
-    assert_same(whole, random_programs(whole, rng, lives))
+    assert_same(whole, random_programs(whole, rng, in_turn=True))
 
 
 def test_nodes_carry_the_simulated_times_and_the_peers() -> None:

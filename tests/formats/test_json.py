@@ -70,7 +70,7 @@ ODD = [
      "stages[0].forward_ms = inf: must be finite; give a measured number"),
     (TEXT[:-1] + ', "stages": []}', "key 'stages' stands twice in one object; remove one"),
     (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 4000),
-     "num_microbatches = an integer of 13288 bits: is too large"),
+     "num_microbatches = an integer of 13288 bits: is too large; times are in ms, sizes in bytes"),
     (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 100_000),
      "a number has more than 4300 digits; give bytes, milliseconds or a count"),
     ('{"name": "' + "x" * 5_000_000 + '"}', "String should have at most 200 characters"),
