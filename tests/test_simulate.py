@@ -66,16 +66,6 @@ def test_a_later_issue_goes_first_where_the_earlier_one_cannot_start_yet() -> No
     assert got["0OFFLOAD1"] == (32, 42)
 
 
-def test_gradients_are_reduced_after_a_stages_last_w_on_a_lane_of_their_own() -> None:
-    posed = problem([stage(0, grad_sync_ms=3), stage(0, grad_sync_ms=5), stage(0)], m=2)
-    rows = programs("0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2I1 1I1 1W1 0I1 2W1 0W1")
-    run = simulate(posed, rows)
-    # 1W1 ends at 15, 0W1 at 18; the lane is busy with stage 1 until 20; stage 2 has nothing.
-    assert [(s.stage, s.start, s.end) for s in run.grad_syncs] == [(1, 15, 20), (0, 20, 23)]
-    assert run.times[0][-1].end == 18
-    assert (run.makespan_ms, run.span_ms) == (23, 23)
-
-
 def test_every_device_has_an_idle_share_and_the_busiest_the_least() -> None:
     """Their mean is the bubble ratio of all device time."""
     posed = problem([stage(0, 1, 1, 1), stage(1, 2, 2, 2)], m=2)

@@ -470,6 +470,14 @@ def test_a_layout_repeats_nothing_without_end() -> None:
             read_layout(text)
 
 
+def test_layers_of_multi_token_prediction_have_their_letter_and_number() -> None:
+    given = cut(LAYERS[0], {"transformer": 3}, {"mtp": 2, "head": 1})
+    assert megatron_layout(given) == (
+        "--num-layers 5 --mtp-num-layers 2 --pipeline-model-parallel-size 3 "
+        "--pipeline-model-parallel-layout 'Et*2|t*3|m*2L'"
+    )
+
+
 @pytest.mark.parametrize(
     ("layers", "devices", "message"),
     [
