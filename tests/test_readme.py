@@ -50,7 +50,8 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def run(command: str, folder: Path) -> str:
-    return run_shell(command, folder, PYTHONWARNINGS="error")
+    """Run a command line; returns its standard output, and leaves its errors in ``errors.txt``."""
+    return run_shell(f"exec 2> errors.txt\n{command}", folder, PYTHONWARNINGS="error")
 
 
 def test_the_python_block_runs_as_it_stands(workplace) -> None:
