@@ -15,6 +15,8 @@ from optpipe.problem import Link, Stage
 
 _TRIP = ("OFFLOAD", "RELEASE", "RELOAD")
 _BACKWARDS = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
+_PASSES = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward",
+           "RECOMPUTE": "recompute"}  # fmt: skip
 _HORIZON = 10_000
 
 
@@ -141,8 +143,7 @@ class _Way(NamedTuple):
 
 def _ways(stage: Stage) -> list[_Way]:
     """What a stage's menu says, or the three ways of v1."""
-    names = ("forward", "backward_input", "backward_weight", "backward", "recompute")
-    workspaces = {name: getattr(stage, f"{name}_workspace_bytes") for name in names}
+    workspaces = {kind: getattr(stage, f"{name}_workspace_bytes") for kind, name in _PASSES.items()}
     whole, context = stage.activation_bytes, stage.weight_context_bytes
     ways = [_Way(whole, 0, None, 0, 0, context, workspaces)]
     if stage.offload_bytes:
@@ -155,7 +156,7 @@ def _ways(stage: Stage) -> list[_Way]:
         assert mode.weight_context_bytes is not None
         apart = mode.recompute_ms if mode.recompute == "apart" else None
         inside = mode.recompute_ms if mode.recompute == "inside" else 0
-        own = {name: getattr(mode, f"{name}_workspace_bytes") for name in names}
+        own = {kind: getattr(mode, f"{name}_workspace_bytes") for kind, name in _PASSES.items()}
         ways.append(
             _Way(mode.forward_bytes, mode.offload_bytes, apart, inside or 0, mode.inside_bytes,
                  mode.weight_context_bytes, own)
@@ -222,12 +223,6 @@ def _held(way: _Way, whole: int, done: set[str]) -> int:
     return way.left - (way.moved if away else 0)
 
 
-def _workspace(way: _Way, action: Action) -> int:
-    names = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward",
-             "RECOMPUTE": "recompute"}  # fmt: skip
-    return way.workspaces[names[action.type.value]] if action.type.value in names else 0
-
-
 def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple[int, ...]]:
     """Bytes before and after each action, its workspace, and what its recomputation inside holds.
 
@@ -248,7 +243,7 @@ def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple
         before = total()
         inside = ways[cell].inside if action.type in _BACKWARDS else 0
         done.setdefault(cell, set()).add(action.type.value)
-        yield before, total(), _workspace(ways[cell], action), inside
+        yield before, total(), ways[cell].workspaces.get(action.type.value, 0), inside
 
 
 def device_peak(problem: Problem, device: int, row: Program) -> int:

@@ -22,21 +22,10 @@ _ROUND_TRIP = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
 times = st.integers(0, 5)
 sizes = st.integers(0, 4).map(lambda units: units * UNIT)
 rates = st.sampled_from([1.0, 0.5])
+_numbers = st.integers(0, 999_999_999)
 actions = st.builds(
-    Action,
-    stage=st.integers(0, 999_999_999),
-    type=st.sampled_from(list(ActionType)),
-    mode=st.just(0),
-    paired=st.just(False),
-    microbatch=st.integers(0, 999_999_999),
-) | st.builds(
-    Action,
-    stage=st.integers(0, 999_999_999),
-    type=st.just(F),
-    microbatch=st.integers(0, 999_999_999),
-    mode=st.integers(0, 99),
-    paired=st.just(False),
-)
+    Action, _numbers, st.sampled_from(list(ActionType)), _numbers, st.just(0), st.just(False)
+) | st.builds(Action, _numbers, st.just(F), _numbers, st.integers(0, 99), st.just(False))
 
 
 def few(number: int) -> settings:
@@ -237,18 +226,20 @@ def _links(draw: st.DrawFn, num_devices: int) -> list[dict[str, Any]]:
     pairs = [(a, b) for a in range(num_devices) for b in range(num_devices) if a != b]
     return [
         {
-            "from": source,
-            "to": target,
+            "from": a,
+            "to": b,
             "latency_ms": draw(times),
             "bandwidth_gb_per_s": draw(st.none() | rates),
         }
-        for source, target in pairs
+        for a, b in pairs
         if draw(st.booleans())
     ]
 
 
-def random_programs(problem: Problem, rng: random.Random) -> Programs:
+def random_programs(problem: Problem, rng: random.Random, *, in_turn: bool = False) -> Programs:
     """Run a random legal execution and write down what each device did.
+
+    ``in_turn``: what a stage does of one kind, I and B alike, is in the order of micro-batches.
 
     Every legal program set can come out: modes, fused or split backwards, and any interleaving
     that some execution order yields. A random liking per kind of action makes extremes (all
@@ -271,19 +262,16 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
     rows: list[list[Action]] = [[] for _ in problem.devices]
     while todo:
         ready = [cell for cell in todo if _input_done(problem, cell, todo[cell][0], done)]
+        if in_turn:
+            ready = [cell for cell in ready if _is_next(todo, cell)]
         stage, microbatch = max(ready, key=lambda cell: liking[todo[cell][0]] * rng.random())
         kind = todo[stage, microbatch].pop(0)
-        partners = (
-            [
-                (s, j)
-                for s, j in ready
-                if kind is F
-                and (s, j) != (stage, microbatch)
-                and (stage, s, todo[s, j][0].value) in problem.hidden_ms
-            ]
-            if problem.pairs
-            else []
-        )
+        partners = [
+            (s, j)
+            for s, j in ready
+            if kind is F and (s, j) != (stage, microbatch)
+            if (stage, s, todo[s, j][0].value) in problem.hidden_ms
+        ]
         # Where v1 can say the menu the actions tell the mode, named or not.
         menus = problem.has_modes and rng.random() < 0.3
         named = kind is F and (problem.stage_of(stage, microbatch).modes or menus)
@@ -318,6 +306,14 @@ def _life(
     return [F, *middle, *rng.choice([(I, W), (B,)])]
 
 
+def _is_next(todo: dict[tuple[int, int], list[ActionType]], cell: tuple[int, int]) -> bool:
+    """Whether no micro-batch before it still has on its stage what comes next in a cell."""
+    kinds = {I, B} if todo[cell][0] in (I, B) else {todo[cell][0]}
+    return not any(
+        other[0] == cell[0] and other < cell and kinds & {*life} for other, life in todo.items()
+    )
+
+
 def _input_done(
     problem: Problem, cell: tuple[int, int], kind: ActionType, done: set[tuple[bool, int, int]]
 ) -> bool:
@@ -349,6 +345,28 @@ def tightened(case: Case) -> Case:
     ]
     limits = [{"name": host.name, "memory_bytes": hosts[host.name]} for host in problem.hosts]
     return Case(problem.model_copy(update={"devices": devices, "hosts": limits}), programs)
+
+
+def slowed(problem: Problem, factor: float) -> Problem:
+    """The problem with every time multiplied and every bandwidth divided."""
+
+    def walk(data: Any, key: str = "") -> Any:
+        if isinstance(data, dict):
+            return {name: walk(value, name) for name, value in data.items()}
+        if isinstance(data, list):
+            return [walk(value) for value in data]
+        if data is None:
+            return None
+        if key.endswith("_ms"):
+            return data * factor
+        return data / factor if key.endswith("gb_per_s") else data
+
+    return Problem.parse(walk(problem.model_dump(mode="json", by_alias=True)))
+
+
+def inexact_cases() -> st.SearchStrategy[Case]:
+    """Cases whose times are no whole numbers, so that sums of them round."""
+    return cases().map(lambda case: case._replace(problem=slowed(case.problem, 0.1)))
 
 
 def mutated(programs: Programs, rng: random.Random) -> Programs:

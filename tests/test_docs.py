@@ -59,14 +59,6 @@ def test_every_constraint_has_its_function_and_every_function_its_constraint() -
         assert links <= set(known), f"({number}) of {PAGE} links to what is no constraint"
 
 
-def test_every_function_that_the_model_lists_is_in_the_page() -> None:
-    """`all_constraints` calls nothing that the page does not have."""
-    module = import_module(FORMULATION)
-    called = set(re.findall(r"yield from (\w+)\(", inspect.getsource(module.all_constraints)))
-    linked = {name for links in numbered_items().values() for _, name in links}
-    assert called <= linked
-
-
 def test_links_of_functions_lead_to_the_reference_when_built() -> None:
     """Only those that have a page there."""
     text = (

@@ -16,12 +16,10 @@ from optpipe_api.access import Role
 from optpipe_api.store import open_stores
 from optpipe_api.telemetry import ServiceMetrics
 from tests.api.live import make_settings, running
-from tests.test_packaging import ROOT
+from tests.docs_console import ROOT, blocks
 
 PAGE = (ROOT / "docs" / "service.md").read_text("utf-8")
-CURL_LINES = [
-    line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
-]
+CURL_LINES = "".join(blocks(PAGE, "sh")).splitlines()
 
 
 class Shell:

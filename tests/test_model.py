@@ -147,12 +147,6 @@ def test_a_recomputed_run_never_needs_more_than_its_stage_says(found: list[dict[
     assert whole.recompute_ms == sum(stage.recompute_ms or 0 for stage in stages)
 
 
-def test_checkpoints_that_are_inputs_become_the_first_one() -> None:
-    """The common case: every layer keeps what it received."""
-    one = Stage(device=0, **layer(recompute_ms=1, checkpoint_bytes=4, output_bytes=4))
-    assert reduce(fuse, [one] * 5).checkpoint_bytes == 4
-
-
 def test_the_bytes_between_contexts_and_activations_are_counted() -> None:
     """I of the second layer has its context and the first one's activation at once."""
     first = Stage(device=0, **layer(activation_bytes=10, weight_context_bytes=1))

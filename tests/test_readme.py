@@ -1,10 +1,8 @@
 """The README's claims: its code and commands run, its files exist, its picture is current."""
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -14,10 +12,10 @@ import pytest
 from examples.quickstart import service
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.cli import main
+from tests.docs_console import ROOT, blocks, make_workplace, run_shell
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 IMAGES = ROOT / "docs" / "images"
 # Enough of curl for the README, for machines without one.
@@ -34,58 +32,39 @@ print(answer.text)
 """
 
 
-def blocks(language: str) -> list[str]:
+def shortened(language: str) -> list[str]:
     """The fenced blocks of one language, with searches shortened to a second."""
-    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    short = [
-        re.sub(r"(time_limit_s=|time_limit_s\": |--time-limit )\d+", r"\g<1>1", b) for b in found
-    ]
-    assert short, f"the README has no {language} block"
-    return short
+    limit = r"(time_limit_s=|time_limit_s\": |--time-limit )\d+"
+    return [re.sub(limit, r"\g<1>1", block) for block in blocks(README, language)]
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """A folder that looks like a clone to the README's commands, and takes what they write."""
+    make_workplace(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    scripts = tmp_path / "bin"
-    scripts.mkdir()
-    write_script(scripts / "optpipe", f'#!/bin/sh\nexec {sys.executable} -m optpipe.cli "$@"\n')
     if shutil.which("curl") is None:
-        write_script(scripts / "curl", CURL.format(python=sys.executable))
+        (tmp_path / "bin" / "curl").write_text(CURL.format(python=sys.executable))
+        (tmp_path / "bin" / "curl").chmod(0o755)
     return tmp_path
 
 
-def write_script(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(0o755)
-
-
-def run(command: list[str], folder: Path) -> str:
-    environment = {
-        **os.environ,
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / part) for part in ("", "solver", "api")]),
-        "PYTHONWARNINGS": "error",
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(command: str, folder: Path) -> str:
+    """Run a command line; returns its standard output, and leaves its errors in ``errors.txt``."""
+    return run_shell(f"exec 2> errors.txt\n{command}", folder, PYTHONWARNINGS="error")
 
 
 def test_the_python_block_runs_as_it_stands(workplace) -> None:
-    (block,) = blocks("python")
+    (block,) = shortened("python")
     assert len(block.splitlines()) <= 12
-    assert " ms" in run([sys.executable, "-c", block], workplace)
+    assert " ms" in run(f"python -c {shlex.quote(block)}", workplace)
 
 
 def test_the_shell_commands_run_as_they_stand(workplace, monkeypatch, capsys) -> None:
     """The first through a shell; of the others, plain words, this process is the program."""
-    block = next(block for block in blocks("sh") if "optpipe check" in block)
+    block = next(block for block in shortened("sh") if "optpipe check" in block)
     first, *others = block.splitlines()
-    run(["bash", "-euo", "pipefail", "-c", first], workplace)
+    run(first, workplace)
     assert (workplace / "schedule.json").exists()
     monkeypatch.chdir(workplace)
     for line in others:
@@ -100,16 +79,16 @@ def test_the_shell_commands_run_as_they_stand(workplace, monkeypatch, capsys) ->
 
 @pytest.mark.extended
 def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
-    (block,) = (block for block in blocks("sh") if "optpipe estimate" in block)
+    (block,) = (block for block in shortened("sh") if "optpipe estimate" in block)
     install, command = block.split("\n", 1)
     assert install == "pip install '.[server,plot]'"
     command = command.replace("--time-limit 1", "--time-limit 45")
-    out = run(["bash", "-euo", "pipefail", "-c", command], workplace)
+    out = run(command, workplace)
     assert "(optimal)" in out
     # What people run, and ours beside it, on the cut that suits them.
     cut = command.replace("-o -", "--chunks 5 -o -").split("|")[0].rstrip("\\ \n")
     compare = f"{cut} | optpipe compare - --time-limit 5"
-    out += run(["bash", "-euo", "pipefail", "-c", compare], workplace)
+    out += run(compare, workplace)
     said = re.findall(r"\b[89],\d{3}\.\d(?= ms)", README.replace("\n", " "))
     assert len(said) == 4
     assert [number for number in said if number not in out] == []
@@ -119,8 +98,8 @@ def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
 @pytest.mark.extended
 def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
     """Within a point: how long the plan MILP may look is a matter of time."""
-    (block,) = (block for block in blocks("sh") if "optpipe tune" in block)
-    out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+    (block,) = (block for block in shortened("sh") if "optpipe tune" in block)
+    out = run(block, workplace)
     (gain,) = re.findall(r"(\d+\.\d) % less time per step", out)
     (said,) = re.findall(r"(\d+\.\d) % less time per step", README)
     assert abs(float(gain) - float(said)) <= 1.0
@@ -128,10 +107,10 @@ def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
 
 
 def test_the_commands_over_http_run_against_a_service(workplace) -> None:
-    block = next(block for block in blocks("sh") if "curl" in block)
+    block = next(block for block in shortened("sh") if "curl" in block)
     with service(workplace) as (url, _):
         block = block.replace("http://127.0.0.1:8000", url)
-        out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+        out = run(block, workplace)
     assert '"state":"succeeded"' in out.replace(" ", "")
 
 

@@ -159,11 +159,3 @@ def test_pydantic_reads_and_writes_the_text_and_publishes_its_pattern() -> None:
     assert not re.match(pattern, "0F0x")
     with pytest.raises(ValidationError, match="7 is not an action; write it as text"):
         adapter.validate_python([7])
-
-
-def test_every_type_is_on_one_lane() -> None:
-    transfers = {kind for kind in ActionType if kind.is_transfer}
-    compute = {kind for kind in ActionType if kind.is_compute}
-    assert transfers == {ActionType.OFFLOAD, ActionType.RELOAD}
-    assert set(ActionType) - transfers - compute == {ActionType.RELEASE}
-    assert {kind.value for kind in ActionType if kind.is_backward} == {"I", "B"}

@@ -35,13 +35,11 @@ from optpipe.cli.console import (
     show_schedule,
     stderr,
     stdout,
-    text_table,
     write_file,
 )
 from optpipe.cli.service import _Lines
 from optpipe.client import Improvement, Job, JobOptions
 from optpipe.errors import IllegalScheduleError, InputError, ScheduleMismatchError
-from optpipe.simulate import simulate
 from tests.building import offloadable, problem, programs, stage
 from tests.cli.conftest import PLAIN, write
 from tests.plot.conftest import make_small_problem
@@ -101,19 +99,6 @@ def test_a_name_commands_no_terminal_at_the_end_of_a_pipe(capsys) -> None:
     assert not set(capsys.readouterr().out) & set("\x1b\x07\r\x9b\x7f")
 
 
-def test_a_table_of_numbers_is_wider_than_the_console_before_one_is_cut(
-    capsys, monkeypatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    table = text_table(*(f"number {index}" for index in range(5)), texts=("text",))
-    table.add_row("a text of many words " * 9, *(["1,234,567.8 ms"] * 5))
-    (console := stdout()).print(table)
-    shown = capsys.readouterr().out
-    assert shown.count("1,234,567.8 ms") == 5
-    assert shown.count("words") == 9
-    assert console.width == 40
-
-
 @pytest.fixture
 def offloading() -> Case:
     """Something to say in every row of the table, bytes on the host included."""
@@ -154,20 +139,6 @@ def test_a_schedule_says_what_its_programs_cost(offloading) -> None:
 )  # fmt: skip
 def test_optimal_is_said_of_a_gap_of_a_millionth_and_no_more(gap, text) -> None:
     assert gap_text(gap) == text
-
-
-def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
-    simulated = []
-
-    def counted(given, programs):
-        simulated.append(programs)
-        return simulate(given, programs)
-
-    monkeypatch.setattr("optpipe.cli.console.simulate", counted)
-    shown(offloading, schedule_of(offloading))
-    assert simulated == [baseline_programs(offloading.problem)]
-    shown(offloading, None)
-    assert offloading.programs in simulated
 
 
 def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkeypatch) -> None:
@@ -373,21 +344,15 @@ def kept(err: str) -> Schedule:
         ("check s.json p.json", "s.json: format = 'optpipe/schedule/v1': this is a schedule"),
         ("check p.json p.json", "p.json: format = 'optpipe/problem/v1': this is a problem"),
         ("check p.json trace.json", "trace.json: this is no schedule: it has none of"),
-        ("check p.json empty.json", "empty.json: the text is empty"),
-        ("check p.json list.json", "list.json: the document = [1]: must be an object"),
         ("check p.json -", "- is for problems: schedules are read from files"),
-        ("check p.json tabs.csv", "example 2F0; separate cells by commas"),
         ("plan p.json", "p.json: format = 'optpipe/problem/v1': this is a problem, but a model"),
         ("estimate --config no.json --gpu h100", "error: cannot read no.json: No such file"),
         ("diff - -", "standard input is one problem; give the other as a file"),
         ("import csv times.csv --activation-bytes 1e400GiB", "'1e400GiB': is no finite size"),
     ],
 )
-def test_a_wrong_file_is_named_in_one_line(optpipe, files: Path, words: str, message: str) -> None:
+def test_a_wrong_file_is_named_in_one_line(optpipe, words: str, message: str) -> None:
     """Not a line for each field that a file of another kind has or lacks."""
-    (files / "empty.json").write_text("")
-    (files / "list.json").write_text("[1]")
-    (files / "tabs.csv").write_text("0F0;0F1\n")
     code, _, err = optpipe(*words.split())
     assert code == 2
     assert message in err

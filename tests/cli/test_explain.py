@@ -44,7 +44,9 @@ def lazy_solver(monkeypatch):
     return seen
 
 
-def test_explain_says_it_in_words(optpipe, problem_file, schedule_file, csv_file) -> None:
+def test_explain_says_it_in_words_and_in_json(
+    optpipe, problem_file, schedule_file, csv_file
+) -> None:
     code, out, _ = optpipe("explain", problem_file, schedule_file)
     assert code == 0
     explanation = explain(make_small_problem(), load_csv(LEGAL))
@@ -52,12 +54,9 @@ def test_explain_says_it_in_words(optpipe, problem_file, schedule_file, csv_file
     assert "Critical path" in out
     assert "Why it offloads" in out
     assert optpipe("explain", problem_file, csv_file)[1] == out
-
-
-def test_explain_prints_json_for_programs(optpipe, problem_file, schedule_file) -> None:
     code, out, _ = optpipe("explain", problem_file, schedule_file, "--json")
     assert code == 0
-    assert Explanation.model_validate_json(out) == explain(make_small_problem(), load_csv(LEGAL))
+    assert Explanation.model_validate_json(out) == explanation
 
 
 def test_explain_refuses_what_is_not_legal(optpipe, problem_file, tmp_path) -> None:
@@ -79,6 +78,12 @@ def test_what_if_prints_answers_and_writes_their_files(
     assert "20 % more PCIe bandwidth" in out
     assert "twice the micro-batches (4): " in out
     assert lazy_solver == [{"time_limit_s": 3.0, "threads": 1, "seed": 5}] * 4
+    document = json.loads(optpipe("explain", problem_file, schedule_file, "--what-if", "--json")[1])
+    assert [answer["name"] for answer in document["what_if"]] == [
+        "as-it-is", "one-more-gb", "faster-pcie", "twice-the-microbatches"
+    ]  # fmt: skip
+    assert document["what_if"][3]["schedule"]["programs"]
+    assert document["length_ms"] == document["what_if"][0]["before_ms"]
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) == 8
     for name in names:
@@ -87,19 +92,6 @@ def test_what_if_prints_answers_and_writes_their_files(
             record = load_schedule((folder / name.replace("problem", "schedule")).read_text())
             assert record.problem_hash == problem.problem_hash
             check(problem, record.programs)
-
-
-def test_what_if_as_json_carries_the_schedules(
-    optpipe, problem_file, schedule_file, lazy_solver
-) -> None:
-    code, out, _ = optpipe("explain", problem_file, schedule_file, "--what-if", "--json")
-    assert code == 0
-    document = json.loads(out)
-    assert [answer["name"] for answer in document["what_if"]] == [
-        "as-it-is", "one-more-gb", "faster-pcie", "twice-the-microbatches"
-    ]  # fmt: skip
-    assert document["what_if"][3]["schedule"]["programs"]
-    assert document["length_ms"] == document["what_if"][0]["before_ms"]
 
 
 def test_a_folder_without_a_question_is_refused(
@@ -149,10 +141,7 @@ def test_diff_of_equal_schedules_is_empty_and_leaves_with_0(
 def test_diff_of_schedules_says_what_changed_and_what_it_cost(
     optpipe, problem_file, csv_file, tmp_path
 ) -> None:
-    small = make_small_problem()
-    devices = [device.model_copy(update={"memory_bytes": 10**12}) for device in small.devices]
-    roomy = small.model_copy(update={"devices": devices})
-    write(problem_file, dump_problem(roomy))
+    write(problem_file, dump_problem(make_small_problem(10**12)))
     other = write(tmp_path / "other.csv", PLAIN)
     code, out, _ = optpipe("diff", csv_file, other, problem_file)
     assert code == 1
@@ -170,14 +159,8 @@ def test_diff_of_records_without_their_problem_uses_what_they_say(
     optpipe, schedule_file, tmp_path
 ) -> None:
     record = load_schedule(schedule_file.read_text())
-    other = write(
-        tmp_path / "other.json",
-        dump_schedule(
-            record.model_copy(
-                update={"programs": load_csv(PLAIN), "makespan_ms": 1.0, "problem_hash": "sha256:x"}
-            )
-        ),
-    )
+    plain = {"programs": load_csv(PLAIN), "makespan_ms": 1.0, "problem_hash": "sha256:x"}
+    other = write(tmp_path / "other.json", dump_schedule(record.model_copy(update=plain)))
     code, out, err = optpipe("diff", schedule_file, other)
     assert code == 1
     assert "makespan: " in out
@@ -212,9 +195,7 @@ def test_diff_of_problems_names_fields_bound_and_smallest_memory(
 def test_diff_with_a_problem_that_has_no_schedule_names_what_it_would_take(
     optpipe, problem_file, tmp_path
 ) -> None:
-    small = make_small_problem()
-    devices = [device.model_copy(update={"memory_bytes": 1}) for device in small.devices]
-    less = write(tmp_path / "l.json", dump_problem(small.model_copy(update={"devices": devices})))
+    less = write(tmp_path / "l.json", dump_problem(make_small_problem(1)))
     code, out, _ = optpipe("diff", problem_file, less, "--json")
     costs = {cost["name"]: cost for cost in json.loads(out)["costs"]}
     bound = costs["proven bound of the makespan"]

@@ -27,8 +27,8 @@ for words in (["--help"], ["explain", *sys.argv[1:]], ["diff", *sys.argv[2:] * 2
         assert not leave.code, leave.code
 print(*sys.modules, file=sys.stderr)
 """
-HEAVY = ["torch", "pulp", "highspy", "numba", "fastapi", "sqlalchemy", "matplotlib", "bokeh",
-         "optpipe_solver"]  # fmt: skip
+HEAVY = ["torch", "pulp", "highspy", "numba", "scipy", "fastapi", "sqlalchemy", "matplotlib",
+         "bokeh", "optpipe_solver"]  # fmt: skip
 
 
 def test_help_lists_every_command(optpipe) -> None:
@@ -52,6 +52,7 @@ def test_help_of_every_command_has_an_example(optpipe, command: str) -> None:
 def test_help_explain_and_diff_load_neither_solver_nor_torch_nor_server(
     problem_file, csv_file
 ) -> None:
+    """Nor does `import optpipe`, which they begin with."""
     command = [sys.executable, "-c", LIGHT, str(problem_file), str(csv_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -78,29 +79,16 @@ def test_check_prints_an_illegal_grid_with_the_cell_marked(optpipe, problem_file
     assert done.out == ""
 
 
-WHOLE = dump_problem(make_small_problem())
-BAD = [
-    ("{", "not JSON"),
-    ('{"format": "optpipe/problem/v1"}', "stages: is missing"),
-    (WHOLE.replace('"forward_ms": 2.0', '"forward_ms": -2'), ">= 0"),
-    (WHOLE.replace('"device": 1', '"device": 7'), "= 7 does not"),
-    (WHOLE[:-30], "is the file complete?"),
-]
-
-
-@pytest.mark.parametrize(
-    ("command", "text", "message"),
-    [("solve", *bad) for bad in BAD]
-    + [(command, *BAD[-1]) for command in ("bound", "compare", "submit")],
-)
+@pytest.mark.parametrize("command", ["solve", "bound", "compare", "submit"])
 def test_a_bad_problem_is_exit_code_2_with_the_file_and_the_reason(
-    optpipe, tmp_path, command: str, text: str, message: str
+    optpipe, tmp_path, command: str
 ) -> None:
     """Every command reads with the same function."""
+    text = dump_problem(make_small_problem())[:-30]
     done = optpipe(command, write(tmp_path / "bad.json", text))
     assert done.code == 2
     assert "bad.json" in done.err
-    assert message in done.err
+    assert "is the file complete?" in done.err
     assert "Traceback" not in done.err
 
 
@@ -123,10 +111,8 @@ def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, 
     """In v1 messages pass each other; of the same problem in v2 all is true, and nothing said."""
     stages = [stage(0, output_bytes=100_000_000), stage(1)]
     link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 10.0}
-    given = {"num_microbatches": 8, "links": [link], "stages": stages}
-    given["devices"] = [{"memory_bytes": 10**9}] * 2
     for number in (1, 2):
-        given["format"] = f"optpipe/problem/v{number}"
+        given = document(stages, m=8, links=[link], format=f"optpipe/problem/v{number}")
         path = write(tmp_path / f"v{number}.json", json.dumps(given))
         done = optpipe("solve", path, "--work-limit", 1)
         assert done.code == 0, done.err

@@ -101,12 +101,3 @@ def test_bad_options_leave_with_2(optpipe, model_file, arguments, message) -> No
     code, _, err = optpipe("plan", model_file, *arguments)
     assert code == 2
     assert message in err
-
-
-def test_a_bad_model_is_named_with_its_file(optpipe, tmp_path) -> None:
-    path = tmp_path / "m.json"
-    path.write_text('{"num_microbatches": 2, "devices": [], "layers": [{}]}')
-    code, _, err = optpipe("plan", path)
-    assert code == 2
-    assert str(path) in err
-    assert "layers[0].forward_ms: is missing; give it" in err

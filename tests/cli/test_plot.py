@@ -41,9 +41,8 @@ def test_a_trace_holds_one_schedule(optpipe, files, tmp_path) -> None:
     assert "one schedule, not 2" in err
 
 
-@pytest.mark.parametrize("name", ["a.bmp", "a", "a.htm"])
-def test_an_unknown_suffix_names_those_that_work(optpipe, files, tmp_path, name: str) -> None:
-    code, _, err = optpipe("plot", *files, "-o", tmp_path / name)
+def test_an_unknown_suffix_names_those_that_work(optpipe, files, tmp_path) -> None:
+    code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.htm")
     assert code == 2
     assert ".png, .svg, .pdf, .html, .json" in err.replace("\n", " ")
 

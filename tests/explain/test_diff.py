@@ -17,7 +17,6 @@ from optpipe.explain import (
     schedule_costs,
 )
 from optpipe.explain.diff import Cost, num_moved
-from optpipe.sweep import sweep
 from tests.building import everything_at_once, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, mutated, problems, random_programs
 
@@ -165,10 +164,3 @@ def test_it_is_empty_exactly_where_the_hashes_agree(left: Problem, right: Proble
     assert compare_problems(left, left.model_copy(update={"name": "other"})).is_empty
     same = left.problem_hash == right.problem_hash
     assert compare_problems(left, right).is_empty == same
-
-
-def test_a_variation_of_a_sweep_is_told_by_what_it_varied() -> None:
-    before = problem([stage(0), stage(1)])
-    (varied,) = sweep(before, {"memory_scale": [0.5]})
-    (line,) = difference_lines(compare_problems(before, varied.problem))
-    assert line == "devices[0, 1].memory_bytes: 1000000000000 -> 500000000000 (-50.0 %)"

@@ -7,18 +7,8 @@ from hypothesis import given
 
 from optpipe import Problem, Programs, simulate
 from optpipe.explain import Explanation, explain
-from optpipe.explain.explanation import _device_names as device_names
-from optpipe.explain.explanation import _listed as listed
 from optpipe.explain.explanation import ranges
-from tests.building import (
-    bus,
-    everything_at_once,
-    offloadable,
-    one_f_one_b,
-    problem,
-    programs,
-    stage,
-)
+from tests.building import bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.strategies import Case, cases
 
 
@@ -87,11 +77,15 @@ def test_the_length_the_path_the_lanes_and_the_idle_time_in_words() -> None:
 
 def test_devices_that_read_alike_stand_together() -> None:
     given_problem = problem([stage(d) for d in range(4)], m=64)
-    explanation = explain(given_problem, one_f_one_b(4, 64))
+    rows = one_f_one_b(4, 64)
+    explanation = explain(given_problem, rows)
     assert texts(explanation, "lanes") == [
         "Saturated, busy 95.0 % of the time or more: 4 lanes.",
         "compute of gpu0..3: busy 192.0 ms, 95.5 %",
     ]
+    devices = [bus(name=name) for name in ("left", "gpu1", "gpu2", "gpu3")]
+    explanation = explain(given_problem.model_copy(update={"devices": devices}), rows)
+    assert "compute of left, gpu1, gpu2 and gpu3: " in texts(explanation, "lanes")[1]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +99,6 @@ def test_devices_that_read_alike_stand_together() -> None:
 )
 def test_ranges_are_short(numbers, text) -> None:
     assert ranges(numbers) == text
-
-
-def test_names_and_lists_read_as_people_write_them() -> None:
-    assert [listed([]), listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == [
-        "", "a", "a and b", "a, b and c"
-    ]  # fmt: skip
-    whole, _ = everything_at_once()
-    assert device_names(whole, [0, 1, 2]) == "left, gpu1 and gpu2"
 
 
 @given(cases(menus=True))

@@ -13,7 +13,6 @@ from optpipe.simulate import simulate
 from tests.building import bus, everything_at_once, offloadable, problem, programs, stage
 from tests.strategies import Case, cases
 
-MB = 1_000_000
 _OF_MODE = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
@@ -40,34 +39,13 @@ def peak_over(posed: Problem, rows: Programs, device: int) -> int:
     return device_peak_bytes(posed, device, rows[device]) - limit
 
 
-def limited(num_bytes: int) -> Problem:
-    return problem([offloadable()], [bus(memory_bytes=num_bytes)], m=3)
-
-
-ROWS = programs("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0F2 0B2 0RELOAD1 0B1 0RELOAD0 0B0")
-
-
-def test_where_one_of_two_would_do_either_can_be_kept_but_not_both() -> None:
-    """Of two offloads one would do: the first is called unneeded, the other instead of it."""
-    (group,) = stage_reliefs(limited(20 * MB), ROWS)
-    assert (group.stage, group.device, group.kind) == (0, 0, "offload")
-    assert (str(group.exceeds_at), group.excess_bytes) == ("0F2", 10 * MB)
-    assert [relief.verdict for relief in group.reliefs] == [
-        Necessity.UNNEEDED,
-        Necessity.INTERCHANGEABLE,
-    ]
-
-
-def test_a_release_right_before_its_reload_relieves_nothing() -> None:
-    posed = limited(10 * MB)
-    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0 0F1 0B1 0F2 0B2")
-    (group,) = stage_reliefs(posed, rows)
-    (relief,) = group.reliefs
-    assert (relief.verdict, relief.exceeds_at, relief.excess_bytes) == (Necessity.UNNEEDED, None, 0)
-
-
 @given(cases(menus=True, tight=True))
 def test_what_is_needed_exceeds_the_limit_when_taken_out_and_nothing_else_does(case: Case) -> None:
+    """Every cell that is not kept is judged, once."""
+    used = {cell for row in case.programs
+            for cell, mode in modes_of(case.problem, row).items() if mode}  # fmt: skip
+    judged = [(group.stage, relief.microbatch) for group, relief in pairs(*case)]
+    assert sorted(judged) == sorted(used)
     for group, relief in pairs(*case):
         rows = without(case.programs, (group, relief))
         is_over = peak_over(case.problem, rows, group.device) > 0
@@ -98,14 +76,6 @@ def test_the_excess_is_that_of_the_action_that_is_named(case: Case) -> None:
             limit = case.problem.devices[group.device].usable_bytes
             at = [action.bare for action in row].index(verdict.exceeds_at.bare)
             assert steps[at].peak - limit == verdict.excess_bytes
-
-
-@given(cases(menus=True))
-def test_every_cell_that_is_not_kept_is_judged_once(case: Case) -> None:
-    used = {cell for row in case.programs
-            for cell, mode in modes_of(case.problem, row).items() if mode}  # fmt: skip
-    judged = [(group.stage, relief.microbatch) for group, relief in pairs(*case)]
-    assert sorted(judged) == sorted(used)
 
 
 # How much of each lane is used, shared ones included.

@@ -13,8 +13,7 @@ from optpipe.explain.values import IdleCause, LaneSlack
 from optpipe.schedule import ActionType, Programs
 from optpipe.simulate import make_timeline, simulate
 from tests.building import UNIT, offloadable, one_f_one_b, problem, programs, stage
-from tests.explain.inexact import inexact_cases
-from tests.strategies import Case, cases
+from tests.strategies import Case, cases, inexact_cases
 
 
 def causes(posed, rows) -> list[dict[IdleCause, float]]:

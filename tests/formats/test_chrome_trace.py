@@ -81,12 +81,6 @@ def test_every_action_that_takes_time_is_there_at_its_simulated_time(
     assert drawn["gradient reduction"]["dur"] == pytest.approx(700)
 
 
-def test_threads_that_carry_events_are_named_and_others_are_not(events) -> None:
-    named = {event["tid"] for event in events if event["name"] == "thread_name"}
-    used = {event["tid"] for event in events if event["ph"] == "X"}
-    assert named == used
-
-
 def test_a_schedule_without_transfers_has_no_empty_lanes(problem) -> None:
     compute_only = load_csv("0F0,0B0,0F1,0B1,0F2,0B2\n")
     events = json.loads(dump_chrome_trace(problem, compute_only))["traceEvents"]

@@ -22,7 +22,7 @@ from optpipe import (
     load_schedule,
     simulate,
 )
-from optpipe.formats.json import parse_json, read_text
+from optpipe.formats.json import read_text
 from tests.building import document, everything_at_once, problem, programs, stage
 from tests.conftest import Yardstick
 from tests.strategies import Case, cases, problems
@@ -58,30 +58,19 @@ def test_a_schedule_has_one_line_per_program() -> None:
     ]  # fmt: skip
 
 
-def test_a_dump_says_every_default() -> None:
-    data = json.loads(dump_problem(load_problem(TEXT)))
-    assert data["devices"][0]["name"] == "gpu0"
-    assert data["stages"][0]["weight_context_bytes"] == 10
-    assert data["hosts"] == [{"name": "host0", "memory_bytes": None}]
-
-
 ODD = [
     ("", "the text is empty; JSON starts with { here"),
-    (" \n\t ", "the text is empty; JSON starts with { here"),
     ("\ufeff" + TEXT, "starts with a byte order mark; save it as UTF-8 without one"),
     (TEXT[:-20], "at line 1, column"),
+    ('{\n  "a": 1,\n  "b": x\n}', "at line 3, column 8; is the file complete"),
     (TEXT + "}", "not JSON: Extra data at line 1, column"),
     ("{'num_microbatches': 1}", "not JSON: Expecting property name enclosed in double quotes"),
     (TEXT.replace("1,", "NaN,", 1), "NaN is not a JSON number; give a finite number"),
-    (TEXT.replace("1,", "-Infinity,", 1), "-Infinity is not a JSON number; give a finite number"),
     (TEXT.replace('"forward_ms": 1', '"forward_ms": 1e999'),
      "stages[0].forward_ms = inf: must be finite; give a measured number"),
     (TEXT[:-1] + ', "stages": []}', "key 'stages' stands twice in one object; remove one"),
-    (TEXT.replace('"device": 0', '"device": 0, "device": 1'), "key 'device' stands twice"),
-    (TEXT.replace('"num_microbatches": 1', '"num_microbatches": 1000000000'),
-     "stages x num_microbatches = 1 x 1000000000 = 1000000000 exceeds 2000000; lower"),
     (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 4000),
-     "num_microbatches = an integer of 13288 bits: is too large"),
+     "num_microbatches = an integer of 13288 bits: is too large; times are in ms, sizes in bytes"),
     (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 100_000),
      "a number has more than 4300 digits; give bytes, milliseconds or a count"),
     ('{"name": "' + "x" * 5_000_000 + '"}', "String should have at most 200 characters"),
@@ -127,19 +116,12 @@ def test_another_kind_or_version_is_named_in_one_line() -> None:
     schedule = dump_schedule(evaluate(whole, rows, Provenance(method="test")))
     newer = dump_problem(whole).replace("problem/v1", "problem/v3")
     trace = '{"traceEvents": [], "displayTimeUnit": "ms"}'
+    wrong = "but a problem is asked for here; give a file"
     refusals = (
-        (
-            load_problem,
-            schedule,
-            "this is a schedule, but a problem is asked for here; give a file",
-        ),
+        (load_problem, schedule, f"this is a schedule, {wrong}"),
         (load_model, dump_problem(whole), "this is a problem, but a model is asked for here"),
         (load_schedule, dump_problem(whole), "this is a problem, but a schedule is asked for here"),
-        (
-            load_schedule,
-            schedule.replace("/v1", "/v9"),
-            "reads 'optpipe/schedule/v1'; read it with",
-        ),
+        (load_schedule, schedule.replace("/v1", "/v9"), "reads 'optpipe/schedule/v1'; read it"),
         (load_problem, newer, "format = 'optpipe/problem/v3': this optpipe reads"),
         (load_problem, trace, "none of a problem's fields, but 'traceEvents', 'displayTimeUnit'"),
     )
@@ -174,11 +156,6 @@ def test_no_text_ends_in_anything_but_our_own_error(text: str) -> None:
 def test_a_truncated_problem_is_refused(length: int) -> None:
     with pytest.raises(ProblemError, match=r"not JSON|empty"):
         load_problem(dump_problem(everything_at_once()[0])[:length])
-
-
-def test_the_place_of_a_fault_is_told() -> None:
-    with pytest.raises(InputError, match="at line 3, column 8; is the file complete"):
-        parse_json('{\n  "a": 1,\n  "b": x\n}')
 
 
 def test_a_file_that_cannot_be_read_is_an_input_error(tmp_path: Path) -> None:

@@ -163,10 +163,6 @@ def test_without_axes_rows_are_told_by_their_names() -> None:
     assert [line.split("|")[1].strip() for line in lines] == ["problem", "---", "p", "#1"]
 
 
-def test_json_is_the_rows() -> None:
-    assert json.loads(dump_sweep([sweep_row(), FAILED], "json")) == {"rows": [sweep_row(), FAILED]}
-
-
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -183,14 +179,10 @@ AXIS = st.text("ab[*].,\"'0 é", max_size=5)
 
 @given(st.lists(st.dictionaries(AXIS, JSON, max_size=3), min_size=1, max_size=4))
 @example([{"a": "12"}, {"a": 12}, {"a": "null"}, {"a": '"x"'}, {"a": ""}])
+@example([{"name": 7}, {"state": 7, "index": 7}, {"gap": 7}])
 def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
+    """An axis may be called as a column is."""
     rows = [sweep_row(index, value) for index, value in enumerate(values)]
-    assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
-
-
-@pytest.mark.parametrize("name", ["name", "state", "index", "gap"])
-def test_an_axis_may_be_called_as_a_column_is(name: str) -> None:
-    rows = [sweep_row(values={name: 7})]
     assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
 
 

@@ -44,12 +44,10 @@ def test_equal_input_gives_equal_bytes(tmp_path, views) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_an_unknown_suffix_is_refused_with_those_that_work(tmp_path, views) -> None:
+def test_a_file_that_cannot_be_written_is_an_input_error(tmp_path, views) -> None:
+    """By its suffix, in place of which those that work are named, or by its folder."""
     with pytest.raises(InputError, match=r"\.png, \.svg, \.pdf"):
         save_figure(views, tmp_path / "a.bmp")
-
-
-def test_an_unwritable_file_is_an_input_error(tmp_path, views) -> None:
     with pytest.raises(InputError, match="cannot write"):
         save_figure(views, tmp_path / "nowhere" / "a.svg")
 

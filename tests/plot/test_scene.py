@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from optpipe.memory import memory_walk
 from optpipe.plot.scene import (
-    BAR_COLOURS,
     COLOURS,
     GRAD_SYNC_COLOUR,
     KINDS,
@@ -39,7 +38,7 @@ from tests.strategies import cases
 
 
 @given(cases())
-def test_a_bar_is_an_interval_of_the_timeline(case) -> None:
+def test_bars_and_curves_are_those_of_the_timeline(case) -> None:
     drawing = drawing_of(*case)
     timeline = make_timeline(*case)
     rows = [row for device in timeline.intervals for row in device]
@@ -54,6 +53,9 @@ def test_a_bar_is_an_interval_of_the_timeline(case) -> None:
         row.action[:3] if row.action else (NO_MICROBATCH, None, NO_MICROBATCH) for row in rows
     ]
     assert (drawing.makespan_ms, drawing.span_ms) == (timeline.makespan_ms, timeline.span_ms)
+    for curve, points in zip(drawing.memory, timeline.memory, strict=True):
+        assert list(zip(curve.moments, curve.held_bytes, strict=True)) == list(points)
+        assert np.all(np.diff(curve.moments) >= 0)
 
 
 @given(cases())
@@ -71,16 +73,6 @@ def test_bytes_around_a_bar_are_those_of_the_memory_walk(case) -> None:
         assert list(zip(bars.before[mine], bars.after[mine], strict=True)) == steps
 
 
-@given(cases())
-def test_curves_are_those_of_the_timeline(case) -> None:
-    curves = drawing_of(*case).memory
-    expected = make_timeline(*case).memory
-    for curve, points in zip(curves, expected, strict=True):
-        assert list(zip(curve.moments, curve.held_bytes, strict=True)) == list(points)
-        assert np.all(np.diff(curve.moments) >= 0)
-        assert curve.moments[0] == 0
-
-
 def test_a_gradient_reduction_has_the_bytes_of_its_moment() -> None:
     """It takes none and gives none back; what is held by then is held around it."""
     problem, programs = everything_at_once()
@@ -92,10 +84,6 @@ def test_a_gradient_reduction_has_the_bytes_of_its_moment() -> None:
         curve = drawing.memory[bars.device[row]]
         level = curve.held_bytes[curve.moments <= bars.start[row]][-1]
         assert bars.before[row] == bars.after[row] == level
-
-
-def test_every_action_type_but_release_has_a_code() -> None:
-    assert set(KINDS) == {*ActionType, None} - {ActionType.RELEASE}
 
 
 # Columns of pixels: no time lost, no peak hidden, no colour that does not happen.
@@ -120,8 +108,8 @@ def test_pixels_share_out_exactly_the_time_of_each_lane(case, num_columns: int) 
             assert filled == pytest.approx((bars.end - bars.start)[mine].sum(), abs=1e-3 * length)
 
 
-def test_a_column_that_one_action_fills_has_its_colour() -> None:
-    """With columns shorter than actions, the picture is the schedule."""
+def test_a_column_has_the_colour_of_what_fills_it_or_the_mean_by_time() -> None:
+    """With columns shorter than actions, the picture is the schedule; with one, their mean."""
     drawing = drawing_of(*everything_at_once())
     bars = drawing.bars
     pixels = pixels_of(bars, GREYS, num_devices=3, length_ms=drawing.makespan_ms, num_columns=4000)
@@ -131,12 +119,6 @@ def test_a_column_that_one_action_fills_has_its_colour() -> None:
         place = bars.device[row], bars.lane[row], column
         assert pixels.busy[place] == pytest.approx(1.0, abs=1e-3)
         assert pixels.colour[place] == pytest.approx(GREYS[codes_of(bars)[row]], abs=1e-3)
-
-
-def test_two_actions_in_one_column_are_mixed_by_their_time() -> None:
-    """One column over everything has the mean colour of all that happens on the lane."""
-    drawing = drawing_of(*everything_at_once())
-    bars = drawing.bars
     pixels = pixels_of(bars, GREYS, num_devices=3, length_ms=drawing.makespan_ms, num_columns=1)
     mine = (bars.device == 0) & (bars.lane == 0)
     lengths = (bars.end - bars.start)[mine]
@@ -260,10 +242,3 @@ def test_text_and_lines_show_on_their_page(theme) -> None:
     assert contrast(look.quiet, look.page) >= 4.5
     for line in (look.limit, look.bound):
         assert contrast(line, look.page) >= 3
-
-
-def test_a_code_is_a_kind_and_the_parity_of_its_micro_batch() -> None:
-    """What the numbers in a chart's columns mean."""
-    for place, kind in enumerate(KINDS):
-        shades = COLOURS[kind] if kind is not None else (GRAD_SYNC_COLOUR,) * 2
-        assert BAR_COLOURS[2 * place : 2 * place + 2] == tuple(shades)
