@@ -14,11 +14,14 @@ workspaces = st.sampled_from([0, 0, 1, 7])
 
 
 def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | NotApplicableReason:
-    """The programs, or why there are none."""
+    """The programs, or why there are none, which is said in words."""
     try:
         return build(given)
     except NotApplicable as answer:
-        return answer.reason
+        refused = answer
+    assert len(str(refused)) > 20
+    assert "Error" not in str(refused)
+    return refused.reason
 
 
 @st.composite

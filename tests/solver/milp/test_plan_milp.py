@@ -184,20 +184,6 @@ def test_a_walk_ends_at_the_best_of_all_cuts_and_modes(room_mb: int) -> None:
         assert start[0] > length_ms == pytest.approx(best_by_looking(model, pattern), rel=1e-12)
 
 
-def test_with_less_memory_other_modes_are_chosen() -> None:
-    """The tightest device recomputes or offloads; nobody does where all is kept anyway."""
-    (wide,) = {_plan(150).modes}
-    assert set(wide) == {"keep"}
-    assert set(_plan(55).modes) != {"keep"}
-
-
-def _plan(room_mb: int) -> PatternPlan:
-    model = small_model(room_mb)
-    found = plan_pattern(model, all_patterns(model, "linear", 1, moves=True)[0], Stop(60))
-    assert isinstance(found, PatternPlan)
-    return found
-
-
 @pytest.mark.parametrize(("shape", "chunks"), [("loop", 2), ("v", 2)])
 def test_chunks_are_simulated_as_the_path_says_where_nothing_is_moved(
     shape: str, chunks: int
