@@ -138,48 +138,35 @@ def test_threads_run_side_by_side() -> None:
 
 
 def test_a_thread_that_hears_nothing_is_left_behind() -> None:
-    """The call returns while it still runs."""
-    release = threading.Event()
-    ended = threading.Event()
+    """It is told to end when the call is, which returns while it still runs."""
+    end, release, ended = threading.Event(), threading.Event(), threading.Event()
+    told = iter((False, True))
 
     def deaf() -> None:
         release.wait()
         ended.set()
 
-    run_threads([deaf], lambda: True, threading.Event())
+    run_threads([deaf], lambda: next(told), end)
+    assert end.is_set()
     assert not ended.is_set()
     release.set()
     assert ended.wait(30)
 
 
-def test_threads_are_told_to_stop() -> None:
-    """A thread that listens has ended when the call returns."""
-    end, ended = threading.Event(), threading.Event()
-
-    def listening() -> None:
-        while not end.is_set():
-            pass
-        ended.set()
-
-    run_threads([listening], lambda: True, end)
-    assert ended.is_set()
-
-
 def test_what_a_thread_raises_is_raised_and_stops_the_others() -> None:
-    """The caller sees the error itself."""
+    """The caller sees the error itself; a thread that listens has ended when the call returns."""
     end, ended = threading.Event(), threading.Event()
 
     def broken() -> None:
         raise ValueError("broken")
 
     def listening() -> None:
-        while not end.is_set():
-            pass
+        end.wait()
         ended.set()
 
     with pytest.raises(ValueError, match="broken"):
         run_threads([listening, broken], lambda: False, end)
-    assert ended.wait(30)
+    assert ended.is_set()
 
 
 _LEFT_IN_HIGHS = """

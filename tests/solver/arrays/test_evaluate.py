@@ -15,6 +15,7 @@ from optpipe_solver.arrays.encoding import (
     evaluate_by_reference,
 )
 from tests.building import UNIT, bus, everything_at_once, offloadable, problem, programs, stage
+from tests.solver.starting import with_memory
 from tests.strategies import Case, cases, mutated
 
 
@@ -41,11 +42,10 @@ def test_spoilt_programs_are_refused_by_both(case: Case, times: int, seed: int) 
 @given(cases(tight=True, menus=True, pairs=True), st.integers(0, 2**32))
 def test_limits_refuse_the_same_programs(case: Case, seed: int) -> None:
     """A byte less on one device than the programs need."""
-    devices = list(case.problem.devices)
-    one = random.Random(seed).randrange(len(devices))
-    less = max(devices[one].reserved_bytes, devices[one].memory_bytes - 1)
-    devices[one] = devices[one].model_copy(update={"memory_bytes": less})
-    _say_the_same(case.problem.model_copy(update={"devices": devices}), case.programs)
+    room = [device.memory_bytes for device in case.problem.devices]
+    one = random.Random(seed).randrange(len(room))
+    room[one] = max(case.problem.devices[one].reserved_bytes, room[one] - 1)
+    _say_the_same(with_memory(case.problem, room), case.programs)
 
 
 def test_every_feature_at_once() -> None:
