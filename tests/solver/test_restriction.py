@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from optpipe import Problem, dump_schedule, find_violations, simulate
+from optpipe import Problem, find_violations, simulate
 from optpipe_solver import portfolio
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.incumbent import Incumbent
@@ -18,7 +18,7 @@ from optpipe_solver.portfolio import (
     restrictions,
 )
 from tests.building import UNIT, bus, problem, stage
-from tests.solver.starting import schedule_of, serially
+from tests.solver.starting import serially
 from tests.strategies import Case, cases, few
 
 QUICK = 0.1
@@ -162,13 +162,3 @@ def test_large_problems_and_who_is_out_of_time_look_at_no_restriction(
     improve_by_restrictions(best, stop, nothing)
     assert stop.spent == 0.0
     assert best.objective_ms == before
-
-
-def test_the_same_work_gives_the_same_file_through_restrictions() -> None:
-    """Searches in restrictions count their work as all others do."""
-    one, other = (
-        schedule_of(slow_bus(), work_limit=0.1, time_limit_s=600, seed=2) for _ in range(2)
-    )
-    assert dump_schedule(one) == dump_schedule(other)
-    assert any(entry.method.endswith("without offload") for entry in one.provenance.trace)
-    assert one.provenance.trace[-1].seconds <= 0.1

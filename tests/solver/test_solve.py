@@ -20,6 +20,7 @@ from optpipe_solver.solve import _SolveRun
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.milp.test_horizon import parked_problem
 from tests.solver.starting import erratic_clock, schedule_of
+from tests.solver.test_restriction import slow_bus
 from tests.strategies import Case, cases, few
 
 
@@ -62,16 +63,23 @@ def test_offload_is_used_where_memory_is_short() -> None:
     assert {"OFFLOAD", "RELEASE", "RELOAD"} <= kinds
 
 
-def test_progress_tells_every_improvement_in_order() -> None:
-    """Objectives fall, bounds rise, the last one is the result."""
+def test_progress_tells_every_improvement_in_order_and_contributions_sum_up() -> None:
+    """Objectives fall, bounds rise, the last one is the result.
+
+    Contributions: from the first schedule's objective to the last, from no bound to the last.
+    """
     news: list[Progress] = []
-    found = schedule_of(parked_problem(), time_limit_s=30, on_progress=news.append)
-    objectives = [p.objective_ms for p in news if p.programs is not None]
-    assert objectives == sorted(objectives, key=lambda ms: -(ms or 0.0))
+    found = schedule_of(parked_problem(), time_limit_s=60, on_progress=news.append)
+    objectives = [p.objective_ms or 0.0 for p in news if p.programs is not None]
+    assert objectives == sorted(objectives, reverse=True)
     bounds = [p.bound_ms or 0.0 for p in news]
     assert bounds == sorted(bounds)
     assert objectives[-1] == found.objective_ms
     assert len(found.provenance.trace) == len(news)
+    parts = found.provenance.contributions
+    assert sum(part.objective_gain_ms for part in parts) == objectives[0] - found.objective_ms
+    assert sum(part.bound_gain_ms for part in parts) == found.bound_ms
+    assert len({part.method for part in parts}) == len(parts)
 
 
 def test_it_returns_at_its_time_limit_and_when_told_to_stop() -> None:
@@ -89,6 +97,7 @@ def test_it_returns_at_its_time_limit_and_when_told_to_stop() -> None:
     ("given", "work", "gap", "why"),
     [
         (recompute_problem(), 0.035, 0.0, "work_limit"),
+        (slow_bus(), 0.1, 0.0, "work_limit"),
         (offload_problem(m=4), 2.0, 0.12, "gap"),
         (offload_problem(m=4), 2.0, 0.0, "optimal"),
     ],
@@ -96,7 +105,10 @@ def test_it_returns_at_its_time_limit_and_when_told_to_stop() -> None:
 def test_the_same_work_gives_the_same_file(
     given: Problem, work: float, gap: float, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the clock does the records are equal to the last byte, their traces included."""
+    """Whatever the clock does the records are equal to the last byte, their traces included.
+
+    Searches in restrictions, as with the slow bus, count their work as all others do.
+    """
     found = []
     for jump_s in (0.0, 0.1):
         monkeypatch.setattr(time, "perf_counter", erratic_clock(jump_s))
@@ -197,16 +209,6 @@ def test_two_threads_find_and_prove_the_same_optimum() -> None:
     assert result.status is SolveStatus.OPTIMAL
     assert result.schedule is not None
     assert result.schedule.objective_ms == 136
-
-
-def test_contributions_sum_up_to_what_was_gained() -> None:
-    """From the first schedule's objective to the last, from no bound to the last."""
-    schedule = schedule_of(parked_problem(), time_limit_s=60)
-    parts = schedule.provenance.contributions
-    first = next(t.objective_ms for t in schedule.provenance.trace if t.objective_ms is not None)
-    assert sum(part.objective_gain_ms for part in parts) == first - schedule.objective_ms
-    assert sum(part.bound_gain_ms for part in parts) == schedule.bound_ms
-    assert len({part.method for part in parts}) == len(parts)
 
 
 def test_a_given_start_is_kept_when_it_is_the_best() -> None:
