@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, IllegalScheduleError, Problem, Program, simulate
 from optpipe.memory import device_peak_bytes, host_peak_bytes, host_walk
+from tests.building import problem, stage
 from tests.strategies import B, Case, F, I, W, documents, random_programs, tightened
 
 _AWAY = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
@@ -42,28 +43,13 @@ def tiny_problems_with_pairs(draw: st.DrawFn) -> Problem:
         for letter, length in (("I", back), ("B", back + weight)):
             hidden = draw(st.integers(0, min(forward, length)))
             licences.append({"forward": d, "backward": d, "with": letter, "hidden_ms": hidden})
-    return Problem.parse(
-        {
-            "format": "optpipe/problem/v2",
-            "num_microbatches": 4 - num_devices,
-            "objective": draw(st.sampled_from(["makespan", "span"])),
-            "devices": [{"memory_bytes": room}] * num_devices,
-            "stages": [
-                {
-                    "device": d,
-                    "costs": [
-                        {
-                            "forward_ms": forward,
-                            "backward_input_ms": back,
-                            "backward_weight_ms": weight,
-                            "activation_bytes": 1,
-                        }
-                    ],
-                }
-                for d, (forward, back, weight) in enumerate(times)
-            ],
-            "pairs": licences,
-        }
+    return problem(
+        [stage(d, *passes, activation_bytes=1) for d, passes in enumerate(times)],
+        [{"memory_bytes": room}] * num_devices,
+        m=4 - num_devices,
+        format="optpipe/problem/v2",
+        objective=draw(st.sampled_from(["makespan", "span"])),
+        pairs=licences,
     )
 
 

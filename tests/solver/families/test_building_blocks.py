@@ -16,8 +16,8 @@ from optpipe_solver.families.v_shape import (
 )
 from optpipe_solver.feasibility import smallest_memory
 from tests.building import problem, stage
-from tests.solver.families.pipelines import built
-from tests.solver.families.v_problems import all_in_pairs, equal_v, v_problem, v_problems
+from tests.solver.families.pipelines import built, v_problems
+from tests.solver.families.v_problems import all_in_pairs, equal_v, v_problem
 from tests.solver.starting import with_memory
 from tests.strategies import few
 

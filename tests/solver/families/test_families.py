@@ -16,8 +16,7 @@ from optpipe_solver.families import FAMILIES, Family
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.registry import Shape, replaced
 from tests.building import UNIT, bus, offloadable, problem, stage
-from tests.solver.families.pipelines import built, lines, loops
-from tests.solver.families.v_problems import v_problems
+from tests.solver.families.pipelines import built, lines, loops, v_problems
 from tests.strategies import Case, cases, few, problems
 
 TABLE = json.loads(
