@@ -22,6 +22,18 @@ def with_memory(given: Problem, memory: Sequence[int]) -> Problem:
     return given.model_copy(update={"devices": devices})
 
 
+def renumbered(given: Problem, order: Sequence[int]) -> Problem:
+    """The same problem, its devices in another order."""
+    data = given.model_dump(by_alias=True)
+    place = {old: new for new, old in enumerate(order)}
+    data["devices"] = [data["devices"][old] for old in order]
+    for one_stage in data["stages"]:
+        one_stage["device"] = place[one_stage["device"]]
+    for link in data["links"]:
+        link |= {"from": place[link["from"]], "to": place[link["to"]]}
+    return Problem.parse(data)
+
+
 def serially(given: Problem) -> Incumbent:
     """One micro-batch after the other: legal, and long."""
     best = Incumbent(given)

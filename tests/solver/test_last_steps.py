@@ -11,6 +11,7 @@ from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance, Schedule
 from optpipe_solver import Noise, Robust, solve
 from optpipe_solver.budget import Stop
+from optpipe_solver.families.classic import build_gpipe
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import (
     choose_robust,
@@ -30,7 +31,10 @@ TIMES = ((2, 2, 2), (3, 2, 4), (4, 3, 3), (4, 2, 4), (2, 4, 4), (2, 3, 4))
 
 
 def uneven_v(layers: dict[str, int] | None = LAYERS) -> Problem:
-    """Six stages in a V on three devices, each with room for all eight micro-batches."""
+    """Six stages in a V on three devices, each with room for all eight micro-batches.
+
+    Without layers it is of v1, where what is found first stays: it fills a device.
+    """
     devices = [bus(memory_bytes=160) for _ in range(3)]
     stages = [
         stage(d, *times) | ({} if layers is None else {"layers": layers})
@@ -39,33 +43,17 @@ def uneven_v(layers: dict[str, int] | None = LAYERS) -> Problem:
     return problem(stages, devices, m=8)
 
 
-def filled() -> Problem:
-    """The same in v1, where what is found first stays: it fills a device."""
-    return uneven_v(layers=None)
-
-
 @cache
 def solved(*, of_v2: bool) -> Schedule:
     """What a unit of work finds; computed once, v1's without any last step."""
-    given = uneven_v() if of_v2 else filled()
+    given = uneven_v() if of_v2 else uneven_v(None)
     return schedule_of(given, work_limit=1.0, time_limit_s=600)
-
-
-def all_forwards_first(given: Problem) -> Programs:
-    """GPipe's order, which holds everything at once."""
-    m = given.num_microbatches
-    rows = []
-    for own in given.stages_of:
-        row = [f"{s}F{j}" for s in own for j in range(m)]
-        row += [f"{s}{kind}{j}" for s in reversed(own) for j in range(m) for kind in "IW"]
-        rows.append(" ".join(row))
-    return programs(*rows)
 
 
 def started_full(given: Problem) -> Incumbent:
     """An incumbent with GPipe's order, as if it were the best there is."""
     best = Incumbent(given)
-    assert best.offer(all_forwards_first(given), "full")
+    assert best.offer(build_gpipe(given), "full")
     return best
 
 
@@ -86,7 +74,7 @@ def test_a_solve_of_v2_ends_with_low_peaks_and_one_of_v1_as_it_was() -> None:
     check_schedule(uneven_v(), found)
     assert found.objective_ms == before.objective_ms
     assert found.stopped_by == before.stopped_by == "optimal"
-    assert peak_shares(filled(), before.peak_bytes)[0] == 1.0
+    assert peak_shares(uneven_v(None), before.peak_bytes)[0] == 1.0
     assert peak_shares(uneven_v(), found.peak_bytes)[0] <= 0.4
     assert not any(", peaks" in entry.method for entry in before.provenance.trace)
 
@@ -117,7 +105,7 @@ def test_the_same_work_gives_the_same_file_in_v2() -> None:
 def test_who_is_told_to_stop_gets_no_last_step() -> None:
     """The schedule is there, and peaks are as they were."""
     given = uneven_v()
-    start = all_forwards_first(given)
+    start = build_gpipe(given)
     found = schedule_of(given, time_limit_s=60, start=start, should_stop=lambda: True)
     assert found.stopped_by == "cancelled"
     assert not any(", peaks" in entry.method for entry in found.provenance.trace)

@@ -27,7 +27,7 @@ from tests.building import UNIT, bus, problem, programs, stage
 from tests.solver.bounds.judging import assert_below, line, of_families
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.solver.families.v_problems import all_in_pairs
-from tests.solver.starting import with_memory
+from tests.solver.starting import renumbered, with_memory
 from tests.strategies import Case, cases, documents, few, random_modes
 
 if TYPE_CHECKING:
@@ -375,18 +375,8 @@ def test_one_mode_more_never_raises_a_bound(case: Case, data: st.DataObject) -> 
 @given(cases(tight=True), st.randoms(use_true_random=False))
 def test_numbering_of_devices_does_not_matter(case: Case, rng: random.Random) -> None:
     """Devices have names, not ranks."""
-    problem = case.problem
-    order = list(range(len(problem.devices)))
+    order = list(range(len(case.problem.devices)))
     rng.shuffle(order)
-    place = {old: new for new, old in enumerate(order)}
-    data = problem.model_dump(by_alias=True)
-    data["devices"] = [data["devices"][old] for old in order]
-    data["stages"] = [
-        one_stage | {"device": place[one_stage["device"]]} for one_stage in data["stages"]
-    ]
-    data["links"] = [
-        link | {"from": place[link["from"]], "to": place[link["to"]]} for link in data["links"]
-    ]
-    renamed = Problem.parse(data)
-    for one, other in zip(lower_bounds(problem), lower_bounds(renamed), strict=True):
+    after = lower_bounds(renumbered(case.problem, order))
+    for one, other in zip(lower_bounds(case.problem), after, strict=True):
         assert other.ms == pytest.approx(one.ms, rel=1e-9, abs=1e-9)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.feasibility import feasibility, least_bytes, smallest_memory
-from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, roomiest_cut
 from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, RunTable, make_lines
 from tests.solver.plan.models import all_cuts, gpus, layer, model, models
 
@@ -137,11 +137,6 @@ def test_no_cut_on_any_placement_is_below_the_bound_of_all(found: Model) -> None
         for problem in fitting(found, line).values():
             best = max(lower_bound(problem).ms, load_bound(problem))
             assert floor <= best + 1e-9
-
-
-def test_the_even_cut_gives_the_rest_to_the_first() -> None:
-    """Ten layers on four stages."""
-    assert even_cut(10, 4) == (3, 3, 2, 2)
 
 
 def test_a_long_model_is_cut_too() -> None:
