@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import factorial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def test_the_three_shapes() -> None:
 def test_equal_devices_have_one_order_of_each_length() -> None:
     """Shorter ones leave devices out; a link tells nothing apart that is like the default."""
     links = [{"from": 0, "to": 1, "latency_ms": 5}]
-    written = {"links": links, "default_link": {"latency_ms": 5}}
+    written: dict[str, Any] = {"links": links, "default_link": {"latency_ms": 5}}
     for network in ({}, written):
         found = model([layer(repeat=9)], gpus(3), **network)
         assert list(device_orders(found)) == [(0, 1, 2), (0, 1), (0,)]
