@@ -107,8 +107,12 @@ def test_noise_of_a_single_chain() -> None:
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_noise_never_helps_on_average_and_is_repeatable(objective: str) -> None:
-    """A maximum over paths: the median is above the noiseless time; a seed gives one answer."""
-    given = problem([stage(d, 4, 4, 2) for d in range(4)], m=8, objective=objective)
+    """A maximum over paths: the median is above the noiseless time; a seed gives one answer.
+
+    The last device begins late and ends last: its span is less than the makespan.
+    """
+    stages = [stage(d, 4, 4, 2, grad_sync_ms=40 * (d == 3)) for d in range(4)]
+    given = problem(stages, m=8, objective=objective)
     programs = one_f_one_b(4, 8)
     quiet = simulate(given, programs).objective_ms(objective)
     spread = step_time_spread(given, programs, seed=3)
