@@ -141,13 +141,13 @@ def test_threads_run_side_by_side() -> None:
 def test_a_thread_that_hears_nothing_is_left_behind() -> None:
     """It is told to end when the call is, which returns while it still runs."""
     end, release, ended = threading.Event(), threading.Event(), threading.Event()
-    told = iter((False, True))
+    answers = iter((False, True))
 
     def deaf() -> None:
         release.wait()
         ended.set()
 
-    run_threads([deaf], lambda: next(told), end)
+    run_threads([deaf], lambda: next(answers), end)
     states = end.is_set(), ended.is_set()
     release.set()
     assert states == (True, False)
