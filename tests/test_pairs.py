@@ -8,30 +8,24 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from optpipe import Problem, ProblemError, Programs, simulate
+from optpipe import Problem, ProblemError, simulate
 from optpipe.check import find_violations
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError
 from optpipe.formats.exports import dump_csv, dump_python_list, load_csv
 from optpipe.memory import device_peak_bytes
-from optpipe.schedule import Action, ActionType, cells_of, parse_cell
-from optpipe_solver import solve
+from optpipe.schedule import cells_of, parse_cell
 from optpipe_solver.arrays.encoding import CompiledProblem, evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.families.classic import build_dualpipe_v
-from tests.building import problem, stage
+from tests.building import PLENTY, problem, stage
+from tests.solver.families.v_problems import all_in_pairs
+from tests.solver.starting import schedule_of
+from tests.strategies import random_programs
 
 
-def _v(p: int, m: int, hidden_ms: float) -> Problem:
+def _v(p: int, m: int, hidden_ms: float, memory: int = PLENTY) -> Problem:
     """A V of equal passes, in which every F may pair with every B of its device."""
-    stages = [stage(d, activation_bytes=1) for d in (*range(p), *reversed(range(p)))]
-    ends = [(d, 2 * p - 1 - d) for d in range(p)]
-    pairs: list[dict[str, Any]] = [
-        {"forward": a, "backward": b, "hidden_ms": hidden_ms}
-        for both in ends
-        for a in both
-        for b in both
-    ]
-    return problem(stages, m=m, pairs=pairs, format="optpipe/problem/v2")
+    return all_in_pairs((*range(p), *reversed(range(p))), m, memory, hidden_ms)
 
 
 @pytest.mark.parametrize(
@@ -89,41 +83,6 @@ def test_dualpipe_v_is_torchs(p: int, m: int) -> None:
     assert [cells_of(row) for row in build_dualpipe_v(_v(p, m, 0.5))] == found
 
 
-def _drawn(given: Problem, draw: random.Random) -> Programs:
-    """Return programs in a random order that respects all waits, with and without pairs."""
-    last, m = len(given.stages) - 1, given.num_microbatches
-    cells = [(s, j) for s in range(last + 1) for j in range(m)]
-    letter = {cell: draw.choice("BI") for cell in cells}
-    waits: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
-    for s, j in cells:
-        kind = letter[s, j]
-        waits[s, "F", j] = {(s - 1, "F", j)} if s else set()
-        waits[s, kind, j] = {(s, "F", j)}
-        if s < last:
-            waits[s, kind, j].add((s + 1, letter[s + 1, j], j))
-        if kind == "I":
-            waits[s, "W", j] = {(s, "I", j)}
-    rows: list[list[Action]] = [[] for _ in given.devices]
-    done: set[tuple[int, str, int]] = set()
-    while waits:
-        ready = sorted(key for key, needed in waits.items() if needed <= done)
-        chosen = [draw.choice(ready)]
-        stage, kind, j = chosen[0]
-        partners = [
-            key
-            for key in ready
-            if (stage, key[0], key[1]) in given.hidden_ms and key[::2] != (stage, j)
-        ]
-        if kind == "F" and partners and draw.random() < 0.7:
-            chosen.append(draw.choice(partners))
-        for number, (s, name, microbatch) in enumerate(chosen):
-            row = rows[given.placement[s]]
-            row.append(Action(s, ActionType(name), microbatch, 0, number == 1))
-            del waits[s, name, microbatch]
-            done.add((s, name, microbatch))
-    return tuple(map(tuple, rows))
-
-
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.extended) for n in range(3, 12))]
 )
@@ -153,7 +112,7 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
     compiled = CompiledProblem.of(given)
     shortest, num_paired = math.inf, 0
     for _ in range(400):
-        rows = _drawn(given, draw)
+        rows = random_programs(given, draw)
         assert find_violations(given, rows) == []
         num_paired += sum(action.paired for row in rows for action in row)
         length = simulate(given, rows).makespan_ms
@@ -161,10 +120,9 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
         shortest = min(shortest, length)
     assert num_paired > 100
     assert max(bounds.values()) <= shortest + 1e-9
-    result = solve(given, time_limit_s=20, work_limit=0.1)
-    assert result.schedule is not None
-    assert result.bound_ms is not None
-    assert result.bound_ms <= min(shortest, result.schedule.makespan_ms) + 1e-9
+    found = schedule_of(given, time_limit_s=20, work_limit=0.1)
+    assert found.bound_ms is not None
+    assert found.bound_ms <= min(shortest, found.makespan_ms) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -180,16 +138,12 @@ def test_pairs_are_found_at_any_memory(
 
     Below that a first annealing found 57, 61, 66 and 70 (issue 20). The last is 130 without pairs.
     """
-    wide = _v(p, m, hidden_ms)
-    devices = [device.model_copy(update={"memory_bytes": chunks}) for device in wide.devices]
-    given = wide.model_copy(update={"devices": tuple(devices)})
-    first = solve(given, time_limit_s=120, work_limit=6, seed=0).schedule
-    assert first is not None
+    given = _v(p, m, hidden_ms, memory=chunks)
+    first = schedule_of(given, time_limit_s=120, work_limit=6, seed=0)
     assert find_violations(given, first.programs) == []
     assert first.makespan_ms <= most_ms + 1e-9
     if chunks == 7:
-        again = solve(given, time_limit_s=120, work_limit=6, seed=0).schedule
-        assert again is not None
+        again = schedule_of(given, time_limit_s=120, work_limit=6, seed=0)
         assert first.programs == again.programs
 
 

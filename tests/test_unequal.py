@@ -27,9 +27,11 @@ from optpipe_solver.last_steps import with_device_factors
 from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.replan import replan
+from tests import building
 from tests.building import programs
 from tests.oracle import Ticking, device_peak, host_peaks, is_legal
 from tests.solver.exhaustive import optimum
+from tests.solver.starting import schedule_of, with_memory
 from tests.strategies import Case, cases, documents, few, mutated, random_programs, tightened
 
 OBJECTIVES = ["makespan", "span"]
@@ -46,10 +48,8 @@ def test_times_and_bytes_are_those_of_the_oracle_and_of_compiled_code(case: Case
     peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(rows)]
     assert peaks == [device_peak(problem, device, row) for device, row in enumerate(rows)]
     assert host_peak_bytes(problem, rows) == host_peaks(problem, rows)
-    assert evaluate_arrays(CompiledProblem.of(problem), rows) == evaluate_by_reference(
-        problem, rows
-    )
     compiled = CompiledProblem.of(problem)
+    assert evaluate_arrays(compiled, rows) == evaluate_by_reference(problem, rows)
     assert evaluate_by_reference(problem, compiled.decode(compiled.encode(rows))) is not None
 
 
@@ -114,15 +114,13 @@ def batch(
         }
         for n in range(1, max(costs) + 2)
     ]
-    return Problem.parse(
-        {
-            "format": "optpipe/problem/v2",
-            "num_microbatches": len(costs),
-            "microbatches": [{"cost": cost} for cost in costs],
-            "order": order,
-            "devices": [{"memory_bytes": room}] * p,
-            "stages": [{"device": s % p, "costs": kinds} for s in range(p * chunks)],
-        }
+    return building.problem(
+        [{"device": s % p, "costs": kinds} for s in range(p * chunks)],
+        [{"memory_bytes": room}] * p,
+        len(costs),
+        format="optpipe/problem/v2",
+        microbatches=[{"cost": cost} for cost in costs],
+        order=order,
     )
 
 
@@ -134,11 +132,10 @@ def test_small_batches_are_solved_to_the_least_of_all_programs(
 ) -> None:
     problem = batch(costs, p=2, order=order, room=room)
     least = optimum(problem)
-    result = solve(problem, work_limit=0.1, time_limit_s=600)
-    assert result.schedule is not None
-    check_schedule(problem, result.schedule)
+    found = schedule_of(problem, work_limit=0.1, time_limit_s=600)
+    check_schedule(problem, found)
     assert all(bound.ms <= least * (1 + 1e-9) for bound in lower_bounds(problem))
-    assert result.schedule.makespan_ms == pytest.approx(least)
+    assert found.makespan_ms == pytest.approx(least)
 
 
 COSTS = [0, 4, 1, 0, 3, 0, 0, 2, 1, 4, 0, 1]
@@ -246,9 +243,8 @@ def test_rules_are_learned_from_batches_of_the_run(
 def test_replan_is_near_a_longer_solve(room: int) -> None:
     """Within 4 % of one of half a second: 0 % with room, 3.4 % in the middle."""
     problem = batch(COSTS, room=room)
-    found, result = replan(problem), solve(problem, work_limit=0.3, time_limit_s=600)
-    assert result.schedule is not None
-    assert found.makespan_ms <= result.schedule.makespan_ms * 1.04
+    longer = schedule_of(problem, work_limit=0.3, time_limit_s=600)
+    assert replan(problem).makespan_ms <= longer.makespan_ms * 1.04
 
 
 def test_where_copies_pay_batches_of_the_run_are_dealt_into(monkeypatch: Any) -> None:
@@ -347,11 +343,11 @@ def test_what_only_recomputation_fits_is_replanned_at_once() -> None:
 
 def test_a_free_order_is_used() -> None:
     """Equal work, one order given and one free."""
-    free, bound = (batch(COSTS, order=order, room=120) for order in ("free", "given"))
-    times = [solve(one, work_limit=0.5, time_limit_s=600).schedule for one in (free, bound)]
-    assert times[0] is not None
-    assert times[1] is not None
-    assert times[0].makespan_ms < times[1].makespan_ms
+    free, bound = (
+        schedule_of(batch(COSTS, order=order, room=120), work_limit=0.5, time_limit_s=600)
+        for order in ("free", "given")
+    )
+    assert free.makespan_ms < bound.makespan_ms
 
 
 def test_device_factors_reach_every_cost() -> None:
@@ -447,21 +443,15 @@ def test_starts_of_slices_are_legal_and_above_all_bounds(case: Case) -> None:
     assert max(bound.ms for bound in lower_bounds(problem)) <= min(lengths) * (1 + 1e-9)
 
 
-def with_room(problem: Problem, rooms: list[int]) -> Problem:
-    devices = [device.model_copy(update={"memory_bytes": room})
-               for device, room in zip(problem.devices, rooms, strict=True)]  # fmt: skip
-    return problem.model_copy(update={"devices": devices})
-
-
 @given(sliced_cases())
 def test_samples_need_all_their_slices_at_once(case: Case) -> None:
     """Here just so much: with a byte less on one device nothing fits, and that much is said."""
     least = smallest_memory(case.problem)
     assert all(a <= d.memory_bytes for a, d in zip(least, case.problem.devices, strict=True))
-    tight = with_room(case.problem, least)
+    tight = with_memory(case.problem, least)
     assert find_violations(tight, build_serial(tight)) == []
     if case.problem.order == "free":
-        found = feasibility(with_room(case.problem, [least[0] - 1, *least[1:]]))
+        found = feasibility(with_memory(case.problem, [least[0] - 1, *least[1:]]))
         assert found.plan is None
         assert found.needs == {"devices[0].memory_bytes": least[0]}
 
@@ -469,11 +459,10 @@ def test_samples_need_all_their_slices_at_once(case: Case) -> None:
 @given(sliced_cases(most=2))
 @few(6)
 def test_solve_keeps_the_turns_of_slices(case: Case) -> None:
-    result = solve(case.problem, work_limit=0.05, time_limit_s=600)
-    assert result.schedule is not None
-    check_schedule(case.problem, result.schedule)
-    assert result.bound_ms is not None
-    assert result.bound_ms <= result.schedule.objective_ms * (1 + 1e-9)
+    found = schedule_of(case.problem, work_limit=0.05, time_limit_s=600)
+    check_schedule(case.problem, found)
+    assert found.bound_ms is not None
+    assert found.bound_ms <= found.objective_ms * (1 + 1e-9)
 
 
 @pytest.mark.extended

@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, IllegalScheduleError, Problem, Program, simulate
 from optpipe.memory import device_peak_bytes, host_peak_bytes, host_walk
-from tests.strategies import Case, documents, random_programs, tightened
+from tests.building import problem, stage
+from tests.strategies import B, Case, F, I, W, documents, random_programs, tightened
 
-F, I, W, B = (  # noqa: E741 - DESIGN's letters
-    ActionType.FORWARD,
-    ActionType.BACKWARD_INPUT,
-    ActionType.BACKWARD_WEIGHT,
-    ActionType.FULL_BACKWARD,
-)
 _AWAY = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
 
 
@@ -48,28 +43,13 @@ def tiny_problems_with_pairs(draw: st.DrawFn) -> Problem:
         for letter, length in (("I", back), ("B", back + weight)):
             hidden = draw(st.integers(0, min(forward, length)))
             licences.append({"forward": d, "backward": d, "with": letter, "hidden_ms": hidden})
-    return Problem.parse(
-        {
-            "format": "optpipe/problem/v2",
-            "num_microbatches": 4 - num_devices,
-            "objective": draw(st.sampled_from(["makespan", "span"])),
-            "devices": [{"memory_bytes": room}] * num_devices,
-            "stages": [
-                {
-                    "device": d,
-                    "costs": [
-                        {
-                            "forward_ms": forward,
-                            "backward_input_ms": back,
-                            "backward_weight_ms": weight,
-                            "activation_bytes": 1,
-                        }
-                    ],
-                }
-                for d, (forward, back, weight) in enumerate(times)
-            ],
-            "pairs": licences,
-        }
+    return problem(
+        [stage(d, *passes, activation_bytes=1) for d, passes in enumerate(times)],
+        [{"memory_bytes": room}] * num_devices,
+        m=4 - num_devices,
+        format="optpipe/problem/v2",
+        objective=draw(st.sampled_from(["makespan", "span"])),
+        pairs=licences,
     )
 
 
@@ -104,10 +84,10 @@ def _hosts_fit(problem: Problem, programs: tuple[Program, ...]) -> bool:
 
 def _programs(problem: Problem, device: int) -> Iterator[Program]:
     cells = [(s, j) for s in problem.stages_of[device] for j in range(problem.num_microbatches)]
-    for chains in product(*(_chains(problem, s, j) for s, j in cells)):
+    for chains in product(*(chains_of(problem, s, j) for s, j in cells)):
         if not _modes_are_uniform(problem, cells, [mode for mode, _ in chains]):
             continue
-        for program in _interleavings(tuple(chain for _, chain in chains)):
+        for program in interleavings(tuple(chain for _, chain in chains)):
             is_even = problem.is_even and device == problem.stages[0].device
             if _in_turn(problem, program) and (not is_even or _stage_0_in_order(program)):
                 yield from _with_pairs(problem, program)
@@ -161,7 +141,7 @@ def _stage_0_in_order(program: Program) -> bool:
     return forwards == sorted(forwards)
 
 
-def _chains(problem: Problem, s: int, j: int) -> list[tuple[int, tuple[Action, ...]]]:
+def chains_of(problem: Problem, s: int, j: int) -> list[tuple[int, tuple[Action, ...]]]:
     """Each usable mode with its actions, once per kind of backward."""
     chains: list[tuple[int, tuple[Action, ...]]] = []
     for number, mode in enumerate(problem.menu_of(s, j)):
@@ -176,14 +156,14 @@ def _chains(problem: Problem, s: int, j: int) -> list[tuple[int, tuple[Action, .
     return chains
 
 
-def _interleavings(chains: tuple[tuple[Action, ...], ...]) -> Iterator[Program]:
+def interleavings(chains: tuple[tuple[Action, ...], ...]) -> Iterator[Program]:
     if not any(chains):
         yield ()
         return
     for index, chain in enumerate(chains):
         if chain:
             rest = (*chains[:index], chain[1:], *chains[index + 1 :])
-            for tail in _interleavings(rest):
+            for tail in interleavings(rest):
                 yield (chain[0], *tail)
 
 
@@ -214,7 +194,7 @@ def least_of_one_microbatch(problem: Problem, limit: float = inf) -> tuple[float
                 grow((*program, chain[0]), rest, turn + is_pass, least)
 
     static = problem.static_bytes_of(0)
-    for chains in product(*(_chains(problem, s, 0) for s in own)):
+    for chains in product(*(chains_of(problem, s, 0) for s in own)):
         for least in (0, 1):
             grow((), tuple(chain for _, chain in chains), 0, least)
     return best[0] - static, best[1]

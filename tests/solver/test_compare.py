@@ -85,16 +85,6 @@ def test_only_cuts_that_can_be_built_are_tried() -> None:
     assert placements({"transformer": 10, "embedding": 1})[0] == {AS_GIVEN}
 
 
-def test_rows_are_json() -> None:
-    """Programs as texts that parse, the problem by its hash."""
-    given = problem([stage(0), stage(1)], m=2)
-    for row in compare(given, time_limit_s=1):
-        data = json.loads(json.dumps(row.as_json()))
-        assert data["problem_hash"] == row.problem.problem_hash
-        for program in data["programs"] or []:
-            assert [str(parse_action(cell)) for cell in program] == program
-
-
 def test_tokens_and_mfu() -> None:
     """Two micro-batches of 1000 tokens and 1 GFLOP in 6 ms, 1 TFLOP/s peak."""
     given = problem([stage(0, 1, 1, 1)], m=2)
@@ -115,33 +105,37 @@ def test_noise_of_a_single_chain() -> None:
     assert spread.p95_ms == pytest.approx(60 + 1.645 * (10 / 3) ** 0.5, rel=0.01)
 
 
-def test_noise_never_helps_on_average_and_is_repeatable() -> None:
-    """A maximum over paths: the median is above the noiseless time; a seed gives one answer."""
-    given = problem([stage(d, 4, 4, 2) for d in range(4)], m=8)
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_noise_never_helps_on_average_and_is_repeatable(objective: str) -> None:
+    """A maximum over paths: the median is above the noiseless time; a seed gives one answer.
+
+    The last device begins late and ends last: its span is less than the makespan.
+    """
+    stages = [stage(d, 4, 4, 2, grad_sync_ms=40 * (d == 3)) for d in range(4)]
+    given = problem(stages, m=8, objective=objective)
     programs = one_f_one_b(4, 8)
-    quiet = simulate(given, programs).makespan_ms
+    quiet = simulate(given, programs).objective_ms(objective)
     spread = step_time_spread(given, programs, seed=3)
     assert quiet < spread.p50_ms < spread.p95_ms
     assert spread == step_time_spread(given, programs, seed=3)
     assert step_time_spread(given, programs, noise=0.0).p95_ms == pytest.approx(quiet)
 
 
-def test_span_objective_is_judged_by_span() -> None:
-    """The spread is of what the problem minimises."""
-    data = problem([stage(d, 4, 4, 2) for d in range(4)], m=4).model_dump(by_alias=True)
-    given = Problem.parse({**data, "objective": "span"})
-    programs = one_f_one_b(4, 4)
-    still = step_time_spread(given, programs, noise=0.0)
-    assert still.p50_ms == pytest.approx(simulate(given, programs).span_ms)
+def test_every_row_is_told_as_it_is_made_and_is_json() -> None:
+    """The optimiser's last; what is told is what is returned.
 
-
-def test_every_row_is_told_as_it_is_made() -> None:
-    """The optimiser's last; what is told is what is returned."""
+    As JSON: programs as texts that parse, the problem by its hash.
+    """
     seen: list[ComparisonRow] = []
     given = problem([stage(0), stage(1)], m=2)
     rows = compare(given, time_limit_s=0.5, on_row=seen.append)
     assert sorted(map(id, seen)) == sorted(map(id, rows))
     assert seen[-1].method == "optpipe"
+    for row in rows:
+        data = json.loads(json.dumps(row.as_json()))
+        assert data["problem_hash"] == row.problem.problem_hash
+        for program in data["programs"] or []:
+            assert [str(parse_action(cell)) for cell in program] == program
 
 
 GB = 1_000_000_000
@@ -192,18 +186,29 @@ def test_the_questions_change_what_they_say_and_nothing_else() -> None:
     assert twice.num_microbatches == 4
     assert answered(found[AS_IT_IS]).problem == posed
     assert "gpu1, which has the least left (19.1 MiB)" in found["one-more-gb"].text
+    document = found["one-more-gb"].as_json()
+    assert Problem.parse(document["problem"]) == more
+    assert document["schedule"]["problem_hash"] == more.problem_hash != posed.problem_hash
+    assert document["is_never_worse"] is True
 
 
 @given(cases())
 def test_never_worse_where_that_is_said(case: Case) -> None:
     """Even by a solver that only hands back its start: the theorems of the module.
 
-    It is said of more memory, and of twice as many micro-batches where lanes are owned.
+    It is said of more memory, of twice as many micro-batches where lanes are owned, and of a faster
+    bus where, beside that, makespan counts.
     """
     found = ask(*case)
+    groups = [device.pcie_group for device in case.problem.devices]
+    owned = not any(
+        device.half_duplex or (device.pcie_group and groups.count(device.pcie_group) > 1)
+        for device in case.problem.devices
+    )
     assert answered(found["one-more-gb"]).is_never_worse
-    if not any(device.half_duplex or device.pcie_group for device in case.problem.devices):
-        assert answered(found["twice-the-microbatches"]).is_never_worse
+    assert answered(found["twice-the-microbatches"]).is_never_worse is owned
+    if isinstance(faster := found["faster-pcie"], WhatIf):
+        assert faster.is_never_worse is (owned and case.problem.objective == "makespan")
     for answer in found.values():
         if isinstance(answer, WhatIf):
             check(answer.problem, answer.schedule.programs)
@@ -228,42 +233,23 @@ def test_a_faster_bus_can_lengthen_the_span() -> None:
     assert " more; " in answer.sentence()
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "rows", "lengths"),
-    [
-        (
-            "faster-pcie",
-            [(2, 6, 4, 1), (1, 0, 5, 4)],
-            (
-                "0F1 0F2 0F0 0OFFLOAD1 0RELEASE1 0OFFLOAD2 0RELEASE2 0RELOAD2 0I2 0W2 0RELOAD1 0I1"
-                " 0W1 0I0 0W0",
-                "1F1 1I1 1W1 1F2 1I2 1W2 1F0 1OFFLOAD0 1RELEASE0 1RELOAD0 1B0",
-            ),
-            (40, 42.5),
-        ),
-        (
-            "twice-the-microbatches",
-            [(0, 4, 0, 7), (6, 5, 6, 10)],
-            (
-                "0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0F2 0F1 0OFFLOAD1 0RELEASE1 0RELOAD1 0B1 0B0 0B2",
-                "1F0 1OFFLOAD0 1RELEASE0 1F2 1F1 1B1 1RELOAD0 1I0 1W0 1I2 1W2",
-            ),
-            (72, 149),
-        ),
-    ],
-)
-def test_where_devices_share_a_bus_nothing_is_claimed(name, stages, rows, lengths) -> None:
+def test_where_devices_share_a_bus_nothing_is_claimed() -> None:
     """Found by search: another order on the bus makes the same programs longer."""
     posed = problem(
         [
-            offloadable(d, f, i, w, offload_bytes=mb * 1_000_000)
-            for d, (f, i, w, mb) in enumerate(stages)
+            offloadable(0, 2, 6, 4, offload_bytes=1_000_000),
+            offloadable(1, 1, 0, 5, offload_bytes=4_000_000),
         ],
         [bus(pcie_group="g"), bus(pcie_group="g")],
         m=3,
     )
-    answer = answered(ask(posed, programs(*rows))[name])
-    assert [answer.before_ms, answer.after_ms] == pytest.approx(lengths)
+    rows = programs(
+        "0F1 0F2 0F0 0OFFLOAD1 0RELEASE1 0OFFLOAD2 0RELEASE2 0RELOAD2 0I2 0W2 0RELOAD1 0I1 0W1 0I0"
+        " 0W0",
+        "1F1 1I1 1W1 1F2 1I2 1W2 1F0 1OFFLOAD0 1RELEASE0 1RELOAD0 1B0",
+    )
+    answer = answered(ask(posed, rows)["faster-pcie"])
+    assert [answer.before_ms, answer.after_ms] == pytest.approx((40, 42.5))
     assert answer.gain < 0
     assert not answer.is_never_worse
 
@@ -289,52 +275,22 @@ def test_each_answer_begins_with_the_best_schedule_known_without_the_change() ->
 
 
 def test_what_the_bound_proves_is_said() -> None:
-    """One device, no bubbles: nothing can be gained by memory; twice as many cost twice."""
+    """One device, no bubbles: nothing can be gained by memory; twice as many cost twice.
+
+    Without offload the bus is no question.
+    """
     posed = problem([stage(0)], m=2)
     found = ask(posed, programs("0F0 0B0 0F1 0B1"))
     assert answered(found["one-more-gb"]).buys_nothing
     assert found["one-more-gb"].sentence().endswith("6 ms as before; proven: nothing can be gained")
-    assert (
-        found["twice-the-microbatches"]
-        .sentence()
-        .endswith("3 ms per micro-batch as before; proven: nothing can be gained")
-    )
-
-
-def test_a_gain_is_told_per_microbatch_where_their_number_differs() -> None:
-    """1F1B on two devices: 9 ms for two micro-batches, 15 for four."""
-
-    def solver(changed: Problem, *, start: Programs, **options: Any) -> Result:
-        return lazy(changed, start=one_f_one_b(2, changed.num_microbatches), start_method="")
-
-    found = ask(problem([stage(0), stage(1)], m=2), one_f_one_b(2, 2), solver=solver)
-    twice = answered(found["twice-the-microbatches"])
-    assert (twice.before_ms, twice.num_before, twice.after_ms) == (9, 2, 15)
-    assert twice.gain == pytest.approx(1 - 3.75 / 4.5)
-    assert ": 4.5 -> 3.75 ms per micro-batch, 16.7 % less; " in twice.sentence()
-
-
-def test_without_offload_the_bus_is_no_question() -> None:
-    (answer,) = [
-        answer
-        for answer in ask(problem([stage(0)]), programs("0F0 0B0")).values()
-        if isinstance(answer, Unasked)
-    ]
-    assert answer.name == "faster-pcie"
-    assert "no stage can be offloaded" in answer.sentence()
-    assert answer.as_json()["reason"]
+    twice = found["twice-the-microbatches"].sentence()
+    assert twice.endswith("3 ms per micro-batch as before; proven: nothing can be gained")
+    assert "no stage can be offloaded" in found["faster-pcie"].sentence()
+    assert found["faster-pcie"].as_json()["reason"]
 
 
 def test_who_says_stop_gets_the_answers_so_far() -> None:
     assert list(ask(*tight(), should_stop=lambda: True)) == [AS_IT_IS]
-
-
-def test_json_carries_problem_and_schedule() -> None:
-    posed, rows = tight()
-    document = ask(posed, rows)["one-more-gb"].as_json()
-    changed = Problem.parse(document["problem"])
-    assert document["schedule"]["problem_hash"] == changed.problem_hash != posed.problem_hash
-    assert document["is_never_worse"] is True
 
 
 def test_the_solver_itself_uses_what_is_given() -> None:

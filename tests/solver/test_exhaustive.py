@@ -1,7 +1,5 @@
 """A proven optimum is the least over all programs there are."""
 
-from functools import cache
-
 import pytest
 from hypothesis import given
 
@@ -10,6 +8,7 @@ from optpipe_solver import SolveStatus, solve
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exact.test_cell_search import EXACT
 from tests.solver.exhaustive import optimum, tiny_problems_with_pairs
+from tests.solver.starting import schedule_of
 from tests.strategies import few
 
 # That copies queue is not proven within the time; the search over cells alone knows it.
@@ -50,12 +49,6 @@ CASES = {name: given for name, given in EXACT.items() if name != "reloads queue"
 }
 
 
-@cache
-def least_of(name: str) -> float:
-    """Looked for once in this process."""
-    return optimum(CASES[name])
-
-
 # The exhaustive search of "host limit" takes long; random problems have host limits, too.
 @pytest.mark.parametrize(
     "name",
@@ -64,30 +57,9 @@ def least_of(name: str) -> float:
 def test_the_optimum_is_the_least_over_all_programs(name: str) -> None:
     """Order, fused or split, offload and recompute: nothing better exists, and it is proven."""
     given = CASES[name]
-    result = solve(given, time_limit_s=20, seed=1)
-    assert result.schedule is not None
-    assert result.status is SolveStatus.OPTIMAL
-    assert result.schedule.objective_ms == pytest.approx(least_of(name), rel=1e-6)
-
-
-_RELAXED_IN_THE_MODEL = ("half duplex", "host limit", "span")
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", [n for n, given in CASES.items() if not given.has_modes])
-def test_the_full_horizon_model_alone_says_the_same(name: str) -> None:
-    """Found and proven by ``milp``; where it relaxes something, nothing false is proven.
-
-    tests/solver/milp/test_horizon.py asks the same of random problems in the gate.
-    """
-    given = CASES[name]
-    result, least = solve(given, time_limit_s=60, method="milp"), least_of(name)
-    assert result.schedule is not None
-    assert result.bound_ms is not None
-    assert result.bound_ms <= least * (1 + 1e-9)
-    assert result.schedule.objective_ms >= least * (1 - 1e-9)
-    if name not in _RELAXED_IN_THE_MODEL:
-        assert result.status is SolveStatus.OPTIMAL
+    found = schedule_of(given, time_limit_s=20, seed=1)
+    assert found.status == "optimal"
+    assert found.objective_ms == pytest.approx(optimum(given), rel=1e-6)
 
 
 @few(5)

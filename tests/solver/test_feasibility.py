@@ -9,19 +9,12 @@ from hypothesis import given
 from optpipe import Problem, check
 from optpipe_solver import SolveStatus, feasibility, smallest_memory, solve
 from optpipe_solver.families.classic import build_serial
-from tests.building import UNIT, bus, problem, stage
+from tests.building import bus, problem, stage
 from tests.solver.exhaustive import least_of_one_microbatch, optimum
+from tests.solver.starting import with_memory
 from tests.strategies import Case, cases, problems
 
 _FEW = {1: 60, 2: 60, 3: 12}
-
-
-def with_memory(given: Problem, memory: list[int]) -> Problem:
-    """The same problem with other device limits."""
-    data = given.model_dump(mode="json", by_alias=True)
-    for device, limit in zip(data["devices"], memory, strict=True):
-        device["memory_bytes"] = limit
-    return Problem.parse(data)
 
 
 @given(problems(menus=True))
@@ -115,21 +108,3 @@ def test_infeasible_names_the_device_and_the_smallest_memory() -> None:
     assert result.schedule is None
     assert result.needs == {"devices[0].memory_bytes": 10}
     assert "devices[0].memory_bytes must be at least 10" in result.message
-
-
-def test_a_host_limit_makes_infeasible_what_the_device_allows() -> None:
-    """Two stages on one device, room for one activation and a half: one must go to the host."""
-    sizes = {"activation_bytes": 10 * UNIT, "offload_bytes": 6 * UNIT}
-    given = problem(
-        [stage(0, **sizes), stage(0, **sizes)],
-        [bus(memory_bytes=15 * UNIT)],
-        hosts=[{"name": "host0", "memory_bytes": 5 * UNIT}],
-    )
-    assert feasibility(given).needs == {"hosts[0].memory_bytes": 6 * UNIT}
-
-
-@pytest.mark.parametrize("reserved", [0, 5])
-def test_reserved_and_static_bytes_count(reserved: int) -> None:
-    """memory_bytes is the device's whole budget."""
-    given = problem([stage(0, activation_bytes=10, static_bytes=7)], [bus(reserved_bytes=reserved)])
-    assert smallest_memory(given) == [reserved + 7 + 10]

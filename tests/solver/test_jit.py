@@ -69,11 +69,6 @@ def test_what_only_compiled_code_calls_becomes_part_of_it() -> None:
     assert len(called) == before + 1
 
 
-def test_compiles_views() -> None:
-    """Works on the caller's arrays."""
-    assert total(np.arange(5.0)) == 10.0
-
-
 def test_refuses_to_allocate() -> None:
     """An array made without reference counts would never be freed."""
     with pytest.raises(numba.core.errors.NumbaError):

@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import numpy as np
 import pytest
 from hypothesis import given
 
@@ -10,10 +9,9 @@ from optpipe import InputError, Problem, Programs, check_schedule, dump_schedule
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance, Schedule
-from optpipe.simulate import duration_ms
 from optpipe_solver import Noise, Robust, solve
-from optpipe_solver.arrays.encoding import KINDS
 from optpipe_solver.budget import Stop
+from optpipe_solver.families.classic import build_gpipe
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import (
     choose_robust,
@@ -22,19 +20,21 @@ from optpipe_solver.last_steps import (
     with_free_share,
     within_limit,
 )
-from optpipe_solver.ranking import peak_shares
+from optpipe_solver.ranking import NoisyTimes, peak_shares
 from optpipe_solver.solve import record
 from tests.building import bus, problem, programs, stage
+from tests.solver.starting import schedule_of
 from tests.strategies import Case, cases, few
 
 LAYERS = {"transformer": 1}
-
-
 TIMES = ((2, 2, 2), (3, 2, 4), (4, 3, 3), (4, 2, 4), (2, 4, 4), (2, 3, 4))
 
 
 def uneven_v(layers: dict[str, int] | None = LAYERS) -> Problem:
-    """Six stages in a V on three devices, each with room for all eight micro-batches."""
+    """Six stages in a V on three devices, each with room for all eight micro-batches.
+
+    Without layers it is of v1, where what is found first stays: it fills a device.
+    """
     devices = [bus(memory_bytes=160) for _ in range(3)]
     stages = [
         stage(d, *times) | ({} if layers is None else {"layers": layers})
@@ -43,35 +43,17 @@ def uneven_v(layers: dict[str, int] | None = LAYERS) -> Problem:
     return problem(stages, devices, m=8)
 
 
-def filled() -> Problem:
-    """The same in v1, where what is found first stays: it fills a device."""
-    return uneven_v(layers=None)
-
-
 @cache
 def solved(*, of_v2: bool) -> Schedule:
     """What a unit of work finds; computed once, v1's without any last step."""
-    given = uneven_v() if of_v2 else filled()
-    schedule = solve(given, work_limit=1.0, time_limit_s=600).schedule
-    assert schedule is not None
-    return schedule
-
-
-def all_forwards_first(given: Problem) -> Programs:
-    """GPipe's order, which holds everything at once."""
-    m = given.num_microbatches
-    rows = []
-    for own in given.stages_of:
-        row = [f"{s}F{j}" for s in own for j in range(m)]
-        row += [f"{s}{kind}{j}" for s in reversed(own) for j in range(m) for kind in "IW"]
-        rows.append(" ".join(row))
-    return programs(*rows)
+    given = uneven_v() if of_v2 else uneven_v(None)
+    return schedule_of(given, work_limit=1.0, time_limit_s=600)
 
 
 def started_full(given: Problem) -> Incumbent:
     """An incumbent with GPipe's order, as if it were the best there is."""
     best = Incumbent(given)
-    assert best.offer(all_forwards_first(given), "full")
+    assert best.offer(build_gpipe(given), "full")
     return best
 
 
@@ -92,7 +74,7 @@ def test_a_solve_of_v2_ends_with_low_peaks_and_one_of_v1_as_it_was() -> None:
     check_schedule(uneven_v(), found)
     assert found.objective_ms == before.objective_ms
     assert found.stopped_by == before.stopped_by == "optimal"
-    assert peak_shares(filled(), before.peak_bytes)[0] == 1.0
+    assert peak_shares(uneven_v(None), before.peak_bytes)[0] == 1.0
     assert peak_shares(uneven_v(), found.peak_bytes)[0] <= 0.4
     assert not any(", peaks" in entry.method for entry in before.provenance.trace)
 
@@ -112,26 +94,21 @@ def test_a_search_goes_on_where_families_end(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_same_work_gives_the_same_file_in_v2() -> None:
     """Ranking and the last step follow no clock; whether the work sufficed or not."""
-    again = solve(uneven_v(), work_limit=1.0, time_limit_s=600).schedule
-    little = [solve(uneven_v(), work_limit=0.05, seed=3, time_limit_s=600) for _ in range(2)]
-    for one, other in (
-        (again, solved(of_v2=True)),
-        (little[0].schedule, little[1].schedule),
-    ):
-        assert one is not None
-        assert other is not None
-        assert dump_schedule(one) == dump_schedule(other)
+    again = schedule_of(uneven_v(), work_limit=1.0, time_limit_s=600)
+    assert dump_schedule(again) == dump_schedule(solved(of_v2=True))
+    one, other = (
+        schedule_of(uneven_v(), work_limit=0.05, seed=3, time_limit_s=600) for _ in range(2)
+    )
+    assert dump_schedule(one) == dump_schedule(other)
 
 
 def test_who_is_told_to_stop_gets_no_last_step() -> None:
     """The schedule is there, and peaks are as they were."""
     given = uneven_v()
-    result = solve(
-        given, time_limit_s=60, start=all_forwards_first(given), should_stop=lambda: True
-    )
-    assert result.schedule is not None
-    assert result.schedule.stopped_by == "cancelled"
-    assert not any(", peaks" in entry.method for entry in result.schedule.provenance.trace)
+    start = build_gpipe(given)
+    found = schedule_of(given, time_limit_s=60, start=start, should_stop=lambda: True)
+    assert found.stopped_by == "cancelled"
+    assert not any(", peaks" in entry.method for entry in found.provenance.trace)
 
 
 @few(40)
@@ -182,32 +159,15 @@ def line(m: int = 6) -> Problem:
 
 
 def late_ms(given: Problem, programs: Programs, robust: Robust) -> float:
-    """The percentile in plain Python: the simulator, once for each draw."""
-    noise, m = robust.noise, given.num_microbatches
-    cells = len(given.stages) * m
-    sizes = (len(KINDS) * cells, 2 * cells, len(given.devices))
-    draw = np.random.default_rng(noise.seed)
-    lengths = []
-    for _ in range(noise.num_draws):
-        own, _, shared = np.split(draw.uniform(-1, 1, sum(sizes)), np.cumsum(sizes)[:-1])
-        durations = {}
-        for device, program in enumerate(programs):
-            for action in program:
-                at = KINDS.index(action.type) * cells + action.stage * m + action.microbatch
-                slow = 1 + noise.jitter * own[at]
-                if not action.type.is_transfer:
-                    slow *= 1 + noise.stragglers * shared[device]
-                durations[action] = duration_ms(given, action) * slow
-        lengths.append(simulate(given, programs, durations).objective_ms(given.objective))
-    return float(np.percentile(lengths, robust.percent))
+    """The percentile, which `test_ranking` holds against the simulator draw by draw."""
+    return NoisyTimes(given, robust.noise).percentile(programs, robust.percent)
 
 
 def test_the_one_is_chosen_that_noise_delays_least_of_all_that_was_met() -> None:
     """As a plain evaluation of the whole pool says; its numbers and those of the shortest too."""
     given = line()
     best = Incumbent(given, pools=True)
-    found = solve(given, work_limit=0.3, time_limit_s=600).schedule
-    assert found is not None
+    found = schedule_of(given, work_limit=0.3, time_limit_s=600)
     best.offer(found.programs, "shortest")
     choice = choose_robust(best, MOST, Stop(600))
     assert choice is not None
@@ -225,23 +185,20 @@ def test_the_one_is_chosen_that_noise_delays_least_of_all_that_was_met() -> None
 @pytest.mark.parametrize("given", [line(), uneven_v()])
 def test_a_robust_solve_keeps_its_proof_and_repeats_itself(given: Problem) -> None:
     """Legal, with its own length and the bound of all; twice the same to the byte."""
-    nominal = solve(given, work_limit=0.1, time_limit_s=600)
+    nominal = schedule_of(given, work_limit=0.1, time_limit_s=600)
     results = [solve(given, work_limit=0.1, time_limit_s=600, robust=MOST) for _ in range(2)]
-    assert nominal.schedule is not None
-    assert results[0].schedule is not None
-    assert results[1].schedule is not None
-    assert dump_schedule(results[0].schedule) == dump_schedule(results[1].schedule)
-    assert results[0].robust == results[1].robust
-    check_schedule(given, results[0].schedule)
-    run = simulate(given, results[0].schedule.programs)
-    assert results[0].schedule.makespan_ms == run.makespan_ms
-    assert results[0].schedule.bound_ms is not None
-    assert results[0].schedule.bound_ms <= nominal.schedule.objective_ms * (1 + 1e-9)
-    choice = results[0].robust
+    (kept, choice), (again, same) = ((one.schedule, one.robust) for one in results)
+    assert kept is not None
+    assert again is not None
     assert choice is not None
-    found = late_ms(given, results[0].schedule.programs, MOST)
+    assert (dump_schedule(again), same) == (dump_schedule(kept), choice)
+    check_schedule(given, kept)
+    assert kept.makespan_ms == simulate(given, kept.programs).makespan_ms
+    assert kept.bound_ms is not None
+    assert kept.bound_ms <= nominal.objective_ms * (1 + 1e-9)
+    found = late_ms(given, kept.programs, MOST)
     assert choice.late_ms == pytest.approx(found, rel=1e-12)
-    assert found <= late_ms(given, nominal.schedule.programs, MOST)
+    assert found <= late_ms(given, nominal.programs, MOST)
     assert "Bound and gap are those without noise" in str(choice)
 
 
@@ -249,8 +206,7 @@ def test_where_time_is_up_the_shortest_stays_and_its_percentile_is_said() -> Non
     """One is always judged."""
     given = line()
     best = Incumbent(given, pools=True)
-    found = solve(given, work_limit=0.1, time_limit_s=600).schedule
-    assert found is not None
+    found = schedule_of(given, work_limit=0.1, time_limit_s=600)
     best.offer(found.programs, "shortest")
     choice = choose_robust(best, MOST, Stop(0.0))
     assert choice is not None
@@ -263,10 +219,8 @@ def test_a_longer_one_that_was_chosen_is_not_called_optimal() -> None:
     """Its gap is that of its own length, and what ended the search was another's."""
     given = line()
     best = Incumbent(given, pools=True)
-    found = solve(given, work_limit=0.3, time_limit_s=600).schedule
-    serial = solve(given, method="serial", time_limit_s=60).schedule
-    assert found is not None
-    assert serial is not None
+    found = schedule_of(given, work_limit=0.3, time_limit_s=600)
+    serial = schedule_of(given, method="serial", time_limit_s=60)
     assert found.stopped_by == "optimal"
     best.offer(serial.programs, "serial")
     best.offer(found.programs, "shortest")
@@ -282,10 +236,8 @@ def test_a_longer_one_that_was_chosen_is_not_called_optimal() -> None:
 def test_the_pool_follows_no_clock_where_work_is_limited() -> None:
     """Of what a part finds in a turn only the last is kept: how often it tells is chance."""
     given = line()
-    shorter = solve(given, work_limit=0.1, time_limit_s=600).schedule
-    serial = solve(given, method="serial", time_limit_s=60).schedule
-    assert shorter is not None
-    assert serial is not None
+    shorter = schedule_of(given, work_limit=0.1, time_limit_s=600)
+    serial = schedule_of(given, method="serial", time_limit_s=60)
     pools = []
     for offered in ([serial, shorter], [shorter]):
         best = Incumbent(given, pools=True)

@@ -21,8 +21,9 @@ from optpipe_solver.menus import (
     with_uniform_modes,
 )
 from optpipe_solver.portfolio import all_starts, is_large
-from tests.building import UNIT
+from tests.building import UNIT, problem
 from tests.solver.exhaustive import optimum, tiny_problems
+from tests.solver.starting import schedule_of
 from tests.strategies import Case, cases, few
 
 KEEP = {"name": "keep"}
@@ -45,14 +46,8 @@ def made(*modes: dict[str, Any], m: int, memory: int, devices: int = 2, **stage:
     cost = {"forward_ms": 3, "backward_input_ms": 3, "backward_weight_ms": 2, "modes": scaled}
     sizes = {"activation_bytes": 10 * UNIT, "weight_context_bytes": 4 * UNIT}
     device = {"memory_bytes": memory * UNIT, "d2h_gb_per_s": 4.0, "h2d_gb_per_s": 4.0}
-    return Problem.parse(
-        {
-            "format": "optpipe/problem/v2",
-            "num_microbatches": m,
-            "devices": [device] * devices,
-            "stages": [{"device": d, "costs": [cost | sizes], **stage} for d in range(devices)],
-        }
-    )
+    stages = [{"device": d, "costs": [cost | sizes], **stage} for d in range(devices)]
+    return problem(stages, [device] * devices, m, format="optpipe/problem/v2")
 
 
 TINY: dict[str, tuple[int, int, list[dict[str, Any]]]] = {
@@ -98,12 +93,11 @@ def test_nothing_better_exists_and_more_modes_never_hurt(name: str) -> None:
 @given(tiny_problems(menus=True))
 def test_a_solve_finds_the_best_of_all_programs(posed: Problem) -> None:
     """Of two cells in memory that some program fills; what is proven is no more than that."""
-    result, least = solve(posed, work_limit=0.1, time_limit_s=600), optimum(posed)
-    assert result.schedule is not None
-    assert result.bound_ms is not None
-    check(posed, result.schedule.programs)
-    assert result.bound_ms <= least * (1 + 1e-9)
-    assert result.schedule.objective_ms == pytest.approx(least, rel=1e-9)
+    found, least = schedule_of(posed, work_limit=0.1, time_limit_s=600), optimum(posed)
+    check(posed, found.programs)
+    assert found.bound_ms is not None
+    assert found.bound_ms <= least * (1 + 1e-9)
+    assert found.objective_ms == pytest.approx(least, rel=1e-9)
 
 
 @given(cases(tight=True, menus=True))
@@ -184,12 +178,11 @@ def test_a_solve_chooses_modes_together_with_the_order(uniform: bool, work: floa
     posed = made(NORMS, ALL, PART, AWAY, m=6, memory=21, devices=3, uniform_modes=uniform)
     starts = [start for start in all_starts(posed) if start.legal]
     assert {start.method for start in starts} >= {"serial", "1f1b+modes"}
-    result = solve(posed, work_limit=work, time_limit_s=600)
-    assert result.schedule is not None
-    check(posed, result.schedule.programs)
-    assert result.schedule.objective_ms < min(start.objective_ms for start in starts)
+    found = schedule_of(posed, work_limit=work, time_limit_s=600)
+    check(posed, found.programs)
+    assert found.objective_ms < min(start.objective_ms for start in starts)
     for stage in range(3):
-        modes = modes_of(posed, result.schedule.programs[stage])
+        modes = modes_of(posed, found.programs[stage])
         assert len(set(modes.values())) == 1 or not uniform
 
 

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 
-from optpipe import Problem, dump_schedule, find_violations, simulate
-from optpipe_solver import portfolio, solve
+from optpipe import Problem, find_violations, simulate
+from optpipe_solver import portfolio
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.portfolio import (
@@ -111,18 +111,6 @@ def test_a_solve_begins_with_the_families_of_restrictions(threads: int) -> None:
     assert best.method.endswith("without offload")
 
 
-def test_a_bound_of_a_restriction_is_none_of_the_problem() -> None:
-    """It stays where it was proven."""
-    best, proven = serially(slow_bus()), []
-
-    def find(inner: Incumbent, *_: object) -> None:
-        proven.append(inner.offer_bound(inner.objective_ms, "proof of the restriction"))
-
-    improve_by_restrictions(best, Stop(600), find)
-    assert any(proven)
-    assert best.bound_ms == 0.0
-
-
 def test_a_bound_of_the_problem_is_one_of_each_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no bound of its own is known, it has the problem's."""
     monkeypatch.setattr(portfolio, "lower_bounds", lambda *_, **__: ())
@@ -152,40 +140,25 @@ def test_a_restriction_whose_bound_is_no_better_is_left_alone(
 
 
 def test_work_is_counted_and_shared() -> None:
-    """What is spent in restrictions is told, and no more than allowed but for a move."""
-    stop = Stop(600, work=QUICK)
-    improve_by_restrictions(serially(slow_bus()), stop, _find)
-    spent = stop.spent
-    assert 0.5 * QUICK < spent < 1.01 * QUICK
+    """What is spent in restrictions is told, and no more than allowed but for a move.
+
+    Bounds of restrictions, which are known, stay there.
+    """
+    best, stop = serially(slow_bus()), Stop(600, work=QUICK)
+    improve_by_restrictions(best, stop, _find)
+    assert 0.5 * QUICK < stop.spent < 1.01 * QUICK
+    assert best.bound_ms == 0.0
 
 
-def test_large_problems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_large", [True, False])
+def test_large_problems_and_who_is_out_of_time_look_at_no_restriction(
+    is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where families take long, nobody waits for those of restrictions."""
-    monkeypatch.setattr(portfolio, "_LARGE", 0)
-    best = serially(slow_bus())
+    best, stop = serially(slow_bus()), Stop(600, should_stop=lambda: not is_large)
+    if is_large:
+        monkeypatch.setattr(portfolio, "_LARGE", 0)
     before = best.objective_ms
-    stop = Stop(600)
     improve_by_restrictions(best, stop, nothing)
     assert stop.spent == 0.0
     assert best.objective_ms == before
-
-
-def test_who_is_out_of_time_looks_at_no_restriction() -> None:
-    """Told to stop from the first."""
-    best = serially(slow_bus())
-    before = best.objective_ms
-    improve_by_restrictions(best, Stop(600, should_stop=lambda: True), nothing)
-    assert best.objective_ms == before
-
-
-def test_the_same_work_gives_the_same_file_through_restrictions() -> None:
-    """Searches in restrictions count their work as all others do."""
-    schedules = [
-        solve(slow_bus(), work_limit=0.1, time_limit_s=600, seed=2).schedule for _ in range(2)
-    ]
-    assert schedules[0] is not None
-    assert schedules[1] is not None
-    assert dump_schedule(schedules[0]) == dump_schedule(schedules[1])
-    methods = {entry.method for entry in schedules[0].provenance.trace}
-    assert any(method.endswith("without offload") for method in methods)
-    assert schedules[0].provenance.trace[-1].seconds <= 0.1

@@ -19,34 +19,22 @@ from optpipe_solver.portfolio import FamilyStart, all_starts
 from optpipe_solver.solve import _SolveRun
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.milp.test_horizon import parked_problem
-from tests.solver.starting import erratic_clock
+from tests.solver.starting import erratic_clock, schedule_of
+from tests.solver.test_restriction import slow_bus
 from tests.strategies import Case, cases, few
 
 
-def offload_problem(m: int = 8) -> Problem:
+def offload_problem(m: int = 8, **fields: float) -> Problem:
     """Four devices with one and a half activations of memory, transfers half a forward."""
-    sizes = {
-        "activation_bytes": 10 * UNIT,
-        "weight_context_bytes": 5 * UNIT,
-        "offload_bytes": 10 * UNIT,
-    }
-    return problem(
-        [stage(d, 18.5, 18.1, 9.3, **sizes) for d in range(4)],
-        [bus(memory_bytes=15 * UNIT) for _ in range(4)],
-        m=m,
-    )
+    sizes = {"activation_bytes": 10 * UNIT, "weight_context_bytes": 5 * UNIT}
+    fields = fields or {"offload_bytes": 10 * UNIT}
+    stages = [stage(d, 18.5, 18.1, 9.3, **sizes, **fields) for d in range(4)]
+    return problem(stages, [bus(memory_bytes=15 * UNIT) for _ in range(4)], m=m)
 
 
 def recompute_problem() -> Problem:
     """The same without transfers: what recomputation can do is hard to bound."""
-    sizes = {
-        "activation_bytes": 10 * UNIT,
-        "weight_context_bytes": 5 * UNIT,
-        "recompute_ms": 18.5,
-        "checkpoint_bytes": UNIT,
-    }
-    stages = [stage(d, 18.5, 18.1, 9.3, **sizes) for d in range(4)]
-    return problem(stages, [bus(memory_bytes=15 * UNIT) for _ in range(4)], m=12)
+    return offload_problem(12, recompute_ms=18.5, checkpoint_bytes=UNIT)
 
 
 @few(15)
@@ -70,42 +58,46 @@ def test_never_worse_than_any_start_and_never_below_the_bound(case: Case) -> Non
 def test_offload_is_used_where_memory_is_short() -> None:
     """The schedule fits and contains OFFLOAD, RELEASE and RELOAD."""
     given = offload_problem()
-    result = solve(given, time_limit_s=2)
-    assert result.schedule is not None
-    kinds = {action.type for program in result.schedule.programs for action in program}
+    found = schedule_of(given, time_limit_s=2)
+    kinds = {action.type for program in found.programs for action in program}
     assert {"OFFLOAD", "RELEASE", "RELOAD"} <= kinds
 
 
-def test_progress_tells_every_improvement_in_order() -> None:
-    """Objectives fall, bounds rise, the last one is the result."""
+def test_progress_tells_every_improvement_in_order_and_contributions_sum_up() -> None:
+    """Objectives fall, bounds rise, the last one is the result.
+
+    Contributions: from the first schedule's objective to the last, from no bound to the last.
+    """
     news: list[Progress] = []
-    result = solve(parked_problem(), time_limit_s=30, on_progress=news.append)
-    objectives = [p.objective_ms for p in news if p.programs is not None]
-    assert objectives == sorted(objectives, key=lambda ms: -(ms or 0.0))
+    found = schedule_of(parked_problem(), time_limit_s=60, on_progress=news.append)
+    objectives = [p.objective_ms or 0.0 for p in news if p.programs is not None]
+    assert objectives == sorted(objectives, reverse=True)
     bounds = [p.bound_ms or 0.0 for p in news]
     assert bounds == sorted(bounds)
-    assert result.schedule is not None
-    assert objectives[-1] == result.schedule.objective_ms
-    assert len(result.schedule.provenance.trace) == len(news)
+    assert objectives[-1] == found.objective_ms
+    assert len(found.provenance.trace) == len(news)
+    parts = found.provenance.contributions
+    assert sum(part.objective_gain_ms for part in parts) == objectives[0] - found.objective_ms
+    assert sum(part.bound_gain_ms for part in parts) == found.bound_ms
+    assert len({part.method for part in parts}) == len(parts)
 
 
 def test_it_returns_at_its_time_limit_and_when_told_to_stop() -> None:
     """A problem nobody can finish so soon: the limit holds, and so does cancellation."""
     given = recompute_problem()
     began = time.perf_counter()
-    result = solve(given, time_limit_s=2)
+    found = schedule_of(given, time_limit_s=2)
     assert time.perf_counter() - began < 10
-    assert result.schedule is not None
-    assert result.schedule.stopped_by == "time_limit"
-    cancelled = solve(given, time_limit_s=60, should_stop=lambda: True)
-    assert cancelled.schedule is not None
-    assert cancelled.schedule.stopped_by == "cancelled"
+    assert found.stopped_by == "time_limit"
+    cancelled = schedule_of(given, time_limit_s=60, should_stop=lambda: True)
+    assert cancelled.stopped_by == "cancelled"
 
 
 @pytest.mark.parametrize(
     ("given", "work", "gap", "why"),
     [
         (recompute_problem(), 0.035, 0.0, "work_limit"),
+        (slow_bus(), 0.1, 0.0, "work_limit"),
         (offload_problem(m=4), 2.0, 0.12, "gap"),
         (offload_problem(m=4), 2.0, 0.0, "optimal"),
     ],
@@ -113,16 +105,18 @@ def test_it_returns_at_its_time_limit_and_when_told_to_stop() -> None:
 def test_the_same_work_gives_the_same_file(
     given: Problem, work: float, gap: float, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the clock does the records are equal to the last byte, their traces included."""
-    results = []
+    """Whatever the clock does the records are equal to the last byte, their traces included.
+
+    Searches in restrictions, as with the slow bus, count their work as all others do.
+    """
+    found = []
     for jump_s in (0.0, 0.1):
         monkeypatch.setattr(time, "perf_counter", erratic_clock(jump_s))
-        results.append(solve(given, time_limit_s=6000, work_limit=work, gap=gap, seed=3).schedule)
-    assert results[0] is not None
-    assert results[1] is not None
-    assert results[0].stopped_by == why
-    assert dump_schedule(results[0]) == dump_schedule(results[1])
-    spent = [entry.seconds for entry in results[0].provenance.trace]
+        limits = {"time_limit_s": 6000, "work_limit": work, "gap": gap}
+        found.append(schedule_of(given, seed=3, **limits))
+    assert found[0].stopped_by == why
+    assert dump_schedule(found[0]) == dump_schedule(found[1])
+    spent = [entry.seconds for entry in found[0].provenance.trace]
     assert spent == sorted(spent)
     assert spent[-1] <= work
 
@@ -217,33 +211,11 @@ def test_two_threads_find_and_prove_the_same_optimum() -> None:
     assert result.schedule.objective_ms == 136
 
 
-def test_a_gap_that_is_good_enough_ends_the_solve() -> None:
-    """Within half of the bound, and not proven optimal."""
-    result = solve(offload_problem(m=4), time_limit_s=60, gap=0.5)
-    assert result.schedule is not None
-    assert result.schedule.stopped_by == "gap"
-    assert result.schedule.gap is not None
-    assert 1e-6 < result.schedule.gap <= 0.5
-
-
-def test_contributions_sum_up_to_what_was_gained() -> None:
-    """From the first schedule's objective to the last, from no bound to the last."""
-    schedule = solve(parked_problem(), time_limit_s=60).schedule
-    assert schedule is not None
-    parts = schedule.provenance.contributions
-    first = next(t.objective_ms for t in schedule.provenance.trace if t.objective_ms is not None)
-    assert sum(part.objective_gain_ms for part in parts) == first - schedule.objective_ms
-    assert sum(part.bound_gain_ms for part in parts) == schedule.bound_ms
-    assert len({part.method for part in parts}) == len(parts)
-
-
 def test_a_given_start_is_kept_when_it_is_the_best() -> None:
     """The optimum as a start, a family as the method: the start wins."""
     given = parked_problem()
-    best = solve(given, time_limit_s=60).schedule
-    assert best is not None
-    again = solve(given, time_limit_s=1, method="greedy", start=best.programs).schedule
-    assert again is not None
+    best = schedule_of(given, time_limit_s=60)
+    again = schedule_of(given, time_limit_s=1, method="greedy", start=best.programs)
     assert again.objective_ms == best.objective_ms
     assert again.provenance.method == "given start"
 
@@ -251,15 +223,13 @@ def test_a_given_start_is_kept_when_it_is_the_best() -> None:
 def test_each_part_says_its_cpu_seconds_where_time_is_the_limit() -> None:
     """Together no more than the process took; with limited work clocks would change the file."""
     began = time.process_time()
-    timed = solve(parked_problem(), time_limit_s=2).schedule
+    timed = schedule_of(parked_problem(), time_limit_s=2)
     took = time.process_time() - began
-    assert timed is not None
     spent = timed.provenance.cpu_seconds
     assert spent is not None
     assert {"starts", "bounds"} <= set(spent)
     assert 0 < sum(spent.values()) <= took
-    limited = solve(parked_problem(), work_limit=0.05).schedule
-    assert limited is not None
+    limited = schedule_of(parked_problem(), work_limit=0.05)
     assert limited.provenance.cpu_seconds is None
 
 
@@ -271,23 +241,21 @@ def test_a_model_that_is_too_large_is_refused() -> None:
 
 def test_a_method_by_name_gives_that_family() -> None:
     """No optimisation where a family was asked for."""
-    result = solve(problem([stage(0), stage(1)], m=3), method="1f1b")
-    assert result.schedule is not None
-    assert result.schedule.provenance.method == "1f1b"
+    found = schedule_of(problem([stage(0), stage(1)], m=3), method="1f1b")
+    assert found.provenance.method == "1f1b"
 
 
 def test_a_family_that_does_not_fit_is_unknown_with_a_reason() -> None:
-    """1F1B over the limit and nothing to offload: nothing found, nothing proven."""
+    """1F1B over the limit and nothing to offload: nothing found, nothing proven.
+
+    Who stops at once hears one too, whether the family came so far as to have its own or not.
+    """
     result = solve(parked_problem(), method="1f1b")
     assert result.status is SolveStatus.UNKNOWN
     assert "memory limit" in result.message
-
-
-def test_who_stops_at_once_hears_why_there_is_nothing() -> None:
-    """Whether the family came so far as to have a reason of its own or not."""
-    result = solve(parked_problem(), method="1f1b", should_stop=lambda: True)
-    assert result.status is SolveStatus.UNKNOWN
-    assert result.message
+    stopped = solve(parked_problem(), method="1f1b", should_stop=lambda: True)
+    assert stopped.status is SolveStatus.UNKNOWN
+    assert stopped.message
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from optpipe_solver.arrays.encoding import (
     evaluate_by_reference,
 )
 from tests.building import UNIT, bus, everything_at_once, offloadable, problem, programs, stage
+from tests.solver.starting import with_memory
 from tests.strategies import Case, cases, mutated
 
 
@@ -41,11 +42,10 @@ def test_spoilt_programs_are_refused_by_both(case: Case, times: int, seed: int) 
 @given(cases(tight=True, menus=True, pairs=True), st.integers(0, 2**32))
 def test_limits_refuse_the_same_programs(case: Case, seed: int) -> None:
     """A byte less on one device than the programs need."""
-    devices = list(case.problem.devices)
-    one = random.Random(seed).randrange(len(devices))
-    less = max(devices[one].reserved_bytes, devices[one].memory_bytes - 1)
-    devices[one] = devices[one].model_copy(update={"memory_bytes": less})
-    _say_the_same(case.problem.model_copy(update={"devices": devices}), case.programs)
+    room = [device.memory_bytes for device in case.problem.devices]
+    one = random.Random(seed).randrange(len(room))
+    room[one] = max(case.problem.devices[one].reserved_bytes, room[one] - 1)
+    _say_the_same(with_memory(case.problem, room), case.programs)
 
 
 def test_every_feature_at_once() -> None:
@@ -56,6 +56,7 @@ def test_every_feature_at_once() -> None:
 TWO = problem([stage(0), stage(1)], m=2)
 HELD = problem([offloadable(0)], [bus()], m=1)
 AGAIN = problem([stage(0, recompute_ms=1, checkpoint_bytes=2)], m=1)
+BOTH = problem([offloadable(0, recompute_ms=1, checkpoint_bytes=2)], [bus()], m=1)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ AGAIN = problem([stage(0, recompute_ms=1, checkpoint_bytes=2)], m=1)
         (AGAIN, programs("0F0 0B0 0RECOMPUTE0")),
         (AGAIN, programs("0F0 0I0 0RECOMPUTE0 0W0")),
         (AGAIN, programs("0RECOMPUTE0 0F0 0I0 0W0")),
+        (BOTH, programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0RECOMPUTE0 0B0")),
     ],
 )
 def test_each_rule_is_asked(posed: Problem, rows: Programs) -> None:
@@ -91,18 +93,14 @@ def test_each_rule_is_asked(posed: Problem, rows: Programs) -> None:
     assert evaluate_arrays(CompiledProblem.of(posed), rows) is None
 
 
-def test_a_cell_is_offloaded_or_recomputed_and_hosts_have_limits() -> None:
-    """Both at once; and two copies where the host takes one."""
-    both = problem([offloadable(0, recompute_ms=1, checkpoint_bytes=2)], [bus()], m=1)
-    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0RECOMPUTE0 0B0")
-    assert evaluate_by_reference(both, rows) is None
-    assert evaluate_arrays(CompiledProblem.of(both), rows) is None
-    for copies, fits in ((2, True), (1, False)):
-        hosts = [{"name": "host0", "memory_bytes": copies * 10 * UNIT}]
-        posed = problem([offloadable(0)], [bus()], m=2, hosts=hosts)
-        trips = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0RELOAD0 0B0 0RELOAD1 0B1"
-        assert (evaluate_arrays(CompiledProblem.of(posed), programs(trips)) is not None) == fits
-        _say_the_same(posed, programs(trips))
+@pytest.mark.parametrize(("copies", "fits"), [(2, True), (1, False)])
+def test_hosts_have_limits(copies: int, fits: bool) -> None:
+    """Two copies where the host takes one or two."""
+    hosts = [{"name": "host0", "memory_bytes": copies * 10 * UNIT}]
+    posed = problem([offloadable(0)], [bus()], m=2, hosts=hosts)
+    trips = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0RELOAD0 0B0 0RELOAD1 0B1"
+    assert (evaluate_arrays(CompiledProblem.of(posed), programs(trips)) is not None) == fits
+    _say_the_same(posed, programs(trips))
 
 
 def test_large_programs_are_judged_on_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

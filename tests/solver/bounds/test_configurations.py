@@ -26,7 +26,6 @@ from optpipe_solver.bounds.relaxation import Paths
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.rounds import improve_by_exact_search
 from tests.building import problem, stage
-from tests.solver.bounds.judging import assert_below, of_families
 from tests.solver.exhaustive import optimum
 from tests.solver.starting import started
 from tests.strategies import Case, cases
@@ -39,13 +38,6 @@ def line(activations: float, ratio: float, m: int = 8) -> Problem:
     rate = 1000 / (ratio * sum(times) * 1e6)
     device = {"memory_bytes": int(1000 * activations), "d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
     return problem([stage(d, *times, **sizes) for d in range(4)], [device] * 4, m=m)
-
-
-@pytest.mark.parametrize(("activations", "ratio"), [(1, 1.0), (1.5, 0.25), (2, 1.0), (3, 0.25)])
-def test_it_is_below_all_families(activations: float, ratio: float) -> None:
-    """Families look for good schedules, random programs do not."""
-    given = line(activations, ratio, m=5)
-    assert_below(given, min(of_families(given)))
 
 
 @pytest.mark.parametrize(("ratio", "best_ms"), [(0.5, 1185.089), (1.0, 1758.647), (2.0, 1913.111)])
@@ -142,18 +134,13 @@ def test_windows_raise_the_bound() -> None:
 
 
 def test_the_search_offers_what_it_proves() -> None:
-    """The bound reaches the incumbent under its own name, never above the schedule."""
+    """The bound reaches the incumbent under its own name; told to stop, none does."""
     best = started(line(1.5, 2.0))
+    before = best.bound_ms
+    improve_by_exact_search(best, Stop(10, should_stop=lambda: True))
+    assert best.bound_ms == before
     stop = Stop(10)
     improve_by_exact_search(best, stop)
     assert stop.spent > 0
     assert best.bound_ms == pytest.approx(1913.111)
     assert best.bound_method == "configurations"
-
-
-def test_told_to_stop_it_proves_nothing() -> None:
-    """A stop before the first device leaves the bound as it was."""
-    best = started(line(1.5, 2.0))
-    before = best.bound_ms
-    improve_by_exact_search(best, Stop(10, should_stop=lambda: True))
-    assert best.bound_ms == before

@@ -30,6 +30,7 @@ from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.solver.bounds.judging import assert_below
 from tests.solver.exhaustive import optimum, tiny_problems, tiny_problems_with_pairs
+from tests.solver.families.v_problems import all_in_pairs
 from tests.strategies import B, Case, F, I, cases, few
 
 
@@ -163,16 +164,7 @@ def test_an_i_goes_first_only_where_all_others_may_be_one_number_later(
 
 def test_a_pair_needs_the_memory_of_both_its_passes() -> None:
     """A V of four, room for three chunks: 86 ms, which is reached, where a closed form says 60."""
-    placement = [0, 1, 2, 3, 3, 2, 1, 0]
-    given = problem(
-        [stage(d, 1, 1, 1, activation_bytes=1) for d in placement],
-        [bus(memory_bytes=3)] * 4,
-        m=8,
-        format="optpipe/problem/v2",
-        pairs=[
-            {"forward": a, "backward": b, "hidden_ms": 1.0} for a in range(8) for b in (a, 7 - a)
-        ],
-    )
+    given = all_in_pairs((0, 1, 2, 3, 3, 2, 1, 0), m=8, memory=3)
     assert lower_bound(given).ms == 60
     assert search(given, (0, 3), 85.5).answer is HorizonAnswer.NONE
 
@@ -242,14 +234,6 @@ def test_the_others_are_waiting_times() -> None:
     given = three_in_room_for_two(offload_bytes=0)
     assert shortest(given, 0) == 2 + 12 + 2 + 1 + 2 + 12 + 2 + 1
     assert shortest(given, 1) <= shortest(given, 0) == shortest(given, 0, 1)
-
-
-def test_offload_and_recompute_help_as_much_as_they_cost() -> None:
-    """With them, device 0 is through sooner than without."""
-    plain = shortest(three_in_room_for_two(offload_bytes=0), 0)
-    assert shortest(three_in_room_for_two(), 0) < plain
-    again = three_in_room_for_two(offload_bytes=0, recompute_ms=1, checkpoint_bytes=0)
-    assert shortest(again, 0) < plain
 
 
 def in_pairs(stages: list[dict[str, Any]], room: int, letter: str, **fields: Any) -> Problem:

@@ -16,14 +16,10 @@ from optpipe_solver.families.v_shape import (
 )
 from optpipe_solver.feasibility import smallest_memory
 from tests.building import problem, stage
-from tests.solver.families.pipelines import built
-from tests.solver.families.v_problems import equal_v, v_problem, v_problems
+from tests.solver.families.pipelines import built, v_problems
+from tests.solver.families.v_problems import all_in_pairs, equal_v, v_problem
+from tests.solver.starting import with_memory
 from tests.strategies import few
-
-GOLDEN = """\
-0F0,0F1,3F0,3I0,3W0,0F2,0I0,0W0,3F1,3I1,3W1,0I1,0W1,3F2,3I2,3W2,0I2,0W2
-1F0,2F0,1F1,2I0,1I0,1W0,2F1,2W0,1F2,2I1,1I1,1W1,2F2,2W1,2I2,1I2,1W2,2W2
-"""
 
 
 def length(given: Problem) -> float:
@@ -31,11 +27,6 @@ def length(given: Problem) -> float:
     programs = build_building_blocks(given)
     assert find_violations(given, programs) == []
     return simulate(given, programs).objective_ms(given.objective)
-
-
-def test_golden_program() -> None:
-    """Two devices, three micro-batches, memory for one micro-batch and a half."""
-    assert dump_csv(build_building_blocks(equal_v(2, 3, memory=3))) == GOLDEN
 
 
 def test_more_memory_never_hurts_and_the_published_blocks_are_met() -> None:
@@ -104,15 +95,7 @@ def test_on_a_line_it_is_never_worse_than_1f1b() -> None:
 @given(v_problems(), st.integers(0, 40))
 def test_limits_are_respected_on_any_v(given: Problem, extra: int) -> None:
     """From the smallest memory that admits any schedule upwards."""
-    least = smallest_memory(given)
-    limited = given.model_copy(
-        update={
-            "devices": [
-                device.model_copy(update={"memory_bytes": size + extra})
-                for device, size in zip(given.devices, least, strict=True)
-            ]
-        }
-    )
+    limited = with_memory(given, [size + extra for size in smallest_memory(given)])
     programs = built(build_building_blocks, limited)
     if isinstance(programs, NotApplicableReason):
         assert programs is NotApplicableReason.DOES_NOT_FIT
@@ -143,19 +126,7 @@ def test_pairs_leave_room_for_what_they_jump(shape: str, room: int, share: float
     Where early forwards took what the order keeps for others, it was up to 1.3 times it.
     """
     back = (3, 2, 1, 0) if shape == "v" else (0, 1, 2, 3)
-    placement = (0, 1, 2, 3, *back)
-    given = problem(
-        [stage(device, 1, 1, 1, activation_bytes=1) for device in placement],
-        [{"memory_bytes": room}] * 4,
-        m=16,
-        format="optpipe/problem/v2",
-        pairs=[
-            {"forward": a, "backward": b, "hidden_ms": 0.6}
-            for a, here in enumerate(placement)
-            for b, there in enumerate(placement)
-            if here == there
-        ],
-    )
+    given = all_in_pairs((0, 1, 2, 3, *back), 16, room, 0.6)
     programs = build_paired_blocks(given)
     assert find_violations(given, programs) == []
     assert simulate(given, programs).makespan_ms <= share * length(given)

@@ -15,9 +15,8 @@ from optpipe.simulate import bubble_rate
 from optpipe_solver.families import FAMILIES, Family
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.registry import Shape, replaced
-from tests.building import UNIT, bus, problem, stage
-from tests.solver.families.pipelines import lines, loops
-from tests.solver.families.v_problems import v_problems
+from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.solver.families.pipelines import built, lines, loops, v_problems
 from tests.strategies import Case, cases, few, problems
 
 TABLE = json.loads(
@@ -32,30 +31,18 @@ def published(row: dict[str, Any], limit: float) -> Problem:
 
     Bytes are those of one layer in units of s b h: 34 + 5 a s / h from F, 32 after I.
     """
-    model = TABLE["models"][row["model"]]
+    model, p = TABLE["models"][row["model"]], row["p"]
     activation = round(1000 * (34 + 5 * model["heads"] * model["seq"] / model["hidden"]))
-    p = row["p"]
-    return Problem.parse(
-        {
-            "num_microbatches": row["m"],
-            "objective": "span",
-            "devices": [{"memory_bytes": int(limit * activation)} for _ in range(p)],
-            "stages": [
-                {
-                    "device": d,
-                    "forward_ms": row["forward_ms"],
-                    "backward_input_ms": row["backward_input_ms"],
-                    "backward_weight_ms": row["backward_weight_ms"],
-                    "activation_bytes": activation,
-                    "weight_context_bytes": 32000,
-                }
-                for d in range(p)
-            ],
-            "links": [
-                {"from": d, "to": d + 1, "latency_ms": row["communication_ms"]}
-                for d in range(p - 1)
-            ],
-        }
+    times = (row[f"{name}_ms"] for name in ("forward", "backward_input", "backward_weight"))
+    whole = stage(0, *times, activation_bytes=activation, weight_context_bytes=32000)
+    return problem(
+        [whole | {"device": d} for d in range(p)],
+        [{"memory_bytes": int(limit * activation)} for _ in range(p)],
+        m=row["m"],
+        links=[
+            {"from": d, "to": d + 1, "latency_ms": row["communication_ms"]} for d in range(p - 1)
+        ],
+        objective="span",
     )
 
 
@@ -69,18 +56,6 @@ def test_published_bubble_rates(name: str, column: str) -> None:
         given = published(row, 1000)
         rate = bubble_rate(given, simulate(given, BY_NAME[name].build(given)).span_ms)
         assert rate == pytest.approx(row["bubble_rate_span"][column], abs=6e-5), row["model"]
-
-
-def built(family: Family, given: Problem) -> Programs | None:
-    """The family's programs, or None after a reason that says something."""
-    try:
-        return family.build(given)
-    except NotApplicable as answer:
-        reason = answer
-    assert isinstance(reason.reason, NotApplicableReason)
-    assert len(str(reason)) > 20
-    assert "Error" not in str(reason)
-    return None
 
 
 @pytest.mark.parametrize(
@@ -128,8 +103,8 @@ def test_other_placements_are_refused(
 @given(given=st.one_of(problems(), lines(recompute=True), loops(), v_problems()))
 def test_legal_but_for_memory_or_a_reason(family: Family, given: Problem) -> None:
     """Any placement, heterogeneous times, m < p, m = 1, p = 1, odd p; zero and large links."""
-    programs = built(family, given)
-    if programs is not None:
+    programs = built(family.build, given)
+    if not isinstance(programs, NotApplicableReason):
         assert find_violations(given, programs) == []
 
 
@@ -140,29 +115,19 @@ def test_legal_but_for_memory_or_a_reason(family: Family, given: Problem) -> Non
 @given(case=cases(tight=True))
 def test_limits_are_respected_where_that_is_said(family: Family, case: Case) -> None:
     """Under limits that some schedule just meets; serial execution always finds one."""
-    programs = built(family, case.problem)
-    assert programs is not None or family.name != "serial"
-    if programs is not None:
+    programs = built(family.build, case.problem)
+    if isinstance(programs, NotApplicableReason):
+        assert family.name != "serial"
+    else:
         assert find_violations(case.problem, programs) == []
 
 
 def reference_problems() -> list[Problem]:
     """Four devices, unequal passes, everything allowed; a line, a loop and a V, pairs, slices."""
+    sizes = {"weight_context_bytes": 6 * UNIT, "offload_bytes": 8 * UNIT}
+    again = {"recompute_ms": 5.0, "checkpoint_bytes": UNIT}
     line = problem(
-        [
-            stage(
-                d,
-                5,
-                6,
-                4,
-                activation_bytes=10 * UNIT,
-                weight_context_bytes=6 * UNIT,
-                offload_bytes=8 * UNIT,
-                recompute_ms=5.0,
-                checkpoint_bytes=UNIT,
-            )
-            for d in range(4)
-        ],
+        [offloadable(d, 5, 6, 4, **sizes, **again) for d in range(4)],
         [bus(memory_bytes=55 * UNIT) for _ in range(4)],
         m=8,
         links=[{"from": d, "to": d + 1, "latency_ms": 0.5} for d in range(3)],
@@ -187,8 +152,8 @@ def _with_all_pairs(given: Problem) -> Problem:
 def reference_programs(family: Family) -> Programs:
     """The family's programs on the first reference problem it applies to."""
     for reference in reference_problems():
-        programs = built(family, reference)
-        if programs is not None:
+        programs = built(family.build, reference)
+        if not isinstance(programs, NotApplicableReason):
             return programs
     raise AssertionError(f"{family.name} applies to no reference problem")
 

@@ -8,6 +8,7 @@ from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.families.v_shape import build_building_blocks
 from optpipe_solver.incumbent import Incumbent
 from tests.building import problem, stage
+from tests.solver.families.v_problems import equal_v
 
 
 def uneven() -> Problem:
@@ -17,13 +18,6 @@ def uneven() -> Problem:
         for k, d in enumerate([0, 1, 2, 3, 3, 2, 1, 0])
     ]
     return problem(stages, [{"memory_bytes": 45}] * 4, m=12)
-
-
-def equal_v(p: int, m: int, limit: int) -> Problem:
-    """A V of two chunks of 1 ms passes per device; 2 bytes per activation, 1 of them until W."""
-    line = list(range(p))
-    stages = [stage(d, activation_bytes=2, weight_context_bytes=1) for d in line + line[::-1]]
-    return problem(stages, [{"memory_bytes": limit}] * p, m=m)
 
 
 def test_it_beats_the_best_building_block() -> None:
@@ -57,7 +51,7 @@ def test_it_ends_when_told_to() -> None:
 
 def test_it_ends_in_time() -> None:
     """A second is a second, give or take what one round takes."""
-    best = Incumbent(equal_v(8, m=200, limit=16))
+    best = Incumbent(equal_v(8, m=200, memory=8))
     began = time.perf_counter()
     improve_by_blocks(best, Stop(1.0))
     assert time.perf_counter() - began < 20.0
@@ -65,7 +59,7 @@ def test_it_ends_in_time() -> None:
 
 def test_many_micro_batches_are_no_more_to_search() -> None:
     """Four hundred find a legal schedule close to the load in no time."""
-    many = equal_v(4, m=400, limit=8)
+    many = equal_v(4, m=400, memory=4)
     best = Incumbent(many)
     improve_by_blocks(best, Stop(10.0, work=20_000))
     assert best.programs is not None

@@ -13,7 +13,8 @@ from optpipe_solver.families.squeeze import (
     Squeezer,
     uniform_block,
 )
-from tests.solver.families.v_problems import equal_v, v_problems
+from tests.solver.families.pipelines import v_problems
+from tests.solver.families.v_problems import equal_v
 
 
 def test_a_uniform_block_turns_three_times() -> None:

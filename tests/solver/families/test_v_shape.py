@@ -18,7 +18,8 @@ from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.v_shape import build_v_half, build_v_min, build_zb_v
 from optpipe_solver.families.zero_bubble import build_zb_h2
 from tests.building import problem, stage
-from tests.solver.families.v_problems import equal_v, v_problem, v_problems
+from tests.solver.families.pipelines import v_problems
+from tests.solver.families.v_problems import equal_v, v_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,10 +1,7 @@
-"""Problems on a V placement: device d holds stages d and 2p - 1 - d."""
+"""Problems on a V placement, device d holds stages d and 2p - 1 - d; or any one, in pairs."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
-
-from hypothesis import strategies as st
 
 from optpipe import Problem
 from tests.building import bus, problem, stage
@@ -27,34 +24,16 @@ def equal_v(p: int, m: int, memory: int = 10**12) -> Problem:
     return v_problem([(1, 1, 1)] * (2 * p), m, memory, objective="span")
 
 
-@st.composite
-def v_problems(draw: st.DrawFn) -> Problem:
-    """Unequal times (many 0), slow and missing links, all of a stage's memory fields."""
-    order = draw(st.permutations(range(draw(st.integers(1, 4)))))
-    times = st.integers(0, 5)
-    sizes = st.integers(0, 9)
-    stages = [
-        stage(
-            device,
-            draw(times),
-            draw(times),
-            draw(times),
-            activation_bytes=draw(sizes),
-            weight_context_bytes=draw(sizes),
-            backward_ms=draw(st.none() | times),
-            grad_sync_ms=draw(times),
-            static_bytes=draw(sizes),
-            forward_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
-            backward_input_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
-            backward_weight_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
-            backward_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
-        )
-        for device in [*order, *reversed(order)]
+def all_in_pairs(
+    placement: Sequence[int], m: int, memory: int = 10**12, hidden_ms: float = 1.0
+) -> Problem:
+    """Passes of 1 ms, a byte per activation; every F may pair with every B of its device."""
+    pairs = [
+        {"forward": a, "backward": b, "hidden_ms": hidden_ms}
+        for a, here in enumerate(placement)
+        for b, there in enumerate(placement)
+        if here == there
     ]
-    links = [
-        {"from": a, "to": b, "latency_ms": draw(st.sampled_from([0, 1, 20]))}
-        for a, b in pairwise(order)
-        if draw(st.booleans())
-    ]
-    objective = draw(st.sampled_from(["makespan", "span"]))
-    return problem(stages, m=draw(st.integers(1, 6)), links=links, objective=objective)
+    stages = [stage(device, activation_bytes=1) for device in placement]
+    devices = [bus(memory_bytes=memory) for _ in set(placement)]
+    return problem(stages, devices, m, pairs=pairs, format="optpipe/problem/v2")

@@ -19,7 +19,7 @@ from optpipe_solver.local_search.annealing import Table, take_back
 from optpipe_solver.local_search.board import Board, Undo, rows_on
 from optpipe_solver.local_search.room import Stretch, make_room, relax, settle, trim
 from optpipe_solver.local_search.search import improve_by_local_search
-from tests.building import problem, programs, stage
+from tests.building import bus, problem, programs, stage
 from tests.solver.local_search.boards import read, set_out
 from tests.solver.starting import started
 from tests.strategies import Case, cases
@@ -33,18 +33,9 @@ MAY_BREAK = {"memory.device", "memory.host", "wait.cyclic"}
 
 def one_stage(*rows: str, m: int = 2) -> tuple[CompiledProblem, Table]:
     """A device with a stage that may do everything."""
-    everything = {
-        "forward_ms": 2.0,
-        "backward_input_ms": 2.0,
-        "backward_weight_ms": 1.0,
-        "backward_ms": 2.5,
-        "activation_bytes": 10,
-        "offload_bytes": 10,
-        "recompute_ms": 1.0,
-        "checkpoint_bytes": 1,
-    }
-    device = {"memory_bytes": 100, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
-    return set_out(problem([{"device": 0, **everything}], [device], m), programs(*rows))
+    sizes = {"offload_bytes": 10, "recompute_ms": 1.0, "checkpoint_bytes": 1}
+    everything = stage(0, 2, 2, 1, backward_ms=2.5, **sizes)
+    return set_out(problem([everything], [bus(memory_bytes=100)], m), programs(*rows))
 
 
 def on(table: Table) -> tuple[Board, Undo, TimeArrays, MemoryArrays]:
@@ -212,10 +203,8 @@ def stretch_of(table: Table, device: int, low: int, high: int) -> Stretch:
 
 def two_activations(*rows: str, m: int = 3) -> tuple[CompiledProblem, Table]:
     """A device with room for two activations."""
-    times = {"forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0}
-    sizes = {"activation_bytes": 10, "weight_context_bytes": 5, "offload_bytes": 10}
-    device = {"memory_bytes": 20, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
-    return set_out(problem([{"device": 0, **times, **sizes}], [device], m), programs(*rows))
+    offloaded = stage(0, 2, 2, 1, weight_context_bytes=5, offload_bytes=10)
+    return set_out(problem([offloaded], [bus(memory_bytes=20)], m), programs(*rows))
 
 
 def test_relaxed_transfers_hold_the_least() -> None:
@@ -270,10 +259,9 @@ def test_reloads_keep_the_order_in_which_they_are_needed() -> None:
 def test_a_v_with_offload_is_solved_in_a_second_or_two() -> None:
     """267.5 is the best known; moving transfers one by one took 20 s to come below 275."""
     sizes = {"activation_bytes": 150, "weight_context_bytes": 75, "offload_bytes": 150}
-    times = {"forward_ms": 5.0, "backward_input_ms": 5.0, "backward_weight_ms": 5.0}
     rate = 150 / 7.5 / 1e6
-    device = {"memory_bytes": 450, "d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
-    stages = [{"device": d, **times, **sizes} for d in (0, 1, 2, 3, 3, 2, 1, 0)]
+    device = bus(memory_bytes=450, d2h_gb_per_s=rate, h2d_gb_per_s=rate)
+    stages = [stage(d, 5, 5, 5, **sizes) for d in (0, 1, 2, 3, 3, 2, 1, 0)]
     best = started(problem(stages, [device] * 4, 8))
     improve_by_local_search(best, Stop(600, work=15_000_000))
     assert best.objective_ms < 272

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, Programs, check, simulate
 from optpipe_solver.arrays import simulate as kernel
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows, device_peaks
+from optpipe_solver.arrays.encoding import KINDS, CompiledProblem, Rows, device_peaks
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.local_search.one_device import OneDevice, Polish, can_reoptimise, in_order
 from tests.building import offloadable, problem, programs, stage
+from tests.solver.exhaustive import chains_of, interleavings
 from tests.strategies import Case, documents, random_programs, tightened
 
-FREE, TRIED = 2, 3
-"""Cells of a device up to which all its programs are tried, and all that keep the order."""
+TRIED = 3
+"""Cells of a device up to which all its programs are tried."""
 
 
 @st.composite
@@ -57,44 +58,16 @@ def best_by_trying(compiled: CompiledProblem, rows: Rows, device: int) -> float:
     return best
 
 
-def every_program(compiled: CompiledProblem, device: int) -> Iterator[tuple[int, ...]]:
-    """Every order of a device's passes, fused and split; of many, those that keep the order."""
-    m, cells = compiled.times.num_microbatches, compiled.times.num_cells
-    own = [s * m + j for s in compiled.problem.stages_of[device] for j in range(m)]
-    lives = ((kernel.FORWARD, kernel.BACKWARD_INPUT, kernel.BACKWARD_WEIGHT),
-             (kernel.FORWARD, kernel.FULL_BACKWARD))  # fmt: skip
-    for chosen in product(lives, repeat=len(own)):
-        chains = [
-            tuple(kind * cells + cell for kind in life)
-            for cell, life in zip(own, chosen, strict=True)
-        ]
-        yield from interleavings(chains, () if len(own) <= FREE else (m, cells))
-
-
-def interleavings(
-    chains: list[tuple[int, ...]], turns: tuple[int, ...]
-) -> Iterator[tuple[int, ...]]:
-    """Every order that keeps each chain's; with ``turns``, a stage's chains never overtake."""
-    if not any(chains):
-        yield ()
-    for index, chain in enumerate(chains):
-        if not chain or (turns and overtakes(chains, index, turns)):
-            continue
-        rest = [*chains[:index], chain[1:], *chains[index + 1 :]]
-        for tail in interleavings(rest, turns):
-            yield (chain[0], *tail)
-
-
-def overtakes(chains: list[tuple[int, ...]], index: int, turns: tuple[int, ...]) -> bool:
-    """Whether the chain before, of the same stage, still has this F or backward to do."""
-    m, cells = turns
-    kind = chains[index][0] // cells
-    if index % m == 0 or kind == kernel.BACKWARD_WEIGHT:
-        return False
-    waiting = {code // cells for code in chains[index - 1]}
-    if kind == kernel.FORWARD:
-        return kernel.FORWARD in waiting
-    return bool(waiting & {kernel.BACKWARD_INPUT, kernel.FULL_BACKWARD})
+def every_program(compiled: CompiledProblem, device: int) -> Iterator[list[int]]:
+    """Every order of a device's passes, fused and split."""
+    given, m = compiled.problem, compiled.times.num_microbatches
+    cells = [(s, j) for s in given.stages_of[device] for j in range(m)]
+    for chains in product(*(chains_of(given, s, j) for s, j in cells)):
+        for program in interleavings(tuple(chain for _, chain in chains)):
+            yield [
+                KINDS.index(one.type) * compiled.times.num_cells + one.stage * m + one.microbatch
+                for one in program
+            ]
 
 
 def one_device(compiled: CompiledProblem, **limits: int) -> OneDevice:

@@ -35,7 +35,7 @@ from optpipe_solver.milp.horizon.model import (
 from tests.building import problem, stage
 from tests.solver.exhaustive import optimum
 from tests.solver.milp.rows import broken, shares_lanes, values_of
-from tests.solver.starting import started
+from tests.solver.starting import schedule_of, started
 from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
@@ -50,10 +50,13 @@ def offloading_problem(m: int = 8) -> Problem:
     return problem(stages, [device] * 4, m=m)
 
 
-def parked_problem() -> Problem:
-    """Four devices, seven micro-batches, two activations: every start is beaten by the MILP."""
+def parked_problem(m: int = 7) -> Problem:
+    """Four devices, two activations: every start is beaten by the MILP.
+
+    With eight micro-batches no bound but the MILP's is 150.
+    """
     stages = [stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)]
-    return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=7)
+    return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=m)
 
 
 def test_any_seed_reaches_highs() -> None:
@@ -115,12 +118,6 @@ def test_runs_of_a_thread_may_ask_for_different_numbers_of_threads() -> None:
         assert LinearProgram([1.0], [3.0]).best() == pytest.approx([3])
 
 
-def test_should_stop_ends_the_run() -> None:
-    """The run ends as soon as it is told to."""
-    outcome = solve_milp(_knapsack(60), Stop(60, should_stop=lambda: True))
-    assert outcome.status in (MilpStatus.INTERRUPTED, MilpStatus.OPTIMAL)
-
-
 def test_an_error_in_a_callback_comes_out() -> None:
     """What a callback raises is not swallowed by HiGHS."""
 
@@ -129,12 +126,6 @@ def test_an_error_in_a_callback_comes_out() -> None:
 
     with pytest.raises(RuntimeError, match="callback"):
         solve_milp(_knapsack(30), Stop(10), on_solution=broken)
-
-
-def hard_problem() -> Problem:
-    """Four devices, eight micro-batches, two activations: no bound but the MILP's is 150."""
-    stages = [stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)]
-    return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=8)
 
 
 def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +140,7 @@ def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return bound
 
     monkeypatch.setattr(model, "solve_horizon", run)
-    best = started(hard_problem())
+    best = started(parked_problem(8))
     improve_by_milp(best, Stop(5))
     assert seeds == [0, 1]
     assert best.bound_ms == 130.0
@@ -157,7 +148,7 @@ def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_that_denied_what_exists_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first run denied all below 150, somebody found one: its word is worth nothing."""
-    best = started(hard_problem())
+    best = started(parked_problem(8))
     seeds = []
 
     def run(*given: Any, **_: Any) -> float:
@@ -183,7 +174,7 @@ def test_the_milp_beats_every_start() -> None:
 
 def test_the_milp_proves_what_no_bound_does() -> None:
     """150 is optimal; the best bound of another kind is 146."""
-    best = started(hard_problem())
+    best = started(parked_problem(8))
     assert best.objective_ms == 150
     improve_by_milp(best, Stop(60))
     assert best.is_optimal
@@ -327,21 +318,13 @@ def test_a_proof_holds_in_any_unit() -> None:
 
 def test_a_variable_in_no_constraint_is_lowered_too() -> None:
     """One micro-batch: the starts of some items are free, and PuLP hands them to nobody."""
-    zero: dict[str, float] = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0}
-    stages: list[dict[str, float]] = [
-        {"device": 0, **zero, "forward_ms": 1, "activation_bytes": 3},
-        {"device": 1, **zero, "activation_bytes": 3, "weight_context_bytes": 1},
-        {"device": 1, **zero, "forward_ms": 1, "backward_input_ms": 2.5, "activation_bytes": 3},
-        {"device": 0, **zero, "activation_bytes": 4},
+    again = {"checkpoint_bytes": 1, "activation_bytes": 3}
+    stages = [
+        stage(0, 1, 0, 0, activation_bytes=3),
+        stage(1, 0, 0, 0, weight_context_bytes=1, recompute_ms=1, **again),
+        stage(1, 1, 2.5, 0, recompute_ms=0, **again),
+        stage(0, 0, 0, 0, activation_bytes=4),
     ]
-    stages[1] |= {"recompute_ms": 1, "checkpoint_bytes": 1}
-    stages[2] |= {"recompute_ms": 0, "checkpoint_bytes": 1}
     devices = [{"memory_bytes": 7}, {"memory_bytes": 4}]
-    given_problem = {
-        "num_microbatches": 1,
-        "objective": "span",
-        "devices": devices,
-        "stages": stages,
-    }
-    result = solve(Problem.parse(given_problem), time_limit_s=5)
-    assert result.schedule is not None
+    given_problem = problem(stages, devices, objective="span")
+    check(given_problem, schedule_of(given_problem, time_limit_s=5).programs)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from optpipe import find_violations, simulate
-from optpipe.model import Model
 from optpipe.problem import placement_of
 from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
@@ -24,9 +23,12 @@ from optpipe_solver.milp.plan import (
 from optpipe_solver.milp.plan.model import _PatternSearch
 from optpipe_solver.milp.plan.variables import PlanChoice, as_counts
 from optpipe_solver.milp.plan.walk import walked
+from tests.solver.plan import models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from optpipe.model import Model
 
 MB = 1_000_000
 MODES = [
@@ -55,14 +57,8 @@ def small_model(
     last = {**first, "forward_ms": 5, "backward_input_ms": 6, "activation_bytes": 8 * MB}
     last = first if light else last
     device = {"memory_bytes": room_mb * MB, "d2h_gb_per_s": 4.0, "h2d_gb_per_s": 3.0}
-    return Model.parse(
-        {
-            "num_microbatches": m,
-            "devices": [device] * p,
-            "layers": [first, layer(repeat=layers), last],
-            "default_link": {"latency_ms": 0.25, "bandwidth_gb_per_s": 2.0},
-        }
-    )
+    link = {"latency_ms": 0.25, "bandwidth_gb_per_s": 2.0}
+    return models.model([first, layer(repeat=layers), last], [device] * p, m, default_link=link)
 
 
 def all_patterns(model: Model, shape: str, chunks: int, *, moves: bool) -> list[Any]:
@@ -184,20 +180,6 @@ def test_a_walk_ends_at_the_best_of_all_cuts_and_modes(room_mb: int) -> None:
         assert start[0] > length_ms == pytest.approx(best_by_looking(model, pattern), rel=1e-12)
 
 
-def test_with_less_memory_other_modes_are_chosen() -> None:
-    """The tightest device recomputes or offloads; nobody does where all is kept anyway."""
-    (wide,) = {_plan(150).modes}
-    assert set(wide) == {"keep"}
-    assert set(_plan(55).modes) != {"keep"}
-
-
-def _plan(room_mb: int) -> PatternPlan:
-    model = small_model(room_mb)
-    found = plan_pattern(model, all_patterns(model, "linear", 1, moves=True)[0], Stop(60))
-    assert isinstance(found, PatternPlan)
-    return found
-
-
 @pytest.mark.parametrize(("shape", "chunks"), [("loop", 2), ("v", 2)])
 def test_chunks_are_simulated_as_the_path_says_where_nothing_is_moved(
     shape: str, chunks: int
@@ -230,14 +212,8 @@ def model_in_pairs(room_mb: int, first_hides_ms: float) -> Model:
          "repeat": count, **work}
         for f, i, w, x, count in times
     ]  # fmt: skip
-    return Model.parse(
-        {
-            "num_microbatches": 24,
-            "devices": [{"memory_bytes": room_mb * MB}] * 2,
-            "layers": layers,
-            "default_link": {"latency_ms": 0.25, "bandwidth_gb_per_s": 4.0},
-        }
-    )
+    link = {"latency_ms": 0.25, "bandwidth_gb_per_s": 4.0}
+    return models.model(layers, [{"memory_bytes": room_mb * MB}] * 2, 24, default_link=link)
 
 
 @pytest.mark.parametrize("first_hides_ms", [0.5, 0.0])

@@ -15,6 +15,7 @@ from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.zero_bubble import build_zb_h1
 from optpipe_solver.offload_fit.fit import Frame, fit
 from tests.building import UNIT, bus, offloadable, problem, programs, stage
+from tests.solver.starting import with_memory
 from tests.strategies import Case, cases, few, tightened
 
 EXAMPLES = Path(__file__).parents[3] / "examples/problems"
@@ -37,18 +38,26 @@ def compute_only(case: Case) -> Case:
     return case._replace(programs=rows)
 
 
-def ms(given: Problem, rows: Programs | None) -> float:
-    """The makespan of programs that exist."""
-    assert rows is not None
-    return simulate(given, rows).makespan_ms
-
-
 def fit_memory(
     given: Problem, rows: Programs, offloading: Sequence[int] | None = None
 ) -> Programs | None:
-    """The programs made to fit, None where that fails."""
+    """The programs made to fit, None where that fails; what comes back is legal."""
     fitted = fit(Frame(given, rows, offloading))
-    return None if fitted is None else fitted.programs()
+    if fitted is None:
+        return None
+    assert find_violations(given, fitted.programs()) == []
+    return fitted.programs()
+
+
+def fitted_to(given: Problem, rows: Programs, offloading: Sequence[int] | None = None) -> Programs:
+    """The programs made to fit, where that must not fail."""
+    fitted = fit_memory(given, rows, offloading)
+    assert fitted is not None
+    return fitted
+
+
+def ms(given: Problem, rows: Programs) -> float:
+    return simulate(given, rows).makespan_ms
 
 
 @given(cases(tight=True))
@@ -57,7 +66,6 @@ def test_legal_for_any_compute_programs(case: Case) -> None:
     compute = compute_only(case)
     fitted = fit_memory(compute.problem, compute.programs)
     if fitted is not None:
-        assert find_violations(compute.problem, fitted) == []
         assert compute_of(fitted) == compute_of(compute.programs)
 
 
@@ -86,9 +94,7 @@ def test_always_fits_where_everything_can_go(seed: int, size: tuple[int, int]) -
     shared = {"half_duplex": rng.random() < 0.5, "pcie_group": rng.choice([None, "bus"])}
     given = problem(stages, [bus(memory_bytes=10 * UNIT, **shared) for _ in range(p)], m=m)
     for build in (build_one_f_one_b, build_zb_h1):
-        fitted = fit_memory(given, build(given))
-        assert fitted is not None
-        assert find_violations(given, fitted) == []
+        fitted_to(given, build(given))
 
 
 def test_the_example_loses_nothing() -> None:
@@ -96,10 +102,7 @@ def test_the_example_loses_nothing() -> None:
     given = Problem.parse(json.loads((EXAMPLES / "llama3-8b-h100-pp4.json").read_text()))
     base = build_zb_h1(given)
     assert find_violations(given, base)
-    fitted = fit_memory(given, base)
-    assert fitted is not None
-    assert find_violations(given, fitted) == []
-    assert ms(given, fitted) == pytest.approx(ms(given, base))
+    assert ms(given, fitted_to(given, base)) == pytest.approx(ms(given, base))
 
 
 @pytest.mark.parametrize("one_way_ms", [7.5, 15, 30])
@@ -107,17 +110,13 @@ def test_1f1b_with_three_eighths_of_its_memory(one_way_ms: float) -> None:
     """Copies of up to a micro-batch's F + I + W each way are hidden on a full-duplex lane."""
     given = line(8, 32, 3.0, one_way_ms)
     base = build_one_f_one_b(given)
-    assert ms(given, fit_memory(given, base)) == pytest.approx(ms(given, base))
+    assert ms(given, fitted_to(given, base)) == pytest.approx(ms(given, base))
 
 
 def test_a_release_waits_for_no_copy_and_a_reload_is_in_time() -> None:
     """Written out: one activation of two leaves at once and is back when its backward starts."""
-    given = line(2, 3, 1.0, 5)
-    device = given.devices[1].model_copy(update={"memory_bytes": 100 * UNIT})
-    given = given.model_copy(update={"devices": [given.devices[0], device]})
-    fitted = fit_memory(given, build_one_f_one_b(given))
-    assert fitted is not None
-    assert dump_csv(fitted) == (
+    given = with_memory(line(2, 3, 1.0, 5), [10 * UNIT, 100 * UNIT])
+    assert dump_csv(fitted_to(given, build_one_f_one_b(given))) == (
         "0F0,0OFFLOAD0,0RELEASE0,0F1,0OFFLOAD1,0RELEASE1,0RELOAD0,0B0,0F2,0OFFLOAD2,0RELEASE2,"
         "0RELOAD1,0B1,0RELOAD2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
     )
@@ -125,13 +124,8 @@ def test_a_release_waits_for_no_copy_and_a_reload_is_in_time() -> None:
 
 def test_weights_run_early_before_anything_moves_for_them() -> None:
     """ZB-H1's waiting W on the last stage: run at once, they cost nothing but their place."""
-    given = line(4, 8, 2.5, 1000)
-    last = given.devices[3].model_copy(update={"memory_bytes": 20 * UNIT})
-    wide = [d.model_copy(update={"memory_bytes": 400 * UNIT}) for d in given.devices[:3]]
-    given = given.model_copy(update={"devices": [*wide, last]})
-    fitted = fit_memory(given, build_zb_h1(given))
-    assert fitted is not None
-    assert find_violations(given, fitted) == []
+    given = with_memory(line(4, 8, 2.5, 1000), [400 * UNIT] * 3 + [20 * UNIT])
+    fitted = fitted_to(given, build_zb_h1(given))
     assert not any(action.type in SENT for action in fitted[3])
 
 
@@ -143,9 +137,7 @@ def test_recompute_where_nothing_can_leave() -> None:
         [{"memory_bytes": 11}, {"memory_bytes": 100}],
         m=4,
     )
-    fitted = fit_memory(given, build_one_f_one_b(given))
-    assert fitted is not None
-    assert find_violations(given, fitted) == []
+    fitted = fitted_to(given, build_one_f_one_b(given))
     again = [a for row in fitted for a in row if a.type is ActionType.RECOMPUTE]
     assert {action.stage for action in again} == {0}
 
@@ -154,10 +146,7 @@ def test_host_limits_are_shared_out() -> None:
     """Two devices over their limit, a host with room for one activation of each."""
     given = line(3, 6, 2.0, 5)
     hosts = [{"name": "host0", "memory_bytes": 30 * UNIT}]
-    given = given.model_copy(update={"hosts": hosts})
-    fitted = fit_memory(given, build_one_f_one_b(given))
-    assert fitted is not None
-    assert find_violations(given, fitted) == []
+    fitted_to(given.model_copy(update={"hosts": hosts}), build_one_f_one_b(given))
 
 
 def test_none_where_the_order_cannot_be_kept() -> None:
@@ -171,6 +160,5 @@ def test_only_chosen_stages_leave() -> None:
     given = problem([offloadable(0), offloadable(0)], [bus(memory_bytes=30 * UNIT)], m=2)
     rows = programs("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
     for chosen in (0, 1):
-        fitted = fit_memory(given, rows, offloading=[chosen])
-        assert fitted is not None
+        fitted = fitted_to(given, rows, offloading=[chosen])
         assert {a.stage for a in fitted[0] if a.type is ActionType.OFFLOAD} == {chosen}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.feasibility import feasibility, least_bytes, smallest_memory
-from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, roomiest_cut
 from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, RunTable, make_lines
 from tests.solver.plan.models import all_cuts, gpus, layer, model, models
 
@@ -139,11 +139,6 @@ def test_no_cut_on_any_placement_is_below_the_bound_of_all(found: Model) -> None
             assert floor <= best + 1e-9
 
 
-def test_the_even_cut_gives_the_rest_to_the_first() -> None:
-    """Ten layers on four stages."""
-    assert even_cut(10, 4) == (3, 3, 2, 2)
-
-
 def test_a_long_model_is_cut_too() -> None:
     """130 layers on 16 devices in a line, 66 on 8 in a V, in one go."""
     for shape, chunks, num_devices in (("linear", 1, 16), ("v", 2, 8)):
@@ -152,32 +147,3 @@ def test_a_long_model_is_cut_too() -> None:
         found = model(layers, gpus(num_devices), m=64)
         line = PlacementLine("v" if shape == "v" else "linear", chunks, tuple(range(num_devices)))
         assert sum(best_cuts(RunTable(found), line).sizes[0]) == num_layers
-
-
-def test_a_heavy_head_leaves_fewer_layers_beside_it() -> None:
-    """Eight equal layers and one of four on two equal devices: 6 to the left, 2 + head right."""
-    found = model([layer(repeat=8), layer(4, 4, 4)], gpus(2), m=100)
-    cuts = best_cuts(RunTable(found), PlacementLine("linear", 1, (0, 1)))
-    assert cuts.sizes[0] == (6, 3)
-
-
-def test_a_fast_device_gets_more_layers() -> None:
-    """Three times the speed, three times the layers; wherever it stands."""
-    found = model([layer(repeat=8)], [*gpus(1, speed=3), *gpus(1)], m=100)
-    table = RunTable(found)
-    assert best_cuts(table, PlacementLine("linear", 1, (0, 1))).sizes[0] == (6, 2)
-    assert best_cuts(table, PlacementLine("linear", 1, (1, 0))).sizes[0] == (2, 6)
-
-
-def test_an_early_start_of_the_rest_can_be_worth_a_longer_load() -> None:
-    """The slow second device passes the second layer on late: better on the busier first one."""
-    found = model(
-        [layer(1, 10, 0), layer(5, 0, 0), layer(0, 0, 0), layer(0, 20, 0)],
-        [*gpus(1), *gpus(1, speed=0.5), *gpus(1)],
-        m=1,
-    )
-    line = PlacementLine("linear", 1, (0, 1, 2))
-    cuts = best_cuts(RunTable(found), line)
-    assert cuts.sizes[0] == (2, 1, 1)
-    assert load_bound(found.problem(line.placement, cuts.sizes[0])) == 26
-    assert load_bound(found.problem(line.placement, (1, 2, 1))) == 31

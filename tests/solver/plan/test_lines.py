@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import factorial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,15 +22,12 @@ def test_the_three_shapes() -> None:
 
 
 def test_equal_devices_have_one_order_of_each_length() -> None:
-    """And shorter ones leave devices out."""
-    assert list(device_orders(model([layer(repeat=9)], gpus(3)))) == [(0, 1, 2), (0, 1), (0,)]
-
-
-def test_a_link_that_is_like_the_default_tells_nothing_apart() -> None:
-    """Written out or left to the default: the same network, the same orders."""
+    """Shorter ones leave devices out; a link tells nothing apart that is like the default."""
     links = [{"from": 0, "to": 1, "latency_ms": 5}]
-    found = model([layer(repeat=9)], gpus(3), links=links, default_link={"latency_ms": 5})
-    assert list(device_orders(found)) == [(0, 1, 2), (0, 1), (0,)]
+    written: dict[str, Any] = {"links": links, "default_link": {"latency_ms": 5}}
+    for network in ({}, written):
+        found = model([layer(repeat=9)], gpus(3), **network)
+        assert list(device_orders(found)) == [(0, 1, 2), (0, 1), (0,)]
 
 
 @pytest.mark.parametrize(("limit", "orders"), [(None, 3), (1000, 8)])

@@ -30,13 +30,14 @@ from tests.solver.plan.models import all_cuts, gpus, layer, model, models
 from tests.strategies import few
 
 if TYPE_CHECKING:
+    from optpipe import Schedule
     from optpipe.model import Model
-    from optpipe_solver import Progress
     from optpipe_solver.plan.lines import PlacementKind
+    from optpipe_solver.plan.search import PlanRow
 
 
-def check_result(found: Model, result: PlanResult) -> None:
-    """What must hold of every plan with a schedule."""
+def check_result(found: Model, result: PlanResult) -> tuple[Schedule, PlanRow]:
+    """What must hold of every plan with a schedule, which is returned with its row."""
     assert result.problem is not None
     assert result.schedule is not None
     assert result.chosen is not None
@@ -52,6 +53,7 @@ def check_result(found: Model, result: PlanResult) -> None:
         if row.fate is Fate.PROVEN:
             assert row.bound_ms is not None
             assert row.bound_ms >= chosen.final_ms * (1 - 1e-9)
+    return result.schedule, chosen
 
 
 @few(10)
@@ -74,21 +76,17 @@ def test_it_finds_the_best_cut_of_all_by_brute_force() -> None:
     found = model([layer(2, 3, 1), layer(1, 1, 1), layer(1, 1, 1), layer(3, 2, 2)], gpus(2), m=2)
     best = min(optimum(found.problem((0, 1), sizes)) for sizes in all_cuts(4, 2))
     result = plan(found, time_limit_s=4, chunks=(1,), placements=["linear"])
-    check_result(found, result)
-    assert result.schedule is not None
-    assert result.schedule.objective_ms == best
-    assert result.bound_ms is not None
-    assert result.bound_ms <= best
+    schedule, _ = check_result(found, result)
+    assert schedule.objective_ms == best
 
 
 def test_a_plan_in_pairs_is_as_short_as_can_be() -> None:
     """Eight layers whose F hides wholly, on four devices with room for nine: a V, at its bound."""
     given = model([layer(hidden_ms=1.0, repeat=8)], gpus(4, memory_bytes=90), m=10)
     found = plan(given, work_limit=0.5, time_limit_s=600, chunks=(1, 2))
-    check_result(given, found)
-    assert found.schedule is not None
-    assert found.schedule.makespan_ms == found.schedule.bound_ms == 51
-    assert any(action.paired for program in found.schedule.programs for action in program)
+    schedule, _ = check_result(given, found)
+    assert schedule.makespan_ms == schedule.bound_ms == 51
+    assert any(action.paired for program in schedule.programs for action in program)
 
 
 @pytest.mark.parametrize("placement", ["v", "loop"])
@@ -111,13 +109,11 @@ def test_a_huge_head_gets_an_uneven_cut() -> None:
     """Twelve layers and a head worth four: the last device gets fewer, and the plan is faster."""
     found = model([layer(repeat=12), layer(4, 4, 4)], gpus(4), m=8)
     result = plan(found, time_limit_s=3, chunks=(1,), placements=["linear"])
-    check_result(found, result)
-    assert result.chosen is not None
-    assert result.chosen.sizes == (4, 4, 4, 1)
+    schedule, chosen = check_result(found, result)
+    assert chosen.sizes == (4, 4, 4, 1)
     assert result.even.sizes == (4, 3, 3, 3)
     assert result.even.final_ms is not None
-    assert result.chosen.final_ms is not None
-    assert result.chosen.final_ms < result.even.final_ms
+    assert schedule.objective_ms < result.even.final_ms
 
 
 def test_where_nothing_fits_it_says_the_smallest_memory() -> None:
@@ -138,18 +134,17 @@ def test_an_even_cut_that_does_not_fit_is_no_obstacle() -> None:
     """The first layer is heavy: one device cannot hold two of the three."""
     found = model([layer(static_bytes=80), layer(), layer()], gpus(2, memory_bytes=95), m=2)
     result = plan(found, time_limit_s=1, chunks=(1,), placements=["linear"])
-    check_result(found, result)
+    _, chosen = check_result(found, result)
     assert result.even.fate is Fate.NO_MEMORY
-    assert result.chosen is not None
-    assert result.chosen.sizes == (1, 2)
+    assert chosen.sizes == (1, 2)
 
 
 def test_a_model_on_one_device_is_one_stage() -> None:
     """Nothing to choose, optimal at once."""
-    result = plan(model([layer(repeat=3)], gpus(1), m=2), time_limit_s=1)
+    found = model([layer(repeat=3)], gpus(1), m=2)
+    result = plan(found, time_limit_s=1)
     assert result.status is SolveStatus.OPTIMAL
-    assert result.schedule is not None
-    assert result.schedule.objective_ms == 18
+    assert check_result(found, result)[0].objective_ms == 18
 
 
 def test_progress_falls_and_its_last_word_is_the_result() -> None:
@@ -286,11 +281,6 @@ def test_with_a_work_limit_the_plan_is_a_function_of_model_seed_and_limit() -> N
     ]
     one, other = (json.dumps(result.as_json()) for result in results)
     assert one == other
-    check_result(found, results[0])
-    assert results[0].schedule is not None
+    assert check_result(found, results[0])[0].stopped_by == "work_limit"
     late = plan(found, time_limit_s=0.01, work_limit=100.0, chunks=(1, 2))
-    assert late.schedule is not None
-    assert (results[0].schedule.stopped_by, late.schedule.stopped_by) == (
-        "work_limit",
-        "time_limit",
-    )
+    assert check_result(found, late)[0].stopped_by == "time_limit"
