@@ -46,7 +46,7 @@ def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
     """Of a model with experts, as the command line writes it."""
     given = {"model": "qwen3-30b-a3b", "gpu": "h100", "pp": 4, "chunks": 2, "ep": 8, "dp": 8}
     view = http.post("/v1/estimates", json=given | {"dispatch": "fp8"} | options).json()
-    asked = {"placement": "loop", "num_microbatches": len(options.get("lengths", ())) or 16}
+    question = {"placement": "loop", "num_microbatches": len(options.get("lengths", ())) or 16}
     training = {name: options[name] for name in ("tp", "sequence") if name in options}
     expected = estimate(
         find_model("qwen3-30b-a3b"),
@@ -54,7 +54,7 @@ def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
         Training(ep=8, dp=8, dispatch="fp8", **training),
         pp=4,
         chunks=2,
-        **asked | {name: options[name] for name in options if name not in training},
+        **question | {name: options[name] for name in options if name not in training},
     )
     assert Problem.parse(view["problem"]) == expected.problem
     assert view["problem_hash"] == expected.problem.problem_hash
