@@ -62,6 +62,26 @@ def test_the_optimum_is_the_least_over_all_programs(name: str) -> None:
     assert found.objective_ms == pytest.approx(optimum(given), rel=1e-6)
 
 
+_RELAXED_IN_THE_MODEL = ("half duplex", "host limit", "span")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [n for n, given in CASES.items() if not given.has_modes])
+def test_the_full_horizon_model_alone_says_the_same(name: str) -> None:
+    """Found and proven by ``milp``; where it relaxes something, nothing false is proven.
+
+    tests/solver/milp/test_horizon.py asks the same of random problems in the gate.
+    """
+    given = CASES[name]
+    result, least = solve(given, time_limit_s=60, method="milp"), optimum(given)
+    assert result.schedule is not None
+    assert result.bound_ms is not None
+    assert result.bound_ms <= least * (1 + 1e-9)
+    assert result.schedule.objective_ms >= least * (1 - 1e-9)
+    if name not in _RELAXED_IN_THE_MODEL:
+        assert result.status is SolveStatus.OPTIMAL
+
+
 @few(5)
 @given(tiny_problems_with_pairs())
 def test_nothing_with_pairs_is_better_than_what_is_proven(given: Problem) -> None:

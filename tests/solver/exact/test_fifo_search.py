@@ -12,11 +12,12 @@ from optpipe_solver.budget import Stop
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from optpipe_solver.exact.rounds import improve_by_beam
+from optpipe_solver.milp.horizon.model import improve_by_milp
 from tests.building import problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.solver.milp.test_horizon import offloading_problem
 from tests.solver.starting import started
-from tests.strategies import Case, documents, random_programs, tightened
+from tests.strategies import Case, documents, few, random_programs, tightened
 
 NOT_COUNTED = ("recompute_ms", "checkpoint_bytes")
 
@@ -75,6 +76,33 @@ def test_its_optimum_is_that_of_exhaustive_search(tiny: Problem) -> None:
     assert search(tiny, least).answer is HorizonAnswer.FOUND
     below = search(tiny, least - 0.5)
     assert below.answer is HorizonAnswer.NONE or is_relaxed(tiny)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Problem:
+    """Two or three devices, three micro-batches, unequal times, room for two or so."""
+    num_devices = draw(st.integers(2, 3))
+    times = st.sampled_from([1.0, 2.0, 2.5, 3.7])
+    fused = draw(st.sampled_from([None, 2.25]))
+    stages = [
+        stage(d, draw(times), draw(times), draw(times), weight_context_bytes=5, backward_ms=fused)
+        for d in range(num_devices)
+    ]
+    rooms = [draw(st.sampled_from([15, 20, 25, 1000])) for _ in range(num_devices)]
+    return problem(stages, [{"memory_bytes": room} for room in rooms], m=3)
+
+
+@pytest.mark.extended
+@few(4)
+@given(pipelines())
+def test_its_optimum_is_what_the_milp_says(given: Problem) -> None:
+    """Two proofs that share no search: neither is above the other's schedule."""
+    by_counts, by_milp = started(given), started(given)
+    improve_by_beam(by_counts, Stop(20))
+    improve_by_milp(by_milp, Stop(2))
+    assert by_counts.is_optimal
+    assert by_milp.bound_ms <= by_counts.objective_ms * (1 + 1e-6)
+    assert by_counts.bound_ms <= by_milp.objective_ms * (1 + 1e-6)
 
 
 def fused_problem() -> Problem:
