@@ -1,10 +1,10 @@
-"""The names of torch that are overridden or called here, looked at before they are relied on."""
+"""All private names of torch that the runtime uses, each in a function that says what it is for."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,15 +15,11 @@ from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._library.effects import EffectType
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.library import custom_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-
-from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,12 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BufferPlace",
+    "FsdpReduction",
     "TorchDispatchMode",
-    "add_up_in_reduce_type",
     "alias_no_view",
     "backends",
     "buffers_of",
-    "check_torch",
     "default_store",
     "dtensor_of",
     "effect",
@@ -56,6 +51,7 @@ __all__ = [
     "is_grouped_product",
     "is_profiled",
     "parts_with_memory",
+    "prepare_ddp_reduction",
     "reduce_by_ddp",
     "replaced",
     "sharded_in_forward",
@@ -73,45 +69,7 @@ __all__ = [
 ]
 
 
-_NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
-    (PipelineStage, "forward_maybe_with_nosync", ("args", "kwargs")),
-    (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
-    (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
-    (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
-    (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
-    (PipelineStage, "set_local_fwd_input", ("prev_stage_outputs", "mb_index")),
-    (PipelineStage, "get_local_bwd_output", ("mb_index",)),
-    (PipelineStage, "perform_reduce_grad", ("grad_scale_factor",)),
-    (PipelineStage, "clear_runtime_states", ()),
-    (distributed_c10d, "_process_group_name", ("ranks", "use_hashed_name")),
-    (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
-    (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
-    (_PipelineScheduleRuntime, "_step_microbatches", ("arg_mbs", "kwarg_mbs", "return_outputs")),
-    (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
-    (schedules, "_batch_p2p", ("p2p_ops",)),
-    (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
-)
-
-
 _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
-
-
-def check_torch() -> None:
-    """Refuse a torch that lacks a name or a parameter that is overridden here.
-
-    A subclass of what is not there would be called by nobody.
-    """
-    for owner, name, expected in _NAMES:
-        found = getattr(owner, name, None)
-        parameters = inspect.signature(found).parameters if callable(found) else {}
-        missing = [parameter for parameter in expected if parameter not in parameters]
-        if found is None or missing:
-            what = f"has no parameter {', '.join(missing)}" if found is not None else "is missing"
-            home = getattr(owner, "__module__", None) or getattr(owner, "__name__", owner)
-            raise MissingExtraError(
-                f"torch {torch.__version__}: {name} of {home} {what}, but "
-                "the runtime overrides it; pip install 'optpipe[runtime]'"
-            )
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
@@ -135,22 +93,65 @@ def reduce_by_ddp(module: DistributedDataParallel) -> None:
     torch.autograd.backward(seen, zeros)
 
 
-def add_up_in_reduce_type(module: nn.Module) -> None:
-    """Move gradients made without autograd to where FSDP2 adds them up, in the type it reduces in.
+def prepare_ddp_reduction(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
+    """Let DDP reduce gradients during the next backward, which begins at these tensors.
 
-    With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` autograd's are moved
-    there after every backward; left to the next W they would be added up in bfloat16.
+    DDP prepares itself in a forward outside of `no_sync`, but several micro-batches lie between a
+    forward and the last backward.
     """
-    for sharded in _fsdp_params(module):
-        whole, wanted = sharded._unsharded_param, sharded.reduce_dtype  # noqa: SLF001
-        if wanted is None or whole.grad is None or whole.grad.dtype == wanted:
-            continue
-        added = whole.grad.to(wanted)
-        whole.grad = None
-        if sharded.unsharded_accumulated_grad is None:
-            sharded.unsharded_accumulated_grad = added
-        else:
-            sharded.unsharded_accumulated_grad += added
+    module.reducer.prepare_for_backward(list(roots))
+
+
+class FsdpReduction:
+    """When FSDP2 reduces the gradients of a stage: once in a step, after the last W or B.
+
+    A W adds to ``.grad`` without autograd, so FSDP2's hooks do not see it. A method of the stage
+    that FSDP2 takes for a forward runs forward and backward on a zero: the hooks of the stage and
+    of all its parts then take up the gradients that are there. All of this is public API.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module: Any = module
+        if not hasattr(module, _FSDP_METHOD):
+            setattr(module, _FSDP_METHOD, MethodType(_times_one, module))
+            register_fsdp_forward_method(self._module, _FSDP_METHOD)
+
+    def hold_back(self) -> None:
+        """Let backwards add up gradients without a reduction, and keep gathered weights."""
+        self._set(reduces=False)
+
+    def take_over(self) -> None:
+        """Add what a W made to the sum that FSDP2 holds in the type of the reduction.
+
+        With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` the gradients of
+        several W's would otherwise be added up in bfloat16. Since torch 2.15 ``.grad`` itself has
+        the type of the reduction (``grad_dtype``).
+        """
+        self._set(reduces=False)
+        self._run_hooks()
+
+    def reduce(self) -> None:
+        """Reduce the gradients, and free gathered weights."""
+        self._set(reduces=True)
+        self._run_hooks()
+
+    def _set(self, *, reduces: bool) -> None:
+        self._module.set_is_last_backward(reduces)
+        self._module.set_reshard_after_backward(reduces)
+        self._module.set_requires_gradient_sync(reduces)
+
+    def _run_hooks(self) -> None:
+        device = next(self._module.parameters()).device
+        with torch.enable_grad():
+            zero = torch.zeros((), device=device, requires_grad=True)
+            getattr(self._module, _FSDP_METHOD)(zero).backward()
+
+
+_FSDP_METHOD: Final = "optpipe_take_up_gradients"
+
+
+def _times_one(_: nn.Module, value: Tensor) -> Tensor:
+    return value * 1
 
 
 def sharded_in_forward(module: nn.Module) -> set[Tensor]:

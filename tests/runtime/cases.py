@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe import Problem, Schedule
-from optpipe.runtime import PipelineRunner, demo, offload, torch_schedule
+from optpipe.runtime import PipelineRunner, demo, executor, offload
 from optpipe.runtime.demo_model import (
     ModelConfig,
     join_ranks,
@@ -163,9 +163,9 @@ def refused_orders(schedule: Schedule) -> str:
     """Return how a pipeline is refused whose rank 2 sees two receives swapped."""
     rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
     runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
-    translate = torch_schedule.order_of
+    translate = executor.messages_of
     change: Callable[[Order], Order] = _swapped if rank == 2 else tuple
-    with mock.patch.object(torch_schedule, "order_of", lambda actions: change(translate(actions))):
+    with mock.patch.object(executor, "messages_of", lambda own: change(translate(own))):
         return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 

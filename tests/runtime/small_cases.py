@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import Order
 from optpipe.runtime.offload import Cell, Offloader
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
@@ -37,7 +37,7 @@ from tests.runtime.small_model import (
     small_stages,
     step_alone,
 )
-from tests.runtime.watching import counted, messages_of
+from tests.runtime.watching import counted
 
 STEPS = 3
 
@@ -310,15 +310,15 @@ def take_turns(schedules: Sequence[Schedule]) -> Turns:
     return Turns(found.worst_difference, min(deferred))
 
 
-def count_messages(schedule: Schedule) -> tuple[int, int]:
-    """Count the messages that hold a group before and after a runner, which lives on, is closed."""
+def count_executors(schedule: Schedule) -> tuple[int, int]:
+    """Count the executors, which hold a group, before and after the runner is closed."""
     _, runner = small_runner(schedule)
     runner.step(*small_data(num_microbatches_of(schedule), seed=0))
     counts = []
     for end in (lambda: None, runner.close):
         end()
         gc.collect()
-        counts.append(sum(type(one) is dist.P2POp for one in gc.get_objects()))
+        counts.append(sum(type(one) is Executor for one in gc.get_objects()))
     return counts[0], counts[1]
 
 
@@ -429,12 +429,14 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
     if dist.get_rank() == bound_rank:
         default.bound_device_id = torch.device("cpu", 0)
     try:
-        with counted(torch_schedules, "_batch_p2p") as posted:
+        with counted(dist, "isend") as posted:
             trained = train(schedule, problem)
         assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
     finally:
         default.bound_device_id = None
-    groups: set[str] = {message.group.group_name for message in messages_of(posted)}
+    groups: set[str] = {
+        (call.kwargs["group"] or default).group_name for call in posted.call_args_list
+    }
     if ends != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}

@@ -59,7 +59,7 @@ def test_a_closed_runner_holds_no_group(ranks):
     """One that does, in a cycle, would abort its process where the interpreter ends."""
     problem = schedules.make_problem(schedules.LINEAR, 6)
     schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 6))
-    for before, after in ranks.run(small_cases.count_messages, schedule):
+    for before, after in ranks.run(small_cases.count_executors, schedule):
         assert before > 0
         assert after == 0
 
