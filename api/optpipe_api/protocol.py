@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -88,11 +89,10 @@ class Protocol(HttpToolsProtocol):
         self._check_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers, and end the request whose answer is under way."""
+        """Stop all timers."""
         self._set_deadline(None)
         if self._write_check is not None:
             self._write_check.cancel()
-        self._abandon_answer()
         super().connection_lost(exc)
 
     def abort(self) -> None:
@@ -102,7 +102,9 @@ class Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _set_option(self, option: int, value: int | bytes) -> None:
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, value)
+        # Some systems refuse options of a connection that the client has already ended.
+        with suppress(OSError):
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, value)
 
     def is_idle(self) -> bool:
         """Return whether the server has waited for the client for more than ``IDLE_S``."""
@@ -232,10 +234,7 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _abandon_answer(self) -> bool:
-        """Let the request under way write no more; return whether its answer has begun.
-
-        uvicorn does this for the last request that it has read, which may wait for this one.
-        """
+        """Let the request under way write no more; return whether its answer has begun."""
         answering = self._answering
         if answering is None:
             return False
