@@ -41,6 +41,7 @@ from tests.api.live import two_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from multiprocessing.synchronize import Event
 
 __all__ = ["HOSTILE", "HostileRow", "Target", "main"]
 
@@ -237,11 +238,12 @@ def measure(kinds: Sequence[str], target: Target, checkouts: dict[str, Path]) ->
             name: _start_service(stack, target, checkout) for name, checkout in checkouts.items()
         }
         rates = _measure_rates(targets, target.seconds)
-        return [
-            replace(_measure_kind(kind, here), server=name, rate=rates[name])
-            for kind in kinds
-            for name, here in targets.items()
-        ]
+        rows = []
+        for kind in kinds:
+            for name, here in targets.items():
+                rows.append(replace(_measure_kind(kind, here), server=name, rate=rates[name]))
+                print(rows[-1], flush=True)
+        return rows
 
 
 def _measure_rates(targets: dict[str, Target], seconds: float) -> dict[str, float]:
@@ -259,8 +261,12 @@ def _measure_kind(kind: str, here: Target) -> HostileRow:
     alone, failed_alone = repeat_requests(here, here.seconds)
     if failed_alone:
         raise RuntimeError(f"{failed_alone} requests of the normal client failed alone")
-    attack = multiprocessing.get_context("spawn").Process(target=_attack, args=(kind, here))
+    spawn = multiprocessing.get_context("spawn")
+    has_begun = spawn.Event()
+    attack = spawn.Process(target=_attack, args=(kind, here, has_begun))
     attack.start()
+    # The imports of the new process take processor time from the normal client.
+    has_begun.wait(_RECOVERY_S)
     time.sleep(min(1.0, here.seconds / 4))
     next_to_hostile, failed = repeat_requests(here, here.seconds)
     attack.join()
@@ -289,8 +295,9 @@ def _wait_until_quick(here: Target) -> None:
     raise RuntimeError(f"the service did not recover within {_RECOVERY_S} s; start it again")
 
 
-def _attack(kind: str, target: Target) -> None:
+def _attack(kind: str, target: Target, has_begun: Event) -> None:
     """Run the hostile clients of a kind a little longer than the normal client runs."""
+    has_begun.set()
     HOSTILE[kind](replace(target, seconds=1.5 * target.seconds))
 
 
