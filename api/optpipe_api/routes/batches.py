@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.formats.tables import dump_sweep
 from optpipe.wire import BatchList, BatchView
+from optpipe_api.errors import BatchNotFoundError
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.http import (
     FRONTIER_FORMS,
@@ -234,8 +235,12 @@ async def cancel_batch(
 async def _answer(
     request: Request, service: Service, who: Principal, batch: BatchRecord, wait_s: float
 ) -> Response:
+    """Show a batch that was submitted or changed; one that was deleted since, as it was."""
     batch = await while_there(request, service.batches.wait(batch, wait_s), wait_s) or batch
-    text = await run_in_threadpool(_view, service, batch.id, who)
+    try:
+        text = await run_in_threadpool(_view, service, batch.id, who)
+    except BatchNotFoundError:
+        text = batch_view(batch, who).model_dump_json()
     location = str(request.app.url_path_for("look_at_batch", batch_id=batch.id))
     status = 200 if batch.is_finished else 202
     return Response(text, status, {"Location": location}, media_type="application/json")

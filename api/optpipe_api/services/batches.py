@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from optpipe_api.access import Role
 from optpipe_api.errors import (
     BatchNotFoundError,
     BodyTooHeavyError,
+    JobNotFoundError,
     StateConflictError,
     TooLargeToDrawError,
 )
@@ -232,7 +234,9 @@ class BatchService:
         self.find(batch_id, who)
         for job in self._store.cancel(batch_id):
             if job.state is JobState.RUNNING:
-                self._jobs.cancel(job.id, who)
+                # One that has ended meanwhile may be deleted already.
+                with suppress(JobNotFoundError):
+                    self._jobs.cancel(job.id, who)
             else:
                 self._jobs.tell(job)
         return self._store.get(batch_id)
@@ -258,7 +262,10 @@ class BatchService:
     # Following
 
     async def wait(self, batch: BatchRecord, seconds: float) -> BatchRecord:
-        """Return the batch once it is finished, or as it is when the time is up."""
+        """Return the batch once it is finished, or as it is when the time is up.
+
+        A batch that is deleted meanwhile is returned as it was last seen.
+        """
         deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
         pause_s = _FIRST_PAUSE_S
         while not batch.is_finished and not self._changes.is_closed:
@@ -267,7 +274,10 @@ class BatchService:
                 break
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            batch = await run_in_threadpool(self._store.get, batch.id)
+            try:
+                batch = await run_in_threadpool(self._store.get, batch.id)
+            except BatchNotFoundError:
+                break
         return batch
 
 

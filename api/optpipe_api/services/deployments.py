@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -165,7 +166,9 @@ class DeploymentService:
         self.find(deployment_id, who)
         deployment = self._store.end(deployment_id)
         if deployment.job_id is not None:
-            self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
+            # The job of an ended deployment may be deleted.
+            with suppress(JobNotFoundError):
+                self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
         self._changes.publish(deployment_id)
         return deployment
 

@@ -95,28 +95,41 @@ class JobCache:
         return self._hit(new) or self._near(new, most_tried) or new
 
     def _hit(self, new: NewJob) -> NewJob | None:
+        """Return the job with the newest known answer; None where no answer is known."""
         found = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_LOOKED_AT)
         for job in found:
             if answers(job, new.options) and new.is_content_with(job.objective_ms):
-                return self._answered(new, job)
+                answered = self._answered(new, job)
+                if answered is not None:
+                    return answered
         return None
 
     def _answered(self, new: NewJob, job: JobRecord) -> NewJob | None:
+        """Return the new job with the answer of a finished one.
+
+        None where the finished job has no schedule to give, or was deleted or resumed since it was
+        looked up: its documents then belong to no answer, or to another one.
+        """
         is_infeasible = job.state is JobState.INFEASIBLE
-        stored = self._store.schedule(job.id)
-        if stored is None and not is_infeasible:
+        try:
+            stored = self._store.schedule(job.id)
+            if stored is None and not is_infeasible:
+                return None
+            outcome = AttemptOutcome(
+                event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
+                schedule=None if stored is None else stored.document,
+                objective_ms=job.objective_ms,
+                bound_ms=job.bound_ms,
+                error=job.error,
+                method=self._store.made_by(job.id),
+                tuned=self._store.tuned(job.id),
+                checkpoint=self._store.checkpoint(job.id),
+            )
+            chosen = self._store.problem(job.id) if new.problem is None else new.problem
+            if self._store.get(job.id) != job:
+                return None
+        except JobNotFoundError:
             return None
-        outcome = AttemptOutcome(
-            event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-            schedule=None if stored is None else stored.document,
-            objective_ms=job.objective_ms,
-            bound_ms=job.bound_ms,
-            error=job.error,
-            method=self._store.made_by(job.id),
-            tuned=self._store.tuned(job.id),
-            checkpoint=self._store.checkpoint(job.id),
-        )
-        chosen = self._store.problem(job.id) if new.problem is None else new.problem
         return replace(
             new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome, problem=chosen
         )
@@ -146,7 +159,11 @@ class JobCache:
         return replace(new, cache=Cache.NEAR, source_id=known[index][0].id, start=start)
 
     def _texts(self, job: JobRecord) -> tuple[str, str] | None:
-        problem, stored = self._store.problem(job.id), self._store.schedule(job.id)
+        """Return a job's problem and schedule; None where it has none, or was deleted since."""
+        try:
+            problem, stored = self._store.problem(job.id), self._store.schedule(job.id)
+        except JobNotFoundError:
+            return None
         return None if problem is None or stored is None else (problem, stored.document)
 
 
@@ -478,11 +495,17 @@ class JobService:
     # Following
 
     async def wait(self, job: JobRecord, seconds: float) -> JobRecord:
-        """Return the job once it is finished, or as it is when the time is up."""
+        """Return the job once it is finished, or as it is when the time is up.
+
+        A job that is deleted meanwhile is returned as it was given.
+        """
         if job.state.is_final or seconds <= 0:
             return job
         await self._watch.until(job.id, lambda now: now.state.is_final, self._at_most(seconds))
-        return await run_in_threadpool(self._store.get, job.id)
+        try:
+            return await run_in_threadpool(self._store.get, job.id)
+        except JobNotFoundError:
+            return job
 
     async def wait_schedule(
         self, job_id: str, known_number: int, seconds: float, who: Principal
