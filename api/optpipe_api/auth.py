@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
     from optpipe_api.access import ApiKey
 
-__all__ = ["KeyGate", "KeyRing", "Rates", "SiteGate", "describe_keys"]
+__all__ = ["OPEN_PER_MINUTE", "KeyGate", "KeyRing", "Rates", "SiteGate", "describe_keys"]
 
 
-_OPEN = frozenset(
-    {"/", "/docs", "/docs/oauth2-redirect", "/healthz", "/openapi.json", "/readyz", "/favicon.ico"}
-)
+_SIGNS_OF_LIFE = frozenset({"/healthz", "/readyz"})
+_OPEN = _SIGNS_OF_LIFE | {"/", "/docs", "/openapi.json", "/favicon.ico"}
 _OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
+OPEN_PER_MINUTE = 1200
+"""Requests of one address for documents and pages that need no key; a visit takes about 20."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_OPEN_LIMIT = "for documents and pages that need no key; keep them instead"
 _FRESH_S = 4.0
 _NEW_S = 0.5
 _LONG_S = 1.0
@@ -147,8 +149,15 @@ def _name_of(host: str) -> str:
 class KeyGate:
     """Finds out who asks, or refuses; sets ``request.state.principal``.
 
-    ``find``: returns a key by its text; None where everybody may ask. ``rates``: how often each
-    key, or each address where there are no keys, may ask; None = no limit.
+    Parameters
+    ----------
+    find
+        Returns a key by its text; None where everybody may ask.
+    rates
+        How often each key, or each address where there are no keys, may ask; None = no limit.
+    open_rates
+        How often each address may ask for documents and pages that need no key; None = no limit.
+        Signs of life have no limit.
     """
 
     def __init__(
@@ -157,14 +166,19 @@ class KeyGate:
         *,
         find: Callable[[str], Awaitable[ApiKey | None]] | None,
         rates: Rates | None,
+        open_rates: Rates | None = None,
     ) -> None:
         self._app = app
         self._find = find
         self._rates = rates
+        self._open_rates = open_rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        if scope["type"] != "http" or scope["path"] in _SIGNS_OF_LIFE:
             await self._app(scope, receive, send)
+            return
+        if _is_open(scope["path"]):
+            await self._serve_open(scope, receive, send)
             return
         try:
             principal = await self._who(scope)
@@ -179,6 +193,16 @@ class KeyGate:
             await self._app(scope, receive, send)
         else:
             await self._while_valid(scope, receive, send)
+
+    async def _serve_open(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve what needs no key, unless its address asks too often."""
+        address = _address_of(scope)
+        wait_s = 0 if self._open_rates is None else self._open_rates.take(address)
+        if self._open_rates is not None and wait_s:
+            error = TooManyRequestsError(address, self._open_rates.per_minute, wait_s, _OPEN_LIMIT)
+            await response_to(error, scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
     async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; one that goes on for long, only as long as its key is valid."""
@@ -218,7 +242,7 @@ class KeyGate:
             return
         who = f"the key {principal.name!r}"
         if not principal.name:
-            who = f"the address {(scope.get('client') or ['?'])[0]}"
+            who = _address_of(scope)
         wait_s = self._rates.take(who)
         if wait_s:
             raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
@@ -277,6 +301,11 @@ def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]
         for operation in document["paths"][path].values():
             operation["security"] = []
     return document
+
+
+def _address_of(scope: Scope) -> str:
+    """Return the address that a request comes from, in words."""
+    return f"the address {(scope.get('client') or ['?'])[0]}"
 
 
 def _is_open(path: str) -> bool:
