@@ -30,7 +30,7 @@ from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
 from optpipe_api.jobs import MAX_SHARED_PRIORITY, AttemptOutcome, JobEvent, JobStart
-from optpipe_api.services.events import Followers, JobWatch
+from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -283,7 +283,7 @@ class JobService:
         self._store = store
         self._engine = engine
         self._changes = changes
-        self._watch = JobWatch(store, changes)
+        self._watch = Watch(store, changes)
         self._followers = Followers(store, changes, self._watch)
         self._counting = threading.Lock()
         self._places: dict[str, Waiting] = {}
@@ -328,7 +328,7 @@ class JobService:
         """Tell engine and followers of a job that waits in the queue, or has ended."""
         if not job.state.is_final:
             self._engine.wake()
-        self._changes.publish(job.id)
+        self._publish(job)
 
     # Showing
 
@@ -471,7 +471,7 @@ class JobService:
         self.find(job_id, who)
         job = self._store.request_cancel(job_id)
         self._engine.cancel(job_id)
-        self._changes.publish(job_id)
+        self._publish(job)
         return job
 
     def resume(self, job_id: str, seconds: float, who: Principal) -> JobRecord:
@@ -543,6 +543,10 @@ class JobService:
         if now.state.is_final and now.last_entry <= after:
             return None
         return self._followers.entries(job_id, after)
+
+    def _publish(self, job: JobRecord) -> None:
+        for changed_id in job.changed_ids:
+            self._changes.publish(changed_id)
 
     def _at_most(self, seconds: float) -> float:
         return min(seconds, self._settings.max_wait_s)

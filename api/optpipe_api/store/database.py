@@ -26,7 +26,7 @@ from optpipe.errors import InputError, MissingExtraError
 from optpipe_api.errors import KeyReusedError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "added_once",
@@ -508,12 +508,18 @@ def _migrate(connection: sa.Connection) -> None:
 # --- What the stores do alike: rows by id, page by page, once for each key, as records.
 
 _ID = re.compile(r"[0-9a-f]{32}")
-_MOST_INSERTS = 3
+_MOST_INSERTS, _MOST_IDS = 3, 1000
 
 
 def may_be_id(text: str) -> bool:
     """Whether a text looks like an id; what does not may be what a database refuses to hear."""
     return _ID.fullmatch(text) is not None
+
+
+def in_groups(ids: Sequence[str]) -> Iterator[list[str]]:
+    """Yield ids in groups that one query takes; texts that are no ids are left out."""
+    for start in range(0, len(ids), _MOST_IDS):
+        yield [one for one in ids[start : start + _MOST_IDS] if may_be_id(one)]
 
 
 def row_with_id(

@@ -290,7 +290,8 @@ def test_cancel_stops_the_others_where_an_item_ends_and_is_deleted_meanwhile(
         path = f"{BASE}/{answer.json()['id']}"
         until(lambda: http.get(path).json()["counts"]["running"] == 2)
         store = app.state.service._stores.jobs
-        get, deleted = store.get, []
+        get = store.get
+        deleted: list[str] = []
 
         def end_delete_and_get(job_id: str) -> Any:
             if not deleted:

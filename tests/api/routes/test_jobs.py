@@ -555,7 +555,8 @@ def test_a_known_answer_that_gets_more_time_meanwhile_is_not_taken(caching, monk
 
     def resume_and_read(job_id: str) -> str | None:
         store.resume(job_id, 1.0, max_time_limit_s=1e9, max_queued=9)
-        return read(job_id)
+        found: str | None = read(job_id)
+        return found
 
     monkeypatch.setattr(store, "checkpoint", resume_and_read)
     job = submit(http).json()

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from optpipe import Model, Problem, Schedule
 from optpipe_api import main
@@ -14,7 +15,7 @@ CONSTANT = (
     *("/", "/docs", "/openapi.json", "/v1/methods", "/v1/presets"),
     *("/v1/schemas/problem", "/v1/schemas/model", "/v1/schemas/schedule"),
 )
-SCHEMAS = {"problem": Problem, "model": Model, "schedule": Schedule}
+SCHEMAS: dict[str, type[BaseModel]] = {"problem": Problem, "model": Model, "schedule": Schedule}
 
 
 @pytest.mark.parametrize("path", CONSTANT)
