@@ -29,14 +29,24 @@ if TYPE_CHECKING:
 
     from optpipe_api.access import ApiKey
 
-__all__ = ["OPEN_PER_MINUTE", "KeyGate", "KeyRing", "Rates", "SiteGate", "describe_keys"]
+__all__ = [
+    "OPEN_BURST",
+    "OPEN_PER_MINUTE",
+    "KeyGate",
+    "KeyRing",
+    "Rates",
+    "SiteGate",
+    "describe_keys",
+]
 
 
 _SIGNS_OF_LIFE = frozenset({"/healthz", "/readyz"})
 _OPEN = _SIGNS_OF_LIFE | {"/", "/docs", "/openapi.json", "/favicon.ico"}
 _OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
-OPEN_PER_MINUTE = 1200
+OPEN_PER_MINUTE, OPEN_BURST = 600, 100
 """Requests of one address for documents and pages that need no key; a visit takes about 20."""
+_PATIENCE_S = 3.0
+"""How long a request for such a document waits for its turn, and a refused one for its answer."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _OPEN_LIMIT = "for documents and pages that need no key; keep them instead"
 _FRESH_S = 4.0
@@ -157,7 +167,7 @@ class KeyGate:
         How often each key, or each address where there are no keys, may ask; None = no limit.
     open_rates
         How often each address may ask for documents and pages that need no key; None = no limit.
-        Signs of life have no limit.
+        A request beyond that waits for its turn, or is refused. Signs of life have no limit.
     """
 
     def __init__(
@@ -195,14 +205,20 @@ class KeyGate:
             await self._while_valid(scope, receive, send)
 
     async def _serve_open(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve what needs no key, unless its address asks too often."""
-        address = _address_of(scope)
-        wait_s = 0 if self._open_rates is None else self._open_rates.take(address)
-        if self._open_rates is not None and wait_s:
-            error = TooManyRequestsError(address, self._open_rates.per_minute, wait_s, _OPEN_LIMIT)
+        """Serve what needs no key; slowly, or not at all, where its address asks too often.
+
+        A client that repeats its request after each answer would take all of the event loop, by
+        refusals too. So each answer beyond the limit comes late.
+        """
+        rates, address = self._open_rates, _address_of(scope)
+        wait_s = 0.0 if rates is None else rates.reserve(address, _PATIENCE_S)
+        if wait_s > 0:
+            await asyncio.sleep(min(wait_s, _PATIENCE_S))
+        if rates is None or wait_s <= _PATIENCE_S:
+            await self._app(scope, receive, send)
+        else:
+            error = TooManyRequestsError(address, rates.per_minute, math.ceil(wait_s), _OPEN_LIMIT)
             await response_to(error, scope["path"])(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
     async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; one that goes on for long, only as long as its key is valid."""
@@ -338,26 +354,41 @@ _MINUTE_S = 60.0
 
 
 class Rates:
-    """Buckets that hold ``per_minute`` tokens each and fill up again within a minute.
+    """Buckets of tokens, one for each key or address, that get ``per_minute`` tokens a minute.
 
-    So whoever was quiet may ask ``per_minute`` times at once, and then that often a minute. Each
-    server counts for itself. Of the buckets only the last 10,000 used are kept: memory is bounded,
-    whatever the number of addresses that ask. For the event loop, or any other single thread.
+    A full bucket holds ``burst`` tokens, by default ``per_minute``: a quiet client may ask that
+    often at once. Each server counts for itself. Of the buckets only the last 10,000 used are kept:
+    memory is bounded, whatever the number of addresses that ask. For the event loop, or any other
+    single thread.
     """
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        burst: int | None = None,
+    ) -> None:
         self.per_minute = per_minute
+        self._burst = float(per_minute if burst is None else burst)
         self._now = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, who: str) -> int:
         """Take a token; return 0, or the whole seconds until there is one."""
+        return math.ceil(self.reserve(who, 0.0))
+
+    def reserve(self, who: str, patience_s: float) -> float:
+        """Take a token, in advance where it is due within ``patience_s``; return when it is due.
+
+        That is in 0 s where there is one. Where it is due later, nothing is taken.
+        """
         now = self._now()
-        tokens, since = self._buckets.get(who, (float(self.per_minute), now))
-        tokens = min(self.per_minute, tokens + (now - since) * self.per_minute / _MINUTE_S)
-        granted = tokens >= 1
-        self._keep(who, tokens - granted, now)
-        return 0 if granted else math.ceil((1 - tokens) * _MINUTE_S / self.per_minute)
+        tokens, since = self._buckets.get(who, (self._burst, now))
+        tokens = min(self._burst, tokens + (now - since) * self.per_minute / _MINUTE_S)
+        wait_s = max(0.0, (1 - tokens) * _MINUTE_S / self.per_minute)
+        self._keep(who, tokens - (wait_s <= patience_s), now)
+        return wait_s
 
     def _keep(self, who: str, tokens: float, now: float) -> None:
         self._buckets[who] = (tokens, now)

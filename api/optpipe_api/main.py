@@ -27,7 +27,15 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.wire import Event, MethodRowList, SweepRowList, Tuned
 from optpipe_api import http_errors
-from optpipe_api.auth import OPEN_PER_MINUTE, KeyGate, KeyRing, Rates, SiteGate, describe_keys
+from optpipe_api.auth import (
+    OPEN_BURST,
+    OPEN_PER_MINUTE,
+    KeyGate,
+    KeyRing,
+    Rates,
+    SiteGate,
+    describe_keys,
+)
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, TuneBody, VariantBody
@@ -289,7 +297,7 @@ def _guard(app: FastAPI, settings: Settings) -> None:
         KeyGate,
         find=find,
         rates=Rates(per_minute) if per_minute else None,
-        open_rates=Rates(OPEN_PER_MINUTE),
+        open_rates=Rates(OPEN_PER_MINUTE, burst=OPEN_BURST),
     )
     app.add_middleware(SiteGate, hosts=settings.hosts)
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from optpipe import Model, Problem, Schedule
-from optpipe_api import main
+from optpipe_api import auth, main
 from optpipe_api.requests.catalogue import Catalogue
 from tests.api.live import client, connected, make_settings, running
 
@@ -62,8 +62,13 @@ def test_the_catalogue_has_all_that_an_estimate_knows(http) -> None:
 
 
 def test_an_address_may_ask_so_often_for_what_needs_no_key(tmp_path, monkeypatch) -> None:
-    """Signs of life, and requests that need a key, have no such limit."""
+    """A refusal comes late, so that repeated requests do not take the event loop.
+
+    Signs of life, and requests that need a key, have no such limit.
+    """
+    monkeypatch.setattr(main, "OPEN_BURST", 3)
     monkeypatch.setattr(main, "OPEN_PER_MINUTE", 3)
+    monkeypatch.setattr(auth, "_PATIENCE_S", 0.5)
     with connected(make_settings(tmp_path)) as http:
         paths = ("/openapi.json", "/docs", "/", "/page/main.js", "/openapi.json")
         answers = [http.get(path) for path in paths]
@@ -71,5 +76,6 @@ def test_an_address_may_ask_so_often_for_what_needs_no_key(tmp_path, monkeypatch
         assert answers[3].json()["code"] == "key.too_many_requests"
         assert "3 times a minute for documents and pages" in answers[3].json()["detail"]
         assert 1 <= int(answers[3].headers["Retry-After"]) <= 20
+        assert answers[3].elapsed.total_seconds() >= 0.5
         for path in ("/healthz", "/readyz", "/v1/jobs"):
             assert http.get(path).status_code == 200
