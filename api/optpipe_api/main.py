@@ -19,7 +19,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from optpipe.errors import WorldError
 from optpipe.model import Model
@@ -38,6 +37,7 @@ from optpipe_api.auth import (
 )
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
+from optpipe_api.protocol import Protocol
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, TuneBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import (
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ApiServer",
-    "Protocol",
     "allow_files",
     "create_app",
     "let_go",
@@ -126,56 +125,6 @@ class ApiServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.should_exit = True
         let_go(self.config.app)
-
-
-class Protocol(HttpToolsProtocol):
-    """HTTP/1.1 from clients that may be slow, but not for ever, and many, but not all there are.
-
-    A request's headers and its body have a time each to be here, or the connection ends: whoever
-    sends half of them and waits would hold it, and a file of this process, for nothing. Beyond
-    uvicorn's ``limit_concurrency`` a new connection ends at once, so that files are left for the
-    database.
-    """
-
-    HEADERS_S = 10.0
-    BODY_S = 60.0
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, if there is room."""
-        super().connection_made(transport)
-        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency:
-            transport.abort()
-        else:
-            self._wait(self.HEADERS_S)
-
-    def on_message_begin(self) -> None:
-        """Wait for the headers: also of the next request on a connection that was kept."""
-        super().on_message_begin()
-        if self._deadline is None:
-            self._wait(self.HEADERS_S)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._wait(self.BODY_S)
-
-    def on_message_complete(self) -> None:
-        """Wait for nothing more of this request."""
-        self._wait(None)
-        super().on_message_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing more."""
-        self._wait(None)
-        super().connection_lost(exc)
-
-    def _wait(self, seconds: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = (
-            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
-        )
 
 
 def let_go(app: Any) -> None:

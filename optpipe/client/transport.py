@@ -136,9 +136,9 @@ _REFUSALS: dict[type[ServiceError], str] = {
     ConflictError: "state.conflict idempotency.reused key.too_many_kept",
     RequestRefusedError: "schedule.illegal input.invalid request.invalid request.media_type "
     "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
-    "chart.beside schedule.too_large",
+    "request.headers_too_large chart.beside schedule.too_large",
     BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
-    "followers.full request.busy forms.busy store.unavailable "
+    "followers.full request.busy request.pipelined forms.busy store.unavailable "
     "solver.unavailable",
     SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
 }
