@@ -357,9 +357,9 @@ class Rates:
     """Buckets of tokens, one for each key or address, that get ``per_minute`` tokens a minute.
 
     A full bucket holds ``burst`` tokens, by default ``per_minute``: a quiet client may ask that
-    often at once. Each server counts for itself. Of the buckets only the last 10,000 used are kept:
-    memory is bounded, whatever the number of addresses that ask. For the event loop, or any other
-    single thread.
+    often in one moment. Each server counts for itself. Of the buckets only the last 10,000 used are
+    kept: memory is bounded, whatever the number of addresses that ask. For the event loop, or any
+    other single thread.
     """
 
     def __init__(
@@ -379,9 +379,9 @@ class Rates:
         return math.ceil(self.reserve(who, 0.0))
 
     def reserve(self, who: str, patience_s: float) -> float:
-        """Take a token, in advance where it is due within ``patience_s``; return when it is due.
+        """Take a token that is due within ``patience_s``; return the seconds until it is due.
 
-        That is in 0 s where there is one. Where it is due later, nothing is taken.
+        A token that is there is due in 0 s. A token that is due later is not taken.
         """
         now = self._now()
         tokens, since = self._buckets.get(who, (self._burst, now))

@@ -1,10 +1,13 @@
-"""Waiting: one query asks for all who wait, however many clients and things they wait for.
+"""Waiting: one query serves all clients that wait, for however many jobs, batches, deployments.
 
-A `Watch` asks in rounds while anybody waits. A round asks, in one query, where things stand: those
-that have changed on this server, or that somebody has begun to wait for, at once; and each second
-all of them, as changes by other servers are not heard of here. A thousand clients that wait cost
-one query a second. Hundreds of clients that come at the same time, as the followers of a job do
-when it ends, cost one or two queries.
+A `Watch` asks the store in rounds while at least one client waits. A round asks, in one query, for
+the standings of two groups:
+
+* immediately, the things that changed on this server, or that a client has just begun to wait for;
+* each second, all things that clients wait for: changes by other servers are not heard of here.
+
+A thousand clients that wait cost one query a second. Hundreds of clients that come at the same
+time, as the followers of a job do when it ends, cost one or two queries.
 """
 
 from __future__ import annotations
@@ -62,15 +65,15 @@ T = TypeVar("T")
 
 
 class Standings(Protocol[S_co]):
-    """A store that says in one query where many things stand."""
+    """A store that reads the standings of many things in one query."""
 
     def standings(self, ids: Sequence[str], /) -> Mapping[str, S_co]:
-        """Return where things stand, by their ids; unknown ids are left out."""
+        """Return the standings of things, by their ids; unknown ids are left out."""
         ...
 
 
 class Watch(Generic[S]):
-    """Finds out where jobs, batches or deployments stand while clients wait; in the event loop.
+    """Reads the standings of jobs, batches or deployments that clients wait for; in the event loop.
 
     Parameters
     ----------
@@ -90,7 +93,7 @@ class Watch(Generic[S]):
         changes.listen(self._heard)
 
     async def standing(self, thing_id: str) -> S | None:
-        """Return where a thing stands now; None if there is no such thing.
+        """Return the standing of a thing now; None if there is no such thing.
 
         One query for all who ask at the same time.
 
@@ -101,10 +104,11 @@ class Watch(Generic[S]):
     async def until(
         self, thing_id: str, is_enough: Callable[[S], bool], seconds: float | None = None
     ) -> None:
-        """Return when a thing stands as wanted, or is deleted, or the time is up, or we stop.
+        """Return when the standing of a thing is enough; also at the time limit, or at our stop.
 
-        ``is_enough``: says of a standing whether it is as wanted. ``seconds``: to wait at most;
-        None = any time.
+        The wait ends with the deletion of the thing, too.
+
+        ``is_enough``: whether a standing ends the wait. ``seconds``: time limit; None = no limit.
         """
         if self._changes.is_closed:
             return
@@ -167,7 +171,7 @@ class Watch(Generic[S]):
     async def _look(self) -> None:
         ids, self._due = self._due & self._waiting.keys(), set()
         self._is_due.clear()
-        # Who came after this was asked is asked for again.
+        # A client that comes after this query began is served by the next one.
         waiters_of = {thing_id: tuple(self._waiting[thing_id]) for thing_id in sorted(ids)}
         if not waiters_of:
             return
@@ -197,7 +201,7 @@ class Watch(Generic[S]):
 
 
 class _Waiter(Generic[S]):
-    """Somebody who waits for a thing to stand as wanted; an impatient one is answered anyway."""
+    """A client that waits until a standing is enough; an impatient one is answered anyway."""
 
     def __init__(self, is_enough: Callable[[S], bool], *, is_patient: bool) -> None:
         self.is_enough = is_enough
@@ -411,7 +415,7 @@ class Changes:
 
     def publish(self, thing_id: str) -> None:
         """Say that a job, batch or deployment has changed; from any thread."""
-        self._call(self._tell, thing_id)
+        self._call(self._notify, thing_id)
 
     def close(self) -> None:
         """Let every waiter go, now and from now on; from any thread or signal handler."""
@@ -425,13 +429,13 @@ class Changes:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _tell(self, thing_id: str | None) -> None:
+    def _notify(self, thing_id: str | None) -> None:
         for listener in self._listeners:
             listener(thing_id)
 
     def _close(self) -> None:
         self.is_closed = True
-        self._tell(None)
+        self._notify(None)
 
 
 # --- Connections that stay open, followers of events and requests that wait, are limited in number.

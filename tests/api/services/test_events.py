@@ -206,7 +206,7 @@ async def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(
         waiting = stage.waiter(job_id)
         await until(lambda: stage.watch._due == set())
         await asyncio.sleep(0.05)
-        stage.changes._tell(job_id)
+        stage.changes._notify(job_id)
         for _ in range(turns):
             await asyncio.sleep(0)
         waiting.cancel()
