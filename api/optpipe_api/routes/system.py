@@ -142,7 +142,7 @@ _SWAGGER = "static-offline-docs/"
 def install_docs(app: FastAPI) -> None:
     """Serve the OpenAPI document and the page that shows it, each built once.
 
-    Both name only relative addresses, so they work under every prefix.
+    The page names only relative addresses.
     """
     document = ConstantDocument(
         lambda: json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")), is_open=True
