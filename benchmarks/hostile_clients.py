@@ -67,6 +67,7 @@ class Target:
 
     port: int
     fetch_path: str
+    batch_path: str
     seconds: float
     scale: float = 1.0
     """Share of the full number of bytes or connections."""
@@ -118,12 +119,24 @@ def keep_few_answers_unread(target: Target) -> None:
     _hold_unread(target, 8)
 
 
+def repeat_openapi(target: Target) -> None:
+    """Repeat a fetch of the OpenAPI document on 16 connections."""
+    asyncio.run(_repeat_on_all(target, "/openapi.json", 16))
+
+
+def wait_for_batch(target: Target) -> None:
+    """Wait for the end of a batch with 900 clients."""
+    asyncio.run(_repeat_on_all(target, f"{target.batch_path}?wait=60", 900))
+
+
 HOSTILE: dict[str, Callable[[Target], None]] = {
     "one huge header": send_huge_header,
     "many small headers": send_small_headers,
     "chunked trailer": send_chunked_trailer,
     "unread pipelined answers": keep_answers_unread,
     "unread answers, 8 per connection": keep_few_answers_unread,
+    "OpenAPI document, 16 connections": repeat_openapi,
+    "900 clients wait for a batch": wait_for_batch,
 }
 
 
@@ -137,6 +150,28 @@ def _send_large(target: Target, head: bytes, part: bytes, num_parts: int) -> Non
                 large.sendall(part)
             large.recv(4096)
         time.sleep(0.1)
+
+
+async def _repeat_on_all(target: Target, path: str, full_number: int) -> None:
+    """Repeat a request after each answer, on many connections at the same time."""
+    number = max(1, int(full_number * target.scale))
+    allow_files(number)
+    text = b"GET " + path.encode() + _HOST + b"\r\n"
+
+    async def repeat() -> None:
+        while True:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+                while True:
+                    writer.write(text)
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    _, _, rest = head.lower().partition(b"content-length: ")
+                    await reader.readexactly(int(rest.partition(b"\r\n")[0]))
+            await asyncio.sleep(0.1)
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(target.seconds):
+            await asyncio.gather(*(repeat() for _ in range(number)))
 
 
 def _hold_unread(target: Target, num_requests: int) -> None:
@@ -316,9 +351,16 @@ def _start_service(stack: ExitStack, target: Target, checkout: Path) -> Target:
     with Client(url) as client:
         job = solve_one(client)
         client.submit(scripted("improve:1:3000", 2), time_limit_s=3000)
+        # The only solver process is busy, so the jobs of the batch wait.
+        batch = client.sweep([scripted("improve:0:0", 2 + number) for number in range(20)])
     port = urlsplit(url).port
     assert port is not None
-    return replace(target, port=port, fetch_path=f"/v1/jobs/{job.id}/schedule")
+    return replace(
+        target,
+        port=port,
+        fetch_path=f"/v1/jobs/{job.id}/schedule",
+        batch_path=f"/v1/batches/{batch.id}",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> list[HostileRow]:
@@ -332,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> list[HostileRow]:
     options = parser.parse_args(arguments)
     scale, seconds = (0.01, 1.0) if options.small else (1.0, options.seconds)
     checkouts = {"this": ROOT.parent} | ({"base": options.base.resolve()} if options.base else {})
-    target = Target(port=0, fetch_path="", seconds=seconds, scale=scale)
+    target = Target(port=0, fetch_path="", batch_path="", seconds=seconds, scale=scale)
     rows = measure(options.only or list(HOSTILE), target, checkouts)
     rows = [replace(row, stamp=stamp()) for row in rows]
     print(table(rows))

@@ -291,15 +291,21 @@ class TooManyJobsError(ServerBusyError):
 
 
 class TooManyRequestsError(ServerBusyError):
-    """A key, or an address where there are no keys, asks more often than it may."""
+    """A key, or an address where no key is needed, asks more often than it may.
+
+    ``limited``: what counts, and the setting where there is one.
+    """
 
     code = "key.too_many_requests"
 
-    def __init__(self, who: str, limit: int, retry_after_s: int) -> None:
-        super().__init__(
-            f"{who} asks more than {limit} times a minute (OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
-            retry_after_s,
-        )
+    def __init__(
+        self,
+        who: str,
+        limit: int,
+        retry_after_s: int,
+        limited: str = "(OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
+    ) -> None:
+        super().__init__(f"{who} asks more than {limit} times a minute {limited}", retry_after_s)
 
 
 class TooManyFollowersError(ServerBusyError):

@@ -26,7 +26,15 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.wire import Event, MethodRowList, SweepRowList, Tuned
 from optpipe_api import http_errors
-from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
+from optpipe_api.auth import (
+    OPEN_BURST,
+    OPEN_PER_MINUTE,
+    KeyGate,
+    KeyRing,
+    Rates,
+    SiteGate,
+    describe_keys,
+)
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
 from optpipe_api.protocol import Protocol
@@ -181,13 +189,16 @@ def create_app(settings: Settings) -> FastAPI:
             watch.cancel()
             await run_in_threadpool(service.close)
 
-    # Swagger UI comes from the package: the page works where no CDN can be reached.
+    # The package brings Swagger UI, so its page works where no CDN can be reached. We serve the
+    # page and the OpenAPI document: FastAPI builds both for each request.
     app = FastAPIOffline(
         title="OptPipe",
         version=_version(),
         summary="Pipeline schedules, optimised and proven.",
         description=_DESCRIPTION,
         lifespan=lifespan,
+        openapi_url="",
+        docs_url=None,
         redoc_url=None,
         generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
     )
@@ -206,6 +217,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)
+    system.install_docs(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     app.state.metrics = metrics
     app.state.unread = UnreadBodies(_BODIES_AT_ONCE * settings.max_body_bytes)
@@ -230,7 +242,12 @@ def _guard(app: FastAPI, settings: Settings) -> None:
     required = settings.keys_required
     app.openapi = lambda: describe_keys(describe(), required=required)  # type: ignore[method-assign]
     per_minute = settings.max_requests_per_minute
-    app.add_middleware(KeyGate, find=find, rates=Rates(per_minute) if per_minute else None)
+    app.add_middleware(
+        KeyGate,
+        find=find,
+        rates=Rates(per_minute) if per_minute else None,
+        open_rates=Rates(OPEN_PER_MINUTE, burst=OPEN_BURST),
+    )
     app.add_middleware(SiteGate, hosts=settings.hosts)
 
 
@@ -360,7 +377,7 @@ _GENERATED = ("HTTPValidationError", "ValidationError")
 
 
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """Return the function that makes the document, once."""
+    """Return the function that builds the document, once."""
 
     def make() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -30,6 +30,7 @@ __all__ = [
     "UnreadBodies",
     "decode_json",
     "etag_of",
+    "is_known",
     "known_number",
     "preferred_form",
     "read_body",
@@ -222,6 +223,12 @@ def known_number(if_none_match: str | None, thing_id: str, form: str = "json") -
     ours = re.compile(rf"{re.escape(thing_id)}\.{_DIGITS}{re.escape(_suffix(form))}")
     found = (ours.fullmatch(tag) for tag in _TAG.findall(if_none_match or ""))
     return max((int(match[1]) for match in found if match), default=None)
+
+
+def is_known(if_none_match: str | None, etag: str) -> bool:
+    """Whether an If-None-Match header names a tag, given with its quotes; ``*`` names all."""
+    given = (if_none_match or "").strip()
+    return given == "*" or etag.strip('"') in _TAG.findall(given)
 
 
 def _suffix(form: str) -> str:
