@@ -1,9 +1,11 @@
 """Tunes, which are jobs: what they find, how they are stopped, what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 import pytest
 
 from optpipe import check_schedule, load_csv, load_problem, load_schedule
@@ -295,6 +297,31 @@ def test_a_config_takes_the_place_of_a_model(http) -> None:
     assert kept["config"] == config
     answer = http.post("/v1/tunes", json={**question, "config": {"model_type": "bert"}})
     assert answer.json()["pointers"] == ["/config"], answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/tunes", "/v1/estimates"])
+def test_a_config_may_hold_what_json_lacks(http, path: str) -> None:
+    """As Python's json writes it, in a field that is not used; in others the field is named."""
+    body = {name: value for name, value in asked(fixed={}).items() if name != "model"}
+    del body["current"]
+    if path == "/v1/estimates":
+        body = {"gpu": "h100", "pp": 4, "num_microbatches": 8}
+    headers = {"Content-Type": "application/json"}
+
+    def answer(**changes: float) -> httpx.Response:
+        text = json.dumps({**body, "config": WRITTEN["llama3-8b"] | changes})
+        return http.post(path, content=text, headers=headers)
+
+    good = answer(rms_norm_eps=math.inf)
+    assert good.is_success, good.text
+    if path == "/v1/tunes":
+        kept = http.get(f"{good.headers['location']}/question").json()
+        assert kept["config"]["rms_norm_eps"] == "Infinity"
+    bad = answer(hidden_size=math.inf)
+    assert (bad.status_code, bad.json()["pointers"]) == (422, ["/config"])
+    assert "hidden_size = 'Infinity': must be a whole number" in bad.json()["detail"]
+    elsewhere = http.post(path, content=json.dumps(body | {"gpu": math.nan}), headers=headers)
+    assert elsewhere.status_code == 422, elsewhere.text
 
 
 def test_other_jobs_have_no_configuration(http, ended) -> None:
