@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -212,12 +213,24 @@ def test_a_cancelled_tune_keeps_its_best(http) -> None:
     assert (so_far.counts.open, so_far.rows[0].tp) == (1, 2)
     assert so_far.bound_ms == pytest.approx(0.7 * so_far.rows[0].step_ms)
     assert "more than 30.0% faster" in so_far.certificate
+    assert so_far.gain is None
+    assert "has found nothing faster than what you run" in so_far.verdict
     http.post(f"{path}/cancel")
     job = end_of(http, path)
     assert (job["state"], job["has_schedule"]) == ("cancelled", True)
     found = Tuned.model_validate(http.get(f"{path}/configuration").json())
     assert found.rows == so_far.rows
     assert job["bound_ms"] == found.bound_ms
+
+
+def test_what_runs_today_but_does_not_fit_is_no_baseline(http) -> None:
+    path, job = tune(http, memory_bytes=20 * 10**9)
+    assert job["state"] == "succeeded"
+    found = Tuned.model_validate(http.get(f"{path}/configuration").json(), extra="forbid")
+    assert found.current is not None
+    assert max(found.current.peak_bytes) > found.memory_bytes
+    assert found.gain is None
+    assert re.match(r"what you run does not fit .* needs \d+\.\d of 18\.6 GiB, ", found.verdict)
 
 
 def test_a_killed_tune_goes_on_from_its_best(tmp_path) -> None:
