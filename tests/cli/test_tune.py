@@ -66,6 +66,10 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--current", "dp=0"], "current: dp = 0: must be >= 1"),
         (["--current", "chunks=5"], "chunks = 5 with pp = 1: only the stages of a pipeline"),
         (["--current", "pp=8,chunks=5"], "--current pp=8,chunks=5: 40 stages, but only 34 layers"),
+        (
+            ["--model", "llama3.2-3b", "--current", "pp=8"],
+            "28 layers are no multiple of 8 ranks, so Megatron-Core does not start; say how yours",
+        ),
         (["--current", "pp=8,micro_batch=5"], "does not divide global_batch 16"),
         (["--current", "pp=8,recompute=norms"], "is none of full, core_attn"),
         (["--current", "pp=8,layers=4+x"], "must be numbers with +"),
@@ -104,8 +108,8 @@ def test_what_runs_today_but_does_not_fit_in_the_model_is_no_baseline(optpipe) -
     text = " ".join(done.out.split())
     first = re.match(
         r"What you run does not fit in this model: pipeline rank 0 needs (\d+\.\d) of 37\.3 GiB, "
-        r"(\d+\.\d) GiB more than it has\. No gain is given\. Bytes are estimates too\. The fastest "
-        r"that fits takes [\d,.]+ ms per step\. Estimates of this kind ",
+        r"(\d+\.\d) GiB more than it has\. No gain is given\. Bytes are estimates too\. "
+        r"The fastest that fits takes [\d,.]+ ms per step\. Estimates of this kind ",
         text,
     )
     assert first, done.out

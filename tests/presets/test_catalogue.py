@@ -16,9 +16,9 @@ from optpipe.presets import (
     MODELS,
     Efficiency,
     Experts,
+    catalogue,
     find_gpu,
     find_model,
-    catalogue,
     shape_from_config,
     total_parameters,
 )
