@@ -859,14 +859,14 @@ class Tuned(WireModel):
     """What a tune has found; ``rows`` has the fastest first, ``pareto`` less memory for more time.
 
     While it goes on it is what is known by now, and so is the certificate. No configuration takes
-    less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share. ``gain`` is how
-    much less time than ``current`` the fastest takes. It is null where ``current`` does not fit in
-    this model, and while the search has found nothing faster. ``verdict`` says the gain, or why
-    there is none. ``error`` is null where no such estimate was
-    compared with published runs. A device has ``memory_bytes``, of which answers fill
-    ``usable_bytes`` at most (of several kinds the smallest's). ``stopped_by``, null while it goes
-    on: ``optimal``; ``gap``, as small as was asked; ``time_limit``, ``work_limit`` or
-    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster. ``notes``
+    less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share. ``gain`` is
+    how much less time than ``current`` the fastest takes. It is null where ``current`` does not fit
+    in this model, and while the search has found nothing faster. ``verdict`` says the gain, or why
+    there is none. ``error`` is null where no such estimate was compared with published runs. A
+    device has ``memory_bytes``, of which answers fill ``usable_bytes`` at most (of several kinds
+    the smallest's). ``stopped_by``, null while it goes on: ``optimal``; ``gap``, as small as was
+    asked; ``time_limit``, ``work_limit`` or ``cancelled``; ``looked_at``, where there is no closer
+    look at what may be faster. ``notes``
     say what is not searched though it might be faster, and what the best rests on.
     """
 

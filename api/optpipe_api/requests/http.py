@@ -119,9 +119,7 @@ class UnreadBodies:
             self._num_bodies -= 1
 
 
-def decode_json(
-    body: bytes, max_values: int = MAX_VALUES, *, takes_constants: bool = False
-) -> Any:
+def decode_json(body: bytes, max_values: int = MAX_VALUES, *, takes_constants: bool = False) -> Any:
     """Return the object of a strict JSON body.
 
     Values are counted before the body is parsed, by its commas and brackets: to find millions of

@@ -323,7 +323,8 @@ def test_a_config_may_hold_what_json_lacks(http, path: str) -> None:
 
     def answer(**changes: float) -> httpx.Response:
         text = json.dumps({**body, "config": WRITTEN["llama3-8b"] | changes})
-        return http.post(path, content=text, headers=headers)
+        answer: httpx.Response = http.post(path, content=text, headers=headers)
+        return answer
 
     good = answer(rms_norm_eps=math.inf)
     assert good.is_success, good.text

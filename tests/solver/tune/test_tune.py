@@ -588,6 +588,7 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert result.best.step_ms < row.step_ms
     assert row in result.rows or row.step_ms > result.best.step_ms
     assert f"more than {result.gap:.1%} faster" in result.certificate
+    assert result.gain is not None
     assert f"{100 * result.gain:.1f} % less time per step" in repr(result)
 
 
