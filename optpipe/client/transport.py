@@ -20,6 +20,7 @@ What is wrong with the caller's own problem or model is told as if it had been f
 from __future__ import annotations
 
 import ipaddress
+import json
 import random
 import re
 import time
@@ -382,6 +383,10 @@ def tuning(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body that asks for a configuration."""
     options = {name: arguments[name] for name in _OF_SEARCHES if name in arguments}
     question = {name: value for name, value in arguments.items() if name not in options}
+    if "config" in question:
+        # JSON has no Infinity, which Python reads from and writes into a config.json.
+        text = json.dumps(question["config"])
+        question["config"] = json.loads(text, parse_constant=str)
     return given(**question) | {"options": given(**options)}
 
 
