@@ -574,17 +574,21 @@ class _LinearFunction(torch.autograd.Function):
         return input_gradient, weight_gradient, bias_gradient, None
 
 
+# Each product conjugates the factor that is not a gradient, because torch defines gradients of
+# complex numbers so. `conj` returns a real tensor as it is.
+
+
 def _input_gradient(ctx: Any, weight: Tensor, output_gradient: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[0]:
         return None
-    product = output_gradient @ weight.to(output_gradient.dtype)
+    product = output_gradient @ weight.to(output_gradient.dtype).conj()
     return product.to(ctx.input_dtype)
 
 
 def _weight_gradient(deferred: _Deferred) -> Tensor:
     gradient = deferred.output_gradient.reshape(-1, deferred.weight.shape[0])
     rows = deferred.layer_input.reshape(-1, deferred.weight.shape[1])
-    return gradient.t() @ rows
+    return gradient.t() @ rows.conj()
 
 
 def _bias_gradient(deferred: _Deferred) -> Tensor:

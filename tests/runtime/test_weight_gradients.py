@@ -1,6 +1,7 @@
 """The split backward in one process: right where torch's own I and W are not (TORCH.md 2)."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -62,6 +63,22 @@ class _Checkpointed(nn.Module):
         return self.inner(x)
 
 
+class _Complex(nn.Module):
+    """Complex layers; the first one's input is conjugated, which torch does when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8, dtype=torch.complex128)
+        self.last = nn.Linear(8, 6, dtype=torch.complex128)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x.conj())))
+
+
+def _complex(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.complex128, requires_grad=True)
+
+
 def _embed() -> nn.Module:
     return nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6, bias=False))
 
@@ -100,6 +117,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "a checkpoint": (lambda: _Checkpointed(reentrant=False), _floats),
     "a reentrant checkpoint": (lambda: _Checkpointed(reentrant=True), _floats),
     "a layer with a gradient hook": (_hooked, _floats),
+    "complex numbers": (_Complex, lambda: _complex(4, 3, 6)),
+    "complex rows": (_Complex, lambda: _complex(4, 6)),
 }
 
 
@@ -111,8 +130,9 @@ def _double():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
 @pytest.mark.parametrize("name", CASES)
-def test_split_backward_equals_the_unsplit_one(name):
+def test_split_backward_equals_the_unsplit_one(name, is_split):
     make, make_input = CASES[name]
     plain = make()
     split, gradients = deepcopy(plain), WeightGradients()
@@ -124,9 +144,9 @@ def test_split_backward_equals_the_unsplit_one(name):
     given = make_input()
     for _ in range(2):
         ours, theirs = _twin(given), _twin(given)
-        plain(theirs).pow(2).sum().backward()
-        output = split(ours).pow(2).sum()
-        with gradients.collect():
+        plain(theirs).abs().pow(2).sum().backward()
+        output = split(ours).abs().pow(2).sum()
+        with gradients.collect() if is_split else nullcontext():
             output.backward()
             run = gradients.take()
         run()
@@ -233,6 +253,27 @@ def test_a_hook_put_on_a_compiled_layer_is_not_forgotten():
     assert deferred_bytes(layer) == 0
     with pytest.raises(PreflightError, match="register hooks before the first step"):
         output.backward()
+
+
+@_traced
+@pytest.mark.parametrize("make", [_Complex], ids=["complex"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
+def test_compiled_layers_equal_plain_ones(make, is_split):
+    torch.compiler.reset()
+    plain = make()
+    split, gradients = deepcopy(plain), WeightGradients()
+    split.compile(backend="aot_eager", fullgraph=True)
+    assert split_linears(split, gradients) == 2
+    given = _complex(4, 3, 6)
+    ours, theirs = _twin(given), _twin(given)
+    plain(theirs).abs().pow(2).sum().backward()
+    loss = split(ours).abs().pow(2).sum()
+    with gradients.collect() if is_split else nullcontext():
+        loss.backward()
+        run = gradients.take()
+    run()
+    for one, wanted in zip([ours, *split.parameters()], [theirs, *plain.parameters()], strict=True):
+        _assert_same(one, wanted)
 
 
 def _sharded(layer: Any) -> None:

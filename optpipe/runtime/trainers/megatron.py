@@ -133,7 +133,7 @@ class _ParallelProduct(torch.autograd.Function):
         layer_input, weight = ctx.saved_tensors
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            input_gradient = output_gradient.matmul(weight)
+            input_gradient = output_gradient.matmul(weight.conj())
             if ctx.group is not None:
                 dist.all_reduce(input_gradient, group=ctx.group)
         bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
@@ -162,7 +162,7 @@ class _Deferral(NamedTuple):
         """Return those of weight and bias."""
         rows = self.output_gradient.reshape(-1, self.weight.shape[0])
         inputs = self.layer_input.reshape(-1, self.weight.shape[1])
-        return rows.t().matmul(inputs), None if self.bias is None else rows.sum(dim=0)
+        return rows.t().matmul(inputs.conj()), None if self.bias is None else rows.sum(dim=0)
 
     def make(self) -> None:
         """Make them, and hand them to autograd, whose hooks take them from there."""
