@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from optpipe.errors import PreflightError
 from optpipe.runtime.torch_names import (
+    alias_no_view,
     effect,
     has_gradient_hooks,
     is_compiled,
@@ -28,6 +29,7 @@ from optpipe.runtime.torch_names import (
     tree_leaves,
     types_when_gathered,
     versions_of,
+    viewed,
 )
 from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
 from optpipe.schedule import Action, ActionType
@@ -551,6 +553,10 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients
     ) -> Tensor:
         output = functional.linear(layer_input, weight, bias)
+        # For inputs of three dimensions `linear` returns a view. Autograd refuses operations in
+        # place on a view that a custom function returns.
+        if viewed(output) is not output:
+            output = alias_no_view(output)
         # Under autocast the output's type is the one the product was made in.
         ctx.save_for_backward(layer_input.to(output.dtype), weight)
         # The parameters themselves, whose .grad W adds to: a leaf makes no reference cycle.
@@ -870,7 +876,8 @@ _layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictiona
 class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        output = functional.linear(layer_input, weight, bias)
+        # As in `_LinearFunction`, but always: the compiler cannot trace the check for a view.
+        output = alias_no_view(functional.linear(layer_input, weight, bias))
         ctx.save_for_backward(layer_input.to(output.dtype), weight, bias)
         ctx.input_dtype = layer_input.dtype
         return output

@@ -63,6 +63,23 @@ class _Checkpointed(nn.Module):
         return self.inner(x)
 
 
+class _InPlace(nn.Module):
+    """Operations in place on the outputs of linear layers, as ResNets and old MLPs have them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(6, 8, **options), nn.ReLU(inplace=True), nn.Linear(8, 6, **options)
+        )
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        hidden = self.mlp(x)
+        hidden += x
+        hidden[..., :2] *= 2
+        return self.norm(hidden)
+
+
 class _Complex(nn.Module):
     """Complex layers; the first one's input is conjugated, which torch does when it is read."""
 
@@ -119,6 +136,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "a layer with a gradient hook": (_hooked, _floats),
     "complex numbers": (_Complex, lambda: _complex(4, 3, 6)),
     "complex rows": (_Complex, lambda: _complex(4, 6)),
+    "operations in place": (_InPlace, _floats),
+    "operations in place without a bias": (lambda: _InPlace(bias=False), _floats),
+    "operations in place on one row": (_InPlace, lambda: torch.randn(6, requires_grad=True)),
 }
 
 
@@ -256,7 +276,7 @@ def test_a_hook_put_on_a_compiled_layer_is_not_forgotten():
 
 
 @_traced
-@pytest.mark.parametrize("make", [_Complex], ids=["complex"])
+@pytest.mark.parametrize("make", [_Complex, _InPlace], ids=["complex", "in place"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
 def test_compiled_layers_equal_plain_ones(make, is_split):
     torch.compiler.reset()
@@ -264,7 +284,7 @@ def test_compiled_layers_equal_plain_ones(make, is_split):
     split, gradients = deepcopy(plain), WeightGradients()
     split.compile(backend="aot_eager", fullgraph=True)
     assert split_linears(split, gradients) == 2
-    given = _complex(4, 3, 6)
+    given = _complex(4, 3, 6) if make is _Complex else _floats()
     ours, theirs = _twin(given), _twin(given)
     plain(theirs).abs().pow(2).sum().backward()
     loss = split(ours).abs().pow(2).sum()
