@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from optpipe.errors import MissingExtraError, PreflightError
-from optpipe.runtime.passes import WeightGradients
+from optpipe.runtime.passes import WeightGradients, cannot_return_gradients
 from optpipe.runtime.preflight import TensorShape, num_microbatches_of
 from optpipe.runtime.runner import PipelineRunner
+from optpipe.runtime.torch_names import adds_to_grad
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ class _ParallelProduct(torch.autograd.Function):
                 dist.all_reduce(input_gradient, group=ctx.group)
         bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
         deferred = _Deferral(ctx.weight, bias, layer_input.detach(), output_gradient)
+        anchor, _ = ctx.next_functions[1]
+        if not adds_to_grad(anchor):
+            raise cannot_return_gradients(
+                "a parallel layer of Megatron-Core", "use a plain nn.Linear there"
+            )
         if ctx.sink.collecting:
             ctx.sink.put_aside(deferred)
         else:

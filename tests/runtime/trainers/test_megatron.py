@@ -1,5 +1,6 @@
 """Megatron-Core trains its own model by our schedules as by its own, on four ranks over gloo."""
 
+from contextlib import nullcontext
 from importlib import metadata
 from typing import Any
 
@@ -202,3 +203,16 @@ def test_a_parallel_product_conjugates_like_a_plain_one():
     run()
     for one, expected in zip([rows, weight, bias], wanted, strict=True):
         torch.testing.assert_close(one.grad, expected)
+
+
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
+def test_a_nested_grad_through_a_parallel_product_is_refused(is_split):
+    gradients = WeightGradients()
+    rows, weight = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True)
+    output: Any = _ParallelProduct.apply(rows, anchor, (weight, None), None, gradients)
+    with gradients.collect() if is_split else nullcontext():
+        with pytest.raises(PreflightError, match="a parallel layer of Megatron-Core, whose"):
+            torch.autograd.grad(output.sum(), [rows, weight], allow_unused=True)
+        assert gradients.held_bytes() == 0
+    assert weight.grad is None
