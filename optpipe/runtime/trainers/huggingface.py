@@ -60,7 +60,7 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
     """Return the stages of a causal language model of `transformers`, which stays as it is.
 
     The stages, chained, are compared with the model on a few tokens, as
-    `optpipe.runtime.trainers.split` compares them: logits and gradients. A model without
+    `optpipe.runtime.trainers.split` compares them: logits, the loss, and gradients. A model without
     values cannot be compared; it is split if it is of a kind whose stages are tested.
 
     Parameters
@@ -78,8 +78,9 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
     MissingExtraError
         If `transformers` is not there in a version that the stages know.
     PreflightError
-        If the model is no decoder-only language model, or does not come apart like this. If it has
-        no values and its kind is not tested, and ``check`` is not False.
+        If the model is no decoder-only language model, or does not come apart like this, or adds
+        to its loss what `loss_of` does not add. If it has no values and its kind is not tested, and
+        ``check`` is not False.
     """
     _require_transformers()
     base = getattr(model, "base_model", None)
@@ -155,16 +156,33 @@ def build_stages(
     return stages
 
 
-def loss_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(config: Any) -> Callable[..., Tensor]:
     """Return the loss of a causal language model: the mean cross entropy of the next tokens.
 
-    From (logits, labels) of a micro-batch, both of the same tokens; labels of -100 are left out.
+    It takes logits and labels of a micro-batch, both of the same tokens, and leaves out labels of
+    -100. Given ``num_items_in_batch``, it returns the sum of the cross entropy divided by that, as
+    transformers does. So the sum over micro-batches is the mean over the tokens of the batch.
+
+    Raises
+    ------
+    PreflightError
+        If the configuration says that the model adds the auxiliary loss of its routers.
     """
     _require_transformers()
+    if getattr(config, "output_router_logits", False):
+        raise PreflightError(
+            "config.output_router_logits is True: the model adds to its loss the auxiliary loss of "
+            "the routers of all layers, of which the last stage holds only its own; set "
+            "config.output_router_logits = False, which trains without that loss"
+        )
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = ForCausalLMLoss(logits, labels, vocab_size=config.vocab_size)
+    def loss(
+        logits: Tensor, labels: Tensor, *, num_items_in_batch: int | Tensor | None = None
+    ) -> Tensor:
+        found: Tensor = ForCausalLMLoss(
+            logits, labels, vocab_size=config.vocab_size, num_items_in_batch=num_items_in_batch
+        )
         return found
 
     return loss
@@ -244,6 +262,7 @@ def _run(
 def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     """Refuse stages that, chained, are not the model."""
     config: Any = model.config
+    loss_fn = loss_of(config)
     if any(parameter.is_meta for parameter in model.parameters()):
         if config.model_type in _TESTED:
             return
@@ -257,17 +276,21 @@ def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     tokens = torch.randint(config.vocab_size, (2, 8), generator=generator).to(device)
     mask = torch.ones_like(tokens)
     mask[0, 6:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    loss_name = "loss, of which loss_of makes another"
 
     def run_model() -> dict[str, Any]:
         found: Any = model(
             input_ids=tokens,
             attention_mask=mask,
+            labels=labels,
             use_cache=False,
             return_dict=True,
         )
-        return {"logits": found.logits}
+        return {"logits": found.logits, loss_name: found.loss}
 
     def run_stages() -> dict[str, Any]:
-        return {"logits": chain_stages(stages, (tokens,), {"attention_mask": mask})}
+        logits = chain_stages(stages, (tokens,), {"attention_mask": mask})
+        return {"logits": logits, loss_name: loss_fn(logits, labels)}
 
     check_stages(model, stages, run_model, run_stages)
