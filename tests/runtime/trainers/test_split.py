@@ -156,10 +156,10 @@ OTHER_OUTPUT = "run in the modes of its modules, differ from the model in the ou
 )
 def test_stages_that_repeat_what_a_forward_does_outside_of_modules_are_refused(kind, text):
     model = _Outside(kind).double()
-    with pytest.raises(PreflightError, match=text):
-        split(model, [3, 3, 2], sample=tokens(2, 0)[0])
     with pytest.raises(PreflightError, match="has no sample"):
         split(model, [3, 3, 2])
+    with pytest.raises(PreflightError, match=text):
+        split(model, [3, 3, 2], sample=tokens(2, 0)[0])
 
 
 class _Counting(nn.Module):
