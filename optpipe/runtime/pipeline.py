@@ -96,6 +96,8 @@ class Pipeline:
 
     runtime: HookedSchedule
     given: Microbatches
+    num_samples: int | None
+    """Of a whole batch, as the first stage's rank knows it."""
     compared: Sequence[int]
     boundary: Mapping[Action, BoundaryLevel]
 
@@ -144,6 +146,7 @@ def start_pipeline(
     kwargs: Mapping[int, list[dict[str, Any]]],
     bucket: Hashable,
     *,
+    num_samples: int | None,
     trains: bool,
     known: KnownShapes,
     pool: MessageSlots | None = None,
@@ -195,7 +198,11 @@ def start_pipeline(
     attempt(lambda: check_needs(all_needs), faults)
     agree({}, faults, group)
     return Pipeline(
-        runtime=runtime, given=cut.without_memory(), compared=spec.compared, boundary=boundary
+        runtime=runtime,
+        given=cut.without_memory(),
+        num_samples=num_samples,
+        compared=spec.compared,
+        boundary=boundary,
     )
 
 
