@@ -22,6 +22,8 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
     from optpipe.client import Job
 
-__all__ = ["Load", "LoadRow", "main"]
+__all__ = ["Load", "LoadRow", "main", "quantile", "scripted", "serving", "solve_one"]
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "service_load.csv"
@@ -97,15 +99,34 @@ class LoadRow:
 
 
 @contextmanager
-def _serving(wanted: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Run a server process (see `benchmarks.service_load_server`); yields its URL."""
+def serving(
+    wanted: dict[str, Any],
+    folder: Path,
+    *,
+    checkout: Path = ROOT.parent,
+    num_files: int | None = None,
+) -> Iterator[str]:
+    """Run a server process of a checkout (see `benchmarks.service_load_server`); yield its URL.
+
+    ``num_files`` limits the open files of the process, from which follows its limit of connections.
+    """
+    path = os.pathsep.join([str(checkout), str(checkout / "api"), *sys.path])
     command = [sys.executable, "-m", "benchmarks.service_load_server", json.dumps(wanted)]
     with (
         (folder / f"{wanted['kind']}.log").open("w", encoding="utf-8") as log,
         subprocess.Popen(
-            command, stdin=PIPE, stdout=PIPE, stderr=log, cwd=ROOT.parent, text=True
+            command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=log,
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": path},
+            text=True,
         ) as process,
     ):
+        if num_files is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_files, hard))
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -214,18 +235,18 @@ def measure(load: Load) -> list[LoadRow]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         service = stack.enter_context(
-            _serving({"kind": "service", "settings": _settings(folder)}, folder)
+            serving({"kind": "service", "settings": _settings(folder)}, folder)
         )
         spawn = multiprocessing.get_context("spawn")
         pool = stack.enter_context(ProcessPoolExecutor(load.clients + 1, mp_context=spawn))
         client = stack.enter_context(Client(service))
-        fetched = _solved(client)
+        fetched = solve_one(client)
         (folder / "schedule.json").write_text(client.schedule_text(fetched, "json"), "utf-8")
         (folder / "job.json").write_text(fetched.model_dump_json(), "utf-8")
-        bare = stack.enter_context(_serving({"kind": "bare", "folder": str(folder)}, folder))
+        bare = stack.enter_context(serving({"kind": "bare", "folder": str(folder)}, folder))
         busy = [client.submit(load_problem(name), time_limit_s=3000) for name in SOLVED]
         # So that what is submitted waits instead of being solved beside them.
-        sleeper = client.submit(_scripted("improve:1:3000", 2), time_limit_s=3000)
+        sleeper = client.submit(scripted("improve:1:3000", 2), time_limit_s=3000)
         while not all(client.job(job).has_schedule for job in (*busy, sleeper)):
             time.sleep(0.1)
         servers = {"service": service, "bare route": bare}
@@ -245,9 +266,9 @@ def gaps(load: Load) -> list[LoadRow]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         settings = {**_settings(folder), "solver_processes": 1, "cache": False}
-        url = stack.enter_context(_serving({"kind": "service", "settings": settings}, folder))
+        url = stack.enter_context(serving({"kind": "service", "settings": settings}, folder))
         client = stack.enter_context(Client(url))
-        problems = [_scripted(f"improve:0:{JOB_S}", 2) for _ in range(load.sweep)]
+        problems = [scripted(f"improve:0:{JOB_S}", 2) for _ in range(load.sweep)]
         began = time.perf_counter()
         *_, batch = client.sweep(problems).follow()
         seconds = time.perf_counter() - began
@@ -267,11 +288,11 @@ def hostile(load: Load) -> list[LoadRow]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         settings = _settings(folder)
-        url = stack.enter_context(_serving({"kind": "service", "settings": settings}, folder))
+        url = stack.enter_context(serving({"kind": "service", "settings": settings}, folder))
         spawn = multiprocessing.get_context("spawn")
         pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
         client = stack.enter_context(Client(url))
-        job = _solved(client)
+        job = solve_one(client)
         one = replace(load, connections=1, clients=1)
         requests = Requests("", one, f"/v1/jobs/{job.id}/schedule", {}, 200)
         servers = {"service": url}
@@ -371,7 +392,7 @@ def _followers(
 
     Of the followers ``failed`` counts those that did not hear every event once.
     """
-    job = client.submit(_scripted(f"improve:{load.events}:0.25", load.events + 1), priority=100)
+    job = client.submit(scripted(f"improve:{load.events}:0.25", load.events + 1), priority=100)
     share = [len(range(at, load.followers, load.clients)) for at in range(load.clients)]
     listening = [pool.submit(listen, service, job.id, number) for number in share]
     time.sleep(_GATHER_S)
@@ -400,24 +421,25 @@ def _row(what: str, server: str, latencies: list[float], failed: int, seconds: f
         count=len(ordered),
         failed=failed,
         rate=round(len(ordered) / seconds, 1),
-        p50_ms=_quantile(ordered, 0.5),
-        p99_ms=_quantile(ordered, 0.99),
-        worst_ms=_quantile(ordered, 1.0),
+        p50_ms=quantile(ordered, 0.5),
+        p99_ms=quantile(ordered, 0.99),
+        worst_ms=quantile(ordered, 1.0),
     )
 
 
-def _quantile(ordered: list[float], share: float) -> float:
+def quantile(ordered: list[float], share: float) -> float:
+    """Return the value below which a share of the sorted numbers lies."""
     return round(ordered[int(share * (len(ordered) - 1))], 2) if ordered else 0.0
 
 
-def _solved(client: Client) -> Job:
+def solve_one(client: Client) -> Job:
     """Return a finished job whose schedule is as large as a real one."""
     problem = parse_problem(FETCHED.read_text("utf-8")).model_copy(update={"name": "improve:0:0"})
     *_, job = client.follow(client.submit(problem))
     return job
 
 
-def _scripted(name: str, num_microbatches: int) -> Problem:
+def scripted(name: str, num_microbatches: int) -> Problem:
     """Return a problem whose name is a script; of another size it is no other one's copy."""
     return Problem.parse(two_stages(name, num_microbatches=num_microbatches))
 

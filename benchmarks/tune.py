@@ -86,6 +86,8 @@ def main() -> None:
             continue
         same = "too large" if today is None else f"{today.step_ms / 1e3:.3f}"
         gain = "" if result.gain is None else f"{result.gain:.1%}"
+        if result.shortfall is not None:
+            gain = "does not fit"
         ahead = 0 if today is None else sum(row.step_ms < today.step_ms for row in result.rows)
         band = "" if error is None else f"{error.median:.1%} (worst {error.worst:.0%})"
         print(

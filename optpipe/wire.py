@@ -701,6 +701,8 @@ _COUNTS_EXAMPLE: dict[str, Any] = {
     "open": 0,
 }
 _TUNED_EXAMPLE: dict[str, Any] = {
+    "verdict": "16.0 % less time per step than what you run, which the worst error would undo. "
+    "Measure before you change",
     "certificate": "of 4 configurations 0 do not fit, 2 are excluded by their bounds, 2 were "
     "solved; within this model none of them, whatever its cut into stages, is more than 0.1% "
     "faster",
@@ -857,17 +859,20 @@ class Tuned(WireModel):
     """What a tune has found; ``rows`` has the fastest first, ``pareto`` less memory for more time.
 
     While it goes on it is what is known by now, and so is the certificate. No configuration takes
-    less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share, ``gain`` how
-    much less than ``current`` the fastest takes. ``error`` is null where no such estimate was
-    compared with published runs. A device has ``memory_bytes``, of which answers fill
-    ``usable_bytes`` at most (of several kinds the smallest's). ``stopped_by``, null while it goes
-    on: ``optimal``; ``gap``, as small as was asked; ``time_limit``, ``work_limit`` or
-    ``cancelled``; ``looked_at``, where there is no closer look at what may be faster. ``notes``
+    less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share. ``gain`` is
+    how much less time than ``current`` the fastest takes. It is null where ``current`` does not fit
+    in this model, and while the search has found nothing faster. ``verdict`` says the gain, or why
+    there is none. ``error`` is null where no such estimate was compared with published runs. A
+    device has ``memory_bytes``, of which answers fill ``usable_bytes`` at most (of several kinds
+    the smallest's). ``stopped_by``, null while it goes on: ``optimal``; ``gap``, as small as was
+    asked; ``time_limit``, ``work_limit`` or ``cancelled``; ``looked_at``, where there is no closer
+    look at what may be faster. ``notes``
     say what is not searched though it might be faster, and what the best rests on.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
 
+    verdict: str = ""
     certificate: str
     bound_ms: float | None
     gap: float | None

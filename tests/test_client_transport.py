@@ -1,6 +1,7 @@
 """Every error that the service can answer has a type in the client."""
 
 import inspect
+import json
 from typing import Any
 
 import httpx
@@ -8,7 +9,7 @@ import pytest
 
 import optpipe.errors
 import optpipe_api.errors
-from optpipe.client.transport import ERRORS, refusal
+from optpipe.client.transport import ERRORS, refusal, tuning
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -103,3 +104,10 @@ def test_a_code_of_the_future_is_a_plain_service_error() -> None:
         answer = httpx.Response(418, headers=headers, json={"code": code, "detail": "why"})
         error = refusal(answer)
         assert (type(error), str(error)) == (ServiceError, "why")
+
+
+def test_a_config_with_infinity_is_sent_as_json() -> None:
+    """JSON has no Infinity: the service reads the word, and refuses it in a field that it uses."""
+    config = json.loads('{"time_step_limit": [0.0, Infinity], "sliding_window": NaN}')
+    body = json.loads(json.dumps(tuning({"config": config, "gpu": "h100"}), allow_nan=False))
+    assert body["config"] == {"time_step_limit": [0.0, "Infinity"], "sliding_window": "NaN"}

@@ -29,14 +29,26 @@ if TYPE_CHECKING:
 
     from optpipe_api.access import ApiKey
 
-__all__ = ["KeyGate", "KeyRing", "Rates", "SiteGate", "describe_keys"]
+__all__ = [
+    "OPEN_BURST",
+    "OPEN_PER_MINUTE",
+    "KeyGate",
+    "KeyRing",
+    "Rates",
+    "SiteGate",
+    "describe_keys",
+]
 
 
-_OPEN = frozenset(
-    {"/", "/docs", "/docs/oauth2-redirect", "/healthz", "/openapi.json", "/readyz", "/favicon.ico"}
-)
+_SIGNS_OF_LIFE = frozenset({"/healthz", "/readyz"})
+_OPEN = _SIGNS_OF_LIFE | {"/", "/docs", "/openapi.json", "/favicon.ico"}
 _OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
+OPEN_PER_MINUTE, OPEN_BURST = 600, 100
+"""Requests of one address for documents and pages that need no key; a visit takes about 20."""
+_PATIENCE_S = 3.0
+"""How long a request for such a document waits for its turn, and a refused one for its answer."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_OPEN_LIMIT = "for documents and pages that need no key; keep them instead"
 _FRESH_S = 4.0
 _NEW_S = 0.5
 _LONG_S = 1.0
@@ -147,8 +159,15 @@ def _name_of(host: str) -> str:
 class KeyGate:
     """Finds out who asks, or refuses; sets ``request.state.principal``.
 
-    ``find``: returns a key by its text; None where everybody may ask. ``rates``: how often each
-    key, or each address where there are no keys, may ask; None = no limit.
+    Parameters
+    ----------
+    find
+        Returns a key by its text; None where everybody may ask.
+    rates
+        How often each key, or each address where there are no keys, may ask; None = no limit.
+    open_rates
+        How often each address may ask for documents and pages that need no key; None = no limit.
+        A request beyond that waits for its turn, or is refused. Signs of life have no limit.
     """
 
     def __init__(
@@ -157,14 +176,19 @@ class KeyGate:
         *,
         find: Callable[[str], Awaitable[ApiKey | None]] | None,
         rates: Rates | None,
+        open_rates: Rates | None = None,
     ) -> None:
         self._app = app
         self._find = find
         self._rates = rates
+        self._open_rates = open_rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        if scope["type"] != "http" or scope["path"] in _SIGNS_OF_LIFE:
             await self._app(scope, receive, send)
+            return
+        if _is_open(scope["path"]):
+            await self._serve_open(scope, receive, send)
             return
         try:
             principal = await self._who(scope)
@@ -179,6 +203,22 @@ class KeyGate:
             await self._app(scope, receive, send)
         else:
             await self._while_valid(scope, receive, send)
+
+    async def _serve_open(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve what needs no key; slowly, or not at all, where its address asks too often.
+
+        A client that repeats its request after each answer would take all of the event loop, by
+        refusals too. So each answer beyond the limit comes late.
+        """
+        rates, address = self._open_rates, _address_of(scope)
+        wait_s = 0.0 if rates is None else rates.reserve(address, _PATIENCE_S)
+        if wait_s > 0:
+            await asyncio.sleep(min(wait_s, _PATIENCE_S))
+        if rates is None or wait_s <= _PATIENCE_S:
+            await self._app(scope, receive, send)
+        else:
+            error = TooManyRequestsError(address, rates.per_minute, math.ceil(wait_s), _OPEN_LIMIT)
+            await response_to(error, scope["path"])(scope, receive, send)
 
     async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; one that goes on for long, only as long as its key is valid."""
@@ -218,7 +258,7 @@ class KeyGate:
             return
         who = f"the key {principal.name!r}"
         if not principal.name:
-            who = f"the address {(scope.get('client') or ['?'])[0]}"
+            who = _address_of(scope)
         wait_s = self._rates.take(who)
         if wait_s:
             raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
@@ -279,6 +319,11 @@ def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]
     return document
 
 
+def _address_of(scope: Scope) -> str:
+    """Return the address that a request comes from, in words."""
+    return f"the address {(scope.get('client') or ['?'])[0]}"
+
+
 def _is_open(path: str) -> bool:
     return path in _OPEN or path.startswith(_OPEN_FOLDERS)
 
@@ -309,26 +354,41 @@ _MINUTE_S = 60.0
 
 
 class Rates:
-    """Buckets that hold ``per_minute`` tokens each and fill up again within a minute.
+    """Buckets of tokens, one for each key or address, that get ``per_minute`` tokens a minute.
 
-    So whoever was quiet may ask ``per_minute`` times at once, and then that often a minute. Each
-    server counts for itself. Of the buckets only the last 10,000 used are kept: memory is bounded,
-    whatever the number of addresses that ask. For the event loop, or any other single thread.
+    A full bucket holds ``burst`` tokens, by default ``per_minute``: a quiet client may ask that
+    often in one moment. Each server counts for itself. Of the buckets only the last 10,000 used are
+    kept: memory is bounded, whatever the number of addresses that ask. For the event loop, or any
+    other single thread.
     """
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        burst: int | None = None,
+    ) -> None:
         self.per_minute = per_minute
+        self._burst = float(per_minute if burst is None else burst)
         self._now = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, who: str) -> int:
         """Take a token; return 0, or the whole seconds until there is one."""
+        return math.ceil(self.reserve(who, 0.0))
+
+    def reserve(self, who: str, patience_s: float) -> float:
+        """Take a token that is due within ``patience_s``; return the seconds until it is due.
+
+        A token that is there is due in 0 s. A token that is due later is not taken.
+        """
         now = self._now()
-        tokens, since = self._buckets.get(who, (float(self.per_minute), now))
-        tokens = min(self.per_minute, tokens + (now - since) * self.per_minute / _MINUTE_S)
-        granted = tokens >= 1
-        self._keep(who, tokens - granted, now)
-        return 0 if granted else math.ceil((1 - tokens) * _MINUTE_S / self.per_minute)
+        tokens, since = self._buckets.get(who, (self._burst, now))
+        tokens = min(self._burst, tokens + (now - since) * self.per_minute / _MINUTE_S)
+        wait_s = max(0.0, (1 - tokens) * _MINUTE_S / self.per_minute)
+        self._keep(who, tokens - (wait_s <= patience_s), now)
+        return wait_s
 
     def _keep(self, who: str, tokens: float, now: float) -> None:
         self._buckets[who] = (tokens, now)

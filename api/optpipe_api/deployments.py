@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "REGISTERED",
     "DeploymentRecord",
+    "DeploymentStanding",
     "Documents",
     "Judgement",
     "NewDeployment",
@@ -134,6 +135,19 @@ class Documents:
     def newest(self) -> str:
         """The problem whose times are the truest known."""
         return self.problem if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStanding:
+    """Whose a deployment is, its newest version, whether it has ended, and its last solve failed.
+
+    ``version`` is 0 before the first version.
+    """
+
+    owner: str
+    version: int
+    has_ended: bool
+    has_failed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@
     |-- NotAcceptableError       an Accept that we cannot serve
     |   `-- FormUnavailableError     a form that this server cannot make
     |-- TooLargeToDrawError      a schedule that is too large for a picture, or an answer
+    |-- HeadersTooLargeError     more header bytes or fields than the service reads
     |-- NotComparableError       nothing to show beside a schedule
     `-- BodyTooLargeError        more bytes than max_body_bytes
         `-- BodyTooHeavyError        few enough bytes, but they ask for too much
@@ -30,6 +31,7 @@
     |   |-- TooManyRequestsError     a key, or an address, asks more often than it may
     |   |-- TooManyFollowersError    as many event streams and waiting requests as may are open
     |   |-- TooManyFollowersOfKeyError  likewise, of a key
+    |   |-- TooManyPipelinedError    more pipelined requests on a connection than may wait
     |   |-- TooManyBodiesError       as many large bodies as may wait to be read
     |   |-- TooManyFormsError        as many forms of schedules as may are being made
     |-- SolverFailedError        a solver process died, or met a fault of ours
@@ -48,6 +50,7 @@ __all__ = [
     "DeploymentNotFoundError",
     "ForbiddenError",
     "FormUnavailableError",
+    "HeadersTooLargeError",
     "JobNotFoundError",
     "KeyNameError",
     "KeyRequiredError",
@@ -72,6 +75,7 @@ __all__ = [
     "TooManyFormsError",
     "TooManyJobsError",
     "TooManyKeptError",
+    "TooManyPipelinedError",
     "TooManyRequestsError",
 ]
 
@@ -223,6 +227,19 @@ class NotComparableError(InputError):
     code = "chart.beside"
 
 
+class HeadersTooLargeError(InputError):
+    """The headers and trailers of a request exceed the service's limits."""
+
+    code = "request.headers_too_large"
+
+    def __init__(self, num_bytes: int, num_fields: int, max_bytes: int, max_fields: int) -> None:
+        super().__init__(
+            f"the request has at least {num_bytes} bytes in {num_fields} fields of target, headers "
+            f"and trailers, and at most {max_bytes} bytes and {max_fields} fields are read; send "
+            "fewer or shorter headers"
+        )
+
+
 class BodyTooLargeError(InputError):
     """The body exceeds the service's limit."""
 
@@ -274,15 +291,21 @@ class TooManyJobsError(ServerBusyError):
 
 
 class TooManyRequestsError(ServerBusyError):
-    """A key, or an address where there are no keys, asks more often than it may."""
+    """A key, or an address where no key is needed, asks more often than it may.
+
+    ``limited``: what counts, and the setting where there is one.
+    """
 
     code = "key.too_many_requests"
 
-    def __init__(self, who: str, limit: int, retry_after_s: int) -> None:
-        super().__init__(
-            f"{who} asks more than {limit} times a minute (OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
-            retry_after_s,
-        )
+    def __init__(
+        self,
+        who: str,
+        limit: int,
+        retry_after_s: int,
+        limited: str = "(OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
+    ) -> None:
+        super().__init__(f"{who} asks more than {limit} times a minute {limited}", retry_after_s)
 
 
 class TooManyFollowersError(ServerBusyError):
@@ -306,6 +329,19 @@ class TooManyFollowersOfKeyError(ServerBusyError):
         super().__init__(
             f"the key {owner!r} has {limit} event streams and waiting requests (?wait=) open, as "
             "many as it may (OPTPIPE_MAX_FOLLOWERS_PER_KEY)"
+        )
+
+
+class TooManyPipelinedError(ServerBusyError):
+    """More requests wait on one connection than may."""
+
+    code = "request.pipelined"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"more than {limit} requests wait on this connection for an earlier answer, and "
+            f"{limit} may; read the answers before sending more requests",
+            retry_after_s=1,
         )
 
 

@@ -17,6 +17,7 @@ from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, poi
 from optpipe_api.errors import (
     BodyTooLargeError,
     ForbiddenError,
+    HeadersTooLargeError,
     KeyRequiredError,
     KeyReusedError,
     MediaTypeError,
@@ -57,6 +58,7 @@ _STATUSES: dict[type[OptPipeError], int] = {
     RequestError: 422,
     KeyReusedError: 422,
     ServerBusyError: 429,
+    HeadersTooLargeError: 431,
     SolverUnavailableError: 503,
     StoreUnavailableError: 503,
     InputError: 422,

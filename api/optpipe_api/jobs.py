@@ -49,6 +49,7 @@ __all__ = [
     "BatchItem",
     "BatchPlan",
     "BatchRecord",
+    "BatchStanding",
     "Claim",
     "HistoryEntry",
     "ItemPlan",
@@ -249,6 +250,13 @@ class JobRecord:
         return self.objective_ms is not None
 
     @property
+    def changed_ids(self) -> tuple[str, ...]:
+        """The ids of what has changed with this job: the job, and its batch when the job ends."""
+        if self.batch_id is None or not self.state.is_final:
+            return (self.id,)
+        return (self.id, self.batch_id)
+
+    @property
     def is_untouched(self) -> bool:
         """Whether it only waits, and nothing was found for it yet: there is no trace."""
         return self.state is JobState.QUEUED and self.objective_ms is None and self.bound_ms is None
@@ -410,6 +418,14 @@ class BatchItem:
     index: int
     plan: ItemPlan
     job: JobRecord
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStanding:
+    """Whose a batch is, and whether every job of it has ended."""
+
+    owner: str
+    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

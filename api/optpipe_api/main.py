@@ -19,7 +19,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from optpipe.errors import WorldError
 from optpipe.model import Model
@@ -27,9 +26,18 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.wire import Event, MethodRowList, SweepRowList, Tuned
 from optpipe_api import http_errors
-from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
+from optpipe_api.auth import (
+    OPEN_BURST,
+    OPEN_PER_MINUTE,
+    KeyGate,
+    KeyRing,
+    Rates,
+    SiteGate,
+    describe_keys,
+)
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
+from optpipe_api.protocol import Protocol
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, TuneBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import (
@@ -58,7 +66,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ApiServer",
-    "Protocol",
     "allow_files",
     "create_app",
     "let_go",
@@ -118,56 +125,6 @@ class ApiServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.should_exit = True
         let_go(self.config.app)
-
-
-class Protocol(HttpToolsProtocol):
-    """HTTP/1.1 from clients that may be slow, but not for ever, and many, but not all there are.
-
-    A request's headers and its body have a time each to be here, or the connection ends: whoever
-    sends half of them and waits would hold it, and a file of this process, for nothing. Beyond
-    uvicorn's ``limit_concurrency`` a new connection ends at once, so that files are left for the
-    database.
-    """
-
-    HEADERS_S = 10.0
-    BODY_S = 60.0
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, if there is room."""
-        super().connection_made(transport)
-        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency:
-            transport.abort()
-        else:
-            self._wait(self.HEADERS_S)
-
-    def on_message_begin(self) -> None:
-        """Wait for the headers: also of the next request on a connection that was kept."""
-        super().on_message_begin()
-        if self._deadline is None:
-            self._wait(self.HEADERS_S)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._wait(self.BODY_S)
-
-    def on_message_complete(self) -> None:
-        """Wait for nothing more of this request."""
-        self._wait(None)
-        super().on_message_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing more."""
-        self._wait(None)
-        super().connection_lost(exc)
-
-    def _wait(self, seconds: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = (
-            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
-        )
 
 
 def let_go(app: Any) -> None:
@@ -232,13 +189,16 @@ def create_app(settings: Settings) -> FastAPI:
             watch.cancel()
             await run_in_threadpool(service.close)
 
-    # Swagger UI comes from the package: the page works where no CDN can be reached.
+    # The package brings Swagger UI, so its page works where no CDN can be reached. We serve the
+    # page and the OpenAPI document: FastAPI builds both for each request.
     app = FastAPIOffline(
         title="OptPipe",
         version=_version(),
         summary="Pipeline schedules, optimised and proven.",
         description=_DESCRIPTION,
         lifespan=lifespan,
+        openapi_url="",
+        docs_url=None,
         redoc_url=None,
         generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
     )
@@ -257,6 +217,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)
+    system.install_docs(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     app.state.metrics = metrics
     app.state.unread = UnreadBodies(_BODIES_AT_ONCE * settings.max_body_bytes)
@@ -281,7 +242,12 @@ def _guard(app: FastAPI, settings: Settings) -> None:
     required = settings.keys_required
     app.openapi = lambda: describe_keys(describe(), required=required)  # type: ignore[method-assign]
     per_minute = settings.max_requests_per_minute
-    app.add_middleware(KeyGate, find=find, rates=Rates(per_minute) if per_minute else None)
+    app.add_middleware(
+        KeyGate,
+        find=find,
+        rates=Rates(per_minute) if per_minute else None,
+        open_rates=Rates(OPEN_PER_MINUTE, burst=OPEN_BURST),
+    )
     app.add_middleware(SiteGate, hosts=settings.hosts)
 
 
@@ -411,7 +377,7 @@ _GENERATED = ("HTTPValidationError", "ValidationError")
 
 
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """Return the function that makes the document, once."""
+    """Return the function that builds the document, once."""
 
     def make() -> dict[str, Any]:
         if app.openapi_schema is None:

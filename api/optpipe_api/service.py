@@ -11,7 +11,7 @@ import structlog
 from optpipe_api.engine.engine import SILENT, SlotEngine, open_solvers
 from optpipe_api.services.batches import BatchService
 from optpipe_api.services.deployments import DeploymentService, Rounds
-from optpipe_api.services.events import ConnectionLimit
+from optpipe_api.services.events import ConnectionLimit, SharedCalls
 from optpipe_api.services.jobs import JobCache, JobService
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.render import Charts
@@ -38,9 +38,10 @@ class Service:
 
     ``methods``: those that jobs may ask for, with a line about each. ``keys``: the store of API
     keys. ``pool``: reads request bodies beside the event loop. ``connections``: how many follow or
-    wait, and may. ``jobs``: what it does about jobs. ``batches``: what it does about many problems
-    handed in at once. ``charts``: of schedules and frontiers, for a browser to zoom or as pictures.
-    ``deployments``: what it does about training runs that follow a schedule.
+    wait, and may. ``shared``: reads once what many ask for at the same time. ``jobs``: what it does
+    about jobs. ``batches``: what it does about many problems handed in at once. ``charts``: of
+    schedules and frontiers, for a browser to zoom or as pictures. ``deployments``: what it does
+    about training runs that follow a schedule.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Service:
         self.keys = stores.keys
         self.pool = ParsePool()
         self.connections = ConnectionLimit(settings.max_followers, settings.max_followers_per_key)
+        self.shared = SharedCalls()
         self._stores = stores
         self._changes = changes
         self._counting = threading.Lock()

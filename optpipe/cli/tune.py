@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -53,7 +52,7 @@ from optpipe.presets import Configuration, Training, find_gpus, train_command
 from optpipe.presets.configuration import PASTED_FILES
 from optpipe.presets.megatron import check_arguments_have
 from optpipe.presets.torchtitan import titan_model
-from optpipe.units import format_ms, format_share
+from optpipe.units import format_ms
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -347,39 +346,20 @@ def _ended(result: TuneResult) -> str:
 
 
 def _headline(result: TuneResult, today: Configuration | None) -> str:
-    """Return the gain, and whether an estimate can know it."""
-    best, error = result.best, result.error
-    if best is None:
-        return ""
-    band = (
-        "estimates of this kind were compared with no published run"
-        if error is None
-        else f"estimates of this kind are {error.median:.0%} off in the median, at worst "
-        f"{error.worst:.0%} ({error.num_rows} published runs)"
-    )
-    if result.current is None or result.gain is None:
+    """Return the gain, or why there is none, and how far such estimates are off."""
+    best, error, said = result.best, result.error, result.verdict
+    if result.current is None and best is not None:
         why = "--current says what you would win"
         if today is not None:
             why = "what you run is too large to simulate"
-        return f"{format_ms(best.step_ms)} ms per step; {why}. {band}."
-    current = result.current
-    ranks = result.question.ranks(current.configuration.kinds, len(current.peak_bytes))
-    wholes = map(result.question.whole_bytes_of, ranks)
-    need, whole = max(zip(current.peak_bytes, wholes, strict=True), key=lambda one: sub(*one))
-    if need > whole:
-        band = (
-            f"{band}. In this model what you run needs {need / _GIB:.1f} GiB of "
-            f"{whole / _GIB:.1f}: bytes are estimates too"
-        )
-    if result.gain < 0:
-        more = f"{format_share(-result.gain)} more time per step than what you run"
-        return f"{more}: nothing was found that fits and is faster. {band}."
-    gain = f"{format_share(result.gain)} less time per step than what you run"
-    if error is not None and result.gain < error.median:
-        return f"{gain}: smaller than the estimate's error. Measure before you change. {band}."
-    if error is not None and result.gain < error.worst:
-        return f"{gain}, which the worst error would undo. Measure before you change. {band}."
-    return f"{gain}. {band}."
+        said = f"{format_ms(best.step_ms)} ms per step; {why}"
+    band = (
+        "Estimates of this kind were compared with no published run"
+        if error is None
+        else f"Estimates of this kind are {error.median:.0%} off in the median, at worst "
+        f"{error.worst:.0%} ({error.num_rows} published runs)"
+    )
+    return f"{said[0].upper()}{said[1:]}. {band}."
 
 
 def _rows(result: TuneResult) -> Table:
@@ -394,7 +374,7 @@ def _rows(result: TuneResult) -> Table:
     for row in shown:
         today = row is result.current
         gain = ""
-        if result.current is not None and not today:
+        if result.current is not None and result.gain is not None and not today:
             gain = f"{1 - row.step_ms / result.current.step_ms:+.1%}"
         label = f"today: {row.label}" if today else row.label
         style = "bold" if row is result.best else ""

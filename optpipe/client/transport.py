@@ -20,6 +20,7 @@ What is wrong with the caller's own problem or model is told as if it had been f
 from __future__ import annotations
 
 import ipaddress
+import json
 import random
 import re
 import time
@@ -136,9 +137,9 @@ _REFUSALS: dict[type[ServiceError], str] = {
     ConflictError: "state.conflict idempotency.reused key.too_many_kept",
     RequestRefusedError: "schedule.illegal input.invalid request.invalid request.media_type "
     "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
-    "chart.beside schedule.too_large",
+    "request.headers_too_large chart.beside schedule.too_large",
     BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
-    "followers.full request.busy forms.busy store.unavailable "
+    "followers.full request.busy request.pipelined forms.busy store.unavailable "
     "solver.unavailable",
     SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
 }
@@ -382,6 +383,10 @@ def tuning(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body that asks for a configuration."""
     options = {name: arguments[name] for name in _OF_SEARCHES if name in arguments}
     question = {name: value for name, value in arguments.items() if name not in options}
+    if "config" in question:
+        # JSON has no Infinity, which Python reads from and writes into a config.json.
+        text = json.dumps(question["config"])
+        question["config"] = json.loads(text, parse_constant=str)
     return given(**question) | {"options": given(**options)}
 
 

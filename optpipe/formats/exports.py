@@ -591,14 +591,15 @@ _MOST_LETTERS = 100_000
 
 
 def read_layout(text: str) -> tuple[StageLayers, ...]:
-    """Return what the stages of such a text hold; commas and spaces mean nothing.
+    """Return what the stages of such a text hold; commas mean nothing.
 
     Raises
     ------
     InputError
-        If a letter is none of E, t, m and L, or repetitions make more than 100,000 of them.
+        If a letter is none of E, t, m and L, if a stage has them in another order, or if
+        repetitions make more than 100,000 of them.
     """
-    flat = re.sub(r"[\s,]", "", text)
+    flat = text.replace(",", "")
     size = 0
 
     def repeated(found: re.Match[str]) -> str:
@@ -620,9 +621,15 @@ def read_layout(text: str) -> tuple[StageLayers, ...]:
             f"layout {text!r}: {''.join(wrong) or 'it'} is none of E, t, m, L, | and (...)*n; "
             "correct it"
         )
+    stages = flat.split("|")
+    if mixed := [stage for stage in stages if not re.fullmatch("E*t*m*L*", stage)]:
+        raise InputError(
+            f"layout {text!r}: stage {mixed[0][:40]!r} must have E, t, m and L in this order, as "
+            "Megatron-Core builds them; correct it"
+        )
     return tuple(
         StageLayers(**{name: stage.count(letter) for letter, name in _FIELDS.items()})
-        for stage in flat.split("|")
+        for stage in stages
     )
 
 

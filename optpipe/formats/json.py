@@ -139,10 +139,20 @@ def read_text(path: Path | str) -> str:
         ) from None
 
 
-def parse_json(text: str, error_type: type[InputError] = InputError) -> Any:
+def parse_json(
+    text: str, error_type: type[InputError] = InputError, *, takes_constants: bool = False
+) -> Any:
     """Return the object of a strict JSON text.
 
-    Raises `InputError`: (or the given subclass) with line and column.
+    Parameters
+    ----------
+    takes_constants
+        Read ``NaN``, ``Infinity`` and ``-Infinity``, which Python's json writes, as these words.
+
+    Raises
+    ------
+    InputError
+        Or ``error_type``, with line and column: if the text is no JSON, or has a key twice.
     """
 
     def refuse_constant(name: str) -> NoReturn:
@@ -161,7 +171,11 @@ def parse_json(text: str, error_type: type[InputError] = InputError) -> Any:
     if not text.strip():
         raise error_type("the text is empty; JSON starts with { here")
     try:
-        return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
+        return json.loads(
+            text,
+            parse_constant=str if takes_constants else refuse_constant,
+            object_pairs_hook=refuse_twins,
+        )
     except json.JSONDecodeError as error:
         raise error_type(
             f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}; "

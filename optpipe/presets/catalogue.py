@@ -435,7 +435,7 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
     InputError
         If it is no JSON object, or holds something that is not understood, which is named.
     """
-    data = parse_json(text)
+    data = parse_json(text, takes_constants=True)
     if not isinstance(data, dict):
         raise InputError("config: must be a JSON object; give a model's config.json")
     kind = data.get("model_type")

@@ -5,30 +5,33 @@ Names and defaults are those of `optpipe.presets.megatron`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from optpipe.errors import InputError
-from optpipe.formats.exports import read_layout
+from optpipe.formats.exports import layout_text, read_layout
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING
 from optpipe.presets.settings import FrameworkSettings, read_settings
 from optpipe.presets.shape import Training
-from optpipe.presets.step import PipelineCut
+from optpipe.presets.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from optpipe.presets.accelerators import Hardware
     from optpipe.presets.shape import Dispatcher, ModelShape, Precision
 
-__all__ = ["read_megatron"]
+__all__ = ["MegatronSplit", "check_even_cut", "read_megatron"]
 
 _SPLIT = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
 )  # fmt: skip
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size")
+_MOST_SHOWN = 16
+"""Stages whose layers a refusal lists."""
 _READ_AS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
@@ -133,7 +136,7 @@ def read_megatron(
         hardware=hardware,
         training=training,
         pipeline=cut,
-        sizes=tuple(layers.total for layers in stages),
+        sizes=tuple(layers.total for layers in stages) if len(stages) > 1 else (),
     )
     if stages and found.stages != stages:
         raise InputError(
@@ -141,6 +144,8 @@ def read_megatron(
             f"{shape.num_layers} layers of {shape.name!r}, multi-token prediction and the head, in "
             "this order; correct pipeline_model_parallel_layout"
         )
+    if stages:
+        layout_text(stages, pp)  # refuses multi-token prediction where Megatron-Core has none
     return found
 
 
@@ -206,10 +211,10 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
     mtp = shape.mtp
     if said.mentions("mtp_num_layers"):
         mtp = said.integer("mtp_num_layers", 0)
+    elif said.is_arguments and (layout or said.has("num_layers")):
+        mtp = 0
     elif layout:
         mtp = sum(stage.mtp for stage in read_layout(layout))
-    elif said.has("num_layers") and said.is_arguments:
-        mtp = 0
     return shape if mtp == shape.mtp else replace(shape, mtp=mtp)
 
 
@@ -217,62 +222,250 @@ def _stages_said(
     said: FrameworkSettings, shape: ModelShape, pp: int
 ) -> tuple[tuple[StageLayers, ...], int]:
     """Return what the text says that stages hold, () where it says nothing, and the chunks."""
-    layout = said.layout()
-    if layout:
-        stages = read_layout(layout)
-        if len(stages) % pp:
-            raise InputError(
-                f"pipeline_model_parallel_layout: has {len(stages)} stages for pp = {pp}; give "
-                "equally many to each rank"
-            )
-        return (stages if len(stages) > 1 else ()), len(stages) // pp
-    parts = {name: said.integer(name, 0) for name in _SPLIT[:2] if said.has(name)}
-    parts |= {name: 1 for name in _SPLIT[2:] if said.flag(name)}
-    padded = shape.num_layers + sum(parts[name] for name in _SPLIT[2:] if name in parts)
-    chunks = said.degree("virtual_pipeline_model_parallel_size", 1)
-    if said.has("num_layers_per_virtual_pipeline_stage"):
-        each = said.degree("num_layers_per_virtual_pipeline_stage", 1)
+    options = [name for name in _SPLIT if said.has(name)]
+    virtual = [name for name in _VIRTUAL if said.has(name)]
+    if said.layout():
+        return _stages_of_layout(said, pp, options)
+    by_rank = [name for name in options if name in _SPLIT[:2]]
+    if _VIRTUAL[0] in virtual and (by_rank or len(virtual) > 1):
+        other = (*by_rank, _VIRTUAL[1])[0]
+        raise InputError(
+            f"{_VIRTUAL[0]} with {other}: Megatron-LM takes one of them; give the chunks of a rank "
+            "by --num-virtual-stages-per-pipeline-rank"
+        )
+    split = MegatronSplit(
+        num_layers=shape.num_layers,
+        pp=pp,
+        chunks=said.degree(_VIRTUAL[1], 1),
+        first=said.integer(_SPLIT[0], 0) if said.has(_SPLIT[0]) else None,
+        last=said.integer(_SPLIT[1], 0) if said.has(_SPLIT[1]) else None,
+        embedding=said.flag(_SPLIT[2]),
+        loss=said.flag(_SPLIT[3]),
+    )
+    if _VIRTUAL[0] in virtual:
+        each = said.degree(_VIRTUAL[0], 1)
+        padded = shape.num_layers + split.embedding + split.loss
         if padded % (pp * each):
             raise InputError(
                 f"num_layers_per_virtual_pipeline_stage = {each}: {padded} layers are no multiple "
                 f"of {pp} ranks x {each}; correct it"
             )
-        chunks = padded // (pp * each)
-    if pp == 1 or not any(parts.values()):
-        return (), max(chunks, 1)
-    return _uneven(shape, parts, pp, chunks, padded), chunks
+        split = replace(split, chunks=padded // (pp * each))
+    if broken := split.refusal:
+        raise InputError(f"{split}: {broken}; {_advice(split, shape, said.is_arguments)}")
+    if pp == 1 or not options:
+        return (), split.chunks
+    return _stages_with(split.layers, shape.mtp), split.chunks
 
 
-def _uneven(
-    shape: ModelShape, parts: Mapping[str, int], pp: int, chunks: int, padded: int
-) -> tuple[StageLayers, ...]:
-    """Return Megatron's own cut with a first and a last stage of their own sizes."""
-    first, last = (parts.get(name) for name in _SPLIT[:2])
-    inner = pp - (first is not None) - (last is not None)
-    rest = shape.num_layers - (first or 0) - (last or 0)
-    rank_layers = [rest / inner if inner else 0.0] * pp
-    if first is not None or last is not None:
-        rank_layers[0], rank_layers[-1] = first or rank_layers[0], last or rank_layers[-1]
-        counts = [part / chunks for _ in range(chunks) for part in rank_layers]
-    else:
-        counts = [padded / (pp * chunks)] * (pp * chunks)
-        counts[0] -= parts.get(_SPLIT[2], 0)
-        counts[-1] -= parts.get(_SPLIT[3], 0)
-    if any(part != int(part) or part < 0 for part in counts) or sum(counts) != shape.num_layers:
-        said = ", ".join(f"{name} = {value}" for name, value in parts.items())
+def _stages_of_layout(
+    said: FrameworkSettings, pp: int, options: list[str]
+) -> tuple[tuple[StageLayers, ...], int]:
+    """Return what a layout has on each stage, and the chunks."""
+    name = "pipeline_model_parallel_layout"
+    others = options + [_VIRTUAL[0]] * said.has(_VIRTUAL[0])
+    if others:
+        raise InputError(f"{name} with {others[0]}: Megatron-Core takes one of them; leave one out")
+    words = said.words(name)
+    if said.is_arguments and len(words) > 1:
+        raise InputError(f"{name} = {' '.join(words)}: must be one word; leave the blanks out")
+    stages = read_layout(said.layout())
+    if len(stages) % pp:
         raise InputError(
-            f"{said}: {shape.num_layers} layers do not come out whole on {pp} ranks with {chunks} "
-            "chunks; correct one of them"
+            f"{name}: has {len(stages)} stages for pp = {pp}; give equally many to each rank"
         )
-    ends = len(counts) - 1
+    chunks = len(stages) // pp
+    if pp == 1 < chunks:
+        raise InputError(
+            f"{name}: has {chunks} stages for pp = 1: Megatron-Core interleaves over two ranks and "
+            "more; give one stage, or raise pp"
+        )
+    if said.degree(_VIRTUAL[1], chunks) != chunks:
+        raise InputError(
+            f"{_VIRTUAL[1]} = {said.degree(_VIRTUAL[1], chunks)}: {name} has {chunks} stages for "
+            "each rank; leave the number out"
+        )
+    return stages, chunks
+
+
+# --- How Megatron-Core cuts layers into stages without a layout.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSplit:
+    """The options of Megatron-Core by which it cuts layers into stages, without a layout.
+
+    Rules are those of ``TransformerConfig`` and ``get_num_layers_to_build`` of Megatron-Core
+    0.16.1. A cut that Megatron-Core accepts but that builds another number of layers is refused.
+
+    Parameters
+    ----------
+    num_layers, pp, chunks
+        Transformer layers, pipeline ranks, and stages of each rank.
+    first, last
+        Layers of the first and the last rank; None where they are not given.
+    embedding, loss
+        Whether embedding and head count as a layer.
+    """
+
+    num_layers: int
+    pp: int
+    chunks: int = 1
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+
+    def __str__(self) -> str:
+        """Return the options by name, or the number of layers where there are none."""
+        values = dict(zip(_SPLIT, self.values, strict=True))
+        given = [f"{name} = {value}" for name, value in values.items() if value is not None]
+        return f"{', '.join(given) or f'num_layers = {self.num_layers}'} with pp = {self.pp}" + (
+            f" and {self.chunks} chunks" if self.chunks > 1 else ""
+        )
+
+    @property
+    def values(self) -> tuple[int | None, ...]:
+        """The options in the order of their names; None where one is not given."""
+        return self.first, self.last, self.embedding or None, self.loss or None
+
+    @property
+    def num_options(self) -> int:
+        """How many options are given."""
+        return sum(value is not None for value in self.values)
+
+    @property
+    def _rank_layers(self) -> list[int | float]:
+        """Layers of each rank, with the ends where they count; not always whole numbers."""
+        given = [layers for layers in (self.first, self.last) if layers is not None]
+        if not given:
+            padded = self.num_layers + self.embedding + self.loss
+            return [padded / self.pp] * self.pp
+        num_middle = self.pp - len(given)
+        rest = self.num_layers - sum(given)
+        ranks: list[int | float] = [rest / num_middle if num_middle > 0 else 0] * self.pp
+        if self.first is not None:
+            ranks[0] = self.first
+        if self.last is not None:
+            ranks[-1] = self.last
+        return ranks
+
+    @property
+    def refusal(self) -> str:
+        """The rule that the options break; empty where Megatron-Core starts."""
+        given = [layers for layers in (self.first, self.last) if layers is not None]
+        ranks, layers = self._rank_layers, f"{self.num_layers} layers"
+        if self.chunks > 1 and self.pp == 1:
+            return "Megatron-Core has several chunks only over two ranks and more"
+        if given and (self.embedding or self.loss):
+            return "Megatron-Core takes sizes of the first and last rank, or counts the ends"
+        if given and min(given) < 1:
+            return "the first and the last rank must have a layer at least"
+        if given and (min(ranks) <= 0 or sum(ranks) != self.num_layers):
+            return f"the ranks do not have the {layers} together"
+        if any(rank != int(rank) for rank in ranks):
+            if given:
+                middle = self.num_layers - sum(given), self.pp - len(given)
+                return f"{middle[0]} of {layers} are no multiple of {middle[1]} middle ranks"
+            counted = " and the ends counted" * (self.embedding or self.loss)
+            return f"{layers}{counted} are no multiple of {self.pp} ranks"
+        if any(rank % self.chunks for rank in ranks):
+            each = ", ".join(dict.fromkeys(f"{rank:g}" for rank in ranks))
+            return f"{each} layers of a rank are no multiple of {self.chunks} chunks"
+        if min(self.layers) < 0:
+            return f"{layers} are too few for so many stages"
+        return ""
+
+    @property
+    def layers(self) -> list[int]:
+        """Transformer layers of each stage, in model order, where nothing refuses the options."""
+        found = [int(rank) // self.chunks for _ in range(self.chunks) for rank in self._rank_layers]
+        found[0] -= self.embedding
+        found[-1] -= self.loss
+        return found
+
+
+def check_even_cut(shape: ModelShape, pp: int, chunks: int) -> None:
+    """Refuse degrees for which Megatron-Core has no even cut of a model.
+
+    Raises
+    ------
+    InputError
+        With the nearest cut that starts.
+    """
+    split = MegatronSplit(num_layers=shape.num_layers, pp=pp, chunks=chunks)
+    if broken := split.refusal:
+        raise InputError(
+            f"{split}: {broken}, so Megatron-Core does not start; say how yours is cut: give the "
+            "layers of each stage, embedding and head counted, or its arguments as a file. "
+            f"The nearest that starts: {_nearest(split, shape, is_arguments=True)}"
+        )
+
+
+def _advice(split: MegatronSplit, shape: ModelShape, is_arguments: bool) -> str:
+    if split.pp == 1:
+        return "leave them out"
+    return f"the nearest that starts: {_nearest(split, shape, is_arguments=is_arguments)}"
+
+
+def _nearest(split: MegatronSplit, shape: ModelShape, *, is_arguments: bool) -> str:
+    """Return what to give for the cut closest to an even one, embedding and head counted.
+
+    Options where they reach it, else a layout.
+    """
+    n, pp, chunks = split.num_layers, split.pp, split.chunks
+    count = pp * chunks
+    sizes = even_sizes(n, shape.mtp + 1, count)
+    plain = MegatronSplit(num_layers=n, pp=pp, chunks=chunks)
+    tried = [replace(plain, embedding=a, loss=b) for a in (False, True) for b in (False, True)]
+    for middle in range(chunks, n, chunks):
+        rest = n - (pp - 2) * middle
+        half = rest // 2 // chunks * chunks
+        tried += [replace(plain, first=first, last=rest - first) for first in (half, rest - half)]
+        tried += [replace(plain, first=n - (pp - 1) * middle)]
+        tried += [replace(plain, last=n - (pp - 1) * middle)]
+
+    def size(one: MegatronSplit) -> tuple[int, int, int]:
+        stages = [layers.total for layers in _stages_with(one.layers, shape.mtp)]
+        return max(stages), -min(stages), one.num_options
+
+    best = min((one for one in tried if not one.refusal), key=size, default=None)
+    if best is not None and size(best)[0] <= max(sizes):
+        each = f" ({', '.join(map(str, best.layers))} layers)" if count <= _MOST_SHOWN else ""
+        return f"{_options(best, is_arguments)}{each}"
+    if 0 in sizes:
+        return f"as many stages as the {n} layers at most, by a lower pp or fewer chunks"
+    layers = [sizes[0] - 1, *sizes[1:-1], sizes[-1] - shape.mtp - 1]
+    text = layout_text(_stages_with(layers, shape.mtp), pp)
+    name = "pipeline_model_parallel_layout"
+    return f"--{name.replace('_', '-')} '{text}'" if is_arguments else f"{name} = '{text}'"
+
+
+def _options(split: MegatronSplit, is_arguments: bool) -> str:
+    flags = {field: name for name, field in _READ_AS.items() if field in _SPLIT}
+    found = []
+    for name, value in zip(_SPLIT, split.values, strict=True):
+        if value is None:
+            continue
+        flag = f"--{flags.get(name, name).replace('_', '-')}"
+        if is_arguments:
+            found.append(flag if value is True else f"{flag} {value}")
+        else:
+            found.append(f"{name} = {str(value).lower()}")
+    return (" " if is_arguments else ", ").join(found) or "none of these options"
+
+
+def _stages_with(layers: Sequence[int], mtp: int) -> tuple[StageLayers, ...]:
+    """Return stages of so many transformer layers, with embedding, head and MTP at the ends."""
+    end = len(layers) - 1
     return tuple(
         StageLayers(
             embedding=int(index == 0),
-            transformer=int(part),
-            mtp=shape.mtp * (index == ends),
-            head=int(index == ends),
+            transformer=number,
+            mtp=mtp * (index == end),
+            head=int(index == end),
         )
-        for index, part in enumerate(counts)
+        for index, number in enumerate(layers)
     )
 
 

@@ -1,8 +1,11 @@
-"""What a step is given on one rank, and how it is cut into micro-batches.
+"""Cuts the inputs and targets of a step on one rank into micro-batches.
 
-A trainer gives a whole batch, which is cut here along dimension 0, or lists with an entry per
-micro-batch, which are taken as they are. Positional inputs are the first stage's, targets the
+A trainer gives a whole batch, which is cut here along dimension 0. Or it gives lists with an entry
+per micro-batch, which are taken as they are. Positional inputs are the first stage's, targets the
 last one's; keyword inputs go to every stage of the rank whose ``forward`` names them.
+
+A keyword tensor is cut only if its dimension 0 has as many entries as the batch has samples. Any
+other, such as a bias by head or a table by position, goes whole to all micro-batches.
 """
 
 from __future__ import annotations
@@ -84,20 +87,41 @@ class GivenBatch:
     target_mbs: Sequence[Any] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def cut(self, count: int, *, first: bool, last: bool, needs_target: bool) -> Microbatches:
+    def num_samples(self) -> int | None:
+        """Return the size of dimension 0 of the batch, as the first stage's rank knows it.
+
+        All positional inputs must agree on it; it is summed if they are by micro-batch. Without
+        positional inputs, all keyword inputs must. None if they do not agree.
+        """
+        if self.arg_mbs is not None:
+            sizes = [_sizes_of(one) for one in self.arg_mbs]
+            return sum(map(sum, sizes)) if all(len(one) == 1 for one in sizes) else None
+        found = _sizes_of(self.args or dict(self.kwargs))
+        return found.pop() if len(found) == 1 else None
+
+    def cut(
+        self,
+        count: int,
+        num_samples: int | None,
+        *,
+        first: bool,
+        last: bool,
+        needs_target: bool,
+    ) -> Microbatches:
         """Return the micro-batches.
 
-        ``first`` and ``last`` say whether inputs and targets are looked at here; a target may be
-        missing unless one is needed.
+        ``num_samples`` is that of the first stage's rank. ``first`` and ``last`` say whether this
+        rank uses inputs and targets. A target may be missing unless one is needed.
 
         Raises
         ------
         PreflightError
-            If something is missing, given twice, or does not divide.
+            If something is missing, given twice, or does not divide, or if a keyword tensor may
+            be the batch's or shared.
         """
         args = self._cut_args(count) if first else []
         targets = self._cut_targets(count, needed=needs_target) if last else []
-        kwargs = self._cut_kwargs(count)
+        kwargs = self._cut_kwargs(count, num_samples)
         if first and not any(args) and not any(kwargs):
             raise PreflightError(_missing("batch", "first"))
         for what, given, taker in (
@@ -119,16 +143,20 @@ class GivenBatch:
             return [one if isinstance(one, tuple) else (one,) for one in self.arg_mbs]
         return _cut(self.args, "the batch", count) if self.args else [()] * count
 
-    def _cut_kwargs(self, count: int) -> list[dict[str, Any]]:
+    def _cut_kwargs(self, count: int, num_samples: int | None) -> list[dict[str, Any]]:
         if self.kwarg_mbs is not None:
             _only_once(self.kwargs, "keyword inputs", "kwarg_mbs")
             _check_length(self.kwarg_mbs, "kwarg_mbs", count)
             return [dict(one) for one in self.kwarg_mbs]
-        return (
-            _cut(dict(self.kwargs), "the batch given by keyword", count)
-            if self.kwargs
-            else [{}] * count
-        )
+        for name, value in self.kwargs.items():
+            for tensor in tensors_in(value):
+                if tensor.dim():
+                    _check_shared(name, tensor, count, num_samples)
+
+        def is_cut(tensor: Tensor) -> bool:
+            return tensor.dim() > 0 and tensor.size(0) == num_samples
+
+        return _pieces(dict(self.kwargs), count, is_cut)
 
     def _cut_targets(self, count: int, *, needed: bool) -> list[Any]:
         if self.target_mbs is not None:
@@ -198,24 +226,54 @@ def _check_length(values: Sequence[Any], name: str, count: int) -> None:
         )
 
 
-def _cut(values: Any, what: str, count: int) -> list[Any]:
-    """Cut tensors along dimension 0; numbers, tensors of no dimension and None go to all whole."""
-    given = tensors_in(values)
-    sizes = {one.size(0) for one in given if one.dim()}
-    if len(sizes) > 1:
+def _check_shared(name: str, tensor: Tensor, count: int, num_samples: int | None) -> None:
+    """Refuse a keyword tensor of which it is unknown whether it is the batch's or shared."""
+    size = f"{name} has a tensor of shape {tuple(tensor.shape)}"
+    if num_samples is None:
         raise PreflightError(
-            f"the tensors of {what} have {sorted(sizes)} samples in dimension 0; give tensors of "
-            "equal length, or a list by micro-batch (arg_mbs=, kwarg_mbs=, target_mbs=)"
+            f"{size}, and how many samples the batch has is unknown: positional inputs, or all "
+            "keyword inputs where there are none, must agree on dimension 0 on the first stage's "
+            "rank; give keyword inputs by micro-batch (kwarg_mbs=)"
         )
-    size = sizes.pop() if sizes else 0
-    if size % count or (given and not size):
+    if tensor.size(0) == num_samples:
+        _check_divides("the batch given by keyword", num_samples, count)
+    elif tensor.size(0) == num_samples // count > 1:
+        raise PreflightError(
+            f"{size}: dimension 0 has as many entries as a micro-batch has samples, and the batch "
+            f"has {num_samples}. A tensor of all {num_samples} is cut, and others are shared; if "
+            "all micro-batches share this one, give it a dimension of size 1 before, or give "
+            "kwarg_mbs= with it in every entry"
+        )
+
+
+def _check_divides(what: str, size: int, count: int) -> None:
+    if size % count or not size:
         raise PreflightError(
             f"{what} has {size} samples, which do not divide into {count} micro-batches of equal "
             f"size; give a multiple of {count}"
         )
 
+
+def _cut(values: Any, what: str, count: int) -> list[Any]:
+    """Cut tensors along dimension 0; numbers, tensors of no dimension and None go to all whole."""
+    sizes = _sizes_of(values)
+    if len(sizes) > 1:
+        raise PreflightError(
+            f"the tensors of {what} have {sorted(sizes)} samples in dimension 0; give tensors of "
+            "equal length, or a list by micro-batch (arg_mbs=, kwarg_mbs=, target_mbs=)"
+        )
+    if tensors_in(values):
+        _check_divides(what, sizes.pop() if sizes else 0, count)
+    return _pieces(values, count, lambda tensor: tensor.dim() > 0)
+
+
+def _pieces(values: Any, count: int, is_cut: Callable[[Tensor], bool]) -> list[Any]:
+    """Return a tree for each micro-batch, with parts of the tensors that are cut."""
+
     def parts(value: Any) -> Any:
-        return _Parts(value.chunk(count) if _is_tensor(value) and value.dim() else [value] * count)
+        return _Parts(
+            value.chunk(count) if _is_tensor(value) and is_cut(value) else [value] * count
+        )
 
     cut = tree_map(parts, values)
     return [tree_map(lambda one: one.parts[index], cut) for index in range(count)]  # noqa: B023
@@ -226,6 +284,11 @@ class _Parts:
     """The pieces of one value, which no tree looks into."""
 
     parts: Sequence[Any]
+
+
+def _sizes_of(values: Any) -> set[int]:
+    """Return all sizes of dimension 0 in a tree of values."""
+    return {one.size(0) for one in tensors_in(values) if one.dim()}
 
 
 def _is_tensor(value: object) -> bool:

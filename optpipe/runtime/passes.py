@@ -18,22 +18,28 @@ from torch.overrides import TorchFunctionMode
 
 from optpipe.errors import PreflightError
 from optpipe.runtime.torch_names import (
+    accumulator_of,
+    adds_to_grad,
+    alias_no_view,
     effect,
     has_gradient_hooks,
     is_compiled,
     is_grouped_product,
+    makes_gradient,
     parts_with_memory,
+    running_accumulators,
     sharded_in_forward,
     takes_grouped_products,
     tree_leaves,
     types_when_gathered,
     versions_of,
+    viewed,
 )
 from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from optpipe.runtime.offload import Cell, Offloader
@@ -45,6 +51,7 @@ __all__ = [
     "Passes",
     "SplitLinear",
     "WeightGradients",
+    "cannot_return_gradients",
     "check_delaying",
     "deferred_bytes",
     "split_linears",
@@ -327,6 +334,14 @@ class WeightGradients:
         self.delaying: list[Any] = []
         """Modules that put gradients aside in stores of their own, whatever the backward."""
 
+    def may_defer(self, accumulators: Iterable[Any]) -> bool:
+        """Return whether W makes the gradients of some parameters, given their autograd nodes.
+
+        W makes only gradients that the running backward would add to ``.grad``. A custom function
+        or a hook may run `torch.autograd.grad` inside an I. Autograd returns those gradients.
+        """
+        return self.collecting and all(map(adds_to_grad, accumulators))
+
     def put_aside(self, deferral: Deferral) -> None:
         """Make these in W; what they are made from must be then as it is now."""
         self._deferred.append((deferral, versions_of(deferral.tensors)))
@@ -389,6 +404,14 @@ class WeightGradients:
         return run
 
 
+def cannot_return_gradients(what: str, fix: str) -> PreflightError:
+    """Return the error for a backward that asks for gradients which can only go to ``.grad``."""
+    return PreflightError(
+        f"torch.autograd.grad, or backward(inputs=...), runs through {what}, whose weight gradient "
+        f"can only be added to .grad; {fix}, or call backward() without inputs"
+    )
+
+
 def _nothing() -> None:
     """Make no gradients: none has been put aside."""
 
@@ -414,6 +437,8 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
         cast("SplitExperts", one).gradients = gradients
     delaying = _delaying(module)
     for one in delaying:
+        if "gradients" not in one.__dict__:
+            one.nested_check = one.register_forward_hook(_check_nested_backwards)
         one.gradients = gradients
         if one not in gradients.delaying:
             gradients.delaying.append(one)
@@ -435,6 +460,7 @@ def unsplit_linears(module: nn.Module) -> None:
     for one in _delaying(module):
         if sink := one.__dict__.pop("gradients", None):
             sink.delaying.remove(one)
+            one.__dict__.pop("nested_check").remove()
 
 
 def deferred_bytes(module: nn.Module) -> int:
@@ -551,6 +577,10 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients
     ) -> Tensor:
         output = functional.linear(layer_input, weight, bias)
+        # For inputs of three dimensions `linear` returns a view. Autograd refuses operations in
+        # place on a view that a custom function returns.
+        if viewed(output) is not output:
+            output = alias_no_view(output)
         # Under autocast the output's type is the one the product was made in.
         ctx.save_for_backward(layer_input.to(output.dtype), weight)
         # The parameters themselves, whose .grad W adds to: a leaf makes no reference cycle.
@@ -566,7 +596,9 @@ class _LinearFunction(torch.autograd.Function):
         bias = ctx.bias if ctx.needs_input_grad[2] else None
         # Without its place in the graph, which would hold the stage's input until W.
         deferred = _Deferred(ctx.weight, bias, layer_input.detach(), output_gradient)
-        if ctx.sink.collecting:
+        # The nodes of weight and bias; the sink has none.
+        accumulators = [node for node, _ in ctx.next_functions[1:] if node is not None]
+        if ctx.sink.may_defer(accumulators):
             ctx.sink.put_aside(deferred)
             return input_gradient, None, None, None
         bias_gradient = None if bias is None else _bias_gradient(deferred)
@@ -574,17 +606,21 @@ class _LinearFunction(torch.autograd.Function):
         return input_gradient, weight_gradient, bias_gradient, None
 
 
+# Each product conjugates the factor that is not a gradient, because torch defines gradients of
+# complex numbers so. `conj` returns a real tensor as it is.
+
+
 def _input_gradient(ctx: Any, weight: Tensor, output_gradient: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[0]:
         return None
-    product = output_gradient @ weight.to(output_gradient.dtype)
+    product = output_gradient @ weight.to(output_gradient.dtype).conj()
     return product.to(ctx.input_dtype)
 
 
 def _weight_gradient(deferred: _Deferred) -> Tensor:
     gradient = deferred.output_gradient.reshape(-1, deferred.weight.shape[0])
     rows = deferred.layer_input.reshape(-1, deferred.weight.shape[1])
-    return gradient.t() @ rows
+    return gradient.t() @ rows.conj()
 
 
 def _bias_gradient(deferred: _Deferred) -> Tensor:
@@ -686,7 +722,8 @@ class _GroupedFunction(torch.autograd.Function):
             input_gradient = functional.grouped_mm(rows, back, offs=ctx.ends)
         is_transposed = factor.stride() != ctx.weight.stride()
         deferred = _GroupedDeferred(ctx.weight, is_transposed, layer_input.detach(), rows, ctx.ends)
-        if ctx.sink.collecting:
+        accumulator, _ = ctx.next_functions[2]
+        if ctx.sink.may_defer([accumulator]):
             ctx.sink.put_aside(deferred)
             return input_gradient, None, None, None, None
         weight_gradient = deferred.gradient()
@@ -797,6 +834,27 @@ def _not_delayed_because(part: Any) -> str:
     return ""
 
 
+def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
+    """Refuse a `torch.autograd.grad` through a module that delays its weight gradients.
+
+    The module's backward fills its queue in any case, and W would add that gradient to ``.grad``.
+    """
+    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+    made = [one for one in tensors if one.grad_fn is not None]
+    if not made:
+        return
+    accumulators = [accumulator_of(parameter) for parameter in _delayed_parameters(module)]
+
+    def check(_gradient: Tensor) -> None:
+        if not all(map(adds_to_grad, accumulators)):
+            raise cannot_return_gradients(
+                f"a {type(module).__name__} that delays its weight gradients",
+                "make it without delay_wgrad_compute",
+            )
+
+    made[0].register_hook(check)  # type: ignore[no-untyped-call]
+
+
 def _taken_from(queue: Any) -> list[Any]:
     return [queue.get() for _ in range(queue.qsize())]
 
@@ -855,8 +913,9 @@ class _StoredDeferral(NamedTuple):
 # --- Linear layers under torch.compile. What a compiled backward returns is settled when it is
 # traced, with I and B alike. So it returns no weight gradients, and calls an operator with an
 # effect, which the compiler neither drops nor looks into, and which asks at run time: in an I it
-# defers, else it adds to ``.grad``. To autograd the parameters are there, without a gradient: DDP
-# hears of them. Tensors are copied, because the compiler reuses their memory.
+# defers, else it adds to ``.grad``. A `torch.autograd.grad` that asks for them is refused. To
+# autograd the parameters are there, without a gradient: DDP hears of them. Tensors are copied,
+# because the compiler reuses their memory.
 
 _split_layers: WeakSet[SplitLinear] = WeakSet()
 _layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictionary()
@@ -866,7 +925,8 @@ _layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictiona
 class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        output = functional.linear(layer_input, weight, bias)
+        # As in `_LinearFunction`, but always: the compiler cannot trace the check for a view.
+        output = alias_no_view(functional.linear(layer_input, weight, bias))
         ctx.save_for_backward(layer_input.to(output.dtype), weight, bias)
         ctx.input_dtype = layer_input.dtype
         return output
@@ -889,12 +949,17 @@ def _compiled_gradients(
             "a gradient hook was put on a linear layer after the block around it was compiled, "
             "and would not be called; register hooks before the first step"
         )
-    deferred = _Deferred(
-        layer.weight,
-        layer.bias if bias is not None and layer.bias.requires_grad else None,
-        layer_input.clone(),
-        output_gradient.clone(),
-    )
+    trained_bias = layer.bias if bias is not None and layer.bias.requires_grad else None
+    parameters = [layer.weight] if trained_bias is None else [layer.weight, trained_bias]
+    known = running_accumulators()
+    accumulators = [known[parameter] for parameter in parameters]
+    if not all(map(adds_to_grad, accumulators)):
+        if any(map(makes_gradient, accumulators)):
+            raise cannot_return_gradients(
+                "a linear layer in a compiled block", "do not compile this block"
+            )
+        return
+    deferred = _Deferred(layer.weight, trained_bias, layer_input.clone(), output_gradient.clone())
     if layer.gradients.collecting:
         layer.gradients.put_aside(deferred)
     else:

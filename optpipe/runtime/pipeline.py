@@ -96,6 +96,8 @@ class Pipeline:
 
     runtime: Executor
     given: Microbatches
+    num_samples: int | None
+    """Of a whole batch, as the first stage's rank knows it."""
     compared: Sequence[int]
     boundary: Mapping[Action, BoundaryLevel]
 
@@ -143,6 +145,7 @@ def start_pipeline(
     kwargs: Mapping[int, list[dict[str, Any]]],
     bucket: Hashable,
     *,
+    num_samples: int | None,
     trains: bool,
     known: KnownShapes,
     pool: MessageSlots | None = None,
@@ -194,7 +197,11 @@ def start_pipeline(
     attempt(lambda: check_needs(all_needs), faults)
     agree({}, faults, group)
     return Pipeline(
-        runtime=runtime, given=cut.without_memory(), compared=spec.compared, boundary=boundary
+        runtime=runtime,
+        given=cut.without_memory(),
+        num_samples=num_samples,
+        compared=spec.compared,
+        boundary=boundary,
     )
 
 

@@ -32,7 +32,7 @@ from optpipe.runtime.passes import (
     unsplit_linears,
 )
 from optpipe.runtime.pipeline import KnownShapes, Pipeline, PipelineSpec, check_spec, start_pipeline
-from optpipe.runtime.preflight import Shapes, agree, attempt
+from optpipe.runtime.preflight import Shapes, agree, attempt, gather
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
 from optpipe.runtime.trainers.split import TiedWeights, clip_together
 from optpipe.runtime.treatments import treatments_of
@@ -286,6 +286,7 @@ class PipelineRunner:
                     old.given,
                     self._kwargs_of(old.given),
                     bucket,
+                    num_samples=old.num_samples,
                     trains=trains,
                     known=self._known_shapes,
                 )
@@ -310,8 +311,9 @@ class PipelineRunner:
     ) -> Tensor | None:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
-        What is a whole batch is cut into micro-batches along dimension 0 of its tensors; what is
-        none goes to all of them.
+        A whole batch is cut into micro-batches along dimension 0 of its tensors. A keyword tensor
+        is cut only if its dimension 0 has as many entries as the batch has samples; any other one
+        goes whole to all micro-batches, as does a value that is no tensor.
 
         Parameters
         ----------
@@ -330,7 +332,9 @@ class PipelineRunner:
             on them, as the first of all does; later ones must keep to them.
         **kwargs
             For every stage of this rank whose ``forward`` names them. They travel to no other rank
-            and get no gradients.
+            and get no gradients. A tensor that all micro-batches share, and whose dimension 0 is by
+            chance the batch's, would be cut: give it a dimension of size 1 before, or ``kwarg_mbs``
+            with it in every entry.
 
         Returns
         -------
@@ -472,7 +476,9 @@ class PipelineRunner:
     def _start(self, given: GivenBatch, bucket: Hashable, *, trains: bool) -> Pipeline:
         """Build the pipeline of a bucket, once all ranks find that it can run."""
         faults: list[str] = []
-        cut = attempt(lambda: self._cut(given, trains=trains), faults)
+        said = gather(given.num_samples() if self.holds_first else None, self._spec.group)
+        num_samples = said[self.schedule.placement[0]]
+        cut = attempt(lambda: self._cut(given, num_samples, trains=trains), faults)
         kwargs = attempt(lambda: self._kwargs_of(cut), faults) if cut is not None else {}
         agree({"the bucket": repr(bucket)}, faults, self._spec.group)
         passes = self._passes if trains else self._forwards
@@ -482,15 +488,17 @@ class PipelineRunner:
             cut,
             kwargs,
             bucket,
+            num_samples=num_samples,
             trains=trains,
             known=self._known_shapes,
             pool=self._pool if trains else None,
         )
 
-    def _cut(self, given: GivenBatch, *, trains: bool) -> Microbatches:
+    def _cut(self, given: GivenBatch, num_samples: int | None, *, trains: bool) -> Microbatches:
         needs_target = trains and self._spec.loss_fn is not None
         cut = given.cut(
             self._spec.num_microbatches,
+            num_samples,
             first=self.holds_first,
             last=self.holds_last,
             needs_target=needs_target,
@@ -524,7 +532,7 @@ class PipelineRunner:
         what = f"step {self._num_steps}" if trains else "evaluation"
         try:
             with self._watch.over(what):
-                cut = self._cut(given, trains=trains)
+                cut = self._cut(given, pipeline.num_samples, trains=trains)
                 pipeline.expect(cut)
                 if trains:
                     self._tied.begin()

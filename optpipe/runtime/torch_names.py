@@ -14,6 +14,7 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._library.effects import EffectType
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,8 @@ __all__ = [
     "BufferPlace",
     "FsdpReduction",
     "TorchDispatchMode",
+    "accumulator_of",
+    "adds_to_grad",
     "alias_no_view",
     "backends",
     "buffers_of",
@@ -50,10 +53,12 @@ __all__ = [
     "is_compiled",
     "is_grouped_product",
     "is_profiled",
+    "makes_gradient",
     "parts_with_memory",
     "prepare_ddp_reduction",
     "reduce_by_ddp",
     "replaced",
+    "running_accumulators",
     "sharded_in_forward",
     "slices_of_mesh",
     "storage_identity",
@@ -301,6 +306,39 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return bool(torch._C._current_graph_task_id() >= 0)  # noqa: SLF001
+
+
+def accumulator_of(parameter: Tensor) -> Any:
+    """Return the node of autograd that adds gradients to a parameter's ``.grad``."""
+    return get_gradient_edge(parameter).node
+
+
+def running_accumulators() -> dict[Tensor, Any]:
+    """Return the parameters that the running node of autograd read, each with its accumulator."""
+    running: Any = torch._C._current_autograd_node()  # noqa: SLF001
+    nodes = (node for node, _ in running.next_functions)
+    return {node.variable: node for node in nodes if hasattr(node, "variable")}
+
+
+def adds_to_grad(accumulator: Any) -> bool:
+    """Return whether the backward that runs in this thread adds to ``.grad`` by this node.
+
+    `torch.autograd.grad` adds to no parameter, and ``backward(inputs=...)`` to some of them.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))  # noqa: SLF001
+    except RuntimeError:
+        # Raised for a parameter whose gradient torch.autograd.grad returns.
+        return False
+
+
+def makes_gradient(accumulator: Any) -> bool:
+    """Return whether the backward that runs in this thread asks for the gradient of this node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))  # noqa: SLF001
+    except RuntimeError:
+        # As in `adds_to_grad`: torch.autograd.grad returns this gradient.
+        return True
 
 
 def viewed(tensor: Tensor) -> Tensor:

@@ -172,8 +172,9 @@ def compare(
         Any problem. One with one stage per device is also tried in re-placed copies
         (`REPLACEMENTS`) by the families that ask for them.
     time_limit_s, threads, seed
-        Of the optimiser: on the problem as given, and, where a family has a schedule of a copy
-        that fits, on the copy with the best of them. The two share the time.
+        Of the optimizer, which starts from the best row of the same problem and is never longer.
+        It solves the problem as given and, where a family has a schedule of a copy that fits, the
+        copy with the best of them. The two share the time.
     workload
         For tokens/s and MFU.
     on_row
@@ -315,7 +316,10 @@ class _RowMaker:
 
 @dataclass(frozen=True, slots=True)
 class _Optimiser:
-    """Makes our own rows: of the problem as given, and of the copy on which families do best."""
+    """Makes the optimizer's rows: of the problem as given, and of the copy with the best family.
+
+    Each search starts from the best family's schedule of the same problem.
+    """
 
     maker: _RowMaker
     threads: int
@@ -324,10 +328,13 @@ class _Optimiser:
     def rows(
         self, problem: Problem, known: list[ComparisonRow], time_limit_s: float
     ) -> Iterator[ComparisonRow]:
-        """Yield one or two rows; ``known`` are those of the families, looked at only now."""
+        """Yield one or two rows; ``known`` holds the rows of all families once this is called."""
         end = time.perf_counter() + time_limit_s
-        copy = min((row for row in known if _is_good_copy(row)), key=_rank, default=None)
-        yield self._row(problem, AS_GIVEN, time_limit_s if copy is None else time_limit_s / 2)
+        legal = sorted((row for row in known if _is_legal(row)), key=_rank)
+        given = next((row for row in legal if row.placement == AS_GIVEN), None)
+        copy = next((row for row in legal if row.placement != AS_GIVEN), None)
+        limit_s = time_limit_s if copy is None else time_limit_s / 2
+        yield self._row(problem, AS_GIVEN, limit_s, given)
         if copy is not None:
             left = max(time_limit_s / 4, end - time.perf_counter())
             yield self._row(copy.problem, copy.placement, left, copy)
@@ -337,8 +344,9 @@ class _Optimiser:
         problem: Problem,
         placement: str,
         time_limit_s: float,
-        start: ComparisonRow | None = None,
+        start: ComparisonRow | None,
     ) -> ComparisonRow:
+        """Return the optimizer's row, which is never longer than ``start``."""
         began = time.perf_counter()
         result = solve(
             problem,
@@ -356,8 +364,8 @@ class _Optimiser:
         return self.maker.row(problem, placement, OURS, programs, seconds, over_limit=False)
 
 
-def _is_good_copy(row: ComparisonRow) -> bool:
-    return row.programs is not None and not row.over_limit and row.placement != AS_GIVEN
+def _is_legal(row: ComparisonRow) -> bool:
+    return row.programs is not None and not row.over_limit
 
 
 def _one_stage_each(problem: Problem) -> bool:

@@ -254,3 +254,15 @@ def test_buckets_of_endlessly_many_addresses_are_forgotten(clock) -> None:
     assert rates.take("19999") > 0
     assert rates.take("0") == 0
     assert len(rates._buckets) == 10_000
+
+
+def test_a_token_is_reserved_in_advance_as_far_as_patience_goes(clock: Clock) -> None:
+    """Ten a second, two at once: those beyond wait in turn, and who is refused takes nothing."""
+    rates = Rates(600, clock, burst=2)
+    waits = [rates.reserve("a", 0.25) for _ in range(6)]
+    assert waits == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.3, 0.3])
+    assert rates.reserve("b", 0.25) == 0.0
+    clock.now += 0.1
+    assert rates.reserve("a", 0.25) == pytest.approx(0.2)
+    clock.now += 60.0
+    assert [rates.reserve("a", 0.0) for _ in range(3)] == pytest.approx([0.0, 0.0, 0.1])

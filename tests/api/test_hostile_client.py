@@ -5,19 +5,21 @@ import select
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import sqlalchemy as sa
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from optpipe.wire import JobState
 from optpipe_api import Settings, main
 from optpipe_api.access import Role
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.main import Protocol
+from optpipe_api.protocol import Protocol
 from optpipe_api.store import open_stores
 from tests.api import live
 from tests.api.live import client, connected, make_settings, running, two_stages, until
@@ -191,6 +193,7 @@ def test_more_connections_than_files_are_refused_and_the_server_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are there are served on; and new ones as soon as the others are gone."""
+    monkeypatch.setattr(Protocol, "IDLE_S", 60.0)
     config = main.server_config
     monkeypatch.setattr(live, "server_config", lambda app, settings: capped(config(app, settings)))
     with running(make_settings(tmp_path)) as (url, _), client(url) as http:
@@ -213,6 +216,182 @@ def test_more_connections_than_files_are_refused_and_the_server_lives(
 def capped(config: Any) -> Any:
     config.limit_concurrency = 20
     return config
+
+
+# --- Large headers, and answers that nobody reads
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = (
+    b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+LAST_CHUNK = b"2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + b"X-Large: " + b"a" * 200_000,
+        HEAD + b"X-Large: " + b"a" * 70_000 + b"\r\n\r\n",
+        HEAD + b"a: b\r\n" * 201,
+        HEAD + b"a: b\r\n" * 250 + b"\r\n",
+        HEAD + (b"a: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n",
+        CHUNKED + LAST_CHUNK + b"X-Large: " + b"a" * 200_000,
+        CHUNKED + LAST_CHUNK + b"a: b\r\n" * 250 + b"\r\n",
+        b"GET /healthz?" + b"a" * 200_000,
+        CHUNKED + b"2;" + b"a" * 200_000,
+        b"\r\n" * 100_000,
+    ],
+    ids=[
+        "unfinished header",
+        "one header",
+        "unfinished small headers",
+        "small headers",
+        "many bytes",
+        "unfinished trailer",
+        "small trailers",
+        "target",
+        "chunk extension",
+        "empty lines",
+    ],
+)
+def test_large_headers_and_trailers_are_answered_431(http: httpx.Client, text: bytes) -> None:
+    status, fault, others = exchange(http.base_url.port, text)
+    assert (status, fault["code"]) == (431, "request.headers_too_large")
+    assert "65536 bytes and 200 fields" in fault["detail"]
+    assert others == []
+    assert exchange(http.base_url.port, HEAD + b"Connection: close\r\n\r\n")[0] == 200
+
+
+def test_headers_within_the_limits_are_read(http: httpx.Client) -> None:
+    """The limits hold for each request, not for all requests of a connection."""
+    fields = (b"a: " + b"b" * 300 + b"\r\n") * 198 + b"\r\n"
+    large = HEAD + b"X-Large: " + b"a" * 65_000 + b"\r\n\r\n"
+    last = HEAD + b"Connection: close\r\n\r\n"
+    status, _, others = exchange(http.base_url.port, (HEAD + fields) * 3 + large + last)
+    assert (status, others) == (200, [200] * 4)
+
+
+def test_a_trailer_does_not_become_a_header(tmp_path: Path) -> None:
+    """A proxy checks the headers only: a key in a trailer is none."""
+    settings = make_settings(tmp_path, require_keys=True)
+    with closing(open_stores(settings.database_url)) as stores:
+        _, key = stores.keys.create("ci", Role.SUBMIT)
+    with running(settings) as (url, _):
+        body = CHUNKED + LAST_CHUNK + b"X-API-Key: " + key.encode() + b"\r\n\r\n"
+        assert exchange(httpx.URL(url).port, body)[0] == 401
+
+
+def test_an_unfinished_header_takes_little_memory(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser sees at most twice the limit, although the client sends 64 MiB."""
+    fed: list[int] = []
+    received = HttpToolsProtocol.data_received
+
+    def count(self: HttpToolsProtocol, data: bytes) -> None:
+        fed.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", count)
+    assert exchange(http.base_url.port, HEAD + b"X-Large: " + b"a" * 64 * 1024**2)[0] == 431
+    assert sum(fed) <= 2 * Protocol.HEADER_BYTES
+
+
+def test_too_many_pipelined_requests_are_answered_429(http: httpx.Client) -> None:
+    request = HEAD + b"\r\n"
+    last = HEAD + b"Connection: close\r\n\r\n"
+    status, _, others = exchange(http.base_url.port, request * Protocol.PIPELINED + last)
+    assert (status, others) == (200, [200] * Protocol.PIPELINED)
+    status, fault, others = exchange(http.base_url.port, request * (Protocol.PIPELINED + 2))
+    assert (status, fault["code"], others) == (429, "request.pipelined", [])
+    assert "more than 16 requests" in fault["detail"]
+
+
+@pytest.mark.parametrize("last", ["", "Connection: close\r\n"], ids=["kept", "closed"])
+def test_a_client_that_reads_no_answer_loses_the_connection(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    monkeypatch.setattr(Protocol, "WRITE_S", 0.5)
+    with unread_answers(http, last) as connection:
+        poll = select.poll()
+        poll.register(connection, select.POLLHUP)
+        assert poll.poll(60_000)
+
+
+def test_a_slow_client_gets_the_whole_answer(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading takes longer than the deadline, which holds for parts of the answer."""
+    monkeypatch.setattr(Protocol, "WRITE_S", 1.5)
+    wanted = len(http.get("/openapi.json").content)
+    received = bytearray()
+    began = time.monotonic()
+    with unread_answers(http, "Connection: close\r\n", buffer_bytes=65536) as connection:
+        while part := connection.recv(20_000):
+            received += part
+            time.sleep(0.05)
+    assert time.monotonic() - began > 2 * Protocol.WRITE_S
+    assert received.count(b"HTTP/1.1 200 OK") == 8
+    assert len(received) > 8 * wanted
+
+
+@contextmanager
+def unread_answers(
+    http: httpx.Client, last: str, *, buffer_bytes: int = 4096
+) -> Iterator[socket.socket]:
+    """Request eight large answers on a connection with a small receive buffer."""
+    get = "GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        connection.connect((http.base_url.host, http.base_url.port))
+        connection.sendall(f"{get}\r\n".encode() * 7 + f"{get}{last}\r\n".encode())
+        yield connection
+
+
+def test_idle_connections_give_way_to_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is full of half requests; a follower keeps its connection."""
+    monkeypatch.setattr(Protocol, "HEADERS_S", 90.0)
+    config = main.server_config
+    monkeypatch.setattr(live, "server_config", lambda app, settings: capped(config(app, settings)))
+    with running(make_settings(tmp_path)) as (url, _), client(url) as http, ExitStack() as stack:
+        job = http.post("/v1/jobs", json={"problem": two_stages("improve:1:60")}).json()
+        events = stack.enter_context(http.stream("GET", f"/v1/jobs/{job['id']}/events"))
+        lines = events.iter_lines()
+        next(lines)
+        for _ in range(20):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(url).port)))
+            half.sendall(HEAD)
+        time.sleep(Protocol.IDLE_S)
+
+        def is_served() -> bool:
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{url}/healthz").status_code == 200
+            return False
+
+        began = time.monotonic()
+        until(is_served)
+        assert time.monotonic() - began < Protocol.HEADERS_S / 2  # a half request is not awaited
+        assert httpx.post(f"{url}/v1/jobs/{job['id']}/cancel").status_code < 300
+        assert any("cancelled" in line for line in lines)
+
+
+def exchange(port: int | None, text: bytes) -> tuple[int, dict[str, Any], list[int]]:
+    """Send a text; return the first status, its problem detail, and the statuses after it."""
+    received = bytearray()
+    with socket.create_connection(("127.0.0.1", port or 0), 60) as connection:
+        # The server may close the connection before it has read everything.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(text)
+        with suppress(ConnectionResetError):
+            while part := connection.recv(65536):
+                received += part
+    first, *others = received.split(b"HTTP/1.1 ")[1:]
+    head, _, body = first.partition(b"\r\n\r\n")
+    fault = json.loads(body) if b"problem+json" in head else {}
+    return int(head[:3]), fault, [int(other[:3]) for other in others]
 
 
 def test_bodies_that_never_end_are_held_within_a_budget(tmp_path: Path) -> None:

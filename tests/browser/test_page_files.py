@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.api.live import make_settings, running, two_stages
-from tests.browser.visit import Visit, taken, upload, visiting
+from tests.api.routes.test_tunes import WRITTEN
+from tests.browser.visit import Visit, taken, upload, uploaded, visiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,3 +147,17 @@ def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
     assert page.is_hidden("#fault")
     assert page.is_visible("#problem-size >> text=3 micro-batches")
     assert page.inner_text("#slider-num_microbatches >> xpath=../output") == "as given · 3"
+
+
+def test_a_config_that_python_wrote_is_read(visit: Visit) -> None:
+    """``Infinity`` is no JSON; it matters only in a field that is used, which the error names."""
+    page = visit.open()
+    config = next(one for one in WRITTEN.values() if one["model_type"] == "llama")
+    text = json.dumps(config | {"rms_norm_eps": math.inf})
+    page.set_input_files("#file-input", uploaded(text, "config.json"))
+    page.wait_for_selector("#config-name >> text=Model: config.json")
+    page.wait_for_selector("#compose:not([data-stale])")
+    assert page.is_hidden("#fault")
+    text = json.dumps(config | {"hidden_size": math.inf})
+    page.set_input_files("#file-input", uploaded(text, "config.json"))
+    page.wait_for_selector("#fault >> text=hidden_size = 'Infinity': must be a whole number")

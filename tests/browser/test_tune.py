@@ -10,7 +10,7 @@ import pytest
 from tests.api import fake_tune
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_tunes import asked
-from tests.browser.visit import DRAWN, Visit, taken
+from tests.browser.visit import DESKTOP, DRAWN, Visit, taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,6 +97,26 @@ def test_the_search_is_followed_and_cancelled(visit: Visit, url: str) -> None:
     page.wait_for_selector(f"#jobs tr[data-id='{job['id']}'] >> text=configurations")
 
 
+def test_today_that_does_not_fit_is_told_first_and_has_no_percentage(
+    visit: Visit, url: str
+) -> None:
+    """Nor is there one before the search has found anything faster."""
+    body = asked(memory_bytes=20 * 10**9)
+    job = httpx.post(f"{url}/v1/tunes?wait=60", json=body, timeout=90).json()
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector("#certificate")
+    assert page.inner_text("#gain").startswith("What you run does not fit in this model: ")
+    cells = page.locator("#configuration tbody td[data-title=Gain]").all_inner_texts()
+    assert set(cells) == {""}
+    body = asked(fake_tune.HANGS)
+    job = httpx.post(f"{url}/v1/tunes", json=body, timeout=90).json()
+    visit.open(f"?job={job['id']}")
+    page.wait_for_selector("#gain >> text=The search goes on and has found nothing faster")
+    assert "%" not in page.inner_text("#gain")
+    page.click("#cancel")
+    page.wait_for_selector("#job[data-state=cancelled]")
+
+
 def test_a_problem_of_a_file_has_its_configuration(visit: Visit) -> None:
     page = visit.open()
     assert page.is_visible("#tune")
@@ -175,6 +195,51 @@ def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url:
     page.wait_for_selector("#job[data-state=succeeded]")
     again = page.get_attribute("#job", "data-id")
     assert "current_file" in httpx.get(f"{url}/v1/jobs/{again}/question").json()
+
+
+def test_the_form_shows_the_question_whose_answer_is_shown(visit: Visit) -> None:
+    """Asked at the start, by a link to the job alone, and after another question."""
+    page = visit.open("")
+    page.select_option("#ask [name=model]", "qwen3-8b")
+    page.fill("#ask [name=num_gpus]", "8")
+    page.fill("#ask [name=global_batch]", "16")
+    page.fill("#ask [name=sequence]", "8192")
+    page.fill("#ask [name=current_tp]", "2")
+    page.fill("#ask [name=current_pp]", "4")
+    page.click("#ask-button")
+    page.wait_for_selector("#job[data-state=succeeded]")
+    link = f"?job={page.get_attribute('#job', 'data-id')}"
+    for query in ("", link):
+        if query:
+            visit.open(query)
+        page.wait_for_selector("#tune-today >> text=Today: tp 2, pp 4, as above.")
+        page.wait_for_selector("#compose:not([data-stale])")
+        named = {name: page.input_value(f"#preset [name={name}]") for name in ("model", "sequence")}
+        assert named == {"model": "qwen3-8b", "sequence": "8192"}
+        assert page.input_value("#preset [name=num_microbatches]") == "16"
+        assert page.input_value("#tune-fields [name=global_batch]") == "16"
+        assert "qwen3-8b" in page.inner_text("#job h1")
+    page.click("#tune-acts button:has-text('Twice the batch')")
+    page.wait_for_function(
+        "document.querySelector('#tune-fields [name=global_batch]').value == '32'"
+    )
+    assert page.input_value("#preset [name=model]") == "qwen3-8b"
+
+
+def test_an_error_is_seen_wherever_one_has_scrolled_to(visit: Visit, url: str) -> None:
+    job = httpx.post(f"{url}/v1/tunes?wait=60", json=asked(), timeout=90).json()
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector("#tune-acts")
+    page.wait_for_selector(DRAWN)
+    page.route("**/v1/tunes", lambda route: route.abort())
+    again = page.locator("#tune-acts button:has-text('Twice the batch')")
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    assert page.evaluate("scrollY") > 200
+    again.dispatch_event("click")
+    page.wait_for_selector("#fault:visible")
+    box = page.locator("#fault").bounding_box()
+    assert box is not None
+    assert 0 <= box["y"] < box["y"] + box["height"] <= DESKTOP[1]
 
 
 def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) -> None:

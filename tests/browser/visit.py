@@ -118,9 +118,12 @@ def upload(page: Page, problem: object, name: str = "problem.json") -> None:
     """Hand a problem in as a file; `taken` waits until the form has it."""
     text = problem if isinstance(problem, str) else json.dumps(problem)
     page.check("input[name=source][value=file]", force=True)
-    page.set_input_files(
-        "#file-input", {"name": name, "mimeType": "application/json", "buffer": text.encode()}
-    )
+    page.set_input_files("#file-input", uploaded(text, name))
+
+
+def uploaded(text: str, name: str) -> Any:
+    """Return a file of JSON as the browser takes it."""
+    return {"name": name, "mimeType": "application/json", "buffer": text.encode()}
 
 
 def taken(page: Page, problem: object, name: str = "problem.json") -> None:

@@ -58,6 +58,44 @@ def megatron(text: str) -> dict[str, Any]:
     }
 
 
+def megatron_splits(cases: list[dict[str, Any]]) -> list[list[int] | None]:
+    """Return the transformer layers that Megatron-Core builds on each stage, in model order.
+
+    Each case has fields of its ``TransformerConfig``. None where it refuses them.
+    """
+    import torch
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    def built(case: dict[str, Any]) -> list[int]:
+        config = TransformerConfig(
+            hidden_size=64, num_attention_heads=1, pipeline_dtype=torch.bfloat16, **case
+        )
+        pp, chunks = (
+            config.pipeline_model_parallel_size,
+            config.virtual_pipeline_model_parallel_size,
+        )
+        if pp == 1 and (chunks or 1) > 1:
+            raise ValueError("parallel_state refuses several chunks on one rank")
+        layout = config.pipeline_model_parallel_layout
+        stages = [(chunk, rank) for chunk in range(chunks or 1) for rank in range(pp)]
+        if layout is not None:
+            return [layout.layout[rank][chunk].count(LayerType.decoder) for chunk, rank in stages]
+        return [
+            get_num_layers_to_build(config, vp_stage=chunk if chunks else None, pp_rank=rank)
+            for chunk, rank in stages
+        ]
+
+    found: list[list[int] | None] = []
+    for case in cases:
+        try:
+            found.append(built(case))
+        except (AssertionError, ValueError, IndexError):
+            found.append(None)
+    return found
+
+
 def megatron_flags() -> dict[str, list[str]]:
     """Return the flags of fields whose metadata name them."""
     from megatron.core.transformer import TransformerConfig

@@ -16,6 +16,7 @@ from optpipe.presets import (
     MODELS,
     Efficiency,
     Experts,
+    catalogue,
     find_gpu,
     find_model,
     shape_from_config,
@@ -399,6 +400,30 @@ def test_a_sparse_step_is_refused() -> None:
         r'"interleave_moe_layer_step": \d+', '"interleave_moe_layer_step": 0', json.dumps(llama4)
     )
     with pytest.raises(InputError, match="interleave_moe_layer_step = 0: must be a whole"):
+        shape_from_config(text)
+
+
+@pytest.mark.parametrize("constant", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "gpt2"])
+def test_what_json_lacks_matters_only_in_fields_that_are_read(name, constant) -> None:
+    """Python's json writes NaN and Infinity: each field in turn has one, alone or in a list."""
+    config = PUBLISHED_CONFIGS[name]
+    whole, word = shape_from_config(json.dumps(config)), json.dumps(constant)
+    unread = catalogue._NEUTRAL - {"model_type", "n_group", "topk_group"}
+    for field in (*sorted(config), "rope_theta"):
+        for value in (constant, [0.0, constant]):
+            text = json.dumps(config | {field: value})
+            if field in unread:
+                assert shape_from_config(text) == whole
+            else:
+                with pytest.raises(InputError, match=rf"{field} .*{word}"):
+                    shape_from_config(text)
+
+
+def test_a_model_without_a_formula_is_named_whatever_json_lacks() -> None:
+    """As the file of Nemotron-H 56B: Mamba layers, with a limit of Infinity."""
+    text = '{"model_type": "nemotron_h", "time_step_limit": [0.0, Infinity]}'
+    with pytest.raises(InputError, match="model_type = 'nemotron_h' is not understood"):
         shape_from_config(text)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
 from optpipe.presets import Configuration, find_gpu, find_model
 from optpipe.presets.megatron import megatron_arguments, megatron_yaml
-from optpipe.presets.megatron_reader import read_megatron
+from optpipe.presets.megatron_reader import check_even_cut, read_megatron
 from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
 from tests.presets.test_paste import run
 from tests.strategies import few
@@ -197,8 +199,8 @@ def test_values_on_one_line_as_overrides_keywords_or_json(text) -> None:
     ("flags", "expected"),
     [
         ("--mtp-num-layers 1 --pipeline-model-parallel-layout 'Et*31|t*30mL'", (32, 32)),
+        ("--account-for-embedding-in-pipeline-split", (31, 32)),
         ("--pipeline-model-parallel-layout 'E,(tt|)*30,t|L'", (3, *[2] * 29, 1, 1)),
-        ("", ()),
     ],
 )
 def test_layers_of_multi_token_prediction_are_the_texts(flags, expected) -> None:
@@ -206,7 +208,50 @@ def test_layers_of_multi_token_prediction_are_the_texts(flags, expected) -> None
     more = {"global_batch": 16, "sequence": 4096}
     found = megatron(line, "deepseek-v3-mtp", 16, **more)
     assert (found.sizes, found.shape.mtp) == (expected, int("mtp" in flags))
-    assert found.pipeline.layout == ("balanced" if expected else "even")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "flags", "nearest"),
+    [
+        (30, 4, "", "--account-for-embedding-in-pipeline-split "
+         "--account-for-loss-in-pipeline-split (7, 8, 8, 7 layers)"),
+        (46, 4, "", "--account-for-embedding-in-pipeline-split "
+         "--account-for-loss-in-pipeline-split (11, 12, 12, 11 layers)"),
+        (61, 4, "", "--decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 15 "
+         "(14, 16, 16, 15 layers)"),
+        (80, 16, "--num-virtual-stages-per-pipeline-rank 2",
+         "--pipeline-model-parallel-layout 'Et*3|(t*3|)*15(t*2|)*15t*2L'"),
+    ],
+)  # fmt: skip
+def test_a_cut_that_megatron_refuses_is_refused_with_the_nearest_that_starts(
+    num_layers: int, pp: int, flags: str, nearest: str
+) -> None:
+    """As arguments, as a recipe's values, and as degrees; what is named is read."""
+    shape, gpu = replace(find_model("llama3-8b"), num_layers=num_layers), find_gpu("h100")
+    text = f"{BASE} --pipeline-model-parallel-size {pp} "
+
+    def read(text: str) -> Configuration:
+        return read_megatron(text, shape, gpu, pp, global_batch=16, sequence=4096)
+
+    with pytest.raises(InputError) as caught:
+        read(text + flags)
+    assert str(caught.value).endswith(f"; the nearest that starts: {nearest}")
+    virtual = "" if "layout" in nearest else flags
+    found = read(f"{text} {virtual} {nearest.partition(' (')[0] if ' (' in nearest else nearest}")
+    assert sum(stage.transformer for stage in found.stages) == num_layers
+    chunks = 2 if flags else 1
+    with pytest.raises(InputError, match=re.escape(f"The nearest that starts: {nearest}")):
+        check_even_cut(shape, pp, chunks)
+    values = f"pipeline_model_parallel_size = {pp}\nmicro_batch_size = 1\n"
+    with pytest.raises(InputError, match=r"the nearest that starts: (account|num|pipe)[a-z_]+ = "):
+        read(values + f"virtual_pipeline_model_parallel_size = {chunks}\n")
+
+
+def test_first_and_last_stages_of_their_own_sizes_are_read() -> None:
+    shape = replace(find_model("llama3-8b"), num_layers=46)
+    text = f"{BASE} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 12 "
+    text += "--decoder-last-pipeline-num-layers 12"
+    assert read_megatron(text, shape, find_gpu("h100"), 4).sizes == (13, 11, 11, 13)
 
 
 def test_torchtitans_toml_of_earlier_versions() -> None:
@@ -281,7 +326,21 @@ TITAN = (
         (BASE + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 't*32|EL'",
          r"the stages hold 32 . embedding \+ head: must be one embedding, the 32 layers"),
         (BASE + "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9",
-         "num_layers_in_first_pipeline_stage = 9: 32 layers do not come out whole on 4 ranks"),
+         r"stage = 9 with pp = 4: 23 of 32 layers are no multiple of 3 middle ranks; "
+         r"the nearest that starts: none of these options \(8, 8, 8, 8 layers\)"),
+        (BASE + "--pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 4",
+         r"= 32 with pp = 16 and 4 chunks: 2 layers of a rank are no multiple of 4 chunks; "
+         r".* as many stages as the 32 layers at most"),
+        (BASE + "--decoder-last-pipeline-num-layers 8",
+         "stage = 8 with pp = 1: the ranks do not have the 32 layers together; leave"),
+        (BASE + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 16 "
+         "--account-for-loss-in-pipeline-split", "takes sizes of the first and last rank, or"),
+        (BASE + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*16|t*16L' "
+         "--decoder-first-pipeline-num-layers 16", "takes one of them; leave one out"),
+        (BASE + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*16 '|t*16L'",
+         r"Et\*16 .t\*16L: must be one word; leave the blanks out"),
+        (BASE + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 16 "
+         "--num-layers-per-virtual-pipeline-stage 4", "by --num-virtual-stages-per-pipeline-rank"),
         ("--ffn-hidden-size 11008", "ffn_hidden_size = 11008: 'llama3-8b' has 14336"),
         ("--num-query-groups 64", "num_query_groups = 64: 'llama3-8b' has 8"),
         ("--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shlex
 import subprocess
 import sys
@@ -15,12 +17,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from optpipe.errors import InputError
+from optpipe.formats.exports import layout_text
 from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
 from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.megatron import _FLAGS, _NEGATIVE_FLAGS, megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.shape import PRECISIONS
 from optpipe.presets.torchtitan import TITAN_MODELS, read_torchtitan, torchtitan_config
+from optpipe.problem import StageLayers
 from tests.strategies import few
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +74,81 @@ TITAN = {
 }  # fmt: skip
 
 
+def _cut_cases() -> list[dict[str, Any]]:
+    """Draw fields by which Megatron-Core cuts layers: half with options, half with a layout."""
+    draw = random.Random(16)
+    cases: list[dict[str, Any]] = []
+    for number in range(600):
+        pp = draw.choice((1, 2, 2, 3, 4, 4, 6, 8))
+        n = draw.choice((30, 46, 61, 80, pp * draw.randint(1, 9), draw.randint(1, 50)))
+        chunks = draw.choice((1, 1, 1, 2, 3))
+        case: dict[str, Any] = {"num_layers": n, "pipeline_model_parallel_size": pp}
+        if chunks > 1:
+            case["virtual_pipeline_model_parallel_size"] = chunks
+        if number % 2:
+            case |= _drawn_layout(draw, n, pp, chunks)
+        else:
+            middle = draw.randint(0, 6) * chunks
+            first = draw.choice((None, 0, draw.randint(1, 12), chunks * draw.randint(1, 4)))
+            ends = n - middle * (pp - 2)
+            last = draw.choice((None, draw.randint(1, 12), ends - (first or middle)))
+            options = (
+                {"num_layers_in_first_pipeline_stage": first} if first is not None else {},
+                {"num_layers_in_last_pipeline_stage": last} if last and last > 0 else {},
+                {"account_for_embedding_in_pipeline_split": True},
+                {"account_for_loss_in_pipeline_split": True},
+            )
+            for option in draw.choice(((), (0,), (1,), (0, 1), (0, 1), (2,), (3,), (2, 3), (0, 2))):
+                case |= options[option]
+        cases.append(case)
+    return cases
+
+
+def _drawn_layout(draw: random.Random, n: int, pp: int, chunks: int) -> dict[str, Any]:
+    """Draw a layout, right or with one or two mistakes."""
+    mtp, count = draw.choice((0, 0, 1, 2)), pp * chunks
+    letters = "E" + "t" * n + "m" * mtp + "L"
+    bars = sorted(draw.randint(1, len(letters) - 1) for _ in range(count - 1))
+    text = "|".join(letters[a:b] for a, b in pairwise((0, *bars, len(letters))))
+    for _ in range(draw.choice((0, 0, 0, 1, 1, 2))):
+        at = draw.randrange(1, len(text))
+        changed = draw.choice((text[at:], "t" + text[at:], "m" + text[at:], " " + text[at:],
+                               "E" + text[at:], "|" + text[at:], text[at + 1 :]))  # fmt: skip
+        text = text[:at] + changed
+    found: dict[str, Any] = {"pipeline_model_parallel_layout": text, "mtp_num_layers": None}
+    if mtp:
+        found["mtp_num_layers"] = mtp + (draw.random() < 0.1)
+    if draw.random() < 0.1:
+        found["num_layers_in_first_pipeline_stage"] = 2
+    return found
+
+
+CUTS = _cut_cases()
+
+
+def _written_layouts() -> list[dict[str, Any]]:
+    """Return what is written for random stages, with MTP in a stage of its own too."""
+    draw = random.Random(17)
+    cases: list[dict[str, Any]] = []
+    while len(cases) < 200:
+        pp, chunks = draw.randint(2, 6), draw.choice((1, 2, 3))
+        layers = [1, *(draw.randint(0, 5) for _ in range(pp * chunks - 1))]
+        mtp, end = [0] * len(layers), len(layers) - 1
+        for _ in range(draw.choice((0, 1, 1, 2))):
+            mtp[draw.choice((end, end, draw.randint(0, end)))] += 1
+        stages = [
+            StageLayers(embedding=int(k == 0), transformer=t, mtp=m, head=int(k == end))
+            for k, (t, m) in enumerate(zip(layers, mtp, strict=True))
+        ]
+        with contextlib.suppress(InputError):
+            text = layout_text(stages, pp)
+            cases.append({
+                "num_layers": sum(layers), "pipeline_model_parallel_size": pp,
+                "pipeline_model_parallel_layout": text, "mtp_num_layers": sum(mtp) or None,
+            })  # fmt: skip
+    return cases
+
+
 @pytest.fixture(scope="module")
 def answers():
     """What both frameworks say, asked once: importing them takes most of the time."""
@@ -80,6 +160,8 @@ def answers():
         given = {"text": text, "num_gpus": one.num_gpus, "split": name.startswith("interleaved")}
         flags = command[command.index("torchtitan.train") + 1 :]
         calls.append((name, "torchtitan", {**given, "flags": flags}))
+    cases = {"cases": [*CUTS, *_written_layouts()]}
+    calls.append(("cuts", "megatron_splits", cases))
     models = [(model.module, model.flavor) for model in TITAN_MODELS.values()]
     calls.append(("parameters", "parameters", {"models": models}))
     questions = [{"call": call, "with": given} for _, call, given in calls]
@@ -89,6 +171,33 @@ def answers():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip([name for name, *_ in calls], json.loads(done.stdout), strict=True))
+
+
+def test_what_megatron_core_cuts_is_read_so_and_what_it_refuses_is_refused(answers) -> None:
+    """Hundreds of options and layouts, against its own code; a cut must build the whole model."""
+    started = 0
+    for case, built in zip(CUTS, answers["cuts"][: len(CUTS)], strict=True):
+        n, pp = case["num_layers"], case["pipeline_model_parallel_size"]
+        shape = replace(find_model("llama3-8b"), num_layers=n, mtp=case.get("mtp_num_layers") or 0)
+        text = "model:\n" + "".join(
+            f"  {name}: {json.dumps(value)}\n" for name, value in case.items()
+        )
+        wanted = built if built and min(built) >= 0 and sum(built) == n else None
+        try:
+            found = read_megatron(
+                text + "  micro_batch_size: 1\n", shape, find_gpu("h100"), pp,
+                global_batch=4 * pp, sequence=4096,
+            )  # fmt: skip
+        except InputError:
+            assert wanted is None, (case, wanted)
+            continue
+        assert [stage.transformer for stage in found.stages] == wanted, case
+        started += 1
+    assert 100 < started < len(CUTS) - 100
+
+
+def test_no_layout_that_is_written_is_refused_by_megatron_core(answers) -> None:
+    assert all(answers["cuts"][len(CUTS) :])
 
 
 @pytest.mark.parametrize("name", MEGATRON)

@@ -194,6 +194,10 @@ def _bad_calls(runner: PipelineRunner, count: int) -> list[Callable[[], object]]
         lambda: runner.step(
             data.tokens, target=data.target, positions=data.positions[:3], bucket="three"
         ),
+        lambda: runner.step(
+            data.tokens, target=data.target, positions=data.positions[:2], bucket="two"
+        ),
+        lambda: runner.step(kwarg_mbs=None, arg_mbs=[{}] * count, **same, bucket="unknown"),
         lambda: runner.step(data.tokens, data.tokens, data.tokens),
         lambda: runner.step(_spread(data.tokens), **same, bucket="spread"),
         lambda: runner.step(
@@ -293,4 +297,51 @@ def train_with_one_mask(schedule: Schedule, problem: Problem) -> float:
         for module in whole:
             output = module(output, mask)
         (nn.functional.mse_loss(output, wanted) / count).backward()
+    return gradients_apart(modules[rank], whole[rank])
+
+
+class _Biased(nn.Module):
+    """A layer whose heads get a bias each, and whose samples get a factor each, if any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(
+        self, state: Tensor, bias: Tensor, more: dict[str, list[Tensor]] | None = None
+    ) -> Tensor:
+        added = torch.tanh(self.layer(state) + bias)
+        if more is not None:
+            by_sample, by_position = more["tables"]
+            added = added * by_sample * by_position
+        return state + added
+
+
+def train_with_shared(schedule: Schedule, nested: bool) -> float:
+    """Give tensors that all micro-batches share; return how far gradients are from one process's.
+
+    The bias has as many entries in dimension 0 as there are micro-batches. ``nested`` adds a dict
+    of a list of a factor by sample, which is cut, and one by position, which is not.
+    """
+    count, rank = num_microbatches_of(schedule), dist.get_rank()
+    torch.manual_seed(2)
+    modules = [_Biased() for _ in schedule.placement]
+    whole = copy.deepcopy(modules)
+    batch, target = torch.rand(2, 2 * count, count, WIDTH, dtype=torch.float64)
+    bias = torch.rand(count, 1, dtype=torch.float64)
+    by_sample = torch.rand(2 * count, 1, 1, dtype=torch.float64)
+    by_position = torch.rand(WIDTH, dtype=torch.float64)
+    given: dict[str, Any] = {"bias": bias}
+    if nested:
+        given["more"] = {"tables": [by_sample, by_position]}
+    runner = PipelineRunner({rank: modules[rank]}, schedule, nn.functional.mse_loss)
+    # The second step's sizes are those that the first one's ranks agreed on.
+    for _ in range(2):
+        runner.step(batch, target=target, **given)
+    runner.close()
+    for _ in range(2):
+        output = batch
+        for module in whole:
+            output = module(output, **given)
+        nn.functional.mse_loss(output, target).backward()
     return gradients_apart(modules[rank], whole[rank])

@@ -228,7 +228,9 @@ REFUSALS = (
     "keyword inputs were given beside kwarg_mbs=; give either",
     "kwarg_mbs has 1 entries, the schedule 4 micro-batches; give one each",
     "the input of micro-batch 1 has shapes",
-    "the batch given by keyword has 3 samples, which do not divide into 4 micro-batches",
+    "stage 0 cannot run on inputs of size [(2, 3)]",
+    "positions has a tensor of shape (2, 3): dimension 0 has as many entries as a micro-batch has",
+    "positions has a tensor of shape (8, 3), and how many samples the batch has is unknown",
     "TypeError: 3 positional inputs and no target=",
     "the batch holds a DTensor, but a stage is given plain tensors",
     "the batch holds a DTensor, but a stage is given plain tensors",
@@ -263,6 +265,17 @@ def test_inputs_of_all_kinds_train_and_evaluate_like_one_process(ranks, placemen
         for text, wanted in zip(found.refusals, REFUSALS, strict=True):
             # What is wrong on one rank is said on all.
             assert wanted in text, text
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_keyword_tensors_that_are_not_of_the_batchs_size_go_whole_to_all_microbatches(
+    ranks, nested
+):
+    """A bias of four heads, with four micro-batches of two samples, on every rank."""
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
+    for apart in ranks.run(batch_cases.train_with_shared, schedule, nested):
+        assert apart < 1e-14
 
 
 def test_a_last_stage_may_make_the_loss_and_a_first_one_take_keywords_alone(ranks):

@@ -63,6 +63,17 @@ def test_no_family_on_a_copy_stands_above_ours() -> None:
     assert copy.objective_ms == min(on_copies)
 
 
+def test_without_time_to_search_no_family_is_faster_than_ours() -> None:
+    """The optimizer starts from the best row, so that its own row is never longer."""
+    stages = [stage(d, 4, 4, 2, layers={"transformer": 4}) for d in range(4)]
+    rows = compare(problem(stages, [{"memory_bytes": 60}] * 4, m=16), time_limit_s=0.01)
+    for placement in {row.placement for row in rows if row.method == OURS}:
+        legal = [row for row in rows if row.programs is not None and not row.over_limit]
+        lengths = {row.method: row.objective_ms for row in legal if row.placement == placement}
+        assert lengths[OURS] == min(lengths.values())
+        assert len(lengths) > 1
+
+
 def test_only_cuts_that_can_be_built_are_tried() -> None:
     """11 layers have no halves: no row, and the reason; 10 have; unknown ones are a guess."""
 

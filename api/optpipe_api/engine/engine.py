@@ -280,7 +280,8 @@ class Attempt:
         self.left = job
         state = "lost" if job is None else job.state.value
         self._log("job.state", f"the job is {state}")
-        self._on_change(self._lease.job_id)
+        for changed_id in (self._lease.job_id,) if job is None else job.changed_ids:
+            self._on_change(changed_id)
 
     def _log(self, action: str, sentence: str) -> None:
         _log().info(sentence, action=action, job=self._lease.job_id, attempt=self._lease.attempt)
@@ -318,7 +319,8 @@ SILENT = EngineObserver()
 class SlotEngine:
     """Takes jobs from a store and solves them.
 
-    ``on_change``: called from the engine's threads with the id of each job that changed.
+    ``on_change``: called from the engine's threads with the id of each job that changed, and of
+    the batch of each job that ended.
     ``start_process``: starts a solver process, see `Solvers.start`. ``observer``: is told of every
     attempt's begin and end.
     """
@@ -448,7 +450,8 @@ class SlotEngine:
                 action="job.expired",
                 job=job.id,
             )
-            self._on_change(job.id)
+            for changed_id in job.changed_ids:
+                self._on_change(changed_id)
             self.wake()
 
 

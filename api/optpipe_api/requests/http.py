@@ -30,6 +30,7 @@ __all__ = [
     "UnreadBodies",
     "decode_json",
     "etag_of",
+    "is_known",
     "known_number",
     "preferred_form",
     "read_body",
@@ -119,13 +120,25 @@ class UnreadBodies:
             self._num_bodies -= 1
 
 
-def decode_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
+def decode_json(body: bytes, max_values: int = MAX_VALUES, *, takes_constants: bool = False) -> Any:
     """Return the object of a strict JSON body.
 
-    ``max_values``: most values that it may hold; a fifth as many may be lists, and a fifth objects.
-    Raises `RequestError` if it is not UTF-8, not JSON, or says a thing twice; `BodyTooLargeError`
-    if it holds more values. They are counted before it is read, by their commas and brackets: to
-    find millions of faults in a body takes minutes, however few bytes say them.
+    Values are counted before the body is parsed, by its commas and brackets: to find millions of
+    faults in a body takes minutes, however few bytes say them.
+
+    Parameters
+    ----------
+    max_values
+        Most values that the body may hold; a fifth as many may be lists, and a fifth objects.
+    takes_constants
+        As `parse_json`: for a body with a model's ``config``, which may hold ``Infinity``.
+
+    Raises
+    ------
+    RequestError
+        If the body is not UTF-8, not JSON, or has a key twice.
+    BodyTooLargeError
+        If the body holds more values.
     """
     for sign, limit in ((b",", max_values), (b"{", max_values // 5), (b"[", max_values // 5)):
         if body.count(sign) > limit:
@@ -139,7 +152,7 @@ def decode_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
         raise RequestError(
             f"the body is not UTF-8 text (byte {error.start}); encode it as UTF-8"
         ) from None
-    return parse_json(text, RequestError)
+    return parse_json(text, RequestError, takes_constants=takes_constants)
 
 
 def _too_large(what: str, max_bytes: int) -> BodyTooLargeError:
@@ -222,6 +235,12 @@ def known_number(if_none_match: str | None, thing_id: str, form: str = "json") -
     ours = re.compile(rf"{re.escape(thing_id)}\.{_DIGITS}{re.escape(_suffix(form))}")
     found = (ours.fullmatch(tag) for tag in _TAG.findall(if_none_match or ""))
     return max((int(match[1]) for match in found if match), default=None)
+
+
+def is_known(if_none_match: str | None, etag: str) -> bool:
+    """Whether an If-None-Match header names a tag, given with its quotes; ``*`` names all."""
+    given = (if_none_match or "").strip()
+    return given == "*" or etag.strip('"') in _TAG.findall(given)
 
 
 def _suffix(form: str) -> str:

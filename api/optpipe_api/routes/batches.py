@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -9,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.formats.tables import dump_sweep
 from optpipe.wire import BatchList, BatchView
+from optpipe_api.errors import BatchNotFoundError
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.http import (
     FRONTIER_FORMS,
@@ -135,10 +137,11 @@ async def look_at_batch(
     batch_id: str, request: Request, service: Serving, who: Reader, wait: Wait = 0.0
 ) -> Response:
     """Return progress, items in each state, and every item with its job and what it has found."""
-    batch = await run_in_threadpool(service.batches.find, batch_id, who)
-    with place_to_wait(service, who, wait):
-        await while_there(request, service.batches.wait(batch, wait), wait)
-    text = await run_in_threadpool(_view, service, batch_id, who)
+    if wait > 0:
+        await service.batches.check(batch_id, who)
+        with place_to_wait(service, who, wait):
+            await while_there(request, service.batches.wait(batch_id, wait), wait)
+    _, text = await _shown(service, batch_id, who)
     return Response(text, media_type="application/json")
 
 
@@ -234,13 +237,28 @@ async def cancel_batch(
 async def _answer(
     request: Request, service: Service, who: Principal, batch: BatchRecord, wait_s: float
 ) -> Response:
-    batch = await while_there(request, service.batches.wait(batch, wait_s), wait_s) or batch
-    text = await run_in_threadpool(_view, service, batch.id, who)
+    """Show a batch that was submitted or changed; one that was deleted since, as it was."""
+    if not batch.is_finished:
+        await while_there(request, service.batches.wait(batch.id, wait_s), wait_s)
+    try:
+        batch, text = await _shown(service, batch.id, who)
+    except BatchNotFoundError:
+        text = batch_view(batch, who).model_dump_json().encode()
     location = str(request.app.url_path_for("look_at_batch", batch_id=batch.id))
     status = 200 if batch.is_finished else 202
     return Response(text, status, {"Location": location}, media_type="application/json")
 
 
-def _view(service: Service, batch_id: str, who: Principal) -> str:
+async def _shown(service: Service, batch_id: str, who: Principal) -> tuple[BatchRecord, bytes]:
+    """Return a batch and its view as JSON, made once for all of a key who ask at the same time.
+
+    Raises `BatchNotFoundError` if there is no such batch, or it is somebody else's.
+    """
+    return await service.shared.call(
+        ("batch", batch_id, who), partial(_view, service, batch_id, who)
+    )
+
+
+def _view(service: Service, batch_id: str, who: Principal) -> tuple[BatchRecord, bytes]:
     batch, plan, items = service.batches.look(batch_id, who)
-    return batch_view(batch, who, plan, items).model_dump_json()
+    return batch, batch_view(batch, who, plan, items).model_dump_json().encode()

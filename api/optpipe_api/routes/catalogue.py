@@ -5,7 +5,6 @@ A tune asks which configuration is fastest: what was found, each row, what to pa
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -21,6 +20,8 @@ from optpipe_api.http_errors import documented
 from optpipe_api.requests.catalogue import Catalogue, EstimateView, VariantView
 from optpipe_api.requests.http import read_body, require_json
 from optpipe_api.routes.common import (
+    ConstantDocument,
+    IfNoneMatch,
     Reader,
     Serving,
     Submitter,
@@ -30,11 +31,12 @@ from optpipe_api.routes.common import (
     json_body,
     json_content,
     seconds_to_wait,
+    tagged,
 )
 from optpipe_api.routes.jobs import submitted
 from optpipe_api.services.render import pasted_row, recut_row, row_of
 from optpipe_api.services.submission import read_estimate, read_tune, read_variant
-from optpipe_api.views import method_list
+from optpipe_api.views import load_methods, method_list
 
 if TYPE_CHECKING:
     from optpipe_api.routes.common import Answers
@@ -45,10 +47,18 @@ __all__ = ["configurations_router", "presets_router", "router", "tunes_router"]
 router = APIRouter(prefix="/v1", tags=["methods"])
 
 
-@router.get("/methods", responses=documented(), summary="List the methods")
-async def methods(service: Serving) -> MethodList:
+_METHODS = ConstantDocument(lambda: method_list(load_methods()).model_dump_json())
+
+
+@router.get(
+    "/methods",
+    response_model=MethodList,
+    responses=tagged({"description": "The methods."}, of="the list") | documented(),
+    summary="List the methods",
+)
+async def methods(if_none_match: IfNoneMatch = None) -> Response:
     """Return what `method` of a job may be, each with one line about it."""
-    return method_list(service.methods)
+    return await _METHODS.answer(if_none_match)
 
 
 # --- ``/v1/presets``, ``/v1/estimates`` and ``/v1/variants``: problems without writing JSON.
@@ -57,15 +67,18 @@ async def methods(service: Serving) -> MethodList:
 presets_router = APIRouter(prefix="/v1", tags=["presets"])
 
 
-@lru_cache
-def _catalogue() -> Catalogue:
-    return Catalogue.make()
+_PRESETS = ConstantDocument(lambda: Catalogue.make().model_dump_json(by_alias=True))
 
 
-@presets_router.get("/presets", responses=documented(), summary="List models and accelerators")
-async def presets() -> Catalogue:
+@presets_router.get(
+    "/presets",
+    response_model=Catalogue,
+    responses=tagged({"description": "What is known by name."}, of="the list") | documented(),
+    summary="List models and accelerators",
+)
+async def presets(if_none_match: IfNoneMatch = None) -> Response:
     """Return the models and accelerators that an estimate knows by name, with sources."""
-    return _catalogue()
+    return await _PRESETS.answer(if_none_match)
 
 
 @presets_router.post(

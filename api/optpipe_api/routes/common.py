@@ -7,19 +7,23 @@ price of all the rest of a small request.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from fastapi import Depends, Header, Query, Request
+from fastapi import Depends, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.access import ANYBODY, Principal, Role
+from optpipe_api.requests.http import is_known
 from optpipe_api.service import Service
 from optpipe_api.services.events import Purpose
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
     from optpipe.wire import WireModel
 
@@ -28,6 +32,7 @@ __all__ = [
     "NO_SCRIPTS",
     "Accept",
     "Answers",
+    "ConstantDocument",
     "Cursor",
     "IfNoneMatch",
     "Limit",
@@ -182,6 +187,60 @@ NO_SCRIPTS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+# --- Documents and pages that never change while the server runs.
+
+_OPEN_CACHING, _KEYED_CACHING = "no-cache", "private, no-cache"
+
+
+class ConstantDocument:
+    """A document that is built and encoded once, at its first request, and has an entity tag.
+
+    Parameters
+    ----------
+    build
+        Returns the text. Called once, in a thread.
+    is_open
+        Whether the document needs no key, so that a cache may share it.
+    headers
+        More headers of every answer.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], str],
+        media_type: str = "application/json",
+        *,
+        is_open: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._build = build
+        self._media_type = media_type
+        self._headers = {
+            "Cache-Control": _OPEN_CACHING if is_open else _KEYED_CACHING,
+            **(headers or {}),
+        }
+        self._lock = threading.Lock()
+        self._content: bytes | None = None
+
+    async def answer(self, if_none_match: str | None) -> Response:
+        """Return the document, or 304 where the client has it."""
+        content = self._content or await run_in_threadpool(self._built)
+        if is_known(if_none_match, self._headers["ETag"]):
+            return Response(status_code=304, headers=self._headers)
+        return Response(content, headers=self._headers, media_type=self._media_type)
+
+    def _built(self) -> bytes:
+        with self._lock:
+            if self._content is None:
+                content = self._build().encode()
+                self._headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()[:_TAG_DIGITS]}"'
+                self._content = content
+            return self._content
+
+
+_TAG_DIGITS = 32
 
 
 # --- Requests that wait count against a limit, and wait only for clients that are there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
 from optpipe.wire import Job, JobList, JobState
-from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.http import (
     FORMS,
@@ -303,12 +304,13 @@ async def submitted(
 async def _answer(
     request: Request, service: Service, who: Principal, job: JobRecord, wait_s: float
 ) -> Response:
+    """Show a job that was submitted or changed; one that was deleted since, as it was last seen."""
     if wait_s > 0:
         job = await while_there(request, service.jobs.wait(job, wait_s), wait_s) or job
-    if job.is_untouched:
-        view = job_view(job, [], who=who)
-    else:
-        view = await run_in_threadpool(_whole, service, job.id, who)
+    view = job_view(job, [], who=who)
+    if not job.is_untouched:
+        with suppress(JobNotFoundError):
+            view = await run_in_threadpool(_whole, service, job.id, who)
     headers = {"Location": str(request.app.url_path_for("look", job_id=job.id))}
     return Response(
         view.model_dump_json(),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import html
+import json
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict
 
@@ -21,7 +23,14 @@ from optpipe_api.access import Role
 from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.jobs import Health, Readiness
-from optpipe_api.routes.common import Reader, Serving  # noqa: TC001 - FastAPI reads it
+from optpipe_api.routes.common import (
+    Answers,
+    ConstantDocument,
+    IfNoneMatch,
+    Reader,
+    Serving,
+    tagged,
+)
 from optpipe_api.telemetry import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -30,7 +39,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import Scope
 
-__all__ = ["FOLDER", "POLICY", "install", "questions_router", "router"]
+__all__ = ["FOLDER", "POLICY", "install", "install_docs", "questions_router", "router"]
 
 
 router = APIRouter(tags=["system"])
@@ -70,34 +79,96 @@ def metrics(request: Request) -> Response:
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE)
 
 
+# --- The JSON Schemas of the file formats.
+
+
+def _schema(of: type[BaseModel], name: str) -> ConstantDocument:
+    def build() -> str:
+        published = {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "$id": f"urn:optpipe:{name}:v1",
+            **of.model_json_schema(),
+        }
+        return json.dumps(published, separators=(",", ":"))
+
+    return ConstantDocument(build)
+
+
+_PROBLEM = _schema(Problem, "problem")
+_MODEL = _schema(Model, "model")
+_SCHEDULE = _schema(Schedule, "schedule")
+_SCHEMA_ANSWERS: Answers = tagged({"description": "A JSON Schema."}, of="it") | documented()
+
+
 @router.get(
-    "/v1/schemas/problem", responses=documented(), summary="JSON Schema of optpipe/problem/v1"
+    "/v1/schemas/problem",
+    response_model=dict[str, Any],
+    responses=_SCHEMA_ANSWERS,
+    summary="JSON Schema of optpipe/problem/v1",
 )
-async def problem_schema() -> dict[str, Any]:
+async def problem_schema(if_none_match: IfNoneMatch = None) -> Response:
     """Return what `POST /v1/jobs` takes as `problem`."""
-    return _published(Problem.model_json_schema(), "problem")
-
-
-@router.get("/v1/schemas/model", responses=documented(), summary="JSON Schema of optpipe/model/v1")
-async def model_schema() -> dict[str, Any]:
-    """Return what `optpipe plan` takes."""
-    return _published(Model.model_json_schema(), "model")
+    return await _PROBLEM.answer(if_none_match)
 
 
 @router.get(
-    "/v1/schemas/schedule", responses=documented(), summary="JSON Schema of optpipe/schedule/v1"
+    "/v1/schemas/model",
+    response_model=dict[str, Any],
+    responses=_SCHEMA_ANSWERS,
+    summary="JSON Schema of optpipe/model/v1",
 )
-async def schedule_schema() -> dict[str, Any]:
+async def model_schema(if_none_match: IfNoneMatch = None) -> Response:
+    """Return what `optpipe plan` takes."""
+    return await _MODEL.answer(if_none_match)
+
+
+@router.get(
+    "/v1/schemas/schedule",
+    response_model=dict[str, Any],
+    responses=_SCHEMA_ANSWERS,
+    summary="JSON Schema of optpipe/schedule/v1",
+)
+async def schedule_schema(if_none_match: IfNoneMatch = None) -> Response:
     """Return what `/v1/jobs/{id}/schedule` answers."""
-    return _published(Schedule.model_json_schema(), "schedule")
+    return await _SCHEDULE.answer(if_none_match)
 
 
-def _published(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:optpipe:{name}:v1",
-        **schema,
-    }
+# --- The documentation of the service: the OpenAPI document, and Swagger UI that shows it.
+
+_OPENAPI, _DOCS = "/openapi.json", "/docs"
+_SWAGGER = "static-offline-docs/"
+
+
+def install_docs(app: FastAPI) -> None:
+    """Serve the OpenAPI document and the page that shows it, each built once.
+
+    The page names only relative addresses.
+    """
+    document = ConstantDocument(
+        lambda: json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")), is_open=True
+    )
+    shown = ConstantDocument(lambda: _swagger(app.title), "text/html", is_open=True)
+
+    @app.api_route(_OPENAPI, methods=["GET", "HEAD"], include_in_schema=False)
+    async def openapi(if_none_match: IfNoneMatch = None) -> Response:
+        """Return what the service speaks."""
+        return await document.answer(if_none_match)
+
+    @app.get(_DOCS, include_in_schema=False)
+    async def docs(if_none_match: IfNoneMatch = None) -> Response:
+        """Show people what the service speaks."""
+        return await shown.answer(if_none_match)
+
+
+def _swagger(title: str) -> str:
+    page = get_swagger_ui_html(
+        openapi_url=_OPENAPI.lstrip("/"),
+        title=f"{title} - Swagger UI",
+        swagger_js_url=f"{_SWAGGER}swagger-ui-bundle.js",
+        swagger_css_url=f"{_SWAGGER}swagger-ui.css",
+        swagger_favicon_url=f"{_SWAGGER}favicon.png",
+    )
+    return bytes(page.body).decode()
 
 
 # --- The page: ``/``, its files under ``/page/``, and BokehJS from the installed package.
@@ -162,13 +233,13 @@ def install(app: FastAPI) -> None:
         files = _Files(_bokeh_folder(), "public, max-age=31536000, immutable", _SCRIPTS)
         app.mount(f"{FOLDER}bokeh/{bokeh}", files, name="bokeh")
     app.mount(FOLDER.rstrip("/"), _Files(_WEB, "no-cache"), name="page")
-    shown = _index(bokeh)
+    headers = {**_HEADERS, "Content-Security-Policy": POLICY}
+    shown = ConstantDocument(lambda: _index(bokeh), "text/html", is_open=True, headers=headers)
 
     @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
+    async def page(if_none_match: IfNoneMatch = None) -> Response:
         """Show people the page."""
-        headers = {**_HEADERS, "Cache-Control": "no-cache", "Content-Security-Policy": POLICY}
-        return HTMLResponse(shown, headers=headers)
+        return await shown.answer(if_none_match)
 
 
 def _index(bokeh: str | None) -> str:

@@ -7,8 +7,7 @@ under it takes seconds where both are large, so it happens where large request b
 
 from __future__ import annotations
 
-import asyncio
-import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -27,11 +26,13 @@ from optpipe_api.access import Role
 from optpipe_api.errors import (
     BatchNotFoundError,
     BodyTooHeavyError,
+    JobNotFoundError,
     StateConflictError,
     TooLargeToDrawError,
 )
 from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
 from optpipe_api.requests.jobs import refuse_many
+from optpipe_api.services.events import Watch
 from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED, check_priority
 from optpipe_api.services.render import solution
 from optpipe_api.services.submission import ReadItem, hash_of, solved_job
@@ -57,7 +58,6 @@ _MAX_NAME = 200
 
 
 _MOST_TRIED = 100
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class BatchService:
@@ -78,6 +78,7 @@ class BatchService:
         self._store = stores.batches
         self._jobs = jobs
         self._changes = changes
+        self._watch = Watch(stores.batches, changes)
         self._pool = pool
 
     # Taking in
@@ -232,7 +233,9 @@ class BatchService:
         self.find(batch_id, who)
         for job in self._store.cancel(batch_id):
             if job.state is JobState.RUNNING:
-                self._jobs.cancel(job.id, who)
+                # One that has ended meanwhile may be deleted already.
+                with suppress(JobNotFoundError):
+                    self._jobs.cancel(job.id, who)
             else:
                 self._jobs.tell(job)
         return self._store.get(batch_id)
@@ -254,21 +257,24 @@ class BatchService:
         """Forget an ended batch and its jobs; raises `StateConflictError` if one goes on."""
         self.find(batch_id, who)
         self._store.delete(batch_id)
+        self._changes.publish(batch_id)
 
     # Following
 
-    async def wait(self, batch: BatchRecord, seconds: float) -> BatchRecord:
-        """Return the batch once it is finished, or as it is when the time is up."""
-        deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
-        pause_s = _FIRST_PAUSE_S
-        while not batch.is_finished and not self._changes.is_closed:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            batch = await run_in_threadpool(self._store.get, batch.id)
-        return batch
+    async def check(self, batch_id: str, who: Principal) -> None:
+        """Raise `BatchNotFoundError` unless the batch is there and of this caller.
+
+        One query for all who ask at the same time.
+        """
+        now = await self._watch.standing(batch_id)
+        if now is None or not who.sees(now.owner):
+            raise BatchNotFoundError(batch_id)
+
+    async def wait(self, batch_id: str, seconds: float) -> None:
+        """Return when the batch is finished or deleted, or the time is up."""
+        most_s = min(seconds, self._settings.max_wait_s)
+        if most_s > 0:
+            await self._watch.until(batch_id, lambda now: now.is_finished, most_s)
 
 
 def _most_near(cells: list[int]) -> int:

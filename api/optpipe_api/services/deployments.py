@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from optpipe_api.errors import (
     StoreUnavailableError,
 )
 from optpipe_api.jobs import JobError, JobStart
+from optpipe_api.services.events import Watch
 from optpipe_api.services.jobs import MOST_TRIED
 from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from optpipe.measurements import MeasuredAction
     from optpipe_api.deployments import (
         DeploymentRecord,
+        DeploymentStanding,
         Documents,
         NewDeployment,
         Report,
@@ -62,7 +64,6 @@ __all__ = [
 ]
 
 
-_LOOK_AGAIN_S = 1.0
 _INFEASIBLE = InfeasibleProblemError.code
 
 
@@ -79,6 +80,7 @@ class DeploymentService:
         self._store = stores.deployments
         self._jobs = jobs
         self._changes = changes
+        self._watch = Watch(stores.deployments, changes)
         self._steps = Steps(self._store, stores.jobs, self._submit, changes.publish)
         self._rounds = Rounds(self._steps.take_all, settings.poll_s, "deployments")
 
@@ -165,7 +167,9 @@ class DeploymentService:
         self.find(deployment_id, who)
         deployment = self._store.end(deployment_id)
         if deployment.job_id is not None:
-            self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
+            # The job of an ended deployment may be deleted.
+            with suppress(JobNotFoundError):
+                self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
         self._changes.publish(deployment_id)
         return deployment
 
@@ -185,23 +189,21 @@ class DeploymentService:
         ``known_version``: what the caller has; 0 = none. Raises `InfeasibleProblemError`,
         `ScheduleNotFoundError` as `schedule`.
         """
-        found = await run_in_threadpool(self.find, deployment_id, who)
-        deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
-        while not self._is_news(found, known_version) and time.monotonic() < deadline:
-            with self._changes.subscribed(deployment_id) as changed:
-                found = await run_in_threadpool(self._store.get, deployment_id)
-                left = deadline - time.monotonic()
-                if self._is_news(found, known_version) or left <= 0:
-                    break
-                await _either(changed, min(left, _LOOK_AGAIN_S))
+
+        def is_news(now: DeploymentStanding) -> bool:
+            failed = now.version == 0 and now.has_failed
+            return now.has_ended or failed or now.version != known_version
+
+        found = await self._watch.standing(deployment_id)
+        most_s = min(seconds, self._settings.max_wait_s)
+        if found is not None and who.sees(found.owner) and most_s > 0 and not is_news(found):
+            await self._watch.until(deployment_id, is_news, most_s)
+            found = await self._watch.standing(deployment_id)
+        if found is None or not who.sees(found.owner):
+            raise DeploymentNotFoundError(deployment_id)
         if found.version == known_version and known_version > 0:
             return None
         return await run_in_threadpool(self.schedule, deployment_id, who)
-
-    def _is_news(self, deployment: DeploymentRecord, known_version: int) -> bool:
-        over = deployment.ended_at is not None or self._changes.is_closed
-        failed = deployment.version == 0 and deployment.error is not None
-        return over or failed or deployment.version != known_version
 
     def _submit(
         self, deployment: DeploymentRecord, problem: Problem, start: JobStart | None
@@ -219,14 +221,6 @@ class DeploymentService:
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)
-
-
-async def _either(changed: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await changed.wait()
-    except TimeoutError:
-        return
 
 
 # --- The next step of a deployment, whoever takes it: the arrows of `optpipe_api.deployments`.

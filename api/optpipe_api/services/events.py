@@ -1,9 +1,13 @@
-"""Waiting for jobs: one look at the store for all who wait, however many they and their jobs are.
+"""Waiting: one query serves all clients that wait, for however many jobs, batches, deployments.
 
-Rounds follow each other while anybody waits. A round asks, in one query, where jobs stand: those
-that have changed here or are newly waited for at once, and each second all of them, as another
-server may have changed them and tells nobody. A thousand who wait cost one query a second, and
-hundreds who come at the same time, as the followers of a job do when it has ended, one or two.
+A `Watch` asks the store in rounds while at least one client waits. A round asks, in one query, for
+the standings of two groups:
+
+* immediately, the things that changed on this server, or that a client has just begun to wait for;
+* each second, all things that clients wait for: changes by other servers are not heard of here.
+
+A thousand clients that wait cost one query a second. Hundreds of clients that come at the same
+time, as the followers of a job do when it ends, cost one or two queries.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
@@ -25,55 +29,94 @@ from optpipe_api.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Callable,
+        Hashable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from optpipe_api.access import Principal
     from optpipe_api.jobs import HistoryEntry, Standing
     from optpipe_api.store import JobStore
 
-__all__ = ["Changes", "ConnectionLimit", "Followers", "JobWatch", "Purpose"]
+__all__ = [
+    "Changes",
+    "ConnectionLimit",
+    "Followers",
+    "Purpose",
+    "SharedCalls",
+    "Standings",
+    "Watch",
+]
 
 
 _LOOK_AGAIN_S = 1.0
 _REST_S = 0.02
 
 
-class JobWatch:
-    """Knows where jobs stand as soon as somebody waits for it; in the event loop."""
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+T = TypeVar("T")
 
-    def __init__(self, store: JobStore, changes: Changes) -> None:
+
+class Standings(Protocol[S_co]):
+    """A store that reads the standings of many things in one query."""
+
+    def standings(self, ids: Sequence[str], /) -> Mapping[str, S_co]:
+        """Return the standings of things, by their ids; unknown ids are left out."""
+        ...
+
+
+class Watch(Generic[S]):
+    """Reads the standings of jobs, batches or deployments that clients wait for; in the event loop.
+
+    Parameters
+    ----------
+    store
+        Knows the things, and is called in threads.
+    changes
+        Publishes the id of each thing that changes on this server.
+    """
+
+    def __init__(self, store: Standings[S], changes: Changes) -> None:
         self._store = store
         self._changes = changes
-        self._waiting: dict[str, set[_Waiter]] = defaultdict(set)
+        self._waiting: dict[str, set[_Waiter[S]]] = defaultdict(set)
         self._due: set[str] = set()
         self._is_due = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
         changes.listen(self._heard)
 
-    async def standing(self, job_id: str) -> Standing | None:
-        """Return where a job stands now; None if there is no such job.
+    async def standing(self, thing_id: str) -> S | None:
+        """Return the standing of a thing now; None if there is no such thing.
 
         One query for all who ask at the same time.
 
-        Raises `StoreUnavailableError` if it cannot be told.
+        Raises `StoreUnavailableError` if the store does not answer.
         """
-        return await self._wait(job_id, _Waiter(lambda _: True, is_patient=False), None)
+        return await self._wait(thing_id, _Waiter(lambda _: True, is_patient=False), None)
 
     async def until(
-        self, job_id: str, is_enough: Callable[[Standing], bool], seconds: float | None = None
+        self, thing_id: str, is_enough: Callable[[S], bool], seconds: float | None = None
     ) -> None:
-        """Return when a job stands as wanted, or is deleted, or the time is up, or we stop.
+        """Return when the standing of a thing is enough; also at the time limit, or at our stop.
 
-        ``is_enough``: says of a standing whether it is as wanted. ``seconds``: to wait at most;
-        None = any time.
+        The wait ends with the deletion of the thing, too.
+
+        ``is_enough``: whether a standing ends the wait. ``seconds``: time limit; None = no limit.
         """
         if self._changes.is_closed:
             return
-        await self._wait(job_id, _Waiter(is_enough, is_patient=True), seconds)
+        await self._wait(thing_id, _Waiter(is_enough, is_patient=True), seconds)
 
-    async def _wait(self, job_id: str, waiter: _Waiter, seconds: float | None) -> Standing | None:
-        self._waiting[job_id].add(waiter)
-        self._heard(job_id)
+    async def _wait(self, thing_id: str, waiter: _Waiter[S], seconds: float | None) -> S | None:
+        self._waiting[thing_id].add(waiter)
+        self._heard(thing_id)
         self._rounds = self._rounds or asyncio.create_task(self._go_round())
         try:
             await asyncio.wait({waiter.end}, timeout=seconds)
@@ -82,22 +125,22 @@ class JobWatch:
             return waiter.seen
         finally:
             waiter.end.cancel()
-            self._leave(job_id, waiter)
+            self._leave(thing_id, waiter)
 
-    def _leave(self, job_id: str, waiter: _Waiter) -> None:
-        self._waiting[job_id].discard(waiter)
-        if not self._waiting[job_id]:
-            del self._waiting[job_id]
+    def _leave(self, thing_id: str, waiter: _Waiter[S]) -> None:
+        self._waiting[thing_id].discard(waiter)
+        if not self._waiting[thing_id]:
+            del self._waiting[thing_id]
         if not self._waiting and self._rounds is not None:
             self._rounds.cancel()
             self._rounds = None
 
-    def _heard(self, job_id: str | None) -> None:
-        """Look at a job soon, where anybody waits for it; None: let everybody go."""
-        if job_id is None:
+    def _heard(self, thing_id: str | None) -> None:
+        """Look at a thing soon, where anybody waits for it; None: let everybody go."""
+        if thing_id is None:
             self._let_go(None)
-        elif job_id in self._waiting:
-            self._due.add(job_id)
+        elif thing_id in self._waiting:
+            self._due.add(thing_id)
             self._is_due.set()
 
     async def _go_round(self) -> None:
@@ -126,10 +169,10 @@ class JobWatch:
             return
 
     async def _look(self) -> None:
-        job_ids, self._due = self._due & self._waiting.keys(), set()
+        ids, self._due = self._due & self._waiting.keys(), set()
         self._is_due.clear()
-        # Who came after this was asked is asked for again.
-        waiters_of = {job_id: tuple(self._waiting[job_id]) for job_id in sorted(job_ids)}
+        # A client that comes after this query began is served by the next one.
+        waiters_of = {thing_id: tuple(self._waiting[thing_id]) for thing_id in sorted(ids)}
         if not waiters_of:
             return
         try:
@@ -141,8 +184,8 @@ class JobWatch:
             )
             return
         served = []
-        for job_id, waiters in waiters_of.items():
-            seen = found.get(job_id)
+        for thing_id, waiters in waiters_of.items():
+            seen = found.get(thing_id)
             for waiter in waiters:
                 waiter.seen = seen
                 if seen is None or waiter.is_enough(seen):
@@ -157,18 +200,18 @@ class JobWatch:
             _refuse(waiters, error)
 
 
-class _Waiter:
-    """One who waits for a job to stand as wanted; an impatient one has his answer anyway."""
+class _Waiter(Generic[S]):
+    """A client that waits until a standing is enough; an impatient one is answered anyway."""
 
-    def __init__(self, is_enough: Callable[[Standing], bool], *, is_patient: bool) -> None:
+    def __init__(self, is_enough: Callable[[S], bool], *, is_patient: bool) -> None:
         self.is_enough = is_enough
         self.is_patient = is_patient
-        self.seen: Standing | None = None
+        self.seen: S | None = None
         self.error: Exception | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-def _refuse(waiters: list[_Waiter], error: Exception) -> None:
+def _refuse(waiters: list[_Waiter[S]], error: Exception) -> None:
     for waiter in waiters:
         waiter.error = error
     _wake(waiter.end for waiter in waiters)
@@ -179,6 +222,48 @@ def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:
     for end in waiting:
         if not end.done():
             end.set_result(None)
+
+
+# --- What many ask for at the same time is read once.
+
+
+class SharedCalls:
+    """Calls functions in threads, once for all who ask under the same key; in the event loop.
+
+    A client never shares a call that began before it asked, so every answer is read after the
+    question. Of any number that ask at the same time, one call serves the first and a second call
+    serves all others.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[Hashable, asyncio.Task[Any]] = {}
+        self._upcoming: dict[Hashable, asyncio.Task[Any]] = {}
+
+    async def call(self, key: Hashable, function: Callable[[], T]) -> T:
+        """Return what a function returns, or raise what it raises.
+
+        ``key``: names the function and its arguments.
+        """
+        task: asyncio.Task[T] | None = self._upcoming.get(key)
+        if task is None:
+            task = asyncio.create_task(self._call(key, function))
+            self._upcoming[key] = task
+            # An error that nobody is left to hear is no fault of the event loop.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # One that hangs up cancels its own wait, not the call that others share.
+        await asyncio.wait({task})
+        return task.result()
+
+    async def _call(self, key: Hashable, function: Callable[[], T]) -> T:
+        before = self._running.get(key)
+        if before is not None:
+            await asyncio.wait({before})
+        self._running[key] = task = self._upcoming.pop(key)
+        try:
+            return await run_in_threadpool(function)
+        finally:
+            if self._running.get(key) is task:
+                del self._running[key]
 
 
 # --- Following jobs: one reader of the store per followed job, when there is something to read.
@@ -192,7 +277,7 @@ class Followers:
     Two hundred followers that each ask the database at each change would hold up everybody else.
     """
 
-    def __init__(self, store: JobStore, changes: Changes, watch: JobWatch) -> None:
+    def __init__(self, store: JobStore, changes: Changes, watch: Watch[Standing]) -> None:
         self._store = store
         self._changes = changes
         self._watch = watch
@@ -225,7 +310,9 @@ class Followers:
 class _Tail:
     """A job's history as far as it is written, and a task that reads on."""
 
-    def __init__(self, store: JobStore, changes: Changes, watch: JobWatch, job_id: str) -> None:
+    def __init__(
+        self, store: JobStore, changes: Changes, watch: Watch[Standing], job_id: str
+    ) -> None:
         self.num_followers = 0
         self._store = store
         self._changes = changes
@@ -311,65 +398,44 @@ class _Tail:
         _wake(waiting)
 
 
-# --- Who waits for a change of a job hears of it: from the engine's threads to the event loop.
+# --- Changes on this server: from the engine's threads to the event loop.
 
 
 class Changes:
-    """Wakes the waiting requests of this server; made, and waited on, in its event loop.
+    """Tells the watches of this server what has changed; made in its event loop.
 
-    Changes made by another server are not heard of: whoever waits looks again now and then
-    (`optpipe_api.services.events` does so for jobs).
+    Ids of jobs, batches and deployments never meet, so one publisher serves all. Changes by another
+    server are not heard of: a `Watch` asks for them each second.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, set[asyncio.Event]] = defaultdict(set)
         self._listeners: list[Callable[[str | None], None]] = []
         self.is_closed = False
 
-    def publish(self, job_id: str) -> None:
-        """Say that a job has changed; from any thread."""
-        self._call(self._wake_job, job_id)
+    def publish(self, thing_id: str) -> None:
+        """Say that a job, batch or deployment has changed; from any thread."""
+        self._call(self._notify, thing_id)
 
     def close(self) -> None:
         """Let every waiter go, now and from now on; from any thread or signal handler."""
-        self._call(self._wake_all)
+        self._call(self._close)
 
     def listen(self, listener: Callable[[str | None], None]) -> None:
-        """Call somebody, in the event loop, with the id of each that changes; None at the end."""
+        """Call a function, in the event loop, with the id of each change; None at the end."""
         self._listeners.append(listener)
 
-    @contextmanager
-    def subscribed(self, job_id: str) -> Iterator[asyncio.Event]:
-        """An event that is set at the next change; look at the job after entering, not before."""
-        event = asyncio.Event()
-        if self.is_closed:
-            event.set()
-        self._waiting[job_id].add(event)
-        try:
-            yield event
-        finally:
-            self._waiting[job_id].discard(event)
-            if not self._waiting[job_id]:
-                del self._waiting[job_id]
-
-    def _call(self, function: object, *arguments: object) -> None:
-        if callable(function) and not self._loop.is_closed():
+    def _call(self, function: Callable[..., None], *arguments: str) -> None:
+        if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _wake_job(self, job_id: str) -> None:
-        for event in self._waiting.get(job_id, ()):
-            event.set()
+    def _notify(self, thing_id: str | None) -> None:
         for listener in self._listeners:
-            listener(job_id)
+            listener(thing_id)
 
-    def _wake_all(self) -> None:
+    def _close(self) -> None:
         self.is_closed = True
-        for events in self._waiting.values():
-            for event in events:
-                event.set()
-        for listener in self._listeners:
-            listener(None)
+        self._notify(None)
 
 
 # --- Connections that stay open, followers of events and requests that wait, are limited in number.

@@ -30,7 +30,7 @@ from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
 from optpipe_api.jobs import MAX_SHARED_PRIORITY, AttemptOutcome, JobEvent, JobStart
-from optpipe_api.services.events import Followers, JobWatch
+from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -95,28 +95,41 @@ class JobCache:
         return self._hit(new) or self._near(new, most_tried) or new
 
     def _hit(self, new: NewJob) -> NewJob | None:
+        """Return the job with the newest known answer; None where no answer is known."""
         found = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_LOOKED_AT)
         for job in found:
             if answers(job, new.options) and new.is_content_with(job.objective_ms):
-                return self._answered(new, job)
+                answered = self._answered(new, job)
+                if answered is not None:
+                    return answered
         return None
 
     def _answered(self, new: NewJob, job: JobRecord) -> NewJob | None:
+        """Return the new job with the answer of a finished one.
+
+        None where the finished job has no schedule to give, or was deleted or resumed since it was
+        looked up: its documents then belong to no answer, or to another one.
+        """
         is_infeasible = job.state is JobState.INFEASIBLE
-        stored = self._store.schedule(job.id)
-        if stored is None and not is_infeasible:
+        try:
+            stored = self._store.schedule(job.id)
+            if stored is None and not is_infeasible:
+                return None
+            outcome = AttemptOutcome(
+                event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
+                schedule=None if stored is None else stored.document,
+                objective_ms=job.objective_ms,
+                bound_ms=job.bound_ms,
+                error=job.error,
+                method=self._store.made_by(job.id),
+                tuned=self._store.tuned(job.id),
+                checkpoint=self._store.checkpoint(job.id),
+            )
+            chosen = self._store.problem(job.id) if new.problem is None else new.problem
+            if self._store.get(job.id) != job:
+                return None
+        except JobNotFoundError:
             return None
-        outcome = AttemptOutcome(
-            event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-            schedule=None if stored is None else stored.document,
-            objective_ms=job.objective_ms,
-            bound_ms=job.bound_ms,
-            error=job.error,
-            method=self._store.made_by(job.id),
-            tuned=self._store.tuned(job.id),
-            checkpoint=self._store.checkpoint(job.id),
-        )
-        chosen = self._store.problem(job.id) if new.problem is None else new.problem
         return replace(
             new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome, problem=chosen
         )
@@ -146,7 +159,11 @@ class JobCache:
         return replace(new, cache=Cache.NEAR, source_id=known[index][0].id, start=start)
 
     def _texts(self, job: JobRecord) -> tuple[str, str] | None:
-        problem, stored = self._store.problem(job.id), self._store.schedule(job.id)
+        """Return a job's problem and schedule; None where it has none, or was deleted since."""
+        try:
+            problem, stored = self._store.problem(job.id), self._store.schedule(job.id)
+        except JobNotFoundError:
+            return None
         return None if problem is None or stored is None else (problem, stored.document)
 
 
@@ -266,7 +283,7 @@ class JobService:
         self._store = store
         self._engine = engine
         self._changes = changes
-        self._watch = JobWatch(store, changes)
+        self._watch = Watch(store, changes)
         self._followers = Followers(store, changes, self._watch)
         self._counting = threading.Lock()
         self._places: dict[str, Waiting] = {}
@@ -311,7 +328,7 @@ class JobService:
         """Tell engine and followers of a job that waits in the queue, or has ended."""
         if not job.state.is_final:
             self._engine.wake()
-        self._changes.publish(job.id)
+        self._publish(job)
 
     # Showing
 
@@ -454,7 +471,7 @@ class JobService:
         self.find(job_id, who)
         job = self._store.request_cancel(job_id)
         self._engine.cancel(job_id)
-        self._changes.publish(job_id)
+        self._publish(job)
         return job
 
     def resume(self, job_id: str, seconds: float, who: Principal) -> JobRecord:
@@ -478,11 +495,17 @@ class JobService:
     # Following
 
     async def wait(self, job: JobRecord, seconds: float) -> JobRecord:
-        """Return the job once it is finished, or as it is when the time is up."""
+        """Return the job once it is finished, or as it is when the time is up.
+
+        A job that is deleted meanwhile is returned as it was given.
+        """
         if job.state.is_final or seconds <= 0:
             return job
         await self._watch.until(job.id, lambda now: now.state.is_final, self._at_most(seconds))
-        return await run_in_threadpool(self._store.get, job.id)
+        try:
+            return await run_in_threadpool(self._store.get, job.id)
+        except JobNotFoundError:
+            return job
 
     async def wait_schedule(
         self, job_id: str, known_number: int, seconds: float, who: Principal
@@ -520,6 +543,10 @@ class JobService:
         if now.state.is_final and now.last_entry <= after:
             return None
         return self._followers.entries(job_id, after)
+
+    def _publish(self, job: JobRecord) -> None:
+        for changed_id in job.changed_ids:
+            self._changes.publish(changed_id)
 
     def _at_most(self, seconds: float) -> float:
         return min(seconds, self._settings.max_wait_s)

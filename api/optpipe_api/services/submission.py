@@ -179,7 +179,7 @@ def read_tune(body: bytes, settings: Settings) -> NewJob:
     # Here: parts of the service that never tune need not wait for the solver.
     from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
-    wanted = TuneBody.parse(decode_json(body))
+    wanted = TuneBody.parse(decode_json(body, takes_constants=True))
     options, values = wanted.options.within(settings), wanted.question()
     read = read_question(values)
     question = read.question
@@ -383,7 +383,7 @@ def read_estimate(body: bytes) -> str:
 
     Raises `OptPipeError` also as `estimate` and `sweep`.
     """
-    wanted = EstimateBody.parse(decode_json(body))
+    wanted = EstimateBody.parse(decode_json(body, takes_constants=True))
     shape = _shape(wanted)
     found = _estimate(shape, wanted)
     view = EstimateView(

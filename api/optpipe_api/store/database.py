@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from optpipe.errors import InputError, MissingExtraError
 from optpipe_api.errors import KeyReusedError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "added_once",
@@ -508,11 +508,18 @@ def _migrate(connection: sa.Connection) -> None:
 # --- What the stores do alike: rows by id, page by page, once for each key, as records.
 
 _ID = re.compile(r"[0-9a-f]{32}")
+_MOST_INSERTS, _MOST_IDS = 3, 1000
 
 
 def may_be_id(text: str) -> bool:
     """Whether a text looks like an id; what does not may be what a database refuses to hear."""
     return _ID.fullmatch(text) is not None
+
+
+def in_groups(ids: Sequence[str]) -> Iterator[list[str]]:
+    """Yield ids in groups that one query takes; texts that are no ids are left out."""
+    for start in range(0, len(ids), _MOST_IDS):
+        yield [one for one in ids[start : start + _MOST_IDS] if may_be_id(one)]
 
 
 def row_with_id(
@@ -549,17 +556,22 @@ def added_once(
     insert: Callable[[sa.Connection], T],
 ) -> T:
     """Return what a key made before, or else what is inserted now."""
-    try:
-        with writing(engine) as connection:
-            known = find(connection)
-            return insert(connection) if known is None else known
-    except exc.IntegrityError:
-        # Another server inserted the same key between our look and our insert.
-        with reading(engine) as connection:
-            known = find(connection)
-        if known is None:
-            raise
-        return known
+    for _ in range(_MOST_INSERTS - 1):
+        # Another server may insert the same key between our look and our insert. What it inserted
+        # may be deleted again before we look for it.
+        with suppress(exc.IntegrityError):
+            return _found_or_inserted(engine, find, insert)
+    return _found_or_inserted(engine, find, insert)
+
+
+def _found_or_inserted(
+    engine: sa.Engine,
+    find: Callable[[sa.Connection], T | None],
+    insert: Callable[[sa.Connection], T],
+) -> T:
+    with writing(engine) as connection:
+        known = find(connection)
+        return insert(connection) if known is None else known
 
 
 def made_before(

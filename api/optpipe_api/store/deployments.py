@@ -22,13 +22,20 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 
 from optpipe.wire import JobOptions
-from optpipe_api.deployments import REGISTERED, DeploymentRecord, Documents, VersionRecord
+from optpipe_api.deployments import (
+    REGISTERED,
+    DeploymentRecord,
+    DeploymentStanding,
+    Documents,
+    VersionRecord,
+)
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
 from optpipe_api.store.database import (
     added_once,
     deployment_versions,
     deployments,
+    in_groups,
     made_before,
     measurements,
     newest_first,
@@ -53,6 +60,14 @@ if TYPE_CHECKING:
 __all__ = ["KEPT_REPORTS", "DeploymentStore"]
 
 
+# Made once: to put a query together takes longer than to answer it.
+_STANDINGS = sa.select(
+    deployments.c.id,
+    deployments.c.owner,
+    deployments.c.version,
+    deployments.c.ended_at,
+    deployments.c.error.is_not(None).label("has_failed"),
+).where(deployments.c.id.in_(sa.bindparam("ids", expanding=True)))
 _SHOWN = [column for column in deployment_versions.c if column.name != "schedule"]
 
 
@@ -116,6 +131,21 @@ class DeploymentStore:
         """
         with reading(self._engine) as connection:
             return _deployment_of(_find_row(connection, deployment_id))
+
+    def standings(self, deployment_ids: Sequence[str]) -> dict[str, DeploymentStanding]:
+        """Return how far deployments have come, by their ids; unknown ids are left out.
+
+        One query for up to a thousand, along indices: while anybody waits for a version, it is
+        asked each second.
+        """
+        with reading(self._engine) as connection:
+            return {
+                row.id: DeploymentStanding(
+                    row.owner, row.version, row.ended_at is not None, bool(row.has_failed)
+                )
+                for ids in in_groups(deployment_ids)
+                for row in connection.execute(_STANDINGS, {"ids": ids})
+            }
 
     def page(
         self, limit: int, before: int | None = None, *, owner: str | None = None

@@ -39,9 +39,9 @@ from optpipe_api.store.database import (
     comparisons,
     deployments,
     events,
+    in_groups,
     job_tags,
     jobs,
-    may_be_id,
     models,
     problems,
     questions,
@@ -236,7 +236,6 @@ _STANDINGS = sa.select(
     jobs.c.num_schedules,
     sa.func.coalesce(_LAST_ENTRY, 0).label("last"),
 ).where(jobs.c.id.in_(sa.bindparam("ids", expanding=True)))
-_STANDINGS_AT_ONCE = 1000
 _HISTORY = (
     sa.select(events)
     .where(events.c.position == sa.bindparam("at"), events.c.number > sa.bindparam("after"))
@@ -271,8 +270,7 @@ class JobReads:
         """
         found: dict[str, Standing] = {}
         with reading(self._engine) as connection:
-            for start in range(0, len(job_ids), _STANDINGS_AT_ONCE):
-                ids = [one for one in job_ids[start : start + _STANDINGS_AT_ONCE] if may_be_id(one)]
+            for ids in in_groups(job_ids):
                 for row in connection.execute(_STANDINGS, {"ids": ids}):
                     state = JobState(row.state)
                     found[row.id] = Standing(row.owner, state, row.num_schedules, row.last)

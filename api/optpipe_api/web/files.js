@@ -44,10 +44,14 @@ async function use(compose, text, name) {
   await compose.use(data.problem ?? data, name);
 }
 
+/** Return the JSON of a text; NaN and Infinity, which Python writes into a config.json, as words. */
+export const readJson = (text) => JSON.parse(text.replaceAll(
+  /("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b/g, (word, quoted) => quoted ?? `"${word}"`));
+
 function parsed(text, name) {
   let data;
   try {
-    data = JSON.parse(text);
+    data = readJson(text);
   } catch (error) {
     throw problem(`${name} is not JSON: ${error.message}; choose a problem file `
       + "(optpipe/problem/v1), as optpipe estimate writes it");

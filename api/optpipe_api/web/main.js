@@ -35,8 +35,10 @@ const show = guarded(async (told) => {
   shown = viewOf(told);
   mark(told);
   result.replaceChildren();
-  if (shown) await shown.open(result);
-  else if (compose.isLoaded && compose.differs(told)) await compose.restore(told);
+  if (shown) {
+    await shown.open(result);
+    if (compose.isLoaded && !saysForm(told)) await fillByQuestion(told.job);
+  } else if (compose.isLoaded && compose.differs(told)) await compose.restore(told);
   else if (compose.view) await compose.tellAddress();
 });
 
@@ -58,9 +60,23 @@ function mark(told) {
   document.body.dataset.view = isWork(told) ? "work" : "list";
 }
 
-/** Fill the form: from the address; else, beside a job, with the problem of that job. */
+/** Whether the address says what stands in the form, which is also the question of a job from there. */
+const saysForm = (told) => !told.job || "time_limit_s" in told || Boolean(inAddress());
+
+/** Let the form show the question that a tune answers; return whether the job is a tune of one GPU kind. */
+async function fillByQuestion(job) {
+  const question = await askJson(`v1/jobs/${job}/question`).catch(() => null);
+  // The form has one kind of GPU.
+  if (!question || question.gpu.includes(":")) return false;
+  const known = question.current_file && await askJson(`v1/jobs/${job}/configuration`).catch(() => null);
+  await compose.tune.show(question, question.current ?? known?.current ?? {});
+  return true;
+}
+
+/** Fill the form: from the address; else, beside a job, with its question or its problem. */
 const fill = guarded(async (told) => {
   await compose.load();
+  if (!saysForm(told) && !told.model && await fillByQuestion(told.job)) return;
   // Where there is none, the view says why.
   const problem = told.job && !told.model && !inAddress()
     ? await askJson(`v1/jobs/${told.job}/problem`).catch(() => null) : null;

@@ -3,6 +3,7 @@
 import { choiceField, numberField } from "./controls.js";
 import { button, byId, el } from "./dom.js";
 import { clearFault, guarded } from "./faults.js";
+import { readJson } from "./files.js";
 import { bytes } from "./format.js";
 import { askJson } from "./http.js";
 import { address, go } from "./link.js";
@@ -118,7 +119,7 @@ export class StartView {
   async take(file) {
     if (!file) return;
     try {
-      this.use(JSON.parse(await file.text()), file.name);
+      this.use(readJson(await file.text()), file.name);
     } catch (error) {
       throw Object.assign(new Error(`${file.name} is not JSON: ${error.message}; choose a Hugging Face `
         + "config.json"), { code: "file.invalid" });

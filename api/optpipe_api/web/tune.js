@@ -40,6 +40,21 @@ export class TuneForm {
       measured_step_s: said("measured_step_s") || undefined };
   }
 
+  /** Show a question that was asked; `current` has the degrees of what is run today. */
+  async show(asked, current) {
+    const { preset } = this.compose;
+    const given = Object.fromEntries(DEGREES.map((name) => [name, current[name] ?? 1]));
+    const dp = Math.max(1, Math.round(asked.num_gpus / (given.tp * given.cp * given.pp)));
+    const num_microbatches = Math.max(1, Math.round(asked.global_batch / (dp * given.micro_batch)));
+    const { model, gpu, sequence, precision } = asked;
+    preset.use(asked.config ?? null, "the config.json of this question");
+    preset.state = { ...(model ? { model } : {}), gpu, sequence, precision, ...given, dp, num_microbatches };
+    this.compose.sliders.values = {};
+    for (const name of TUNED) this.compose.option(name).value = asked[name] ?? "";
+    this.compose.source = "preset";
+    await this.compose.refresh();
+  }
+
   /** Say what is asked; a problem of a file is of one configuration alone. */
   tell() {
     const { compose } = this;

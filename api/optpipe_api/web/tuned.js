@@ -105,26 +105,14 @@ export class Tuned {
     if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  /** The gain, and whether an estimate can know it. */
+  /** The gain, or why there is none, and how far such estimates are off. */
   headline() {
-    const { gain, error, current, memory_bytes: memory } = this.result;
-    const bands = [error === null
+    const { verdict, error } = this.result;
+    const band = error === null
       ? "Estimates of this kind were compared with no published run."
       : `Estimates of this kind are ${share(error.median)} off in the median, at worst `
-        + `${share(error.worst)} (${error.num_rows} published runs).`];
-    let said = "What you run today was not said, or is too large to simulate.";
-    if (gain !== null) {
-      said = gain < 0 ? `${share(-gain)} more time per step than what you run today: nothing was found `
-        + "that fits and is faster" : `${share(gain)} less time per step than what you run today`;
-      if (error && gain >= 0 && gain < error.median) said += ": smaller than the estimate's error. Measure before you change";
-      else if (error && gain >= 0 && gain < error.worst) said += ", which the worst error would undo. Measure before you change";
-      said += ".";
-      if (peak(current) > memory) {
-        bands.push(`In this model what you run needs ${(peak(current) / GIB).toFixed(1)} GiB of `
-          + `${(memory / GIB).toFixed(1)}: bytes are estimates too.`);
-      }
-    }
-    return [el("p", { id: "gain" }, el("strong", {}, said)), el("p", { class: "hint" }, bands.join(" "))];
+        + `${share(error.worst)} (${error.num_rows} published runs).`;
+    return [el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")), el("p", { class: "hint" }, band)];
   }
 
   /** The fastest rows, and what is run today. */
@@ -137,7 +125,7 @@ export class Tuned {
 
   /** The configurations, in the order that was chosen. */
   rows(shown) {
-    const { rows, current } = this.result;
+    const { rows, current, gain } = this.result;
     const same = (row) => row.id === current?.id;
     const columns = [
       { title: "Configuration", of: labelOf, text: (row) => button(
@@ -147,7 +135,7 @@ export class Tuned {
       { title: "Step, ms", key: "step_ms", number: true, of: (row) => row.step_ms,
         text: (row) => ms(row.step_ms) },
       { title: "Gain", number: true, of: (row) => -row.step_ms,
-        text: (row) => (current === null || same(row) ? "" : share(1 - row.step_ms / current.step_ms)) },
+        text: (row) => (gain === null || same(row) ? "" : share(1 - row.step_ms / current.step_ms)) },
       { title: "Tokens/s/GPU", number: true, of: (row) => row.tokens_per_s_per_gpu,
         text: (row) => whole.format(row.tokens_per_s_per_gpu) },
       { title: "bf16 MFU", number: true, of: (row) => row.mfu, text: (row) => share(row.mfu) },

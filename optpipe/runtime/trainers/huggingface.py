@@ -26,7 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import MissingExtraError, PreflightError
-from optpipe.runtime.trainers.split import Passed, Tie, materialize, ties_of
+from optpipe.runtime.trainers.split import (
+    Passed,
+    Tie,
+    chain_stages,
+    check_stages,
+    materialize,
+    ties_of,
+)
 from optpipe.runtime.trainers.split import split as split_model
 
 if TYPE_CHECKING:
@@ -49,10 +56,12 @@ class Stages(list[nn.Module]):
     ties: tuple[Tie, ...] = ()
 
 
-def split(
-    model: nn.Module, layers_per_stage: Sequence[int], *, check: bool | None = None
-) -> Stages:
+def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = True) -> Stages:
     """Return the stages of a causal language model of `transformers`, which stays as it is.
+
+    The stages, chained, are compared with the model on a few tokens, as
+    `optpipe.runtime.trainers.split` compares them: logits, the loss, and gradients. A model without
+    values cannot be compared; it is split if it is of a kind whose stages are tested.
 
     Parameters
     ----------
@@ -61,15 +70,17 @@ def split(
     layers_per_stage
         How many decoder layers each stage holds.
     check
-        Whether the stages, chained, are compared with the model on a few tokens; by default where
-        models of this kind are not among those that are tested. Takes the model's values.
+        False compares nothing and splits a model of any kind: stages that differ from the model
+        then train wrongly, without an error.
 
     Raises
     ------
     MissingExtraError
         If `transformers` is not there in a version that the stages know.
     PreflightError
-        If the model is no decoder-only language model, or does not come apart like this.
+        If the model is no decoder-only language model, or does not come apart like this, or adds
+        to its loss what `loss_of` does not add. If it has no values and its kind is not tested, and
+        ``check`` is not False.
     """
     _require_transformers()
     base = getattr(model, "base_model", None)
@@ -85,7 +96,7 @@ def split(
     )
     stages = Stages()
     ends = list(accumulate(layers_per_stage))
-    parts = split_model(model, layers_per_stage, blocks=blocks)
+    parts = split_model(model, layers_per_stage, blocks=blocks, check=False)
     for index, (part, end, count) in enumerate(zip(parts, ends, layers_per_stage, strict=True)):
         _keep_layers(part, config, end - count, end)
         decoder: Any = part.base_model
@@ -96,9 +107,8 @@ def split(
         part.forward = MethodType(_of_states if index else _of_tokens, part)
         stages.append(part)
     stages.ties = ties_of(stages)
-    is_known = getattr(config, "model_type", "") in _TESTED
-    if check or (check is None and not is_known):
-        _compare(model, stages)
+    if check:
+        _check(model, stages)
     return stages
 
 
@@ -109,12 +119,16 @@ def build_stages(
     own: Collection[int],
     device: torch.device | str = "cpu",
     seed: int = 0,
+    check: bool = True,
 ) -> Stages:
     """Return the stages of a model that is made from its configuration alone.
 
     Only those in ``own`` have memory, and random values as the model initializes them; load a
     checkpoint over them by their keys, which are the model's. No rank needs the whole model, nor
     does `measure`, which runs each stage on its own rank.
+
+    Nothing is compared, because the model has no values. So a kind of model whose stages are not
+    tested is refused, unless ``check`` is False: `split` one that has values first.
 
     Raises
     ------
@@ -126,7 +140,7 @@ def build_stages(
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    stages = split(model, layers_per_stage, check=False)
+    stages = split(model, layers_per_stage, check=check)
     shared: dict[Tensor, nn.Parameter] = {}
     for index in sorted(own):
         # Each stage draws its own values, whoever else is built here.
@@ -142,16 +156,33 @@ def build_stages(
     return stages
 
 
-def loss_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(config: Any) -> Callable[..., Tensor]:
     """Return the loss of a causal language model: the mean cross entropy of the next tokens.
 
-    From (logits, labels) of a micro-batch, both of the same tokens; labels of -100 are left out.
+    It takes logits and labels of a micro-batch, both of the same tokens, and leaves out labels of
+    -100. Given ``num_items_in_batch``, it returns the sum of the cross entropy divided by that, as
+    transformers does. So the sum over micro-batches is the mean over the tokens of the batch.
+
+    Raises
+    ------
+    PreflightError
+        If the configuration says that the model adds the auxiliary loss of its routers.
     """
     _require_transformers()
+    if getattr(config, "output_router_logits", False):
+        raise PreflightError(
+            "config.output_router_logits is True: the model adds to its loss the auxiliary loss of "
+            "the routers of all layers, of which the last stage holds only its own; set "
+            "config.output_router_logits = False, which trains without that loss"
+        )
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = ForCausalLMLoss(logits, labels, vocab_size=config.vocab_size)
+    def loss(
+        logits: Tensor, labels: Tensor, *, num_items_in_batch: int | Tensor | None = None
+    ) -> Tensor:
+        found: Tensor = ForCausalLMLoss(
+            logits, labels, vocab_size=config.vocab_size, num_items_in_batch=num_items_in_batch
+        )
         return found
 
     return loss
@@ -228,29 +259,38 @@ def _run(
     return found
 
 
-def _compare(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     """Refuse stages that, chained, are not the model."""
-    name = type(model).__name__
+    config: Any = model.config
+    loss_fn = loss_of(config)
     if any(parameter.is_meta for parameter in model.parameters()):
+        if config.model_type in _TESTED:
+            return
         raise PreflightError(
-            f"{name} is not among the models whose stages are tested "
+            f"{type(model).__name__} is not among the models whose stages are tested "
             f"({', '.join(sorted(_TESTED))}), and has no values to compare them by; split it with "
             "values once, and pass check=False when that is right"
         )
-    parameter = next(model.parameters())
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        modes = {one: one.training for whole in (model, *stages) for one in whole.modules()}
-        model.eval()
-        for stage in stages:
-            stage.eval()
-        state = tokens = torch.arange(6, device=parameter.device).view(1, 6)
-        for stage in stages:
-            state = stage(state)
-        expected: Any = model(input_ids=tokens, use_cache=False)
-        for module, mode in modes.items():
-            module.training = mode
-    if not torch.allclose(state, expected.logits, rtol=1e-3, atol=1e-4):
-        raise PreflightError(
-            f"the stages of {name}, chained, give other logits than the model: its layers are not "
-            "simply applied one after another; give stages of your own to PipelineRunner"
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (2, 8), generator=generator).to(device)
+    mask = torch.ones_like(tokens)
+    mask[0, 6:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    loss_name = "loss, of which loss_of makes another"
+
+    def run_model() -> dict[str, Any]:
+        found: Any = model(
+            input_ids=tokens,
+            attention_mask=mask,
+            labels=labels,
+            use_cache=False,
+            return_dict=True,
         )
+        return {"logits": found.logits, loss_name: found.loss}
+
+    def run_stages() -> dict[str, Any]:
+        logits = chain_stages(stages, (tokens,), {"attention_mask": mask})
+        return {"logits": logits, loss_name: loss_fn(logits, labels)}
+
+    check_stages(model, stages, run_model, run_stages)

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from optpipe.errors import MissingExtraError, PreflightError
-from optpipe.runtime.passes import WeightGradients
+from optpipe.runtime.passes import WeightGradients, cannot_return_gradients
 from optpipe.runtime.preflight import TensorShape, num_microbatches_of
 from optpipe.runtime.runner import PipelineRunner
+from optpipe.runtime.torch_names import adds_to_grad
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
@@ -133,11 +134,16 @@ class _ParallelProduct(torch.autograd.Function):
         layer_input, weight = ctx.saved_tensors
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            input_gradient = output_gradient.matmul(weight)
+            input_gradient = output_gradient.matmul(weight.conj())
             if ctx.group is not None:
                 dist.all_reduce(input_gradient, group=ctx.group)
         bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
         deferred = _Deferral(ctx.weight, bias, layer_input.detach(), output_gradient)
+        anchor, _ = ctx.next_functions[1]
+        if not adds_to_grad(anchor):
+            raise cannot_return_gradients(
+                "a parallel layer of Megatron-Core", "use a plain nn.Linear there"
+            )
         if ctx.sink.collecting:
             ctx.sink.put_aside(deferred)
         else:
@@ -162,7 +168,7 @@ class _Deferral(NamedTuple):
         """Return those of weight and bias."""
         rows = self.output_gradient.reshape(-1, self.weight.shape[0])
         inputs = self.layer_input.reshape(-1, self.weight.shape[1])
-        return rows.t().matmul(inputs), None if self.bias is None else rows.sum(dim=0)
+        return rows.t().matmul(inputs.conj()), None if self.bias is None else rows.sum(dim=0)
 
     def make(self) -> None:
         """Make them, and hand them to autograd, whose hooks take them from there."""

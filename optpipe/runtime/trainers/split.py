@@ -1,18 +1,23 @@
 """Cuts a model with a list of blocks into stages, without changing it.
 
-A stage is a copy of the model's skeleton: its own ``forward``, and of its modules those that it
-keeps, which are shared with the model and have its keys. A list of blocks is shortened; any other
-module that is left out passes its first input on. So this is right for models that hand one value
-from module to module: ``for block in self.blocks: x = block(x)``.
+A stage is a copy of the model's skeleton: its own ``forward``, and some of its modules. They are
+shared with the model and have its keys. A list of blocks is shortened; any other module that is
+left out passes its first input on. So this is right for models that hand one value from module to
+module: ``for block in self.blocks: x = block(x)``.
+
+Each stage runs the model's ``forward``, so each repeats what ``forward`` does outside of modules,
+such as ``x * sqrt(d)`` or ``x.mean(1)``. `split` therefore runs the stages, chained, and the model
+on a sample, and refuses stages that give other outputs or other gradients.
 
 ::
 
     model = MyModel(config)
-    stages = split(model, [3, 3, 2])
+    stages = split(model, [3, 3, 2], sample=tokens)
     runner = PipelineRunner({rank: stages[rank]}, schedule, loss_fn)
 
 No rank needs the whole model: build it under ``torch.device("meta")``, split it, and let each rank
-`materialize` its own stages.
+`materialize` its own stages. A model without values cannot be compared: compare a small model of
+the same class once, and split the large one with ``check=False``.
 
 A weight that two stages share, such as a language model's embedding and head, is one parameter if
 both stages are on one rank, and autograd adds its gradients up. On two ranks each has a copy. The
@@ -23,6 +28,7 @@ under any optimizer that does the same on both (`TiedWeights`).
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +38,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import PreflightError
-from optpipe.runtime.torch_names import parts_with_memory
+from optpipe.runtime.preflight import called, describe, named_tensors, untouched
+from optpipe.runtime.torch_names import parts_with_memory, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +50,8 @@ __all__ = [
     "Passed",
     "Tie",
     "TiedWeights",
+    "chain_stages",
+    "check_stages",
     "clip_together",
     "materialize",
     "skeleton_of",
@@ -68,8 +77,14 @@ def split(
     *,
     blocks: str | None = None,
     module_fqns_per_model_part: Sequence[Sequence[str]] | None = None,
+    sample: Tensor | tuple[Any, ...] | None = None,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> list[nn.Module]:
     """Return the stages of a model, in its order.
+
+    The stages, chained, are compared with the model on a sample: outputs and gradients, in the
+    model's modes and in evaluation. That takes memory for two gradients of every parameter.
 
     Parameters
     ----------
@@ -83,14 +98,23 @@ def split(
         The name of the list of blocks, such as "model.layers"; by default the only list of as many
         as the stages hold.
     module_fqns_per_model_part
-        In place of ``layers_per_stage``, the names of what each stage holds, as in torchtitan:
+        Instead of ``layers_per_stage``, the names of what each stage holds, as in torchtitan:
         ``[["embed", "layers.0"], ["layers.1", "norm", "head"]]``.
+    sample
+        The positional inputs of a micro-batch: a tensor, or a tuple. They stand for all inputs, so
+        give what reaches every branch of ``forward`` that training will reach.
+    sample_kwargs
+        The keyword inputs of the same micro-batch, which every stage gets.
+    check
+        False compares nothing: stages that differ from the model then train wrongly, without an
+        error. It is for a model that has no values, or that was compared before.
 
     Raises
     ------
     PreflightError
         If names or numbers do not fit the model, or a module above the blocks has parameters of its
-        own, which no stage could hold alone.
+        own, which no stage could hold alone. If there is no sample or the model has no values, and
+        ``check`` is not False. If the stages, chained, are not the model.
     """
     if (layers_per_stage is None) == (module_fqns_per_model_part is None):
         raise PreflightError(
@@ -102,7 +126,199 @@ def split(
         counts = list(layers_per_stage or ())
         parts = _parts_of(model, counts, blocks or _find_blocks(model, sum(counts)))
     _check_parts(model, parts)
-    return [skeleton_of(model, part) for part in parts]
+    stages = [skeleton_of(model, part) for part in parts]
+    if check:
+        if sample is None and not sample_kwargs:
+            raise PreflightError(
+                f"split has no sample of the inputs of {type(model).__name__} to compare the "
+                "stages with the model; pass sample=, or check=False if you compared stages of "
+                "this model before"
+            )
+        args = sample if isinstance(sample, tuple) else () if sample is None else (sample,)
+        kwargs = dict(sample_kwargs or {})
+        check_stages(
+            model,
+            stages,
+            lambda: {"output": model(*args, **kwargs)},
+            lambda: {"output": chain_stages(stages, args, kwargs)},
+        )
+    return stages
+
+
+def chain_stages(stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the last stage gives if each takes what the one before gives.
+
+    Every stage gets the keyword inputs.
+
+    Raises
+    ------
+    PreflightError
+        If a stage cannot run on what it gets.
+    """
+    names, values, output = ("",) * len(args), args, None
+    for index, stage in enumerate(stages):
+        try:
+            output = called(stage, names, values, kwargs)
+        except Exception as error:
+            given = f"what stage {index - 1} returns" if index else "the sample"
+            raise PreflightError(
+                f"stage {index} of {type(stage).__name__} cannot run on {given} "
+                f"({describe(error)}); {_WHY_STAGES_DIFFER}"
+            ) from error
+        if index < len(stages) - 1:
+            names, values = named_tensors(output, f"the output of stage {index}")
+    return output
+
+
+_WHY_STAGES_DIFFER = (
+    "each stage runs the model's forward, so it repeats what forward does outside of modules "
+    "(`x * scale`, `x + table`, `x.mean(1)`): move that into a module of its own, which one stage "
+    "holds, or give PipelineRunner stages, or a loss, of your own"
+)
+
+
+def check_stages(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    run_model: Callable[[], Mapping[str, Any]],
+    run_stages: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Refuse stages that, chained, do not give what the model gives, or other gradients.
+
+    Gradients are those of random products of all outputs. Both runs begin with the same random
+    numbers and buffers, which are given back afterwards, as are the modes of all modules.
+
+    Parameters
+    ----------
+    run_model, run_stages
+        Return outputs on the same sample, by the name that a message gives them.
+
+    Raises
+    ------
+    PreflightError
+        If they differ, or there is nothing to compare.
+    """
+    name = type(model).__name__
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PreflightError(
+            f"{name} has no values to compare its stages by; compare a small {name} that has "
+            "values once, and split this one with check=False"
+        )
+    named = {key: one for key, one in model.named_parameters() if one.requires_grad}
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    modes = {one: one.training for whole in (model, *stages) for one in whole.modules()}
+    # On a CPU two runs are equal to the last bit. Elsewhere kernels may add in any order, in the
+    # type of the parameters.
+    types = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    epsilon = (
+        0.0 if device.type == "cpu" else max((torch.finfo(one).eps for one in types), default=0.0)
+    )
+
+    def run(outputs_of: Callable[[], Mapping[str, Any]]) -> _Outcome:
+        with ExitStack() as stack, torch.enable_grad():
+            for module in (model, *stages):
+                stack.enter_context(untouched(module, device))
+            return _outcome_of(outputs_of(), list(named.values()))
+
+    try:
+        for mode in ("in the modes of its modules", "in evaluation"):
+            if mode == "in evaluation":
+                for module in modes:
+                    module.training = False
+            expected, found = run(run_model), run(run_stages)
+            difference = _difference(expected, found, list(named), epsilon)
+            if difference:
+                raise PreflightError(
+                    f"the stages of {name}, chained and run {mode}, differ from the model in "
+                    f"{difference}; {_WHY_STAGES_DIFFER}"
+                )
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+class _Outcome(NamedTuple):
+    """Outputs and gradients of a run on a sample."""
+
+    outputs: list[tuple[str, Tensor]]
+    """All tensors, each with the name of its output."""
+    gradients: Sequence[Tensor | None]
+    """By parameter; None where the outputs do not depend on it."""
+
+
+def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _Outcome:
+    """Return outputs, and the gradients of their products with random numbers."""
+    outputs = [
+        (name, leaf)
+        for name, output in named.items()
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    products = [
+        # A logit of a word that cannot come may be minus infinity.
+        (leaf.nan_to_num(0.0, 0.0, 0.0) * torch.randn(leaf.shape, generator=generator).to(leaf))
+        for _, leaf in outputs
+        if leaf.requires_grad
+    ]
+    gradients: Sequence[Tensor | None] = [None] * len(parameters)
+    if products and parameters:
+        total = torch.stack([one.sum().to(products[0]) for one in products]).sum()
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    return _Outcome([(name, leaf.detach()) for name, leaf in outputs], gradients)
+
+
+def _difference(expected: _Outcome, found: _Outcome, names: Sequence[str], epsilon: float) -> str:
+    """Return what differs, and by how much; "" if nothing does but by rounding to ``epsilon``."""
+    if len(expected.outputs) != len(found.outputs):
+        return f"the number of outputs: {len(found.outputs)} instead of {len(expected.outputs)}"
+    for (name, output), (_, other) in zip(expected.outputs, found.outputs, strict=True):
+        if output.is_floating_point() and output.isnan().any():
+            raise PreflightError(
+                f"the {name} of the model is NaN on the sample, so nothing can be compared with "
+                "it; give a sample on which it is a number"
+            )
+        if text := _apart(output, other, epsilon):
+            return f"the {name}: {text}"
+    largest = max((float(g.abs().max()) for g in expected.gradients if g is not None), default=0.0)
+    pairs = zip(expected.gradients, found.gradients, strict=True)
+    for name, (wanted, given) in zip(names, pairs, strict=True):
+        # A parameter that nothing uses has no gradient, which is as good as zero.
+        some = given if wanted is None else wanted
+        if some is None:
+            continue
+        zero = torch.zeros_like(some)
+        text = _apart(
+            zero if wanted is None else wanted,
+            zero if given is None else given,
+            epsilon,
+            largest,
+        )
+        if text:
+            return f"the gradient of {name}, not in outputs: {text}"
+    return ""
+
+
+def _apart(wanted: Tensor, given: Tensor, epsilon: float, largest: float = 0.0) -> str:
+    """Return by how much two tensors differ; "" if they are equal up to rounding.
+
+    ``epsilon`` is relative; ``largest`` is the largest number whose rounding may show in them.
+    """
+    if wanted.shape != given.shape:
+        return f"shape {tuple(given.shape)} instead of {tuple(wanted.shape)}"
+    if not wanted.numel():
+        return ""
+    if not wanted.is_floating_point():
+        return "" if torch.equal(wanted, given) else "not equal"
+    is_finite = wanted.isfinite()
+    if not torch.equal(is_finite, given.isfinite()):
+        return "infinite elsewhere"
+    most = float(wanted[is_finite].abs().max()) if is_finite.any() else 0.0
+    apart = float((wanted - given)[is_finite].abs().max()) if is_finite.any() else 0.0
+    epsilon = max(epsilon, torch.finfo(wanted.dtype).eps)
+    if apart <= min(100 * epsilon, epsilon**0.5) * most + epsilon * largest:
+        return ""
+    return f"{apart:.3g} apart, where the model's largest number is {most:.3g}"
 
 
 def _find_blocks(model: nn.Module, count: int) -> str:
@@ -197,11 +413,11 @@ def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn
             continue
         if any(name_in_part.startswith(f"{full}.") for name_in_part in part):
             skeleton.__dict__["_modules"][name] = skeleton_of(child, part, f"{full}.")
+        elif isinstance(model, _LISTS):
+            # The others keep their number, so keys are the model's.
+            del skeleton.__dict__["_modules"][name]
         elif isinstance(child, _LISTS):
             skeleton.__dict__["_modules"][name] = type(child)()
-        elif isinstance(model, _LISTS):
-            # Those that stay keep their number, so keys are the model's.
-            del skeleton.__dict__["_modules"][name]
         else:
             skeleton.__dict__["_modules"][name] = Passed()
     return skeleton

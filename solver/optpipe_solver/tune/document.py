@@ -27,6 +27,7 @@ from optpipe.presets import (
 )
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import check_can_be, utilisation
+from optpipe.presets.megatron_reader import check_even_cut
 from optpipe.presets.shape import AskedError, Field
 from optpipe.presets.step import RankMemory
 from optpipe.problem import Placement, placement_of
@@ -300,6 +301,8 @@ def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) 
         kinds=_kinds_today(question, training),
     )
     _ = current.stages  # checks that there are as many layers as are said, one for each at least
+    if question.framework == "megatron" and not current.sizes:
+        check_even_cut(question.shape, pp, chunks)
     return current
 
 

@@ -35,6 +35,7 @@ from optpipe.errors import InputError
 from optpipe.presets import step_estimate
 from optpipe.presets.estimate import error_band
 from optpipe.presets.step import in_flight
+from optpipe.units import format_ms, format_share
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.tune.bounds import LayerTable
 from optpipe_solver.tune.judge import (
@@ -71,6 +72,8 @@ _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
 _WORTH, _MORE, _MOST_TRIES = 0.1, 2.0, 3
 """Of what lies between a bound and the best: where a refutation said that much, it goes on; and
 how many times as much work as other looks it may do, again where it failed, and how often."""
+
+_GIB = 2**30
 
 _NUM_ROWS = 11
 _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
@@ -118,7 +121,24 @@ class TuneCounts:
     open: int
 
 
-@dataclass(frozen=True, kw_only=True)
+class Shortfall(NamedTuple):
+    """A pipeline rank that needs more bytes than its accelerator has."""
+
+    rank: int
+    needed_bytes: int
+    whole_bytes: int
+
+
+def _shortfall(question: TuneQuestion, row: TuneRow) -> Shortfall | None:
+    """Return the rank that lacks the most; None where a row fits."""
+    ranks = question.ranks(row.configuration.kinds, row.configuration.pipeline.pp)
+    pairs = zip(row.peak_bytes, map(question.whole_bytes_of, ranks), strict=True)
+    found = [Shortfall(rank, *pair) for rank, pair in enumerate(pairs)]
+    worst = max(found, key=lambda one: one.needed_bytes - one.whole_bytes)
+    return worst if worst.needed_bytes > worst.whole_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult:
     """The end of a search.
 
@@ -170,11 +190,54 @@ class TuneResult:
         return None if self.best is None else max(0.0, 1 - self.bound_ms / self.best.step_ms)
 
     @property
+    def shortfall(self) -> Shortfall | None:
+        """What the fullest rank lacks for what is run today; None where that fits or is unknown."""
+        return None if self.current is None else _shortfall(self.question, self.current)
+
+    @property
     def gain(self) -> float | None:
-        """How much less a step takes than today, as a share."""
-        if self.best is None or self.current is None:
+        """How much less a step takes than today, as a share.
+
+        None where today's configuration does not fit in this model: its time is then no baseline.
+        None too while the search has found nothing faster and goes on.
+        """
+        best, current = self.best, self.current
+        if best is None or current is None or self.shortfall is not None:
             return None
-        return 1 - self.best.step_ms / self.current.step_ms
+        is_answered = self.stopped_by is not None or best.step_ms < current.step_ms
+        return 1 - best.step_ms / current.step_ms if is_answered else None
+
+    @property
+    def verdict(self) -> str:
+        """The gain over what is run today, or why there is none, in sentences."""
+        best, current, error = self.best, self.current, self.error
+        fastest = "" if best is None else f"{format_ms(best.step_ms)} ms per step"
+        if self.shortfall is not None:
+            rank, needed, whole = self.shortfall
+            said = (
+                f"what you run does not fit in this model: pipeline rank {rank} needs "
+                f"{needed / _GIB:.1f} of {whole / _GIB:.1f} GiB, {(needed - whole) / _GIB:.1f} GiB "
+                "more than it has. No gain is given. Bytes are estimates too"
+            )
+            return f"{said}. The fastest that fits takes {fastest}" if fastest else said
+        if best is None:
+            return "no schedule that fits is known"
+        if current is None:
+            return f"{fastest}; what you run was not given, or is too large to simulate"
+        if self.gain is None:
+            return "the search goes on and has found nothing faster than what you run"
+        if self.gain <= 0:
+            return f"{fastest}: nothing was found that is faster than what you run"
+        said = f"{format_share(self.gain)} less time per step than what you run"
+        if error is not None and self.gain < error.median:
+            return f"{said}: smaller than the estimate's error. Measure before you change"
+        if error is not None and self.gain < error.worst:
+            return f"{said}, which the worst error would undo. Measure before you change"
+        return said
+
+    def __repr__(self) -> str:
+        """Return verdict and certificate: rows hold whole problems and programs."""
+        return f"<TuneResult: {self.verdict}; {self.certificate}>"
 
     @property
     def pareto(self) -> tuple[TuneRow, ...]:
@@ -219,6 +282,7 @@ class TuneResult:
         """Return everything but problems and programs as JSON values."""
         framework = self.question.framework
         return {
+            "verdict": self.verdict,
             "certificate": self.certificate,
             "bound_ms": None if self.bound_ms == inf else self.bound_ms,
             "gap": self.gap,
@@ -782,16 +846,13 @@ class _TuneSearch:
             self.last_told = self.best
             self.told_s = self.stop.seconds()
 
-    def _fits(self, row: TuneRow) -> bool:
-        ranks = self.question.ranks(row.configuration.kinds, row.configuration.pipeline.pp)
-        return all(map(ge, map(self.question.whole_bytes_of, ranks), row.peak_bytes))
-
     def _rows(self) -> tuple[TuneRow, ...]:
         """Return the fastest row of each set of degrees, the fastest first."""
         current = self.current
         rows = [entry.row for entry in self.entries if entry.row is not None]
-        rows += [*self.known, *([current] if current is not None and self._fits(current) else [])]
-        return _distinct(rows)
+        if current is not None and _shortfall(self.question, current) is None:
+            return _distinct([*rows, *self.known, current])
+        return _distinct([*rows, *self.known])
 
     def result(self) -> TuneResult:
         """Return the rows and what is proven."""

@@ -194,3 +194,15 @@ def test_a_request_that_breaks_a_rule_is_refused_with_it(drifting, path, body, s
         "application/problem+json",
     )
     assert detail in answer.json()["detail"]
+
+
+def test_an_ended_deployment_whose_job_is_deleted_ends_again(tmp_path) -> None:
+    with connected(make_settings(tmp_path)) as http:
+        run = Run(http, name="improve:3:20")
+        job_id = until(run.look, lambda seen: seen["job_id"])["job_id"]
+        assert http.post(f"{run.url}/end").status_code == 200
+        job = f"/v1/jobs/{job_id}"
+        until(lambda: http.get(job).json()["finished_at"])
+        assert http.delete(job).status_code == 204
+        answer = http.post(f"{run.url}/end")
+        assert (answer.status_code, answer.json()["id"]) == (200, run.look()["id"])

@@ -5,15 +5,19 @@
 
 import json
 import re
+import threading
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
 
+import httpx
 import pytest
 
 from optpipe import Problem, load_csv, load_schedule, simulate
 from optpipe.explain import Explanation, explain
 from optpipe_api.errors import BodyTooHeavyError, StoreUnavailableError
 from optpipe_api.services.parse_pool import ParsePool
+from optpipe_api.store import JobStore
 from tests.api.live import client, connected, make_settings, running, two_stages, until
 from tests.api.test_telemetry import logging_as
 
@@ -466,3 +470,108 @@ def test_it_is_documented_field_by_field(http) -> None:
     schema = answer["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     fields = document["components"]["schemas"][schema]["properties"]
     assert set(fields) == set(Explanation.model_fields)
+
+
+# Deleted meanwhile
+
+
+class _Deletions:
+    """Deletes a job just before a method of the store reads it."""
+
+    def __init__(self, store: JobStore, patch: pytest.MonkeyPatch) -> None:
+        self._store = store
+        self._patch = patch
+        self._lock = threading.Lock()
+        self.deleted: list[str] = []
+
+    def before(self, read: str, job_id: str | None = None) -> None:
+        """Delete the job that ``read`` asks for; only this one where ``job_id`` is given."""
+        ask = getattr(self._store, read)
+
+        def delete_and_ask(wanted: str, *given: Any, **named: Any) -> Any:
+            with self._lock:
+                if job_id in (None, wanted) and wanted not in self.deleted:
+                    self._store.delete(wanted)
+                    self.deleted.append(wanted)
+            return ask(wanted, *given, **named)
+
+        self._patch.setattr(self._store, read, delete_and_ask)
+
+
+@pytest.fixture
+def caching(tmp_path, monkeypatch) -> Iterator[tuple[httpx.Client, _Deletions]]:
+    """A server that answers from its cache, and what deletes jobs under it."""
+    with running(make_settings(tmp_path, cache=True)) as (url, app), client(url) as http:
+        yield http, _Deletions(app.state.service._stores.jobs, monkeypatch)
+
+
+_SWEEP: dict[str, Any] = {"axes": {"memory_scale": [1]}}
+
+
+@pytest.mark.parametrize("read", ["schedule", "made_by", "tuned", "checkpoint"])
+@pytest.mark.parametrize("of", LISTED)
+def test_a_known_answer_that_is_deleted_meanwhile_is_solved_anew(caching, of: str, read) -> None:
+    """A DELETE may come between the look-up of the cache and any of its reads."""
+    http, deletions = caching
+    known = submit(http).json()
+    deletions.before(read, known["id"])
+    more = _SWEEP if of == "batches" else {}
+    wait = {} if of == "deployments" else {"wait": 60}
+    answer = http.post(f"/v1/{of}", params=wait, json={"problem": two_stages()} | more)
+    assert deletions.deleted == [known["id"]]
+    assert answer.status_code == (202 if of == "deployments" else 200), answer.text
+    (job,) = http.get("/v1/jobs").json()["jobs"]
+    assert job["id"] != known["id"]
+    assert (job["cache"], job["source_id"]) == ("miss", None)
+    assert http.get(f"/v1/jobs/{known['id']}").status_code == 404
+
+
+@pytest.mark.parametrize("read", ["problem", "schedule"])
+def test_a_near_job_that_is_deleted_meanwhile_is_no_start(caching, read: str) -> None:
+    http, deletions = caching
+    known = submit(http).json()
+    deletions.before(read, known["id"])
+    stages = [{**stage, "forward_ms": 10.5} for stage in two_stages()["stages"]]
+    answer = submit(http, stages=stages)
+    assert deletions.deleted == [known["id"]]
+    assert (answer.status_code, answer.json()["cache"]) == (200, "miss")
+
+
+def test_the_next_known_answer_is_taken_where_the_newest_is_deleted_meanwhile(caching) -> None:
+    http, deletions = caching
+    first, second = (submit(http).json() for _ in range(2))
+    deletions.before("schedule", second["id"])
+    third = submit(http).json()
+    assert deletions.deleted == [second["id"]]
+    assert (third["cache"], third["source_id"]) == ("hit", first["id"])
+
+
+def test_a_known_answer_that_gets_more_time_meanwhile_is_not_taken(caching, monkeypatch) -> None:
+    """Its objective and its schedule would be of two moments."""
+    http, deletions = caching
+    known = submit(http).json()
+    store = deletions._store
+    read = store.checkpoint
+
+    def resume_and_read(job_id: str) -> str | None:
+        store.resume(job_id, 1.0, max_time_limit_s=1e9, max_queued=9)
+        found: str | None = read(job_id)
+        return found
+
+    monkeypatch.setattr(store, "checkpoint", resume_and_read)
+    job = submit(http).json()
+    assert (job["cache"], job["source_id"]) == ("miss", None)
+    assert job["id"] != known["id"]
+
+
+def test_a_job_that_is_deleted_before_it_is_shown_is_shown_as_it_was(caching) -> None:
+    """A hit has ended when it is added: whoever deletes ended jobs may delete it at once."""
+    http, deletions = caching
+    known = submit(http).json()
+    deletions.before("trace")
+    answer = submit(http)
+    (new_id,) = deletions.deleted
+    job = answer.json()
+    assert (answer.status_code, job["id"], job["state"]) == (200, new_id, "succeeded")
+    assert job["objective_ms"] == known["objective_ms"]
+    assert http.get(f"/v1/jobs/{new_id}").status_code == 404

@@ -1,9 +1,12 @@
 """Tunes, which are jobs: what they find, how they are stopped, what is refused."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 import pytest
 
 from optpipe import check_schedule, load_csv, load_problem, load_schedule
@@ -210,12 +213,24 @@ def test_a_cancelled_tune_keeps_its_best(http) -> None:
     assert (so_far.counts.open, so_far.rows[0].tp) == (1, 2)
     assert so_far.bound_ms == pytest.approx(0.7 * so_far.rows[0].step_ms)
     assert "more than 30.0% faster" in so_far.certificate
+    assert so_far.gain is None
+    assert "has found nothing faster than what you run" in so_far.verdict
     http.post(f"{path}/cancel")
     job = end_of(http, path)
     assert (job["state"], job["has_schedule"]) == ("cancelled", True)
     found = Tuned.model_validate(http.get(f"{path}/configuration").json())
     assert found.rows == so_far.rows
     assert job["bound_ms"] == found.bound_ms
+
+
+def test_what_runs_today_but_does_not_fit_is_no_baseline(http) -> None:
+    path, job = tune(http, memory_bytes=20 * 10**9)
+    assert job["state"] == "succeeded"
+    found = Tuned.model_validate(http.get(f"{path}/configuration").json(), extra="forbid")
+    assert found.current is not None
+    assert max(found.current.peak_bytes) > found.memory_bytes
+    assert found.gain is None
+    assert re.match(r"what you run does not fit .* needs \d+\.\d of 18\.6 GiB, ", found.verdict)
 
 
 def test_a_killed_tune_goes_on_from_its_best(tmp_path) -> None:
@@ -295,6 +310,32 @@ def test_a_config_takes_the_place_of_a_model(http) -> None:
     assert kept["config"] == config
     answer = http.post("/v1/tunes", json={**question, "config": {"model_type": "bert"}})
     assert answer.json()["pointers"] == ["/config"], answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/tunes", "/v1/estimates"])
+def test_a_config_may_hold_what_json_lacks(http, path: str) -> None:
+    """As Python's json writes it, in a field that is not used; in others the field is named."""
+    body = {name: value for name, value in asked(fixed={}).items() if name != "model"}
+    del body["current"]
+    if path == "/v1/estimates":
+        body = {"gpu": "h100", "pp": 4, "num_microbatches": 8}
+    headers = {"Content-Type": "application/json"}
+
+    def answer(**changes: float) -> httpx.Response:
+        text = json.dumps({**body, "config": WRITTEN["llama3-8b"] | changes})
+        answer: httpx.Response = http.post(path, content=text, headers=headers)
+        return answer
+
+    good = answer(rms_norm_eps=math.inf)
+    assert good.is_success, good.text
+    if path == "/v1/tunes":
+        kept = http.get(f"{good.headers['location']}/question").json()
+        assert kept["config"]["rms_norm_eps"] == "Infinity"
+    bad = answer(hidden_size=math.inf)
+    assert (bad.status_code, bad.json()["pointers"]) == (422, ["/config"])
+    assert "hidden_size = 'Infinity': must be a whole number" in bad.json()["detail"]
+    elsewhere = http.post(path, content=json.dumps(body | {"gpu": math.nan}), headers=headers)
+    assert elsewhere.status_code == 422, elsewhere.text
 
 
 def test_other_jobs_have_no_configuration(http, ended) -> None:

@@ -1,11 +1,15 @@
-"""Waiting for jobs costs one query a round, however many wait and for however many jobs."""
+"""Waiting costs one query a round, however many clients wait and for however many things."""
 
 import asyncio
+import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 
 from optpipe.wire import JobState
@@ -13,8 +17,10 @@ from optpipe_api.access import ANYBODY
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobEvent, Standing, TracePoint
 from optpipe_api.services import events
-from optpipe_api.services.events import Changes, JobWatch
+from optpipe_api.services.events import Changes, Purpose, SharedCalls, Watch
+from tests.api.live import connected, make_settings, running, two_stages
 from tests.api.services.test_jobs import Bench, bench, until
+from tests.api.store import test_batches as batches_of_test
 from tests.api.store.test_jobs import LEASE_S, new
 
 __all__ = ["bench"]
@@ -55,7 +61,7 @@ class Scene:
         self.book = Book()
         self.changes = Changes()
         store: Any = self.book
-        self.watch = JobWatch(store, self.changes)
+        self.watch = Watch(store, self.changes)
         self.ids = [f"{number:032x}" for number in range(num_jobs)]
         self.book.standings_of = dict.fromkeys(self.ids, NOBODY)
 
@@ -200,7 +206,7 @@ async def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(
         waiting = stage.waiter(job_id)
         await until(lambda: stage.watch._due == set())
         await asyncio.sleep(0.05)
-        stage.changes._wake_job(job_id)
+        stage.changes._notify(job_id)
         for _ in range(turns):
             await asyncio.sleep(0)
         waiting.cancel()
@@ -208,7 +214,7 @@ async def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(
             await waiting
         await asyncio.sleep(0.05)
     names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
-    assert "JobWatch._go_round" not in names
+    assert "Watch._go_round" not in names
 
 
 async def test_a_store_that_is_gone_for_a_moment_is_asked_again(stage: Scene) -> None:
@@ -288,7 +294,7 @@ async def test_waiting_requests_and_followers_together_ask_once_a_round(
 async def test_what_another_server_does_is_seen_within_a_second_or_two(open_all) -> None:
     """Nobody notifies anybody: each asks. One waits in three ways for what the other writes."""
     ours, theirs = open_all(), open_all()
-    watch = JobWatch(ours.jobs, Changes())
+    watch = Watch(ours.jobs, Changes())
     job, _ = ours.jobs.add(new(), max_queued=9)
     ended = asyncio.create_task(watch.until(job.id, has_ended))
     found = asyncio.create_task(watch.until(job.id, lambda now: now.num_schedules > 0))
@@ -301,3 +307,129 @@ async def test_what_another_server_does_is_seen_within_a_second_or_two(open_all)
     assert not ended.done()
     theirs.jobs.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED))
     await ended
+
+
+# What many ask for at the same time
+
+
+async def test_a_call_is_shared_by_those_who_asked_before_it_began() -> None:
+    """Of a hundred who ask while a call runs, all get the next one: its answer is younger."""
+    shared, may_end, calls = SharedCalls(), threading.Event(), itertools.count(1)
+
+    def read() -> int:
+        number = next(calls)
+        may_end.wait(30)
+        return number
+
+    first = asyncio.create_task(shared.call("a", read))
+    await until(lambda: shared._running)
+    others = [asyncio.create_task(shared.call("a", read)) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    others.pop().cancel()
+    may_end.set()
+    assert (await first, set(await asyncio.gather(*others))) == (1, {2})
+    assert (shared._running, shared._upcoming) == ({}, {})
+
+
+async def test_an_error_is_raised_by_all_who_share_the_call_and_keys_share_nothing() -> None:
+    shared = SharedCalls()
+    asked = [shared.call(key, lambda: 1 // 0) for key in "aab"] + [shared.call("c", lambda: 7)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in found] == [ZeroDivisionError] * 3 + [int]
+    assert await shared.call("a", lambda: 8) == 8
+
+
+# Over HTTP, and with each store
+
+
+@pytest.fixture
+def reads(tmp_path, monkeypatch) -> Iterator[tuple[str, Any, Counter[str]]]:
+    """A server, and how often its stores of batches and deployments are asked what."""
+    counted: Counter[str] = Counter()
+    with running(make_settings(tmp_path, poll_s=5.0)) as (url, app):
+        stores = app.state.service._stores
+        for store in (stores.batches, stores.deployments):
+            for name in ("get", "plan", "jobs", "standings", "schedule"):
+                if (method := getattr(store, name, None)) is not None:
+                    asked = _counting(method, counted, f"{type(store).__name__}.{name}")
+                    monkeypatch.setattr(store, name, asked)
+        yield url, app.state.service, counted
+
+
+def _counting(method: Callable[..., Any], counted: Counter[str], key: str) -> Callable[..., Any]:
+    def ask(*given: Any, **named: Any) -> Any:
+        counted[key] += 1
+        return method(*given, **named)
+
+    return ask
+
+
+async def _waited(
+    reads: tuple[str, Any, Counter[str]], path: str, headers: dict[str, str], end: str
+) -> list[httpx.Response]:
+    """Let 100 clients wait for a path and end what they wait for; return the answers."""
+    url, service, counted = reads
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=90, limits=limits) as http:
+        asked = [
+            asyncio.create_task(http.get(path, params={"wait": 60}, headers=headers))
+            for _ in range(100)
+        ]
+        await until(lambda: service.connections.num_open(Purpose.WAIT) == 100)
+        await asyncio.sleep(4 * ROUND_S)
+        counted.clear()
+        began = time.monotonic()
+        await asyncio.sleep(8 * ROUND_S)
+        num_rounds = (time.monotonic() - began) / ROUND_S
+        # A round each quarter of a second, and the deployments' own round.
+        assert counted.total() <= num_rounds + 10, counted
+        counted.clear()
+        assert (await http.post(end)).status_code in (200, 202)
+        return list(await asyncio.gather(*asked))
+
+
+async def test_a_hundred_who_wait_for_a_batch_cost_one_query_a_round_and_share_its_view(
+    reads,
+) -> None:
+    url, _, counted = reads
+    body = {"problem": two_stages("improve:1:60: "), "axes": {"memory_scale": [1, 0.5]}}
+    async with httpx.AsyncClient(base_url=url, timeout=90) as http:
+        path = f"/v1/batches/{(await http.post('/v1/batches', json=body)).json()['id']}"
+    answers = await _waited(reads, path, {}, f"{path}/cancel")
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(answer.json()["counts"]["cancelled"] == 2 for answer in answers)
+    assert counted["BatchStore.plan"] <= 10
+
+
+async def test_a_hundred_who_wait_for_a_version_cost_one_query_a_round(reads) -> None:
+    url, _, counted = reads
+    body = {"problem": two_stages("improve:1:60"), "options": {"time_limit_s": 900}}
+    async with httpx.AsyncClient(base_url=url, timeout=90) as http:
+        path = f"/v1/deployments/{(await http.post('/v1/deployments', json=body)).json()['id']}"
+        first = await http.get(f"{path}/schedule", params={"wait": 60})
+    assert first.headers["OptPipe-Version"] == "1"
+    known = {"If-None-Match": first.headers["ETag"]}
+    answers = await _waited(reads, f"{path}/schedule", known, f"{path}/end")
+    assert {answer.status_code for answer in answers} == {304}
+    assert counted["DeploymentStore.schedule"] <= 10
+
+
+async def test_the_end_of_a_batch_is_seen_at_once_on_this_server(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(events, "_LOOK_AGAIN_S", 3600.0)
+    with connected(make_settings(tmp_path)) as http:
+        body = {"problem": two_stages("improve:1:0.3: "), "axes": {"memory_scale": [1, 0.5]}}
+        answer = http.post("/v1/batches", json=body, params={"wait": 60})
+        assert (answer.status_code, answer.json()["counts"]["succeeded"]) == (200, 2)
+
+
+async def test_the_end_of_a_batch_on_another_server_is_seen_within_a_round(open_all) -> None:
+    ours, theirs = open_all(), open_all()
+    watch = Watch(ours.batches, Changes())
+    new_batch, jobs = batches_of_test.batch(), batches_of_test.items()
+    batch, _ = theirs.batches.add(new_batch, jobs, max_queued=9)
+    waiting = asyncio.create_task(watch.until(batch.id, lambda now: now.is_finished))
+    await asyncio.sleep(2 * ROUND_S)
+    assert not waiting.done()
+    theirs.batches.cancel(batch.id)
+    async with asyncio.timeout(30):
+        await waiting

@@ -347,3 +347,22 @@ def test_two_that_end_at_once_see_each_other(open_all) -> None:
         states = [job.state for job in stores.batches.jobs(added.id)]
         assert states == [JobState.QUEUED, JobState.SUCCEEDED, JobState.QUEUED]
         stores.batches.cancel(added.id)
+
+
+def test_the_standing_of_a_batch_says_when_its_last_job_has_ended(stores) -> None:
+    added, jobs = stores.batches.add(batch(), items(2), max_queued=9)
+    other, _ = stores.batches.add(batch("other"), items(1), max_queued=9)
+
+    def are_finished() -> list[bool]:
+        found = stores.batches.standings([added.id, other.id])
+        return [found[one].is_finished for one in (added.id, other.id)]
+
+    assert are_finished() == [False, False]
+    stores.jobs.request_cancel(jobs[0].id)
+    claim = stores.jobs.claim("w", LEASE_S)
+    assert are_finished() == [False, False]
+    assert claim.job.id == jobs[1].id
+    stores.jobs.finish(claim.lease, FAILED)
+    assert are_finished() == [True, False]
+    stores.batches.retry(added.id, max_queued=9)
+    assert are_finished() == [False, False]

@@ -99,3 +99,14 @@ def test_an_unknown_id_is_refused_everywhere(stores, unknown: str) -> None:
         for method in refusing:
             with pytest.raises(error):
                 method(unknown)
+
+
+def test_standings_say_whose_things_are_and_leave_out_unknown_ids(stores, kind: str) -> None:
+    store = getattr(stores, kind)
+    mine, theirs = added(stores, kind).id, added(stores, kind, owner="bob").id
+    unknown = ["0" * 32, "", "x", "\x00", "0" * 9999]
+    # More ids than one query takes.
+    many = [f"{number:032x}" for number in range(1500)]
+    found = store.standings([mine, *unknown, *many, theirs])
+    assert {one: standing.owner for one, standing in found.items()} == {mine: "ann", theirs: "bob"}
+    assert store.standings([]) == {}

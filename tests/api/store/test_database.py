@@ -16,7 +16,7 @@ from alembic.migration import MigrationContext
 from optpipe.errors import InputError
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.store import database, open_stores
-from optpipe_api.store.database import connect, metadata, reading, writing
+from optpipe_api.store.database import added_once, connect, metadata, reading, writing
 
 NUM_THREADS = 16
 INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL)")
@@ -188,4 +188,21 @@ def test_writers_that_another_process_keeps_waiting_are_all_told_in_time(
     assert took_s < 0.5 * NUM_THREADS / 2
     with writing(engine) as connection:
         insert(connection, 0)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("num_races", [0, 1, 2])
+def test_what_another_server_inserts_and_deletes_meanwhile_is_inserted_anew(
+    tmp_path, num_races: int
+) -> None:
+    """Its row refuses ours and is gone when we look for it."""
+    engine = connect(f"sqlite:///{tmp_path}/jobs.db")
+    races = [sa.exc.IntegrityError("INSERT", {}, Exception("UNIQUE"))] * num_races
+
+    def insert(_: sa.Connection) -> str:
+        if races:
+            raise races.pop()
+        return "inserted"
+
+    assert added_once(engine, lambda _: None, insert) == "inserted"
     engine.dispose()

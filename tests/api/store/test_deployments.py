@@ -17,6 +17,7 @@ from optpipe_api.deployments import (
     Report,
 )
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
+from optpipe_api.jobs import JobError
 from optpipe_api.store import Stores
 from optpipe_api.store.database import deployment_versions, deployments, measurements, reading
 from optpipe_api.store.deployments import KEPT_REPORTS, DeploymentStore
@@ -218,3 +219,21 @@ def test_an_ended_deployment_is_deleted_with_its_versions_and_reports(store) -> 
             assert list(kept) == [other.position]
     with pytest.raises(DeploymentNotFoundError):
         store.delete(gone.id)
+
+
+def test_the_standing_of_a_deployment_has_its_version_its_end_and_its_fault(stores) -> None:
+    store = stores.deployments
+    known, _ = store.add(new(), max_queued=9)
+
+    def standing() -> tuple[int, bool, bool]:
+        (found,) = store.standings([known.id]).values()
+        return found.version, found.has_ended, found.has_failed
+
+    assert standing() == (0, False, False)
+    store.settle(known, JobError(code="job.died", message="it died"))
+    assert standing() == (0, False, True)
+    other, _ = store.add(new("other"), max_queued=9)
+    store.publish(store.start(other, "0" * 32), version())
+    assert store.standings([other.id])[other.id].version == 1
+    store.end(known.id)
+    assert standing() == (0, True, True)

@@ -30,6 +30,8 @@ ASKED: dict[str, Callable[[Stores], Any]] = {
     "get": lambda stores: stores.jobs.get(ID),
     "schedule": lambda stores: stores.jobs.schedule(ID),
     "history": lambda stores: stores.jobs.history(ID, 5),
+    "standings": lambda stores: stores.jobs.standings([ID]),
+    "standings of batches": lambda stores: stores.batches.standings([ID]),
     "trace": lambda stores: stores.jobs.trace(ID),
     "retention, with nothing old": lambda stores: stores.jobs.delete_finished(1.0),
     "is the queue full": lambda stores: refused(stores, refuse_when_full, 10**6),

@@ -55,7 +55,7 @@ def test_stages_chained_are_the_model(kind):
     assert torch.equal(loss_of(model.config)(state, labels), expected.loss)
     assert {key for stage in stages for key in stage.state_dict()} == keys
     assert set(model.state_dict()) == keys
-    built = build_stages(model.config, [3, 4, 1], own=[1])
+    built = build_stages(model.config, [3, 4, 1], own=[1], check=kind in KINDS)
     assert [next(stage.parameters()).is_meta for stage in built] == [True, False, True]
     whole = model.state_dict()
     built[1].load_state_dict({key: whole[key] for key in built[1].state_dict()})
@@ -65,7 +65,7 @@ def test_stages_that_are_compared_with_the_model_leave_it_in_its_modes():
     """What is frozen, without dropout say, stays so."""
     model = _model("gemma").train()
     model.model.layers[1].eval()
-    stages = split(model, [3, 4, 1], check=True)
+    stages = split(model, [3, 4, 1])
     waiting = {name for name, one in model.named_modules() if not one.training}
     assert waiting == {n for n, _ in model.named_modules() if f"{n}.".startswith("model.layers.1.")}
     assert all(stage.training for stage in stages)
@@ -151,6 +151,43 @@ def test_the_example_measures_solves_and_trains(tmp_path):
     assert losses[-1] < losses[0] - 0.05
 
 
+def test_a_loss_that_the_stages_do_not_make_is_refused():
+    """The routers' auxiliary loss by its name; any other by comparison with the model's loss."""
+    routed = _model("mixtral")
+    routed.config.output_router_logits = True
+    for build in (
+        lambda: split(routed, [4, 4]),
+        lambda: build_stages(routed.config, [4, 4], own=[0]),
+        lambda: loss_of(routed.config),
+    ):
+        with pytest.raises(PreflightError, match="adds to its loss the auxiliary loss of the rout"):
+            build()
+    smoothed = _model("llama")
+    smoothed.loss_function = lambda logits, labels, **_: nn.functional.cross_entropy(
+        logits[:, :-1].mT, labels[:, 1:], label_smoothing=0.1
+    )
+    with pytest.raises(
+        PreflightError, match="differ from the model in the loss, of which loss_of makes another: "
+    ):
+        split(smoothed, [4, 4])
+
+
+def test_losses_divided_by_the_tokens_of_the_batch_add_up_to_the_models():
+    """Where micro-batches have different numbers of labels, the mean of their means does not."""
+    model = _model("llama").eval()
+    tokens, mask, labels = padded(4, 0)
+    given = {"input_ids": tokens, "attention_mask": mask, "labels": labels, "use_cache": False}
+    num_items = int((labels[:, 1:] != -100).sum())
+    with torch.no_grad():
+        expected, logits = model(**given).loss, model(**given).logits
+    loss_fn = loss_of(model.config)
+    pairs = list(zip(logits, labels, strict=True))
+    parts = [loss_fn(one[None], own[None], num_items_in_batch=num_items) for one, own in pairs]
+    assert float(sum(parts)) == pytest.approx(expected.item(), rel=1e-6)
+    means = [loss_fn(one[None], own[None]) for one, own in pairs]
+    assert abs(float(sum(means)) / 4 - expected.item()) > 1e-4
+
+
 def test_what_is_no_decoder_or_does_not_come_apart_is_refused(monkeypatch):
     with pytest.raises(PreflightError, match="Linear is no decoder-only language model"):
         split(nn.Linear(2, 2), [1])
@@ -165,12 +202,14 @@ def test_what_is_no_decoder_or_does_not_come_apart_is_refused(monkeypatch):
         return plain(*given, **others) * odd.model.skips[0]
 
     layer.forward = skipping
-    with pytest.raises(PreflightError, match="chained, give other logits than the model"):
+    with pytest.raises(PreflightError, match="differ from the model in the logits: "):
         split(odd, [4, 4])
     with torch.device("meta"):
         bare = _model("gemma")
     with pytest.raises(PreflightError, match="has no values to compare them by"):
         split(bare, [4, 4])
+    with pytest.raises(PreflightError, match="has no values to compare them by"):
+        build_stages(bare.config, [4, 4], own=[0])
     monkeypatch.setattr(metadata, "version", lambda _name: "4.57.1")
     with pytest.raises(MissingExtraError, match=r"transformers 4\.57\.1 is installed.*==5\.\*'"):
         split(odd, [4, 4])

@@ -1,13 +1,18 @@
 """Megatron-Core trains its own model by our schedules as by its own, on four ranks over gloo."""
 
+from contextlib import nullcontext
 from importlib import metadata
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
 from optpipe.errors import MissingExtraError, PreflightError
 from optpipe.measurements import MegatronRun, read_megatron
 from optpipe.problem import LicensedPair
-from optpipe.runtime.trainers.megatron import _Items, forward_backward_func
+from optpipe.runtime.passes import WeightGradients
+from optpipe.runtime.trainers.megatron import _Items, _ParallelProduct, forward_backward_func
 from optpipe.schedule import ActionType, Programs, parse_cell
 from tests.runtime import schedules
 from tests.runtime.trainers import megatron_cases
@@ -179,3 +184,35 @@ def test_another_megatron_is_refused(monkeypatch, version, text):
     schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
     with pytest.raises(MissingExtraError, match=f"{text}.*pip install 'megatron-core==0.16"):
         forward_backward_func(schedule)
+
+
+def test_a_parallel_product_conjugates_like_a_plain_one():
+    gradients, run = WeightGradients(), None
+    rows, weight, bias = (
+        torch.randn(*shape, dtype=torch.complex128, requires_grad=True)
+        for shape in ((3, 6), (4, 6), (4,))
+    )
+    wanted = torch.autograd.grad(
+        functional.linear(rows, weight, bias).abs().pow(2).sum(), [rows, weight, bias]
+    )
+    anchor = torch.empty(0, requires_grad=True)
+    output: Any = _ParallelProduct.apply(rows, anchor, (weight, bias), None, gradients)
+    with gradients.collect():
+        output.abs().pow(2).sum().backward()
+        run = gradients.take()
+    run()
+    for one, expected in zip([rows, weight, bias], wanted, strict=True):
+        torch.testing.assert_close(one.grad, expected)
+
+
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
+def test_a_nested_grad_through_a_parallel_product_is_refused(is_split):
+    gradients = WeightGradients()
+    rows, weight = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True)
+    output: Any = _ParallelProduct.apply(rows, anchor, (weight, None), None, gradients)
+    with gradients.collect() if is_split else nullcontext():
+        with pytest.raises(PreflightError, match="a parallel layer of Megatron-Core, whose"):
+            torch.autograd.grad(output.sum(), [rows, weight], allow_unused=True)
+        assert gradients.held_bytes() == 0
+    assert weight.grad is None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from optpipe.errors import PreflightError
 from optpipe.runtime.trainers import materialize, split, ties_of
@@ -61,7 +62,10 @@ def test_a_split_leaves_the_model_alone_and_stages_keep_its_keys():
         ["blocks.3", "blocks.4", "blocks.5"],
         ["blocks.6", "blocks.7", "norm", "head"],
     ]
-    for stages in (split(model, [3, 3, 2]), split(model, module_fqns_per_model_part=names)):
+    for stages in (
+        split(model, [3, 3, 2], sample=batch),
+        split(model, module_fqns_per_model_part=names, sample=(batch,)),
+    ):
         state = batch
         for stage in stages:
             state = stage(state)
@@ -77,7 +81,7 @@ def test_a_split_leaves_the_model_alone_and_stages_keep_its_keys():
 def test_stages_built_without_memory_get_it_and_values():
     with torch.device("meta"):
         model = LanguageModel()
-    first, last = split(model, [4, 4])
+    first, last = split(model, [4, 4], check=False)
     torch.manual_seed(0)
     ready = materialize(first, "cpu")
     assert all(parameter.device.type == "cpu" for parameter in ready.parameters())
@@ -87,6 +91,114 @@ def test_stages_built_without_memory_get_it_and_values():
     seen = []
     materialize(last, "cpu", lambda module: seen.append(type(module).__name__))
     assert set(seen) == {"LayerNorm", "Linear"}
+
+
+class _Outside(LanguageModel):
+    """Does one thing outside of its modules, before or after its blocks."""
+
+    table: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.position = nn.Embedding(5, 8)
+        self.register_buffer("table", torch.linspace(0, 1, 40).view(5, 8))
+
+    def before(self, state: torch.Tensor) -> torch.Tensor:
+        if self.kind == "scale":
+            return state * 8**0.5
+        if self.kind == "table":
+            return state + self.table
+        if self.kind == "position":
+            added: torch.Tensor = self.position(torch.arange(5))
+            return state + added
+        if self.kind == "dropout":
+            return functional.dropout(state, 0.5, self.training)
+        if self.kind == "evaluation":
+            return state if self.training else state * 2
+        if self.kind == "detach":
+            return state.detach()
+        return state
+
+    def after(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.kind == "mean":
+            return logits.mean(1)
+        if self.kind == "temperature":
+            return logits * 3
+        return logits
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        state = self.before(self.token(tokens))
+        for block in self.blocks:
+            state = block(state)
+        logits: torch.Tensor = self.head(self.norm(state))
+        return self.after(logits)
+
+
+OTHER_OUTPUT = "run in the modes of its modules, differ from the model in the output: "
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("scale", OTHER_OUTPUT),
+        ("table", OTHER_OUTPUT),
+        ("position", r"stage 0 of _Outside cannot run on the sample \(RuntimeError"),
+        ("dropout", OTHER_OUTPUT),
+        ("evaluation", "run in evaluation, differ from the model in the output: "),
+        (
+            "detach",
+            "differ from the model in the gradient of blocks.0.norm.weight, not in outputs: ",
+        ),
+        ("mean", r"stage 2 of _Outside cannot run on what stage 1 returns \(RuntimeError"),
+        ("temperature", OTHER_OUTPUT),
+    ],
+)
+def test_stages_that_repeat_what_a_forward_does_outside_of_modules_are_refused(kind, text):
+    model = _Outside(kind).double()
+    with pytest.raises(PreflightError, match="has no sample"):
+        split(model, [3, 3, 2])
+    with pytest.raises(PreflightError, match=text):
+        split(model, [3, 3, 2], sample=tokens(2, 0)[0])
+
+
+class _Counting(nn.Module):
+    """Normalizes, drops out, counts its runs, and adds a keyword input."""
+
+    runs: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)) for _ in range(4)
+        )
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, state: torch.Tensor, *, bias: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        for block in self.blocks:
+            state = block(state + bias)
+        return state
+
+
+def test_a_comparison_leaves_values_modes_random_numbers_and_gradients():
+    """It runs dropout with the same random numbers in the model and in the stages."""
+    model = _Counting()
+    model.get_submodule("blocks.1").eval()
+    waiting = {name for name, one in model.named_modules() if not one.training}
+    weight = model.get_parameter("blocks.0.0.weight")
+    weight.grad = torch.ones(3, 3)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    sample = torch.rand(5, 3)
+    random = torch.get_rng_state()
+    stages = split(model, [2, 2], sample=sample, sample_kwargs={"bias": torch.ones(3)})
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert {name for name, one in model.named_modules() if not one.training} == waiting
+    assert all(stage.training for stage in stages)
+    gradients = [name for name, one in model.named_parameters() if one.grad is not None]
+    assert gradients == ["blocks.0.0.weight"]
+    assert weight.grad.eq(1).all()
 
 
 class _OwnParameter(nn.Module):
@@ -127,6 +239,12 @@ class _OwnParameter(nn.Module):
         ),
         (_OwnParameter, {"layers_per_stage": [1, 1]}, r"position of shape \(3,\) is in no"),
         (language_model, {}, "needs layers_per_stage or module_fqns_per_model_part"),
+        (language_model, {"layers_per_stage": [4, 4]}, "has no sample .* LanguageModel to compare"),
+        (
+            lambda: LanguageModel().to("meta"),
+            {"layers_per_stage": [4, 4], "sample": torch.zeros(1, 5, dtype=torch.int64)},
+            "LanguageModel has no values to compare its stages by",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(model, given, text):

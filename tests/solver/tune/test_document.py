@@ -208,7 +208,9 @@ def test_what_cannot_be_asked_is_refused_at_its_field(
 
 @pytest.mark.parametrize(("model", "num_mtp"), [("deepseek-v3", 0), ("deepseek-v3-mtp", 1)])
 def test_a_run_with_other_multi_token_prediction_is_not_compared(model: str, num_mtp: int) -> None:
-    text = "--micro-batch-size 1 --pipeline-model-parallel-size 8 --mtp-num-layers "
+    text = "--micro-batch-size 1 --pipeline-model-parallel-size 8 "
+    text += "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 6 "
+    text += "--mtp-num-layers "
     fields = {"model": model, "gpu": "h200", "num_gpus": 64, "global_batch": 64, "framework": "any"}
     question = read_question({**fields, "fixed": {"pp": 8}}).question
     assert read_current(question, f"{text}{num_mtp}").shape == question.shape

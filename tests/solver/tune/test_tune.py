@@ -35,7 +35,7 @@ from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import RowByRow
 from optpipe_solver.milp.plan.pattern import HELD, Pattern, patterns_of
 from optpipe_solver.plan import PlanResult, plan
-from optpipe_solver.tune import TuneQuestion, judge, tune
+from optpipe_solver.tune import TuneQuestion, TuneResult, judge, tune
 from optpipe_solver.tune.bounds import LayerTable, _most_work
 from optpipe_solver.tune.cut import (
     CutNumbers,
@@ -588,6 +588,37 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert result.best.step_ms < row.step_ms
     assert row in result.rows or row.step_ms > result.best.step_ms
     assert f"more than {result.gap:.1%} faster" in result.certificate
+    assert result.gain is not None
+    assert f"{100 * result.gain:.1f} % less time per step" in repr(result)
+
+
+def test_a_gain_needs_a_baseline_that_fits_and_an_answer() -> None:
+    """Today's step is no baseline where it does not fit; nor is it an answer while others are open.
+
+    What the search tells before it has found anything faster has no gain, not one of 0 %.
+    """
+    question = asked()
+    training = replace(question.training, dp=1, sequence_parallel=False)
+    cut = PipelineCut(pp=4, num_microbatches=16, layout="even")
+    today = Configuration(shape=SMALL, hardware=GPU, training=training, pipeline=cut)
+    told: list[TuneResult] = []
+    tune(question, current=today, time_limit_s=20, on_result=told.append)
+    row = told[0].current
+    assert row is not None
+    early = replace(told[0], rows=(row,))
+    assert early.gain is None
+    assert "has found nothing faster than what you run" in early.verdict
+    late = replace(early, stopped_by="optimal")
+    assert late.gain == 0.0
+    assert "nothing was found that is faster than what you run" in late.verdict
+    small = asked(memory_bytes=max(row.peak_bytes) - 2**28)
+    result = tune(small, current=today, time_limit_s=20)
+    assert result.best is not None
+    assert result.best.step_ms < row.step_ms
+    assert result.gain is None
+    assert "pipeline rank 3 needs" in result.verdict
+    assert "0.2 GiB more than it has" in repr(result)
+    assert "%" not in repr(result).partition(";")[0]
 
 
 def test_the_best_and_the_ten_next_have_rows_though_bounds_exclude_them() -> None:
