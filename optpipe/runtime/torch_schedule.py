@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe.errors import PreflightError
+from optpipe.errors import OptPipeError, PreflightError
 from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.messages import (
     MessageSend,
@@ -559,7 +559,8 @@ class HookedStage(PipelineStage):
         given = tensors_in(kwargs) if kwargs else ()
         sliced = nullcontext() if self.slices is None else self.slices.forward(fwd_chunk_id)
         with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs, given), sliced:
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+            output = self._run_forward(fwd_chunk_id, args, kwargs, save=save_forward_output)
+        self._hooks.see_outputs(self.stage_index, fwd_chunk_id, self.fwd_cache[fwd_chunk_id][0])
         for info in infos:
             info.buffer = None
         if not self.is_last:
@@ -569,6 +570,17 @@ class HookedStage(PipelineStage):
                 self._hollow_out(fwd_chunk_id)
             self._hooks.forward_done(self.stage_index, fwd_chunk_id, outputs)
         return output
+
+    def _run_forward(
+        self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, save: bool
+    ) -> Any:
+        """Run torch's forward; a refusal of ours keeps its type, which torch would hide."""
+        try:
+            return super().forward_one_chunk(microbatch, args, kwargs, save)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, OptPipeError):
+                raise error.__cause__ from None
+            raise
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; what crosses a boundary by name is given and taken by name.
@@ -622,7 +634,8 @@ class HookedStage(PipelineStage):
         for info, tensor in zip(infos, self.fwd_cache[microbatch][1], strict=False):
             info.buffer = tensor
         kwargs = self.kwargs[microbatch]
-        output = super().forward_one_chunk(microbatch, args, kwargs, save_forward_output=False)
+        output = self._run_forward(microbatch, args, kwargs, save=False)
+        self._hooks.see_outputs(self.stage_index, microbatch, self.fwd_cache[microbatch][0])
         for info in infos:
             info.buffer = None
         if not self.is_last:
