@@ -35,7 +35,7 @@ from optpipe.runtime.torch_names import (
     versions_of,
     viewed,
 )
-from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
+from optpipe.runtime.treatments import ChangingBuffers, GroupCalls, OutputChecks
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ class Passes:
         self._offloader = offloader
         self._gradients = gradients
         self._treatments = treatments
+        self._checks = OutputChecks()
         self._groups = {
-            stage: GroupCalls(offloader.modules[stage])
+            stage: GroupCalls(offloader.modules[stage], self._checks)
             for stage in {cell[0] for cell, one in treatments.items() if one.tells_groups}
         }
         self._last_stage = last_stage
@@ -170,8 +171,25 @@ class Passes:
             if not treatment.tells_groups:
                 yield
                 return
-            with self._groups[cell[0]].running(treatment.again, saved):
+            with self._groups[cell[0]].running(treatment.again, saved, cell):
                 yield
+
+    def see_outputs(self, stage: int, microbatch: int, outputs: Sequence[Any]) -> None:
+        """Compare what a RECOMPUTE returned with what its F returned; call it after both.
+
+        `check_recomputed` says at the end of the step whether they are equal.
+        """
+        treatment = self._treatments.get((stage, microbatch))
+        if treatment is not None and treatment.apart:
+            what = f"the RECOMPUTE of stage {stage}, micro-batch {microbatch},"
+            self._checks.see((stage, microbatch), what, outputs)
+
+    def check_recomputed(self, rank: int) -> None:
+        """Refuse a step in which something returned other outputs when it ran again.
+
+        Call it after each step, before anything uses the gradients.
+        """
+        self._checks.check(rank)
 
     def _captures(self, stage: int, microbatch: int) -> bool:
         """Whether what autograd saves for this cell is offloaded, and not its input."""
@@ -254,6 +272,7 @@ class Passes:
         self._offloader.reset()
         self._gradients.forget()
         self._random_states.clear()
+        self._checks.forget()
         for buffers in self._buffers.values():
             buffers.forget()
         for calls in self._groups.values():

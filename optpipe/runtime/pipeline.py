@@ -179,6 +179,9 @@ def start_pipeline(
     shapes = Crossing([known[key] for key in known_here], kinds)
     attempt(lambda: _expect_alike(shapes.by_kind, list(known_here.values())), faults)
     attempt(lambda: _expect_costs(spec, cut), faults)
+    if trains:
+        # Not earlier: a runner ties the weights of its stages after it has checked its spec.
+        attempt(lambda: preflight.check_reduced(spec.stages), faults)
     agree({}, faults, group)
     runtime = attempt(lambda: _build(spec, hooks, shapes, pool, trains=trains), faults)
     orders = runtime.orders if runtime is not None else ()

@@ -26,7 +26,13 @@ from optpipe.memory import host_walk, memory_walk, modes_of
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
 from optpipe.runtime.offload import count_slots, host_memory_bytes
-from optpipe.runtime.torch_names import backends, buffers_of, replaced, tree_map
+from optpipe.runtime.torch_names import (
+    backends,
+    buffers_of,
+    reduced_by_ddp,
+    replaced,
+    tree_map,
+)
 from optpipe.schedule import Action, ActionType, parse_action
 
 if TYPE_CHECKING:
@@ -51,6 +57,7 @@ __all__ = [
     "check_needs",
     "check_programs",
     "check_ranks",
+    "check_reduced",
     "check_split",
     "check_stages",
     "check_wrappers",
@@ -210,6 +217,49 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
                     "gradients would be reduced in every backward, and those of a W never; call "
                     "fully_shard on the stage, too"
                 )
+
+
+def check_reduced(stages: Mapping[int, nn.Module]) -> None:
+    """Refuse a trained parameter whose gradient DDP would not reduce, or would reduce too early.
+
+    DDP reduces the parameters that its stage had when the stage was wrapped. A tie replaces one.
+    """
+    wrapped = {s: one for s, one in stages.items() if isinstance(one, DistributedDataParallel)}
+    places: dict[Tensor, dict[int, str]] = {}
+    for index, module in sorted(stages.items()):
+        inner = module.module if index in wrapped else module
+        for name, parameter in inner.named_parameters():
+            if parameter.requires_grad:
+                places.setdefault(parameter, {})[index] = name
+    for name_in in places.values():
+        inside, outside = name_in.keys() & wrapped.keys(), name_in.keys() - wrapped.keys()
+        if inside and outside:
+            one, other = min(inside), min(outside)
+            raise PreflightError(
+                f"parameter {name_in[other]} of stage {other} is {name_in[one]} of stage {one}. "
+                f"DistributedDataParallel wraps stage {one} and not stage {other}, so it would "
+                f"miss gradients that stage {other} adds; wrap both stages, or neither"
+            )
+    for index, module in sorted(wrapped.items()):
+        known, num_reduced = reduced_by_ddp(module)
+        trained = {one: name_in[index] for one, name_in in places.items() if index in name_in}
+        for parameter, name in trained.items():
+            if parameter not in known and name not in module.parameters_to_ignore:
+                others = [f"{there} of stage {s}" for s, there in places[parameter].items()
+                          if s != index]  # fmt: skip
+                tied = f", tied to {' and '.join(others)}," if others else ""
+                raise PreflightError(
+                    f"parameter {name} of stage {index}{tied} came into the stage after "
+                    "DistributedDataParallel had wrapped it, so its gradient would not be reduced; "
+                    "tie or replace parameters first, and wrap the stage afterwards"
+                )
+        num_trained = len(known & trained.keys())
+        if num_trained != num_reduced:
+            raise PreflightError(
+                f"DistributedDataParallel reduces {num_reduced} parameters of stage {index}, of "
+                f"which the stage trains {num_trained}; tie, freeze or unfreeze parameters first, "
+                "and wrap the stage afterwards"
+            )
 
 
 def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:

@@ -538,6 +538,7 @@ class PipelineRunner:
                     self._tied.begin()
                 found = pipeline.runtime.run(cut, self._kwargs_of(cut))
                 if trains:
+                    passes.check_recomputed(self._spec.rank)
                     self._tied.add_up()
                 return found
         except Exception:

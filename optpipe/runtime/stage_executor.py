@@ -115,14 +115,13 @@ class StageExecutor:
         sliced = nullcontext() if self._slices is None else self._slices.forward(microbatch)
         with self._passes.forward(self.index, microbatch, inputs, given), sliced:
             output = self._call(inputs, kwargs)
-        if self.is_last:
-            if self._trains:
-                self._inputs[microbatch] = () if self.is_first else tuple(inputs)
-            return output
-        outputs = output if isinstance(output, tuple) else _as_tuple(output)
-        self._check_gradients(outputs)
+        outputs = _as_tuple(output)
+        self._passes.see_outputs(self.index, microbatch, outputs)
         if self._trains:
             self._inputs[microbatch] = () if self.is_first else tuple(inputs)
+        if self.is_last:
+            return output
+        self._check_gradients(outputs)
         self._outputs[microbatch] = outputs
         self._passes.forward_done(self.index, microbatch, outputs)
         return outputs
@@ -133,8 +132,9 @@ class StageExecutor:
         if not self.is_first:
             self._require_gradients(inputs)
         output = self._call(inputs, self.kwargs[microbatch])
+        outputs = _as_tuple(output)
+        self._passes.see_outputs(self.index, microbatch, outputs)
         if not self.is_last:
-            outputs = output if isinstance(output, tuple) else _as_tuple(output)
             self._check_gradients(outputs)
             self._outputs[microbatch] = hollow(outputs)
         return output
@@ -332,7 +332,7 @@ class StageExecutor:
 
 
 def _as_tuple(output: Any) -> tuple[Any, ...]:
-    return tuple(output) if isinstance(output, list) else (output,)
+    return tuple(output) if isinstance(output, list | tuple) else (output,)
 
 
 _Blanks = list[tuple["Blank | None", ...]]

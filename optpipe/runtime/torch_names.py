@@ -57,6 +57,7 @@ __all__ = [
     "parts_with_memory",
     "prepare_ddp_reduction",
     "reduce_by_ddp",
+    "reduced_by_ddp",
     "replaced",
     "running_accumulators",
     "sharded_in_forward",
@@ -96,6 +97,15 @@ def reduce_by_ddp(module: DistributedDataParallel) -> None:
     zeros = [tensor.new_zeros(()).expand_as(tensor) for tensor in seen]
     module.reducer.prepare_for_backward(seen)
     torch.autograd.backward(seen, zeros)
+
+
+def reduced_by_ddp(module: DistributedDataParallel) -> tuple[set[Tensor], int]:
+    """Return the parameters that a stage had when DDP wrapped it, and how many of them DDP reduces.
+
+    DDP reduces those that required a gradient at that time.
+    """
+    count = module._get_ddp_logging_data()["num_parameter_tensors"]  # noqa: SLF001
+    return set(module._module_parameters), int(count)  # noqa: SLF001
 
 
 def prepare_ddp_reduction(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from optpipe.errors import PreflightError
 from optpipe.memory import modes_of
@@ -35,8 +35,10 @@ from optpipe.runtime.torch_names import (
     BufferPlace,
     buffers_of,
     is_compiled,
+    parts_with_memory,
     replaced,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
 )
 from optpipe.schedule import ActionType
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChangingBuffers",
     "GroupCalls",
+    "OutputChecks",
     "Treatment",
     "check_groups",
     "groups",
@@ -387,6 +390,10 @@ def hidden_groups(module: nn.Module, there: Groups) -> set[str]:
 # again reads what its F read, and leaves no second trace.
 
 
+_ALWAYS_COPIED_BYTES = 1 << 16
+"""A buffer of at most this size is copied before each F, whether an F has changed it or not."""
+
+
 class ChangingBuffers:
     """What the changing buffers of a module were before each F that will run again.
 
@@ -401,7 +408,7 @@ class ChangingBuffers:
 
     @contextmanager
     def noted(self, call: object) -> Iterator[None]:
-        """Run an F; ``call`` is what its recomputation is known by, a micro-batch say."""
+        """Run an F; ``call`` is the key of its recomputation, such as a micro-batch."""
         found = buffers_of(self._module)
         training = tuple(owner.training for owner, _ in found)
         is_new = training not in self._changing
@@ -411,20 +418,41 @@ class ChangingBuffers:
         before = {
             id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
             for place, buffer in found.items()
-            if is_new or place in changing
+            if is_new or place in changing or buffer.nbytes <= _ALWAYS_COPIED_BYTES
         }
         yield
-        changing |= {
+        written = {
+            place
+            for place, buffer in found.items()
+            if buffer._version != versions[place]  # noqa: SLF001
+        }
+        for place in written:
+            if id(found[place]) not in before:
+                raise PreflightError(self._lost(place))
+        changing |= written | {
             place
             for place, buffer in found.items()
             if getattr(*place) is not buffer
-            or buffer._version != versions[place]  # noqa: SLF001
             or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
         }
         for buffer in (found[place] for place in changing):
             copy = before.get(id(buffer), buffer)
             before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
         self._before[call] = {place: before[id(found[place])] for place in changing}
+        # Earlier F's found a buffer that changes now for the first time as it was until now.
+        for earlier in self._before.values():
+            for place, copy in self._before[call].items():
+                earlier.setdefault(place, copy)
+
+    def _lost(self, place: BufferPlace) -> str:
+        owner, name = place
+        path = next(path for path, one in self._module.named_modules() if one is owner)
+        return (
+            f"buffer {f'{path}.{name}' if path else name} of {getattr(*place).nbytes} bytes was "
+            "first written into after the first forward. No copy of what it held is there, and a "
+            "recomputation would read what it holds now. Write into it in the first forward, too, "
+            "or replace it by a new tensor, or solve a problem in which nothing is recomputed here"
+        )
 
     @contextmanager
     def put_back(self, call: object) -> Iterator[None]:
@@ -437,6 +465,138 @@ class ChangingBuffers:
         self._before.clear()
 
 
+# --- Outputs of what runs again, compared with those of its F.
+
+
+class OutputChecks:
+    """Compares the outputs of each recomputation with those of its F.
+
+    Of each tensor two numbers are kept: a sum of its elements with random signs, and its size.
+    `check` compares them for all recomputations of a step at once, so a device is waited for once.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[object, list[tuple[_Summary, float]]] = {}
+        self._pairs: list[tuple[str, float, _Summary, _Summary]] = []
+        # Of its own: the random numbers of the stages are those of a step without checks.
+        self._random = torch.Generator().manual_seed(0)
+        self._signs: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    @torch.no_grad()
+    def see(self, call: object, what: str, outputs: object) -> None:
+        """Look at what a call returned: at first in its F, then in its recomputation.
+
+        ``what`` names the recomputation in the refusal.
+        """
+        tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
+        parts = [part.detach() for one in tensors for part in parts_with_memory(one)]
+        found = [(self._summary(part), _rounding_of(part)) for part in parts if part.numel()]
+        first = self._first.pop(call, None)
+        if first is None:
+            self._first[call] = found
+            return
+        if len(first) != len(found):
+            raise PreflightError(
+                f"{what} returned {len(found)} tensors, its F {len(first)}; {_SAME_AGAIN}"
+            )
+        for (one, rounding), (other, _) in zip(first, found, strict=True):
+            self._pairs.append((what, rounding, one, other))
+
+    def check(self, rank: int) -> None:
+        """Refuse a step in which a recomputation returned something else than its F.
+
+        Raises
+        ------
+        PreflightError
+            With the recomputation that is furthest off.
+        """
+        pairs, self._pairs = self._pairs, []
+        self._first.clear()
+        if not pairs:
+            return
+        firsts = _fetched([first for _, _, first, _ in pairs])
+        others = _fetched([other for _, _, _, other in pairs])
+        apart = (firsts - others).abs().amax(1)
+        shares = torch.where(apart > 0, apart / firsts[:, 1], 0.0)
+        roundings = torch.tensor([rounding for _, rounding, _, _ in pairs], dtype=torch.float64)
+        excess = shares / roundings
+        worst = int(excess.nan_to_num(0.0, posinf=float("inf")).argmax())
+        if excess[worst] > 1:
+            what, rounding, _, _ = pairs[worst]
+            raise PreflightError(
+                f"rank {rank}: the outputs of {what} differ from those of its F by about "
+                f"{float(shares[worst]):.2g} of their size, and rounding explains {rounding:.1g}; "
+                f"{_SAME_AGAIN}. The gradients of this step are wrong: do not use them"
+            )
+
+    def forget(self) -> None:
+        """Forget what an interrupted step left behind."""
+        self._first.clear()
+        self._pairs.clear()
+
+    def _summary(self, tensor: Tensor) -> _Summary:
+        """Return the sum of elements with random signs and the size, in float64."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        elif tensor.dtype not in _SUMMED_TYPES:
+            tensor = tensor.to(torch.float32)
+        rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+        with torch.autocast(tensor.device.type, enabled=False):
+            # Along rows first: in another order a sum would need a copy of the tensor.
+            sums = (rows @ self._signs_like(rows, rows.shape[1])).to(torch.float64)
+            found = torch.stack([sums @ self._signs_like(sums, len(sums)), sums.norm()])
+        return found.tolist() if found.is_cpu else found
+
+    def _signs_like(self, tensor: Tensor, count: int) -> Tensor:
+        key = (tensor.device, tensor.dtype)
+        signs = self._signs.get(key, tensor.new_empty(0))
+        if len(signs) < count:
+            size = (2 * count - len(signs),)
+            drawn = torch.randint(2, size, generator=self._random, device="cpu") * 2 - 1
+            signs = self._signs[key] = torch.cat([signs, drawn.to(tensor.device, tensor.dtype)])
+        return signs[:count]
+
+
+_Summary = list[float] | Tensor
+"""Two numbers of a tensor; where a device has yet to make them, they stay there until the check."""
+
+
+def _fetched(summaries: Sequence[_Summary]) -> Tensor:
+    """Return the numbers on the host, in float64, shape (number of summaries, 2)."""
+    waiting = [one for one in summaries if isinstance(one, Tensor)]
+    there = iter(torch.stack(waiting).tolist() if waiting else ())
+    found = [next(there) if isinstance(one, Tensor) else one for one in summaries]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+_SUMMED_TYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+_SAME_AGAIN = (
+    "a recomputation must do what its F did. Draw random numbers from torch's global generator, "
+    "not from Python's or one of your own; call torch.backends.mha.set_fastpath_enabled(False) "
+    "where an nn.TransformerEncoder is in eval(); or solve a problem in which this stage is not "
+    "recomputed"
+)
+
+
+def _rounding_of(tensor: Tensor) -> float:
+    """Return by what share of its size an output may change without another cause than rounding.
+
+    An F without a graph may run other kernels than its recomputation: an nn.LSTM on the CPU gives
+    other last digits. So 1,000 times the type's precision is allowed, and at most 3%: half
+    precision has two or three digits. On a GPU outputs in single precision may be made of half
+    precision, and sums by atomic additions change from run to run. New dropout changes tens of %.
+    """
+    kind = tensor.dtype
+    if not kind.is_floating_point and not kind.is_complex:
+        return 1e-12
+    if tensor.is_cuda and torch.finfo(kind).bits < 64:
+        return 0.03
+    return min(1000 * torch.finfo(kind).eps, 0.03)
+
+
 # --- Calls of groups' modules during an F. Their ``forward`` is replaced while it runs, and put
 # back at its end: what is called at other times, by a recomputation say, is the module itself.
 
@@ -444,14 +604,22 @@ class ChangingBuffers:
 class GroupCalls:
     """Follows the calls of a stage's groups through an F, and lets groups run again.
 
+    ``checks`` compares what a module returned with what it returns when it runs again. A
+    recomputation usually stops as soon as all saved tensors are there, and returns nothing. So only
+    the first one of each module runs to its end, and again where the module has changed between
+    training and evaluation.
+
     Attributes
     ----------
     watch
         Gives what is around each recomputation of a module.
     """
 
-    def __init__(self, stage: nn.Module) -> None:
+    def __init__(self, stage: nn.Module, checks: OutputChecks | None = None) -> None:
         self.groups = groups_of(stage)
+        self._checks = checks
+        self._checked: set[tuple[nn.Module, tuple[bool, ...]]] = set()
+        self._paths = {part: path or "the module" for path, part in stage.named_modules()}
         self._names: dict[nn.Module, frozenset[str]] = {}
         for name, parts in self.groups.items():
             for part in parts:
@@ -466,16 +634,22 @@ class GroupCalls:
 
     @contextmanager
     def running(
-        self, again: Collection[str], saved: SavedActivations | None = None
+        self,
+        again: Collection[str],
+        saved: SavedActivations | None = None,
+        cell: Cell | None = None,
     ) -> Iterator[None]:
-        """Run an F whose groups ``again`` keep their inputs; ``saved`` hears of the others."""
+        """Run the F of a cell; groups ``again`` keep their inputs, ``saved`` hears of the others.
+
+        The cell is named where a check refuses it.
+        """
         listened = self._names if saved is not None and saved.tells_groups else {}
         parts = [
             part for part, names in self._names.items() if part in listened or names & set(again)
         ]
         before = {part: part.__dict__.get("forward") for part in parts}
         for part in parts:
-            part.forward = partial(self._call, part, part.forward, frozenset(again), saved)
+            part.forward = partial(self._call, part, part.forward, frozenset(again), saved, cell)
         try:
             yield
         finally:
@@ -487,6 +661,7 @@ class GroupCalls:
     def forget(self) -> None:
         """Forget what an interrupted step left behind."""
         self._is_recomputed = False
+        self._checked.clear()
         for buffers in self._buffers.values():
             buffers.forget()
 
@@ -496,6 +671,7 @@ class GroupCalls:
         forward: Callable[..., Any],
         again: frozenset[str],
         saved: SavedActivations | None,
+        cell: Cell | None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -504,7 +680,7 @@ class GroupCalls:
         if self._names[part] & again:
             self._is_recomputed = True
             try:
-                return self._checkpointed(part, forward, args, kwargs)
+                return self._checkpointed(part, forward, cell, args, kwargs)
             finally:
                 self._is_recomputed = False
         if saved is None:
@@ -513,18 +689,37 @@ class GroupCalls:
             return forward(*args, **kwargs)
 
     def _checkpointed(
-        self, part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        part: nn.Module,
+        forward: Callable[..., Any],
+        cell: Cell | None,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Run a module that will run again at the first need of what it saves."""
         leaves, form = tree_flatten((args, kwargs))
+        checks = self._checks if self._checks is not None and self._is_first_call(part) else None
+        call, what = object(), f"the recomputation of {self._paths[part]}"
+        if cell is not None:
+            what += f" of stage {cell[0]}, micro-batch {cell[1]},"
 
         def run(*given: Any) -> Any:
             positional, named = tree_unflatten(given, form)
-            return forward(*positional, **named)
+            output = forward(*positional, **named)
+            if checks is not None:
+                checks.see(call, what, output)
+            return output
 
         # Tensors among keyword arguments, too, are saved where hooks see them.
         contexts = partial(self._contexts, part)
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+        with nullcontext() if checks is None else set_checkpoint_early_stop(False):
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+
+    def _is_first_call(self, part: nn.Module) -> bool:
+        key = (part, tuple(one.training for one in part.modules()))
+        is_first = key not in self._checked
+        self._checked.add(key)
+        return is_first
 
     def _contexts(
         self, part: nn.Module

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,7 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe import Problem, Schedule
-from optpipe.runtime import PipelineRunner, demo, executor, offload
+from optpipe.runtime import PipelineRunner, demo, executor, groups, offload
 from optpipe.runtime.demo_model import (
     ModelConfig,
     join_ranks,
@@ -108,6 +110,141 @@ def train_noisy(schedule: Schedule, seed: int = 0) -> list[Tensor]:
         runner.step(batch, target)
     gradients = [one.grad for one in modules[rank].parameters() if one.grad is not None]
     return [*modules[rank].buffers(), *gradients]
+
+
+# --- Stages that do something else when they run again.
+
+
+class Unlike(nn.Module):
+    """A linear layer with a fault, which ``is_on`` or not; in inputs above ``threshold`` it shows.
+
+    ``random`` and ``generator`` draw numbers that torch does not put back; ``buffer`` and ``table``
+    are written into, and a buffer is ``replaced``. An ``encoder`` in ``eval()`` runs another kernel
+    without a graph, which returns zeros for padding. An ``lstm``, too, runs another kernel, which
+    differs by rounding.
+    """
+
+    buffer: Tensor
+    table: Tensor
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault, self.is_on, self.above = fault, True, 0.0
+        self.linear = nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(5)
+        self.register_buffer("buffer", torch.ones(1))
+        self.register_buffer("table", torch.ones(1 << 14))
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).eval()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, given: Tensor) -> Tensor:
+        scale = self.buffer.clone() * self.table[0].clone()
+        output: Tensor = self.linear(given) * scale
+        if not self.is_on or given.abs().amax() < self.above:
+            return output
+        match self.fault:
+            case "random":
+                output = output * (1 + random.random())
+            case "generator":
+                kept = torch.rand(output.shape, generator=self.generator) < 0.8
+                output = output * kept
+            case "buffer" | "table":
+                self.get_buffer(self.fault).mul_(1.5)
+            case "replaced":
+                self.buffer = self.buffer * 1.5
+            case "encoder":
+                padding = torch.zeros(given.shape[:2], dtype=torch.bool)
+                padding[:, -1] = True
+                output = self.encoder(output, src_key_padding_mask=padding)
+            case "lstm":
+                output = self.lstm(output)[0]
+        return output
+
+
+class Again(NamedTuple):
+    """What each step was refused with, and how far its gradients are from those of kept stages."""
+
+    refusals: list[str]
+    differences: list[float]
+
+
+def run_again(
+    schedule: Schedule,
+    problem: Problem,
+    fault: str,
+    on: Sequence[bool],
+    *,
+    dtype: torch.dtype = torch.float64,
+    renews: bool = False,
+    second_only: bool = False,
+) -> Again | None:
+    """Train two stages on rank 0 alone, with a fault that is on or off in each step.
+
+    Where it ``renews``, the runner takes its schedule anew before each step. ``second_only``: the
+    fault is on in the second micro-batch only. Gradients add up over the steps.
+    """
+    group = dist.new_group([0])
+    if dist.get_rank() > 0:
+        return None
+    kept = schedules.make_schedule(
+        schedules.make_problem((0, 0), 2), schedules.from_text([KEPT_ON_ONE_RANK])
+    )
+    found = Again([], [])
+    runners: list[tuple[PipelineRunner, dict[int, nn.Module]]] = []
+    for one, its_problem in ((kept, None), (schedule, problem)):
+        torch.manual_seed(0)
+        stages: dict[int, nn.Module] = {
+            index: nn.Sequential(Unlike(fault if index else "")).to(dtype) for index in range(2)
+        }
+        for stage in stages.values():
+            groups(stage, {"all": ["0"]})
+        runner = PipelineRunner(stages, one, functional.mse_loss, its_problem, group=group)
+        runners.append((runner, stages))
+    for is_on in on:
+        batch, target = torch.randn(2, 4, 3, 8, dtype=dtype)
+        batch[2:] *= 1e4 if second_only else 1
+        for runner, stages in runners:
+            faulty: Any = stages[1].get_submodule("0")
+            faulty.is_on, faulty.above = is_on, 100.0 if second_only else 0.0
+            if renews and runner.problem is not None:
+                runner.use(schedule)
+            text = refusal(partial(runner.step, batch, target))
+        found.refusals.append(text)
+        if text:
+            break
+        both = [one.parameters() for _, stages in runners for one in stages.values()]
+        pairs = zip(chain(*both[:2]), chain(*both[2:]), strict=True)
+        found.differences.append(
+            max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None)
+        )
+    for runner, _ in runners:
+        runner.close()
+    return found
+
+
+KEPT_ON_ONE_RANK = "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
+
+
+def recompute_unlike_on_rank_1() -> int:
+    """Be a rank of two, of which rank 1 recomputes with other random numbers in its second step."""
+    join_ranks("gloo")
+    rank = dist.get_rank()
+    rows = ["0F0 0F1 0B0 0B1", "1F0 1RECOMPUTE0 1B0 1F1 1RECOMPUTE1 1B1"]
+    problem = schedules.make_problem((0, 1), 2)
+    schedule = schedules.make_schedule(problem, schedules.from_text(rows))
+    module = Unlike("random")
+    module.is_on = False
+    runner = PipelineRunner({rank: module}, schedule, functional.mse_loss, hang_timeout_s=2)
+    batch, target = torch.randn(2, 4, 3, 8)
+    runner.step(batch, target)
+    module.is_on = rank == 1
+    for _ in range(2):
+        # Rank 0 has left the step before rank 1 ends it.
+        if text := refusal(lambda: runner.step(batch, target)):
+            print(f"rank {rank}: {text}", flush=True)
+            return 10 + rank
+    return 0
 
 
 def refused_stage(schedule: Schedule, trouble: str) -> str:

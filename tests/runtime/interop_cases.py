@@ -1,5 +1,6 @@
 """What the ranks run beside others: torch's own runtime on our CSV, FSDP2's shards, autocast."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from optpipe.runtime.measuring.times import Clock, ping_pong
 from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers, made_on
 from optpipe.runtime.torch_names import backends, default_store
+from optpipe.runtime.trainers import split, ties_of
 from optpipe.runtime.watch import cut
 from optpipe.schedule import Action
 from tests.runtime.cases import CONFIG
@@ -51,8 +53,10 @@ from tests.runtime.small_model import (
     step_alone,
     torch_stages,
 )
+from tests.runtime.trainers.language_model import NUM_BLOCKS, language_model, tokens
+from tests.runtime.trainers.language_model import token_loss as token_loss_of_words
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-from tests.runtime.watching import counted, gradient_of, sent_by
+from tests.runtime.watching import counted, gradient_of, refusal, sent_by
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -112,6 +116,54 @@ def train_on_mesh(
             module.compile()
             assert deferred_bytes(module) == 0, "a compiler sees no DTensors at run time"
     return found
+
+
+def train_tied_on_mesh(
+    schedule: Schedule, num_microbatches: int, way: str, *, find_unused: bool
+) -> tuple[str, float]:
+    """Run two steps of stages with a tied weight, in DDP; two pipeline ranks times two others.
+
+    Return how it was refused, if it was, and the largest relative difference of a gradient.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "others"))
+    row, column = mesh["pipeline"].get_local_rank(), mesh["others"].get_local_rank()
+    count = len(schedule.placement)
+    last = count - 1
+    stages = split(language_model(), [NUM_BLOCKS // count] * count)
+    ties = ties_of(stages)
+    if way not in ("tied, then wrapped", "wrapped, then frozen"):
+        stages[last] = copy.deepcopy(stages[last])
+    own: dict[int, Any] = dict(own_part(schedule.placement, stages, row))
+    shared: dict[int, nn.Module] = {
+        index: _replicated(module, mesh["others"], find_unused=find_unused)
+        for index, module in own.items()
+        if way != "wrapped in part" or index != last
+    }
+    if way in ("wrapped, then tied by hand", "wrapped in part") and {0, last} <= own.keys():
+        own[last].head.weight = own[0].token.weight
+    if way == "wrapped, then frozen" and last in own:
+        own[last].norm.bias.requires_grad_(False)
+    group = mesh["pipeline"].get_group()
+    given = () if way == "wrapped, then tied by hand" else ties
+    runner = PipelineRunner(
+        own | shared, schedule, token_loss_of_words, group=group, ties=given, min_offload_bytes=1
+    )
+    whole, worst = language_model(), 0.0
+    for step in range(2):
+        data = [tokens(2 * num_microbatches, seed=_seed(step, each)) for each in range(2)]
+        batch, target = data[column]
+        if text := refusal(lambda: runner.step(batch, target=target)):  # noqa: B023
+            return text, worst
+        for one in data:
+            step_alone(whole, one, num_microbatches, token_loss_of_words)
+        wanted = dict(whole.named_parameters(remove_duplicate=False))
+        for module in own.values():
+            for name, parameter in module.named_parameters():
+                expected = gradient_of(wanted[name]) / 2
+                apart = (gradient_of(parameter) - expected).norm() / expected.norm()
+                worst = max(worst, float(apart))
+    runner.close()
+    return "", worst
 
 
 def _replicated(module: Any, mesh: DeviceMesh, *, find_unused: bool) -> nn.Module:

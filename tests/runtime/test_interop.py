@@ -3,6 +3,8 @@
 A backward from what is left of an output that has been sent is one from the output.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +86,49 @@ def test_stages_that_two_ranks_share_train_as_one_process(ranks, way, model, off
         # The shard of each block's weights, and the biases: one is sharded, one repeated.
         block = 8 * (2 * 6 * 12 // 2 + 12 // 2 + 6)
         assert [found.promised_bytes for found in outcomes] == [2 * 2 * block] * 4
+
+
+@pytest.mark.parametrize(
+    ("fused", "find_unused"), [(0.0, False), (0.0, True), (0.4, False), (1.0, True)]
+)
+def test_tied_weights_under_ddp_train_as_one_process(ranks, fused, find_unused):
+    """In a V both stages have one parameter; in a line each rank has a copy."""
+    tied = partial(interop_cases.train_tied_on_mesh, find_unused=find_unused)
+    for placement in (TWO_RANKS, (0, 1)):
+        problem = schedules.make_problem(placement, 3)
+        programs = schedules.random_programs(problem, 7, offload=0.3, recompute=0.2, fused=fused)
+        schedule = schedules.make_schedule(problem, programs)
+        for text, worst in ranks.run(tied, schedule, 3, "tied, then wrapped"):
+            assert not text
+            assert worst < 1e-13
+
+
+LATE_W = (
+    "0F0 0F1 3F0 3I0 3F1 3I1 0B0 0B1 3W1 3W0",
+    "1F0 1F1 2F0 2F1 2B0 1B0 2B1 1B1",
+)
+"""The last stage makes its weight gradients after the first one's are complete."""
+
+
+@pytest.mark.parametrize(
+    ("way", "find_unused", "text"),
+    [
+        ("wrapped, then tied by the runner", False, "head.weight of stage 3, tied to token.weight"),
+        ("wrapped, then tied by the runner", True, "head.weight of stage 3, tied to token.weight"),
+        ("wrapped, then tied by hand", True, "head.weight of stage 3, tied to token.weight"),
+        ("wrapped in part", False, "head.weight of stage 3 is token.weight of stage 0. Dis"),
+        ("wrapped, then frozen", True, "reduces 15 parameters of stage 3, of which the stage tr"),
+    ],
+)
+def test_a_parameter_that_ddp_would_not_reduce_is_refused(ranks, way, find_unused, text):
+    """Before the first step, on all ranks of the pipeline alike."""
+    problem = schedules.make_problem(TWO_RANKS, 2)
+    schedule = schedules.make_schedule(problem, schedules.from_text(LATE_W))
+    tied = partial(interop_cases.train_tied_on_mesh, find_unused=find_unused)
+    for found, worst in ranks.run(tied, schedule, 2, way):
+        assert found, f"not refused, and gradients are off by {worst:.0%}"
+        assert found.startswith("PreflightError: the pipeline cannot start:\n  rank 0: ")
+        assert text in found
 
 
 @pytest.mark.parametrize(("layout", "fused"), [(Shard(1), 0.0), (Replicate(), 0.3)])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from optpipe import Problem
+from optpipe import Problem, Schedule
 from optpipe.runtime import PreflightError, groups, modes
 from optpipe.runtime.offload import EVERYTHING, REST, Offloader
 from optpipe.runtime.passes import Passes, WeightGradients
@@ -27,6 +28,7 @@ from optpipe.runtime.watch import Activity
 from optpipe.schedule import Action, ActionType
 from tests import building
 from tests.runtime import batch_cases, cases, schedules, small_cases
+from tests.runtime.ranks import fork_ranks
 
 GROUPS = ("attn", "core_attn", "mlp", "norm")
 NUM_MICROBATCHES = 12
@@ -347,3 +349,86 @@ def test_what_runs_again_inside_sees_the_random_numbers_and_buffers_of_its_forwa
         found.append([*stage.buffers(), *(part.grad for part in stage.parameters())])
     assert len(found[0]) == 10 + 8
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+# --- What does something else when it runs again.
+
+_ON_ONE_RANK = [cases.KEPT_ON_ONE_RANK]
+
+
+def _recomputed(mode: str) -> tuple[Schedule, Problem]:
+    """Two stages on one rank, all of whose micro-batches are recomputed."""
+    numbers = _INSIDE if mode == "recompute all" else _APART
+    menu = [{"name": "keep"}, {"name": mode, "forward_bytes": 2, **numbers}]
+    times = dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 1)
+    stage = {"device": 0, "costs": [{**times, "activation_bytes": 4, "modes": menu}]}
+    problem = building.problem([stage, stage], m=2, format="optpipe/problem/v2")
+    number_of = {(s, j): 1 for s in range(2) for j in range(2)}
+    programs = schedules.in_modes(problem, schedules.from_text(_ON_ONE_RANK), number_of)
+    return schedules.make_schedule(problem, programs), problem
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "what"),
+    [
+        ("recompute", "random", "the RECOMPUTE of stage 1, micro-batch"),
+        ("recompute", "generator", "the RECOMPUTE of stage 1, micro-batch"),
+        ("recompute", "encoder", "the RECOMPUTE of stage 1, micro-batch"),
+        ("recompute all", "random", "the recomputation of 0 of stage 1, micro-batch 0, "),
+        ("recompute all", "generator", "the recomputation of 0 of stage 1, micro-batch 0, "),
+    ],
+)
+@pytest.mark.parametrize("begins_at", [0, 1])
+def test_a_recomputation_that_returns_something_else_is_refused(
+    ranks, mode, fault, what, begins_at
+):
+    """In the first step, and where the fault begins after the runner took its schedule anew."""
+    on = [False] * begins_at + [True]
+    run = partial(cases.run_again, renews=True)
+    found = ranks.run(run, *_recomputed(mode), fault, on)[0]
+    assert found.differences == [0.0] * begins_at
+    text = found.refusals[-1]
+    assert text.startswith(f"PreflightError: rank 0: the outputs of {what}"), text
+    assert re.search(r"differ from those of its F by about \d\.\d+ of their size", text)
+    assert "global generator" in text
+
+
+def test_a_recomputation_is_compared_in_every_step(tmp_path):
+    """One rank refuses its second step; the other one hears of it, and its processes end."""
+    first, second = fork_ranks(cases.recompute_unlike_on_rank_1, 2, tmp_path)
+    assert (first.code, second.code) == (10, 11), first.output + second.output
+    assert "rank 1: PreflightError: rank 1: the outputs of the RECOMPUTE of" in second.output
+    assert "rank 0: RankError" in first.output
+    assert "rank 1: the outputs of the RECOMPUTE of stage 1, micro-batch" in first.output
+
+
+@pytest.mark.parametrize("second_only", [False, True])
+@pytest.mark.parametrize("fault", ["buffer", "replaced"])
+@pytest.mark.parametrize("mode", ["recompute", "recompute all"])
+def test_a_small_buffer_that_first_changes_later_is_put_back(ranks, mode, fault, second_only):
+    """Gradients are bit for bit those of kept stages.
+
+    The change comes in a later step, in its first F, or in one behind which an earlier micro-batch
+    is recomputed.
+    """
+    run = partial(cases.run_again, second_only=second_only)
+    found = ranks.run(run, *_recomputed(mode), fault, [False, True, True])[0]
+    assert found.refusals == [""] * 3
+    assert found.differences == [0.0] * 3
+
+
+@pytest.mark.parametrize("mode", ["recompute", "recompute all"])
+def test_a_large_buffer_that_first_changes_later_is_refused_by_name(ranks, mode):
+    """And not one that changes from the first forward on."""
+    given = (*_recomputed(mode), "table")
+    assert ranks.run(cases.run_again, *given, [True, True])[0].differences == [0.0] * 2
+    found = ranks.run(cases.run_again, *given, [False, True])[0]
+    assert "table of 131072 bytes was first written into after the first" in found.refusals[1]
+
+
+def test_another_rounding_of_a_recomputation_is_no_fault(ranks):
+    """An LSTM without a graph runs another kernel, which differs in the last digits."""
+    run = partial(cases.run_again, dtype=torch.float32)
+    found = ranks.run(run, *_recomputed("recompute"), "lstm", [True, True])[0]
+    assert found.refusals == [""] * 2
+    assert max(found.differences) < 1e-6
