@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.budget import Stopped, stopped_by
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.exact.rounds import IN_TURN, SMALL, improve_by_beam, improve_by_exact_search
@@ -298,26 +299,26 @@ def improve(
             return
 
 
-# --- The threads of a solve, so that it ends on time whatever they are at.
-# Compiled search and HiGHS let go of the interpreter while they run, so threads do run side by
-# side. One that is told to stop has a moment to do so; then it is left behind: it ends at its next
-# look, and what it still finds is ignored. An interpreter that ends waits for it: to cut a thread
-# that is inside HiGHS aborts the process, with its results written and exit status 134. The command
-# line leaves without that.
+# --- The threads of a solve.
+# Compiled search and HiGHS release the interpreter while they run, so threads run side by side.
+# At the end of a solve every loop that can take a second raises `Stopped` at its next step, and
+# HiGHS ends at its next callback. The solve waits for all of them: a thread that stays behind would
+# hold up the exit of the interpreter, and to cut a thread inside HiGHS aborts the process.
 
 _TICK_S = 0.02
-_GRACE_S = 0.25
 
 
 def run_threads(
     work: Sequence[Callable[[], None]], should_end: Callable[[], bool], end: threading.Event
 ) -> None:
-    """Run every function in a thread of its own until all have returned, or until told to end.
+    """Run every function in a thread of its own until all have returned; stop them at the end.
+
+    No thread is left when this function returns.
 
     Parameters
     ----------
     work
-        Each looks at ``end`` often.
+        Each calls `check_stop` often, which raises `Stopped` in it once ``end`` is set.
     should_end
         Asked in the caller's thread, before anything runs and then fifty times a second.
     end
@@ -332,7 +333,10 @@ def run_threads(
 
     def run(function: Callable[[], None]) -> None:
         try:
-            function()
+            with stopped_by(end.is_set):
+                function()
+        except Stopped:
+            return
         except BaseException as fault:  # noqa: BLE001 - raised again by the caller's thread
             faults.append(fault)
             end.set()
@@ -350,9 +354,8 @@ def run_threads(
             next(t for t in threads if t.is_alive() or t is threads[-1]).join(_TICK_S)
     finally:
         end.set()
-    latest = time.monotonic() + _GRACE_S
-    for thread in threads:
-        thread.join(max(0.0, latest - time.monotonic()))
+        for thread in threads:
+            thread.join()
     if faults:
         raise faults[0]
 

@@ -46,6 +46,7 @@ from optpipe.simulate import link_loads
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.bounds.heads_tails import ANYTIME, Events, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import Paths, hidden_in_pairs, relaxed
+from optpipe_solver.budget import check_stop
 from optpipe_solver.jit import lean
 from optpipe_solver.milp.highs import LinearProgram
 
@@ -184,6 +185,7 @@ def paired_memory_ms(problem: Problem) -> float:
         free = _free(stages, indices, room, work - m * sum(hidden[s] for s in indices))
         terms, needed = {length: -1.0}, head + free
         for s in indices if room > 0 else ():
+            check_stop()
             one, bytes_ = stages[s], stages[s].activation_bytes
             rest = max(0.0, one.busy_ms - one.forward_ms - _gradient_ms(one))
             rest *= min(bytes_, one.weight_context_bytes)

@@ -26,7 +26,7 @@ import numpy as np
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.heads_tails import Events, heads_beside, nothing_known, refill
 from optpipe_solver.bounds.relaxation import relaxed
-from optpipe_solver.budget import Stop
+from optpipe_solver.budget import Stop, check_stop
 from optpipe_solver.exact.cell_search import cells_can_search, search_cells
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.general_search import (
@@ -319,6 +319,7 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
         if len(used) <= _FEW:
             chosen += [few for few in combinations(used, size) if few not in set(chosen)]
         for devices in chosen:
+            check_stop()
             for method in _methods(problem, devices):
                 yield devices, method
 

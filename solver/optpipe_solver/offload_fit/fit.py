@@ -12,6 +12,7 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, Rows, within_hosts
+from optpipe_solver.budget import check_stop
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, DeviceProgram, Rule, sweep
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Frame:
 
     def sweep_device(self, device: int, rule: Rule, ran: Ran, limit: int) -> tuple[bool, float]:
         """Return whether one device can be fitted, and how long it then waits, in ms."""
+        check_stop()
         job = self._arriving(device, ran)
         swept = sweep(job, rule, limit, UNLIMITED)
         return bool(swept.ok), float(swept.stalled_ms)
@@ -144,6 +146,7 @@ class Frame:
         lengths = np.zeros_like(self.rows.lengths)
         peaks = []
         for device, rule in enumerate(rules):
+            check_stop()
             job = self._arriving(device, ran)
             swept = sweep(job, rule, limits[device], host_limits[device])
             if not swept.ok:
@@ -192,6 +195,7 @@ class Frame:
 
     def _job(self, device: int) -> DeviceProgram:
         """Return a device's job; its cells are numbered stage by stage, in model order."""
+        check_stop()
         times, memory = self.compiled.times, self.compiled.memory
         m = times.num_microbatches
         stages = np.array(self.problem.stages_of[device], dtype=np.int64)
