@@ -20,14 +20,25 @@ from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stopped, stopped_by
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
-from optpipe_solver.exact.rounds import IN_TURN, SMALL, improve_by_beam, improve_by_exact_search
+from optpipe_solver.exact.rounds import (
+    IN_TURN,
+    SMALL,
+    beam_can_improve,
+    exact_search_can_prove,
+    improve_by_beam,
+    improve_by_exact_search,
+)
 from optpipe_solver.families import FAMILIES, NotApplicable
-from optpipe_solver.families.polish_blocks import improve_by_blocks
-from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
+from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
+from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.dispatching import dispatched
-from optpipe_solver.local_search.pairing import improve_by_pairing
-from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
+from optpipe_solver.local_search.pairing import improve_by_pairing, pairing_can_improve
+from optpipe_solver.local_search.search import (
+    improve_by_local_search,
+    improve_by_stretches,
+    local_search_can_improve,
+)
 from optpipe_solver.menus import (
     Projection,
     kept_alone,
@@ -57,7 +68,6 @@ __all__ = [
     "Restriction",
     "SearchPlan",
     "all_starts",
-    "exact_parts_know",
     "improve",
     "improve_by_restrictions",
     "is_large",
@@ -77,11 +87,16 @@ class Improve(Protocol):
 
 
 class SearchPart(NamedTuple):
-    """A way to improve, its name, and how many of its iterations or nodes make a unit of work."""
+    """A way to improve, its name, and how many of its iterations or nodes make a unit of work.
+
+    ``supports`` says of a problem whether the part can be run on it; elsewhere its turns are left
+    out.
+    """
 
     name: str
     run: Improve
     per_unit: int | None
+    supports: Callable[[Problem], bool] = lambda _: True
 
 
 def _restricted(best: Incumbent, stop: Stop) -> None:
@@ -94,13 +109,13 @@ def _find(best: Incumbent, stop: Stop) -> None:
 
 
 _RESTRICTED = SearchPart("restrictions", _restricted, None)
-_SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000)
-_PAIRING = SearchPart("pairing", improve_by_pairing, 200_000)
-_STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000)
-_EXACT = SearchPart("exact", improve_by_exact_search, 700_000)
-_BEAM = SearchPart("beam", improve_by_beam, 100_000)
-_PERIODIC = SearchPart("periodic", improve_by_blocks, 500)
-_MILP = SearchPart("milp", improve_by_milp, 10)
+_SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000, local_search_can_improve)
+_PAIRING = SearchPart("pairing", improve_by_pairing, 200_000, pairing_can_improve)
+_STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000, local_search_can_improve)
+_EXACT = SearchPart("exact", improve_by_exact_search, 700_000, exact_search_can_prove)
+_BEAM = SearchPart("beam", improve_by_beam, 100_000, beam_can_improve)
+_PERIODIC = SearchPart("periodic", improve_by_blocks, 500, blocks_can_improve)
+_MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 
 
 class Step(NamedTuple):
@@ -138,7 +153,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     on some (measured).
     """
     if not problem.is_even:
-        return (SearchPlan(again=(Step(_SEARCH, 1.0),)),)
+        part = _RESTRICTED if problem.pairs else _SEARCH
+        return (SearchPlan(again=(Step(part, 1.0),)),)
     if problem.pairs:
         alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
         proofs = (Step(_EXACT, 0.2, 8.0),) if _is_tight(problem) else ()
@@ -188,15 +204,6 @@ def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPl
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
         SearchPlan(once=(early, less, *proof), again=(Step(_SEARCH, 0.6), Step(_EXACT, 0.4))),
-    )
-
-
-def exact_parts_know(problem: Problem) -> bool:
-    """Whether there is nothing that the exact searches and the full-horizon model do not know."""
-    return (
-        not problem.pairs
-        and problem.is_even
-        and all(knows_menu(problem, device) for device in range(len(problem.devices)))
     )
 
 
@@ -280,7 +287,7 @@ def improve(
     idle = 0
     turns = enumerate(chain(plan.once, cycle(plan.again)))
     for number, step in chain(((0, step) for step in plan.before), turns):
-        has_raised, spent = True, False
+        has_raised, spent = step.part.supports(best.problem), False
         while has_raised:
             if stop.is_over() or best.gap <= good_gap or stop.left < _LEAST:
                 return

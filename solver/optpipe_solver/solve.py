@@ -15,7 +15,7 @@ from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Limits, Result, SolveStatus, Stop, Stopped, stopped_by
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.feasibility import exact_parts_know, feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import choose_robust, lower_peaks
 from optpipe_solver.milp.highs import solver_name
@@ -23,7 +23,6 @@ from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
-    exact_parts_know,
     improve,
     is_large,
     milp_may_prove,
