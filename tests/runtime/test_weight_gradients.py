@@ -448,8 +448,10 @@ def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(wanted, is_s
         run = gradients.take()
     run()
     plain(theirs).pow(2).sum().backward()
-    for one, wanted in zip([ours, *split.parameters()], [theirs, *plain.parameters()], strict=True):
-        _assert_same(one, wanted)
+    for one, expected in zip(
+        [ours, *split.parameters()], [theirs, *plain.parameters()], strict=True
+    ):
+        _assert_same(one, expected)
 
 
 @pytest.mark.parametrize("wanted", ["none", "weight"])
