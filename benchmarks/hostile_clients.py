@@ -179,31 +179,31 @@ def _hold_unread(target: Target, num_requests: int) -> None:
     allow_files(number)
     text = (b"GET " + target.fetch_path.encode() + _HOST + b"\r\n") * num_requests
     until = time.monotonic() + target.seconds
-    held: list[socket.socket] = []
+    unread_connections: list[socket.socket] = []
     while time.monotonic() < until:
-        while len(held) < number and time.monotonic() < until:
+        while len(unread_connections) < number and time.monotonic() < until:
             unread = socket.socket()
             unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             unread.settimeout(1.0)
             with suppress(OSError):
                 unread.connect(("127.0.0.1", target.port))
                 unread.sendall(text)
-            held.append(unread)
+            unread_connections.append(unread)
         time.sleep(max(0.0, min(_REOPEN_S, until - time.monotonic())))
-        for unread in _ended(held):
-            held.remove(unread)
+        for unread in _ended(unread_connections):
+            unread_connections.remove(unread)
             unread.close()
-    for unread in held:
+    for unread in unread_connections:
         unread.close()
 
 
-def _ended(held: list[socket.socket]) -> list[socket.socket]:
+def _ended(unread_connections: list[socket.socket]) -> list[socket.socket]:
     """Return the connections that the server has closed."""
     poll = select.poll()
-    for unread in held:
+    for unread in unread_connections:
         poll.register(unread, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
     numbers = {number for number, _ in poll.poll(0)}
-    return [unread for unread in held if unread.fileno() in numbers]
+    return [unread for unread in unread_connections if unread.fileno() in numbers]
 
 
 # --- The normal client

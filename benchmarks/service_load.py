@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -428,8 +429,8 @@ def _row(what: str, server: str, latencies: list[float], failed: int, seconds: f
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """Return the value below which a share of the sorted numbers lies."""
-    return round(ordered[int(share * (len(ordered) - 1))], 2) if ordered else 0.0
+    """Return the smallest of the sorted numbers that a share of them does not exceed."""
+    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 2) if ordered else 0.0
 
 
 def solve_one(client: Client) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 from contextlib import suppress
@@ -15,6 +16,7 @@ from optpipe_api.http_errors import response_to
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.types import Receive, Scope, Send
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from optpipe.errors import OptPipeError
@@ -29,6 +31,12 @@ _SEND_BUFFER_BYTES = 128 * 1024
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 """For ``SO_LINGER``: closing resets the connection and drops what was not sent."""
+
+
+_LOGGER = logging.getLogger("uvicorn.error.protocol")
+_LOGGER.setLevel(logging.ERROR)
+"""Without uvicorn's warning for each request that is refused here: it costs half as much as the
+answer, and one client could fill the log."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -54,7 +62,7 @@ class Protocol(HttpToolsProtocol):
     WRITE_S = 20.0
     HEADER_BYTES = 64 * 1024
     HEADER_FIELDS = 200
-    PIPELINED = 16
+    PIPELINED = 4
     IDLE_S = 1.0
 
     url = b""
@@ -76,6 +84,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, unless the server has as many connections as it may."""
         super().connection_made(transport)
+        self._serve, self.app = self.app, self._serve_unless_refused
+        self.logger = _LOGGER
         self._active_at = self.loop.time()
         self._set_option(socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if self._is_full():
@@ -200,6 +210,11 @@ class Protocol(HttpToolsProtocol):
         )
 
     # --- Answers
+
+    async def _serve_unless_refused(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, unless a later request has ended the connection before."""
+        if self._error is None:
+            await self._serve(scope, receive, send)
 
     def send_400_response(self, msg: str) -> None:
         """Answer the error that stopped the parser, or 400, and close the connection."""

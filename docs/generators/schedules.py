@@ -54,17 +54,17 @@ def docstring_of(family: Family) -> str:
 
     It stands where the family is built, or over the module where several share a rule.
     """
-    documented = (inspect.getdoc(family.build) or "").partition("\n\nRaises\n")[0]
+    documented = (inspect.getdoc(family.rule) or "").partition("\n\nRaises\n")[0]
     if "\n\n" in documented:
         return documented
-    return (import_module(family.build.__module__).__doc__ or "").strip()
+    return (import_module(family.rule.__module__).__doc__ or "").strip()
 
 
 def page_of(family: Family) -> str:
     title, source, body = sections(docstring_of(family))
     problem = _shown_problem(family)
     figure = figure_of(family)
-    home = family.build.__module__.replace(".", "/")
+    home = family.rule.__module__.replace(".", "/")
     parts = [
         f"# {family.name}\n",
         f"{family.summary}\n",

@@ -859,8 +859,8 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
     The module's backward fills its queue in any case, and W would add that gradient to ``.grad``.
     """
     tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-    made = [one for one in tensors if one.grad_fn is not None]
-    if not made:
+    computed = [one for one in tensors if one.grad_fn is not None]
+    if not computed:
         return
     accumulators = [accumulator_of(parameter) for parameter in _delayed_parameters(module)]
 
@@ -871,7 +871,7 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
                 "make it without delay_wgrad_compute",
             )
 
-    made[0].register_hook(check)  # type: ignore[no-untyped-call]
+    computed[0].register_hook(check)  # type: ignore[no-untyped-call]
 
 
 def _taken_from(queue: Any) -> list[Any]:

@@ -227,7 +227,7 @@ def check_reduced(stages: Mapping[int, nn.Module]) -> None:
     wrapped = {s: one for s, one in stages.items() if isinstance(one, DistributedDataParallel)}
     places: dict[Tensor, dict[int, str]] = {}
     for index, module in sorted(stages.items()):
-        inner = module.module if index in wrapped else module
+        inner: Any = module.module if index in wrapped else module
         for name, parameter in inner.named_parameters():
             if parameter.requires_grad:
                 places.setdefault(parameter, {})[index] = name

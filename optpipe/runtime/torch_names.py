@@ -104,7 +104,8 @@ def reduced_by_ddp(module: DistributedDataParallel) -> tuple[set[Tensor], int]:
 
     DDP reduces those that required a gradient at that time.
     """
-    count = module._get_ddp_logging_data()["num_parameter_tensors"]  # noqa: SLF001
+    logged = module._get_ddp_logging_data()  # type: ignore[no-untyped-call] # noqa: SLF001
+    count = logged["num_parameter_tensors"]
     return set(module._module_parameters), int(count)  # noqa: SLF001
 
 

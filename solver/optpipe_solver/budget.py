@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -12,12 +14,22 @@ from optpipe.errors import InputError
 from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule, StoppedBy
 
-__all__ = ["Limits", "Progress", "Result", "RobustChoice", "SolveStatus", "Stop"]
+__all__ = [
+    "Limits",
+    "Progress",
+    "Result",
+    "RobustChoice",
+    "SolveStatus",
+    "Stop",
+    "Stopped",
+    "check_stop",
+    "stopped_by",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +231,41 @@ class Stop:
         if self.left_s() <= 0.0 or self.left_work <= 0 or self.is_told():
             return True
         return self.above is not None and self.above.is_over()
+
+
+# --- The end of a solve, for code that has no `Stop`: a family, a bound or an evaluation of a large
+# problem takes seconds.
+
+
+class Stopped(Exception):  # noqa: N818 - an answer, not an error
+    """The solve that this thread works for has ended."""
+
+
+class _ThreadEnd(threading.local):
+    has_come: Callable[[], bool] | None = None
+
+
+_END = _ThreadEnd()
+
+
+@contextmanager
+def stopped_by(has_come: Callable[[], bool]) -> Iterator[None]:
+    """Let `check_stop` raise `Stopped` on this thread as soon as ``has_come`` returns True."""
+    before, _END.has_come = _END.has_come, has_come
+    try:
+        yield
+    finally:
+        _END.has_come = before
+
+
+def check_stop() -> None:
+    """Raise `Stopped` if this thread works for a solve that has ended.
+
+    Every loop that can take a second calls this function between two of its steps. On a thread
+    that works for no solve it does nothing.
+    """
+    if _END.has_come is not None and _END.has_come():
+        raise Stopped
 
 
 # --- What a solve returns, and what it says on the way.

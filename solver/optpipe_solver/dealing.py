@@ -19,6 +19,7 @@ from optpipe.problem import Microbatch
 from optpipe.schedule import Action, ActionType
 from optpipe.stage import OF_STAGE, WORKSPACES, Stage
 from optpipe_solver.arrays.encoding import Rows
+from optpipe_solver.budget import check_stop
 from optpipe_solver.feasibility import serial_groups
 
 if TYPE_CHECKING:
@@ -184,7 +185,11 @@ def in_slices(problem: Problem, programs: Programs) -> Programs:
     backwards in reverse.
     """
     groups = serial_groups(problem)
-    return tuple(tuple(_cut(program, groups)) for program in programs)
+    found = []
+    for program in programs:
+        check_stop()
+        found.append(tuple(_cut(program, groups)))
+    return tuple(found)
 
 
 def _cut(program: Program, groups: Sequence[Sequence[int]]) -> Iterator[Action]:

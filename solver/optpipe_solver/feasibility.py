@@ -38,6 +38,7 @@ from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from optpipe.errors import InputError
 from optpipe.memory import host_walk
 from optpipe.schedule import Action, ActionType
 from optpipe.units import format_bytes
@@ -53,6 +54,7 @@ __all__ = [
     "Feasibility",
     "SerialPlan",
     "backward_bytes",
+    "exact_parts_know",
     "feasibility",
     "fifo_loses_nothing",
     "fusing_may_pay",
@@ -61,6 +63,7 @@ __all__ = [
     "memory_binds",
     "needs_text",
     "possible_modes",
+    "refuse_unless",
     "serial_groups",
     "serial_plan",
     "smallest_memory",
@@ -663,6 +666,48 @@ def knows_menu(problem: Problem, device: int) -> bool:
     """
     stages = problem.stages_of[device]
     return not any(problem.stages[s].modes for s in stages) or not memory_binds(problem, device)
+
+
+def exact_parts_know(problem: Problem) -> bool:
+    """Whether there is nothing that the exact searches and the full-horizon model do not know."""
+    return (
+        not problem.pairs
+        and problem.is_even
+        and all(knows_menu(problem, device) for device in range(len(problem.devices)))
+    )
+
+
+def refuse_unless(is_supported: bool, part: str, problem: Problem, rule: str) -> None:
+    """Refuse a problem that a part of the solver does not support.
+
+    A part that proves or searches calls this function first: elsewhere its bounds may be false.
+
+    Parameters
+    ----------
+    is_supported
+        What the part's own predicate says of the problem.
+    part, rule
+        Name of the part, and what it supports, in words.
+
+    Raises
+    ------
+    InputError
+        If the problem is not supported.
+    """
+    if is_supported:
+        return
+    features = {
+        "pairs": bool(problem.pairs),
+        "micro-batches with costs, samples or a given order": not problem.is_even,
+        "menus of modes": problem.has_modes,
+        f"objective {problem.objective}": True,
+    }
+    used = ", ".join(name for name, is_used in features.items() if is_used)
+    size = f"{len(problem.stages)} stages and {problem.num_microbatches} micro-batches"
+    raise InputError(
+        f"{part}: the problem has {used}, {size}; this part supports {rule}; call solve, which "
+        "chooses the parts that support a problem"
+    )
 
 
 def fifo_loses_nothing(problem: Problem) -> bool:

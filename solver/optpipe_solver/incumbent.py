@@ -320,7 +320,10 @@ def grid_ms(problem: Problem) -> float:
 
     Every start is a sum of durations and delays, because everything runs as soon as possible; so
     the objective is a multiple too, and of two different objectives one is better by at least it.
+    Of unequal micro-batches no grid is known: 0.
     """
+    if not problem.is_even:
+        return 0.0
     common = 0
     for value in _times(problem):
         units = round(value / _UNIT_MS)

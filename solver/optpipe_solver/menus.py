@@ -21,6 +21,7 @@ from optpipe.schedule import ActionType
 from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows, keeps_limits
+from optpipe_solver.budget import check_stop
 from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.local_search.board import board_of, rows_on, undo_for
 from optpipe_solver.local_search.room import Stretch, settle
@@ -346,6 +347,7 @@ def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
     for share in _SHARES:
         chosen = np.zeros(compiled.times.num_stages, dtype=np.int64)
         for device in devices:
+            check_stop()
             found = device.fitting(share)
             if found is None:
                 return
@@ -370,6 +372,7 @@ def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:
     cells = compiled.times.num_cells
     actions = np.zeros_like(rows.actions)
     for device, codes in enumerate(rows.programs()):
+        check_stop()
         reordered: list[int] = []
         for code in codes.tolist():
             kind, cell = divmod(code, cells)
@@ -382,15 +385,20 @@ def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:
 
 
 class _DeviceWays(NamedTuple):
-    """A device's stages, their modes that may be used, what each holds, and the device's limit."""
+    """A device's stages, their modes that may be used, what each holds, and the device's limit.
+
+    ``peaks`` has the most bytes of each choice of modes that was looked at.
+    """
 
     stages: tuple[int, ...]
     numbers: list[list[int]]
     ways: list[list[_Footprint]]
     limit: int
+    peaks: dict[tuple[int, ...], int]
 
     @classmethod
     def of(cls, compiled: CompiledProblem, rows: Rows, device: int) -> _DeviceWays:
+        check_stop()
         codes = rows.actions[device, : rows.lengths[device]]
         stages = compiled.problem.stages_of[device]
         numbers = [np.flatnonzero(compiled.memory.may[s]).tolist() for s in stages]
@@ -398,18 +406,32 @@ class _DeviceWays(NamedTuple):
             [_footprint(compiled, codes, s, number) for number in known]
             for s, known in zip(stages, numbers, strict=True)
         ]
-        return cls(stages, numbers, ways, int(compiled.memory.limit[device]))
+        return cls(stages, numbers, ways, int(compiled.memory.limit[device]), {})
 
     def fitting(self, share: float) -> list[int] | None:
         """Return a mode for each stage so that the program fits a share of the limit, if any."""
         limit = int(share * self.limit) if self.stages else 0
         if prod(map(len, self.ways)) <= _MOST_CHOICES:
-            picked = _cheapest(self.ways, limit)
+            picked = self._cheapest(limit)
         else:
             picked = _one_by_one(self.ways, limit)
         if picked is None:
             return None
         return [known[k] for known, k in zip(self.numbers, picked, strict=True)]
+
+    def _cheapest(self, limit: int) -> tuple[int, ...] | None:
+        """Return the choice of modes that costs least, of those that fit."""
+
+        def cost(picked: tuple[int, ...]) -> float:
+            return sum(known[k].cost_ms for known, k in zip(self.ways, picked, strict=True))
+
+        for picked in sorted(product(*(range(len(known)) for known in self.ways)), key=cost):
+            if picked not in self.peaks:
+                check_stop()
+                self.peaks[picked] = int(_load(self.ways, picked).max(initial=0))
+            if self.peaks[picked] <= limit:
+                return picked
+        return None
 
 
 def _footprint(compiled: CompiledProblem, codes: Ints, s: int, number: int) -> _Footprint:
@@ -448,20 +470,11 @@ def _cost_ms(compiled: CompiledProblem, s: int, number: int) -> float:
     return extra + _HIDDEN_COST * lane + max(0.0, lane - stage.busy_ms)
 
 
-def _cheapest(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | None:
-    def cost(picked: tuple[int, ...]) -> float:
-        return sum(known[k].cost_ms for known, k in zip(ways, picked, strict=True))
-
-    for picked in sorted(product(*(range(len(known)) for known in ways)), key=cost):
-        if _load(ways, picked).max(initial=0) <= limit:
-            return picked
-    return None
-
-
 def _one_by_one(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | None:
     """Change the mode that frees most for its cost where most is held, until all fits."""
     picked = [min(range(len(known)), key=lambda k: known[k].cost_ms) for known in ways]
     for _ in range(sum(map(len, ways))):
+        check_stop()
         load = _load(ways, picked)
         at = int(load.argmax())
         if load[at] <= limit:
@@ -500,6 +513,7 @@ def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
     again = compiled.memory.again[row, modes]
     actions, lengths = np.zeros_like(rows.actions), np.zeros_like(rows.lengths)
     for device, codes in enumerate(rows.programs()):
+        check_stop()
         program: list[int] = []
         for code in codes.tolist():
             kind, cell = divmod(code, cells)
@@ -524,6 +538,7 @@ def _settled(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
     for lead in _LEADS:
         board = board_of(compiled, rows)
         for device in range(rows.lengths.size):
+            check_stop()
             given = (board, undo, compiled.times, compiled.memory, load, device)
             settle(Stretch(*given, 0, int(board.counts[device])), lead)
         undo.sizes[:] = 0

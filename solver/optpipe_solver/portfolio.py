@@ -17,16 +17,28 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.budget import Stopped, stopped_by
 from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
-from optpipe_solver.exact.rounds import IN_TURN, SMALL, improve_by_beam, improve_by_exact_search
+from optpipe_solver.exact.rounds import (
+    IN_TURN,
+    SMALL,
+    beam_can_improve,
+    exact_search_can_prove,
+    improve_by_beam,
+    improve_by_exact_search,
+)
 from optpipe_solver.families import FAMILIES, NotApplicable
-from optpipe_solver.families.polish_blocks import improve_by_blocks
-from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
+from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
+from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.dispatching import dispatched
-from optpipe_solver.local_search.pairing import improve_by_pairing
-from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
+from optpipe_solver.local_search.pairing import improve_by_pairing, pairing_can_improve
+from optpipe_solver.local_search.search import (
+    improve_by_local_search,
+    improve_by_stretches,
+    local_search_can_improve,
+)
 from optpipe_solver.menus import (
     Projection,
     kept_alone,
@@ -56,7 +68,6 @@ __all__ = [
     "Restriction",
     "SearchPlan",
     "all_starts",
-    "exact_parts_know",
     "improve",
     "improve_by_restrictions",
     "is_large",
@@ -76,11 +87,16 @@ class Improve(Protocol):
 
 
 class SearchPart(NamedTuple):
-    """A way to improve, its name, and how many of its iterations or nodes make a unit of work."""
+    """A way to improve, its name, and how many of its iterations or nodes make a unit of work.
+
+    ``supports`` says of a problem whether the part can be run on it; elsewhere its turns are left
+    out.
+    """
 
     name: str
     run: Improve
     per_unit: int | None
+    supports: Callable[[Problem], bool] = lambda _: True
 
 
 def _restricted(best: Incumbent, stop: Stop) -> None:
@@ -93,13 +109,13 @@ def _find(best: Incumbent, stop: Stop) -> None:
 
 
 _RESTRICTED = SearchPart("restrictions", _restricted, None)
-_SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000)
-_PAIRING = SearchPart("pairing", improve_by_pairing, 200_000)
-_STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000)
-_EXACT = SearchPart("exact", improve_by_exact_search, 700_000)
-_BEAM = SearchPart("beam", improve_by_beam, 100_000)
-_PERIODIC = SearchPart("periodic", improve_by_blocks, 500)
-_MILP = SearchPart("milp", improve_by_milp, 10)
+_SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000, local_search_can_improve)
+_PAIRING = SearchPart("pairing", improve_by_pairing, 200_000, pairing_can_improve)
+_STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000, local_search_can_improve)
+_EXACT = SearchPart("exact", improve_by_exact_search, 700_000, exact_search_can_prove)
+_BEAM = SearchPart("beam", improve_by_beam, 100_000, beam_can_improve)
+_PERIODIC = SearchPart("periodic", improve_by_blocks, 500, blocks_can_improve)
+_MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 
 
 class Step(NamedTuple):
@@ -137,7 +153,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     on some (measured).
     """
     if not problem.is_even:
-        return (SearchPlan(again=(Step(_SEARCH, 1.0),)),)
+        part = _RESTRICTED if problem.pairs else _SEARCH
+        return (SearchPlan(again=(Step(part, 1.0),)),)
     if problem.pairs:
         alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
         proofs = (Step(_EXACT, 0.2, 8.0),) if _is_tight(problem) else ()
@@ -187,15 +204,6 @@ def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPl
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
         SearchPlan(once=(early, less, *proof), again=(Step(_SEARCH, 0.6), Step(_EXACT, 0.4))),
-    )
-
-
-def exact_parts_know(problem: Problem) -> bool:
-    """Whether there is nothing that the exact searches and the full-horizon model do not know."""
-    return (
-        not problem.pairs
-        and problem.is_even
-        and all(knows_menu(problem, device) for device in range(len(problem.devices)))
     )
 
 
@@ -279,7 +287,7 @@ def improve(
     idle = 0
     turns = enumerate(chain(plan.once, cycle(plan.again)))
     for number, step in chain(((0, step) for step in plan.before), turns):
-        has_raised, spent = True, False
+        has_raised, spent = step.part.supports(best.problem), False
         while has_raised:
             if stop.is_over() or best.gap <= good_gap or stop.left < _LEAST:
                 return
@@ -298,26 +306,26 @@ def improve(
             return
 
 
-# --- The threads of a solve, so that it ends on time whatever they are at.
-# Compiled search and HiGHS let go of the interpreter while they run, so threads do run side by
-# side. One that is told to stop has a moment to do so; then it is left behind: it ends at its next
-# look, and what it still finds is ignored. An interpreter that ends waits for it: to cut a thread
-# that is inside HiGHS aborts the process, with its results written and exit status 134. The command
-# line leaves without that.
+# --- The threads of a solve.
+# Compiled search and HiGHS release the interpreter while they run, so threads run side by side.
+# At the end of a solve every loop that can take a second raises `Stopped` at its next step, and
+# HiGHS ends at its next callback. The solve waits for all of them: a thread that stays behind would
+# hold up the exit of the interpreter, and to cut a thread inside HiGHS aborts the process.
 
 _TICK_S = 0.02
-_GRACE_S = 0.25
 
 
 def run_threads(
     work: Sequence[Callable[[], None]], should_end: Callable[[], bool], end: threading.Event
 ) -> None:
-    """Run every function in a thread of its own until all have returned, or until told to end.
+    """Run every function in a thread of its own until all have returned; stop them at the end.
+
+    No thread is left when this function returns.
 
     Parameters
     ----------
     work
-        Each looks at ``end`` often.
+        Each calls `check_stop` often, which raises `Stopped` in it once ``end`` is set.
     should_end
         Asked in the caller's thread, before anything runs and then fifty times a second.
     end
@@ -332,7 +340,10 @@ def run_threads(
 
     def run(function: Callable[[], None]) -> None:
         try:
-            function()
+            with stopped_by(end.is_set):
+                function()
+        except Stopped:
+            return
         except BaseException as fault:  # noqa: BLE001 - raised again by the caller's thread
             faults.append(fault)
             end.set()
@@ -350,9 +361,8 @@ def run_threads(
             next(t for t in threads if t.is_alive() or t is threads[-1]).join(_TICK_S)
     finally:
         end.set()
-    latest = time.monotonic() + _GRACE_S
-    for thread in threads:
-        thread.join(max(0.0, latest - time.monotonic()))
+        for thread in threads:
+            thread.join()
     if faults:
         raise faults[0]
 

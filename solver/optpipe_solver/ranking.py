@@ -21,6 +21,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.memory import modes_of
 from optpipe_solver.arrays.encoding import KINDS, CompiledProblem
+from optpipe_solver.budget import check_stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,6 +109,7 @@ class NoisyTimes:
         lengths = []
         forwards, halves = self.compiled.halves(rows)
         for factors in self._draws():
+            check_stop()
             own, messages, devices = np.split(factors, np.cumsum(self._parts)[:-1])
             shared = np.where(self._is_copy, 1.0, devices[self._device_of])
             own[halves] = own[forwards]  # a pair is one action

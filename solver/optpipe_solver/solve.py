@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING
 from optpipe.errors import InputError
 from optpipe.schedule import OPTIMAL_GAP, Contribution, Provenance, Schedule, gap_of
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.budget import Limits, Result, SolveStatus, Stop
+from optpipe_solver.budget import Limits, Result, SolveStatus, Stop, Stopped, stopped_by
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.feasibility import exact_parts_know, feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import choose_robust, lower_peaks
 from optpipe_solver.milp.highs import solver_name
@@ -22,7 +23,6 @@ from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
-    exact_parts_know,
     improve,
     is_large,
     milp_may_prove,
@@ -59,12 +59,12 @@ _LOOK_S = 0.02
 _MOMENT_S = 0.2
 """What a solve that is told to stop may still take to choose among what it has."""
 
+_GRACE_S = 3.0
+"""By how much the choice under noise may be late; then the shortest schedule stays."""
+
 _LAST_SHARE = 0.1
 """Share of time and work that is kept for less memory at the same objective, and as much for the
 choice under noise, where that is asked for."""
-
-_SMALL = 20_000
-"""Cells up to which the serial schedule is made in a tenth of a second."""
 
 
 def solve(
@@ -98,9 +98,12 @@ def solve(
         Return, of the schedules that the search has met, the one that is best at a percentile of
         the objective under noise, instead of the shortest; bound and gap stay those without noise.
     on_progress
-        Told every improvement of schedule or bound, from the threads that made it.
+        Called with every improvement of schedule or bound, on the thread that found it.
     should_stop
-        Asked often; True ends the solve within half a second with the best so far.
+        Called often; True ends the solve with the best schedule so far, at least the serial one.
+
+    The solve waits for its threads: none is left when it returns. That takes up to half a second
+    on small problems, and seconds on problems with a million actions.
 
     Raises
     ------
@@ -179,9 +182,8 @@ class _SolveRun:
         work = [self._starts]
         if self.method in _OPTIMISE:
             problem = self.best.problem
-            if len(problem.stages) * problem.num_microbatches <= _SMALL:
-                # Made at once: even who stops at once gets a schedule.
-                self.best.offer(build_serial(problem), "serial")
+            # Build the serial schedule first, so that even an immediate cancel returns a schedule.
+            self.best.offer(build_serial(problem), "serial")
             found = (MILP_PLAN,) if self.method == "milp" else plans(problem, self.limits)
             threads = min(max(1, self.limits.threads + 1 - len(found)), _MOST_THREADS)
             work = [partial(self._first, found[0], threads)]
@@ -223,7 +225,10 @@ class _SolveRun:
             left_s = min(left_s, _LAST_SHARE * self.limits.time_limit_s)
         if self.stopped_by == "cancelled":
             left_s = min(left_s, _MOMENT_S)
-        self.choice = choose_robust(self.best, robust, Stop(left_s))
+        stop = Stop(left_s)
+        latest_s = left_s + _GRACE_S
+        with suppress(Stopped), stopped_by(lambda: stop.seconds() > latest_s):
+            self.choice = choose_robust(self.best, robust, stop)
 
     def _first(self, plan: SearchPlan, threads: int) -> None:
         self._starts()

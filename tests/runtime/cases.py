@@ -36,7 +36,7 @@ from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
-from tests.runtime.watching import refusal
+from tests.runtime.watching import gradient_of, refusal
 
 CONFIG = ModelConfig(vocabulary=37, hidden=16, heads=2, blocks=8, sequence=6)
 
@@ -216,7 +216,11 @@ def run_again(
         both = [one.parameters() for _, stages in runners for one in stages.values()]
         pairs = zip(chain(*both[:2]), chain(*both[2:]), strict=True)
         found.differences.append(
-            max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None)
+            max(
+                float((gradient_of(a) - gradient_of(b)).abs().max())
+                for a, b in pairs
+                if a.grad is not None
+            )
         )
     for runner, _ in runners:
         runner.close()

@@ -129,7 +129,8 @@ def train_tied_on_mesh(
     row, column = mesh["pipeline"].get_local_rank(), mesh["others"].get_local_rank()
     count = len(schedule.placement)
     last = count - 1
-    stages = split(language_model(), [NUM_BLOCKS // count] * count)
+    sample = tokens(1, seed=0)[0]
+    stages = split(language_model(), [NUM_BLOCKS // count] * count, sample=sample)
     ties = ties_of(stages)
     if way not in ("tied, then wrapped", "wrapped, then frozen"):
         stages[last] = copy.deepcopy(stages[last])

@@ -159,9 +159,15 @@ def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):
 def test_a_later_batch_of_another_shape_is_refused_with_both():
     def cut(samples: int) -> Microbatches:
         given = GivenBatch(args=(torch.zeros(samples, 3),))
-        return given.cut(2, first=True, last=False, needs_target=True)
+        return given.cut(2, samples, first=True, last=False, needs_target=True)
 
-    pipeline = Pipeline(runtime=cast("Executor", None), given=cut(16), compared=(0,), boundary={})
+    pipeline = Pipeline(
+        runtime=cast("Executor", None),
+        given=cut(16),
+        num_samples=16,
+        compared=(0,),
+        boundary={},
+    )
     pipeline.expect(cut(16))
     with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
         pipeline.expect(cut(8))

@@ -133,10 +133,10 @@ class _Adjoint(torch.autograd.Function):
 class _Continuous(nn.Module):
     """Two steps of an ODE, with an adjoint that asks for the gradients of some parameters."""
 
-    def __init__(self, asked: str, layers: nn.Module | None = None) -> None:
+    def __init__(self, wanted: str, layers: nn.Module | None = None) -> None:
         super().__init__()
         self.layers = layers or nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
-        self.asked = asked
+        self.wanted = wanted
 
     def _steps(self, x):
         x = x + 0.5 * self.layers(x)
@@ -144,7 +144,7 @@ class _Continuous(nn.Module):
 
     def forward(self, x):
         named = self.layers.named_parameters()
-        x = _Adjoint.apply(self._steps, x, *(one for name, one in named if self.asked in name))
+        x = _Adjoint.apply(self._steps, x, *(one for name, one in named if self.wanted in name))
         return self.layers(x)
 
 
@@ -427,12 +427,12 @@ def test_compiled_layers_equal_plain_ones(make, is_split):
 
 @_traced
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("asked", ["none", "weight", "bias"])
+@pytest.mark.parametrize("wanted", ["none", "weight", "bias"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
-def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(asked, is_split):
+def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(wanted, is_split):
     """Compiled code returns no weight gradients; what asks for inputs alone gets them."""
     torch.compiler.reset()
-    plain = _Continuous(asked)
+    plain = _Continuous(wanted)
     split, gradients = deepcopy(plain), WeightGradients()
     split.layers.compile(backend="aot_eager", fullgraph=True)
     split_linears(split, gradients)
@@ -440,7 +440,7 @@ def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(asked, is_sp
     ours, theirs = _twin(given), _twin(given)
     loss = split(ours).pow(2).sum()
     with gradients.collect() if is_split else nullcontext():
-        if asked != "none":
+        if wanted != "none":
             with pytest.raises(PreflightError, match="do not compile this block"):
                 loss.backward()
             return
@@ -448,15 +448,17 @@ def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(asked, is_sp
         run = gradients.take()
     run()
     plain(theirs).pow(2).sum().backward()
-    for one, wanted in zip([ours, *split.parameters()], [theirs, *plain.parameters()], strict=True):
-        _assert_same(one, wanted)
+    for one, expected in zip(
+        [ours, *split.parameters()], [theirs, *plain.parameters()], strict=True
+    ):
+        _assert_same(one, expected)
 
 
-@pytest.mark.parametrize("asked", ["none", "weight"])
-def test_a_nested_grad_through_a_layer_that_delays_is_refused(asked):
+@pytest.mark.parametrize("wanted", ["none", "weight"])
+def test_a_nested_grad_through_a_layer_that_delays_is_refused(wanted):
     """Its queue has no place for a gradient that is not added to the parameter's."""
     layer = DelayingLinear(nn.Linear(6, 6), delay_wgrad_compute=True)
-    module, gradients = _Continuous(asked, layer), WeightGradients()
+    module, gradients = _Continuous(wanted, layer), WeightGradients()
     split_linears(module, gradients)
     loss = module(_floats()).sum()
     with gradients.collect(), pytest.raises(PreflightError, match="without delay_wgrad_compute"):

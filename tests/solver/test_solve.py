@@ -1,11 +1,14 @@
 """``solve`` and ``compare``: never worse than a start, honest about what is proven."""
 
+import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -13,9 +16,10 @@ from hypothesis import given
 from optpipe import InputError, Problem, check_schedule, dump_schedule, simulate
 from optpipe_solver import Progress, SolveStatus, portfolio, solve
 from optpipe_solver.bounds import Bound
-from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.budget import Limits, Stop, Stopped, stopped_by
+from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.portfolio import FamilyStart, all_starts
+from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import _SolveRun
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.milp.test_horizon import parked_problem
@@ -156,22 +160,85 @@ def test_between_any_two_starts_it_is_asked_whether_to_stop() -> None:
     assert next(questions) == num_starts + 1 + len(run.best.problem.devices)
 
 
-def test_a_large_problem_has_its_first_schedule_in_a_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where even the serial schedule takes long, the clock is not waited with: nothing is known."""
-    monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "_SMALL", 0)
-    release = threading.Event()
+def large_problem() -> Problem:
+    """20,480 cells of v2: a loop of four chunks, menus of modes, and links on which messages queue.
 
-    def slow(_: Problem, __: object) -> Iterator[FamilyStart]:
-        release.wait()
-        return iter(())
+    Memory holds 40 activations of a device, which no family keeps to without modes.
+    """
+    modes = [
+        {"name": "keep"},
+        {"name": "half", "offload_bytes": 5 * UNIT},
+        {"name": "mlp", "forward_bytes": 6 * UNIT, "recompute": "inside", "recompute_ms": 0.5},
+        {"name": "full", "forward_bytes": UNIT, "recompute": "apart", "recompute_ms": 3.0},
+    ]
+    cost = {"activation_bytes": 10 * UNIT, "output_bytes": UNIT, "modes": modes}
+    times = {"forward_ms": 3.0, "backward_input_ms": 3.0, "backward_weight_ms": 2.0}
+    return problem(
+        [{"device": k % 20, "costs": [cost | times]} for k in range(80)],
+        [bus(memory_bytes=400 * UNIT) for _ in range(20)],
+        m=256,
+        format="optpipe/problem/v2",
+        links=[{"from": d, "to": (d + 1) % 20, "bandwidth_gb_per_s": 25.0} for d in range(20)],
+    )
 
-    monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "all_starts", slow)
-    result = solve(offload_problem(), time_limit_s=0.1)
-    release.set()
-    assert result.status is SolveStatus.UNKNOWN
-    assert "more time" in result.message
+
+def test_a_large_problem_has_a_schedule_that_fits_even_when_cancelled_at_once() -> None:
+    """The serial schedule is made before anything looks at the clock."""
+    given = large_problem()
+    found = schedule_of(given, time_limit_s=60, should_stop=lambda: True)
+    check_schedule(given, found)
+    assert found.stopped_by == "cancelled"
+    assert found.provenance.method == "serial"
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_solve_leaves_no_thread(after_s: float, threads: int) -> None:
+    """Families, bounds and searches of a large problem end before the solve returns."""
+    before, schedule_at = set(threading.enumerate()), inf
+
+    def note(progress: Progress) -> None:
+        nonlocal schedule_at
+        schedule_at = min(schedule_at, time.perf_counter())
+
+    solve(
+        large_problem(),
+        time_limit_s=60,
+        threads=threads,
+        on_progress=note,
+        should_stop=lambda: time.perf_counter() > schedule_at + after_s,
+    )
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_interpreter_exits_at_once_after_a_solve() -> None:
+    """No thread of a cancelled solve holds it up."""
+    script = (
+        "from optpipe_solver import solve\n"
+        "from tests.solver.test_solve import large_problem\n"
+        "solve(large_problem(), time_limit_s=60, should_stop=lambda: True)\n"
+        "print('returned', flush=True)\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "returned\n"
+        began = time.perf_counter()
+        assert child.wait() == 0
+        assert time.perf_counter() - began < 5
+
+
+def test_every_start_ends_as_soon_as_its_thread_is_told_to_stop() -> None:
+    """No family of a large problem runs to its end after that; those that do not apply say so."""
+    given = large_problem()
+    for family in FAMILIES:
+        with stopped_by(lambda: True), pytest.raises((Stopped, NotApplicable)):
+            family.build(given)
 
 
 def test_of_a_large_problem_families_come_before_what_can_wait(
@@ -182,9 +249,9 @@ def test_of_a_large_problem_families_come_before_what_can_wait(
     found: list[str] = []
 
     def endless(solved: Problem, *_: object, **__: object) -> Iterator[Bound]:
-        if solved is posed:  # and not of a thread that an earlier test has left
-            assert run.start is not None
-            found.append(run.start[0])
+        assert solved is posed
+        assert run.start is not None
+        found.append(run.start[0])
         return iter(())
 
     monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "lower_bounds", endless)

@@ -214,7 +214,7 @@ def check_stages(
         0.0 if device.type == "cpu" else max((torch.finfo(one).eps for one in types), default=0.0)
     )
 
-    def run(outputs_of: Callable[[], Mapping[str, Any]]) -> _Outcome:
+    def run(outputs_of: Callable[[], Mapping[str, Any]]) -> _ComparedValues:
         with ExitStack() as stack, torch.enable_grad():
             for module in (model, *stages):
                 stack.enter_context(untouched(module, device))
@@ -237,7 +237,7 @@ def check_stages(
             module.training = training
 
 
-class _Outcome(NamedTuple):
+class _ComparedValues(NamedTuple):
     """Outputs and gradients of a run on a sample."""
 
     outputs: list[tuple[str, Tensor]]
@@ -246,7 +246,7 @@ class _Outcome(NamedTuple):
     """By parameter; None where the outputs do not depend on it."""
 
 
-def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _Outcome:
+def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _ComparedValues:
     """Return outputs, and the gradients of their products with random numbers."""
     outputs = [
         (name, leaf)
@@ -265,10 +265,12 @@ def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _Outc
     if products and parameters:
         total = torch.stack([one.sum().to(products[0]) for one in products]).sum()
         gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    return _Outcome([(name, leaf.detach()) for name, leaf in outputs], gradients)
+    return _ComparedValues([(name, leaf.detach()) for name, leaf in outputs], gradients)
 
 
-def _difference(expected: _Outcome, found: _Outcome, names: Sequence[str], epsilon: float) -> str:
+def _difference(
+    expected: _ComparedValues, found: _ComparedValues, names: Sequence[str], epsilon: float
+) -> str:
     """Return what differs, and by how much; "" if nothing does but by rounding to ``epsilon``."""
     if len(expected.outputs) != len(found.outputs):
         return f"the number of outputs: {len(found.outputs)} instead of {len(expected.outputs)}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from operator import le
+from operator import itemgetter, le
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from optpipe_solver.arrays.simulate import (
     PAIRED_BACKWARD,
     PAIRED_INPUT,
 )
+from optpipe_solver.budget import check_stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,6 +57,7 @@ __all__ = [
     "keeps_limits",
     "keeps_turns",
     "memory_of",
+    "new_action",
     "numbered_menus",
     "program_of",
     "within_hosts",
@@ -77,12 +79,16 @@ KINDS = (
 CODES = (*KINDS, ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 """The type of every integer: the last two are the I and the B of pairs."""
 
-_KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 PAIRED_NUMBER = {
     ActionType.BACKWARD_INPUT: simulate.PAIRED_INPUT,
     ActionType.FULL_BACKWARD: simulate.PAIRED_BACKWARD,
 }
 """Numbers of the passes that may run as the second of a pair."""
+
+_NUMBER_OF_ID = {id(kind): number for number, kind in enumerate(KINDS)}
+"""The number of each kind, by the identity of its enum member: an enum's hash runs in Python."""
+
+_PAIRED_OF_NUMBER = {KINDS.index(kind): number for kind, number in PAIRED_NUMBER.items()}
 
 
 class Rows(NamedTuple):
@@ -119,18 +125,25 @@ class CompiledProblem:
         longest = max(len(stages) * m * len(KINDS) for stages in (*self.problem.stages_of, (0,)))
         actions = np.zeros((len(programs), longest), dtype=np.int64)
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
-        named: dict[int, int] = {}
+        named: list[tuple[Ints, Ints]] = []
         for device, program in enumerate(programs):
-            for at, (stage, kind, microbatch, mode, paired) in enumerate(program):
-                cell = stage * m + microbatch
-                number = PAIRED_NUMBER[kind] if paired else _KIND_NUMBER[kind]
-                actions[device, at] = number * cells + cell
-                if mode:
-                    named[cell] = _number(self.problem.stage_of(stage, microbatch), mode)
+            check_stop()
+            stages, kinds, microbatches, modes, paired = _columns(program)
+            if paired.any():
+                second = paired > 0
+                kinds[second] = [_PAIRED_OF_NUMBER[number] for number in kinds[second].tolist()]
+            cell = stages * m + microbatches
+            actions[device, : cell.size] = kinds * cells + cell
+            if modes.any():
+                named.append((cell[modes != 0], modes[modes != 0]))
         rows = Rows(actions, lengths, np.zeros(cells, dtype=np.int64))
         rows.modes[:] = self.implied(rows)
-        for cell, number in named.items():
-            rows.modes[cell] = number
+        if named:
+            numbers = _numbers_of_modes(self.problem)
+            for cell, modes in named:
+                last = numbers.shape[1] - 1
+                known = np.where((modes >= 0) & (modes <= last), modes, last)
+                rows.modes[cell] = numbers[self.times.row[cell], known]
         return rows
 
     def implied(self, rows: Rows) -> Ints:
@@ -146,6 +159,7 @@ class CompiledProblem:
         names = np.where(self.times.varies[self.times.row], rows.modes, _KEPT)
         programs = []
         for codes in rows.programs():
+            check_stop()
             kinds, cell_numbers = np.divmod(codes, cells)
             stages, microbatches = np.divmod(cell_numbers, m)
             types = map(CODES.__getitem__, kinds.tolist())
@@ -207,6 +221,22 @@ class CompiledProblem:
         return flags
 
 
+def _columns(program: Program) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return stages, kinds by number, micro-batches, modes and marks of pairs, by action.
+
+    Loops in C: a schedule may have millions of actions.
+    """
+    size = len(program)
+    stages, kinds, microbatches, modes, paired = (map(part, program) for part in _PARTS)
+    numbers = map(_NUMBER_OF_ID.__getitem__, map(id, kinds))
+    columns = (stages, numbers, microbatches, modes, paired)
+    first, second, third, fourth, last = (np.fromiter(one, np.int64, size) for one in columns)
+    return first, second, third, fourth, last
+
+
+_PARTS = tuple(itemgetter(at) for at in range(5))
+
+
 # --- Modes by number: in a menu that v1 can say 0, 1 and 2 are keep, offload and recompute, whether
 # it has them or not, because there actions alone tell the mode. Other menus keep their numbers.
 
@@ -232,13 +262,20 @@ def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
     ]
 
 
-def _number(stage: Stage, mode: int) -> int:
-    """Return the number of a mode of a stage's menu, -1 where there is no such mode."""
-    if mode >= len(stage.menu):
-        return -1
-    if stage.modes or mode == 0:
-        return mode
-    return _AWAY if stage.offload_bytes and mode == 1 else _AGAIN
+def _numbers_of_modes(problem: Problem) -> Ints:
+    """Return by row and position in the menu the number of a mode; -1 where there is no mode.
+
+    The last column stands for all positions that no menu has.
+    """
+    stages = [stage for _, stage, _ in _rows(problem)]
+    numbers = np.full((len(stages), 1 + max(len(stage.menu) for stage in stages)), -1)
+    for row, stage in enumerate(stages):
+        for mode in range(len(stage.menu)):
+            if stage.modes or mode == 0:
+                numbers[row, mode] = mode
+            else:
+                numbers[row, mode] = _AWAY if stage.offload_bytes and mode == 1 else _AGAIN
+    return numbers
 
 
 def durations_of(problem: Problem) -> Floats:
@@ -382,7 +419,8 @@ def _mode_or_keep(menu: tuple[CellMode | None, ...], number: int) -> CellMode:
 
 # --- Programs from columns: where a schedule has hundreds of thousands of actions, loops count.
 
-_action = partial(tuple.__new__, Action)  # without the two calls of Python that a call would cost
+new_action = partial(tuple.__new__, Action)
+"""Makes an action of its five parts, without the two calls of Python that `Action` costs."""
 
 
 def program_of(
@@ -404,9 +442,11 @@ def program_of(
     if modes is not None:
         halves = repeat(False) if paired is None else paired
         rows = zip(stages, types, microbatches, modes, strict=True)
-        return tuple(_action((*row, half)) for row, half in zip(rows, halves, strict=False))
+        return tuple(new_action((*row, half)) for row, half in zip(rows, halves, strict=False))
     plain = zip(stages, types, microbatches, strict=True)
-    return tuple(_action((stage, kind, microbatch, 0, False)) for stage, kind, microbatch in plain)
+    return tuple(
+        new_action((stage, kind, microbatch, 0, False)) for stage, kind, microbatch in plain
+    )
 
 
 # --- Whether programs are legal, how long they take and what they hold.
@@ -478,7 +518,9 @@ def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | 
         return None
     if not keeps_turns(compiled, rows):
         return None
+    check_stop()
     makespan_ms, span_ms = compiled.length_ms(rows)
+    check_stop()
     if makespan_ms == np.inf:
         return None
     if not keeps_limits(compiled, rows):
@@ -492,11 +534,17 @@ def _is_addressable(problem: Problem, programs: Programs) -> bool:
     if len(programs) != len(problem.devices):
         return False
     for stages, program in zip(problem.stages_of, programs, strict=True):
+        check_stop()
         if len(program) > len(stages) * m * len(KINDS):
             return False
-        if not all(0 <= s < num_stages and 0 <= j < m for s, _, j, *_ in program):
-            return False
-        if any(action.paired and action.type not in PAIRED_NUMBER for action in program):
+        for part, count in ((0, num_stages), (2, m)):
+            numbers = _PARTS[part]
+            low = min(map(numbers, program), default=0)
+            if low < 0 or max(map(numbers, program), default=0) >= count:
+                return False
+        if any(map(_PARTS[4], program)) and any(
+            action.paired and action.type not in PAIRED_NUMBER for action in program
+        ):
             return False
     return True
 

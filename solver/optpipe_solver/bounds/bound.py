@@ -46,6 +46,8 @@ from optpipe.simulate import link_loads
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.bounds.heads_tails import ANYTIME, Events, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import Paths, hidden_in_pairs, relaxed
+from optpipe_solver.budget import check_stop
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import lean
 from optpipe_solver.milp.highs import LinearProgram
 
@@ -75,8 +77,16 @@ _TOLERANCE = 1e-6
 """Share of a linear program's optimum that its solver's tolerances may be worth."""
 
 
+_EVEN_MAKESPAN = "equal micro-batches in a free order, and the objective makespan"
+
+
+def _has_even_makespan(problem: Problem) -> bool:
+    return problem.is_even and problem.objective == "makespan"
+
+
 def shortened(problem: Problem) -> Problem:
     """Return the problem without pairs whose backwards are shorter by what they could hide."""
+    refuse_unless(problem.is_even, "shortened", problem, "equal micro-batches in a free order")
     backward = _most_hidden(problem)
     stages = []
     for index, stage in enumerate(problem.stages):
@@ -104,6 +114,7 @@ def _most_hidden(problem: Problem) -> Mapping[tuple[int, str], float]:
 
 def paired_load_ms(problem: Problem) -> float:
     """Return the bound of makespans from the load of each device, in ms (see the module)."""
+    refuse_unless(_has_even_makespan(problem), "paired_load_ms", problem, _EVEN_MAKESPAN)
     forward, backward = hidden_in_pairs(problem), _most_hidden(problem)
     stages, m = problem.stages, problem.num_microbatches
     best = 0.0
@@ -155,6 +166,7 @@ def paired_memory_ms(problem: Problem) -> float:
 
     It is 0 where anything may be offloaded or recomputed.
     """
+    refuse_unless(_has_even_makespan(problem), "paired_memory_ms", problem, _EVEN_MAKESPAN)
     if any(len(menu) > 1 for menu in problem.menus):
         return 0.0
     stages, m = problem.stages, problem.num_microbatches
@@ -184,6 +196,7 @@ def paired_memory_ms(problem: Problem) -> float:
         free = _free(stages, indices, room, work - m * sum(hidden[s] for s in indices))
         terms, needed = {length: -1.0}, head + free
         for s in indices if room > 0 else ():
+            check_stop()
             one, bytes_ = stages[s], stages[s].activation_bytes
             rest = max(0.0, one.busy_ms - one.forward_ms - _gradient_ms(one))
             rest *= min(bytes_, one.weight_context_bytes)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.bounds.relaxation import Paths
+from optpipe_solver.budget import check_stop
 from optpipe_solver.feasibility import backward_bytes, fusing_may_pay
 from optpipe_solver.milp.highs import LinearProgram
 
@@ -359,6 +360,7 @@ class Program:
         """Add the dearest pattern of every window, and of all, that costs too much."""
         missing = 0
         for k, window in enumerate([*self.windows, self.always]):
+            check_stop()
             limit = alphas[k] if k < len(self.windows) else 1.0
             weight, pattern = self.patterns.heaviest(prices, window)
             if weight > limit + _NEW:
@@ -548,6 +550,7 @@ def _multisets(sizes: Sequence[int], room: int, most: int) -> list[tuple[int, ..
     for size in sizes:
         longer = []
         for counts, held_bytes in found:
+            check_stop()
             for n in range(min(most - sum(counts), (room - held_bytes) // size) + 1):
                 longer.append(((*counts, n), held_bytes + n * size))
                 if len(longer) > _MOST:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+from optpipe_solver.budget import check_stop
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -292,6 +294,7 @@ def _least_time(is_possible: Callable[[float], bool]) -> float:
         if high > 1e18:
             return 0.0
     for _ in range(_STEPS):
+        check_stop()
         middle = (low + high) / 2
         low, high = (low, middle) if is_possible(middle) else (middle, high)
     return low

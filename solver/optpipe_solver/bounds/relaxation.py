@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_solver.feasibility import possible_modes
+from optpipe_solver.feasibility import possible_modes, refuse_unless
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,7 +68,8 @@ class Relaxed(NamedTuple):
 
 
 def relaxed(problem: Problem) -> Relaxed:
-    """Return the model of a problem."""
+    """Return the model of a problem; `InputError` unless its micro-batches are equal."""
+    refuse_unless(problem.is_even, "relaxed", problem, "equal micro-batches in a free order")
     stages = problem.stages
     indices = range(len(stages))
     hidden = hidden_in_pairs(problem)
@@ -218,9 +219,16 @@ def _from(problem: Problem, values: list[float]) -> Floats:
 
 
 class Paths:
-    """Least times before, between and after the passes of every stage, in ms."""
+    """Least times before, between and after the passes of every stage, in ms.
+
+    Raises
+    ------
+    InputError
+        Unless all micro-batches are equal, in a free order.
+    """
 
     def __init__(self, problem: Problem) -> None:
+        refuse_unless(problem.is_even, "Paths", problem, "equal micro-batches in a free order")
         self.problem = problem
 
     @cached_property

@@ -28,7 +28,12 @@ from optpipe_solver.exact.cell_kernel import (
 )
 from optpipe_solver.exact.general_search import delays, unit_ms
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
-from optpipe_solver.feasibility import fusing_may_pay, memory_binds, possible_modes
+from optpipe_solver.feasibility import (
+    fusing_may_pay,
+    memory_binds,
+    possible_modes,
+    refuse_unless,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -108,10 +113,11 @@ def _costs(mode: CellMode) -> tuple[float, ...]:
 
 
 def cells_can_search(problem: Problem, devices: Sequence[int]) -> bool:
-    """Whether the cells of some devices are few enough, and no pass may pair."""
+    """Whether cells are few enough, micro-batches are equal, and no pass may pair."""
     kept = [s for device in devices for s in problem.stages_of[device]]
     return (
         not problem.pairs
+        and problem.is_even
         and 1 <= len(kept) <= _MOST_STAGES
         and len(kept) * problem.num_microbatches <= _MOST_CELLS
         and all(len(menu) <= 2**MODES_BITS for menu in _menus(problem, kept))
@@ -131,6 +137,13 @@ def search_cells(
 
     As `general_search.search_general`.
     """
+    refuse_unless(
+        cells_can_search(problem, devices),
+        "search_cells",
+        problem,
+        f"at most {_MOST_CELLS} cells of 1 to {_MOST_STAGES} stages, equal micro-batches in a free "
+        f"order, no pairs, and at most {2**MODES_BITS} modes a stage",
+    )
     model = _problem_of(problem, horizon_ms, devices)
     m, num_stages, num_modes = problem.num_microbatches, *model.held_bytes.shape
     num_times = 1 + 2 * len(model.room) + 1 + max(map(int, _lanes(model)))

@@ -33,7 +33,7 @@ from optpipe_solver.exact.layers import (
     keep_rows,
     whole,
 )
-from optpipe_solver.feasibility import fifo_loses_nothing, fusing_may_pay
+from optpipe_solver.feasibility import fifo_loses_nothing, fusing_may_pay, refuse_unless
 from optpipe_solver.incumbent import grid_ms
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def fifo_can_search(problem: Problem) -> bool:
     """Whether a state says all there is about a problem."""
     return (
         problem.objective == "makespan"
+        and problem.is_even
+        and not problem.pairs
         and problem.num_microbatches <= _MOST_MICROBATCHES
         and fifo_loses_nothing(problem)
     )
@@ -75,13 +77,20 @@ def search_fifo_beam(
 ) -> LayeredOutcome:
     """Look for a schedule of at most ``horizon_ms``, ``width`` states of each layer expanded.
 
-    The problem must be one that it can search. ``NONE`` only where no state was left out: then no
+    `InputError` unless `fifo_can_search`. ``NONE`` only where no state was left out: then no
     schedule lies within the horizon. What is found may be longer, where states relax something.
     Where all times are equal very many programs are equally long, and moves that change one device
     at a time walk among them without an end; a state stands for all devices at once. On
     `loop2-equal-p8-m16-4.5a` of the benchmarks 500 states per layer lead from 605 to 590 ms, and
     2,000 to 580 ms, which is the bound (measured).
     """
+    refuse_unless(
+        fifo_can_search(problem),
+        "search_fifo_beam",
+        problem,
+        f"the objective makespan, up to {_MOST_MICROBATCHES} equal micro-batches in a free order, "
+        "no pairs, and memory in which no mode but keep pays",
+    )
     search = _FifoSearch(problem, horizon_ms, width)
     answer = search.walk(should_stop)
     programs = search.programs() if answer is HorizonAnswer.FOUND else None

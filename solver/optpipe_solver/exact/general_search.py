@@ -57,7 +57,12 @@ from optpipe_solver.exact.layers import (
     keep_rows,
     whole,
 )
-from optpipe_solver.feasibility import fusing_may_pay, knows_menu, memory_binds
+from optpipe_solver.feasibility import (
+    fusing_may_pay,
+    knows_menu,
+    memory_binds,
+    refuse_unless,
+)
 from optpipe_solver.incumbent import grid_ms
 
 if TYPE_CHECKING:
@@ -284,11 +289,18 @@ def general_can_search(problem: Problem, devices: Sequence[int]) -> bool:
     stages = sum(len(problem.stages_of[device]) for device in devices)
     return (
         1 <= stages <= _MOST_STAGES
+        and problem.is_even
         and problem.num_microbatches <= _MOST_MICROBATCHES
         and (problem.objective == "makespan" or len(devices) == 1)
         and all(knows_menu(problem, device) for device in devices)
         and all(copies_are_equal(problem, device) for device in devices)
     )
+
+
+_GENERAL_RULE = (
+    f"1 to {_MOST_STAGES} stages, up to {_MOST_MICROBATCHES} equal micro-batches in a free order, "
+    "under span one device, menus of keep, offload and recompute, and copies of one size a device"
+)
 
 
 def beam_can_search(problem: Problem) -> bool:
@@ -316,6 +328,8 @@ def search_general(
     starts of F and I that no schedule within the horizon is sooner than; with them the answer says
     what the search adds to them.
     """
+    is_supported = general_can_search(problem, devices)
+    refuse_unless(is_supported, "search_general", problem, _GENERAL_RULE)
     most_steps = 0 if known is None else _STEPS_EACH * most_in_layer
     search = _GeneralSearch(
         problem, devices, horizon_ms, most_in_layer, known=known, most_steps=most_steps
@@ -343,6 +357,8 @@ def search_beam(
     states per layer it meets the best length known of 10 of the 17 problems of four devices with
     offload or recompute in `benchmarks`, in about a second each (measured).
     """
+    rule = f"{_GENERAL_RULE}; and a stage on every device"
+    refuse_unless(beam_can_search(problem), "search_beam", problem, rule)
     m, num_stages = problem.num_microbatches, len(problem.stages)
     most_new = _BEAM_SLICE * (num_stages + m * (FUSED + 1 + num_stages))
     devices = range(len(problem.devices))

@@ -26,7 +26,7 @@ import numpy as np
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.heads_tails import Events, heads_beside, nothing_known, refill
 from optpipe_solver.bounds.relaxation import relaxed
-from optpipe_solver.budget import Stop
+from optpipe_solver.budget import Stop, check_stop
 from optpipe_solver.exact.cell_search import cells_can_search, search_cells
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.general_search import (
@@ -36,7 +36,7 @@ from optpipe_solver.exact.general_search import (
     search_general,
 )
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
-from optpipe_solver.feasibility import knows_menu
+from optpipe_solver.feasibility import knows_menu, refuse_unless
 from optpipe_solver.incumbent import Goal
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = [
     "IN_TURN",
     "SMALL",
+    "beam_can_improve",
+    "exact_search_can_prove",
     "improve_by_beam",
     "improve_by_exact_search",
     "prove_by_few_devices",
@@ -127,12 +129,22 @@ class _InTurn:
         return len(self.choices[0])
 
 
+def exact_search_can_prove(problem: Problem) -> bool:
+    """Whether configurations and few devices prove something true: micro-batches are equal."""
+    return problem.is_even
+
+
+_EVEN = "equal micro-batches in a free order"
+
+
 def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
     """Raise the bound as far as few devices at a time can; work is counted in states met.
 
     A later turn goes on where the one before was over. Nothing here is random: where work is
     limited the run is a function of problem, start and turns.
     """
+    problem = best.problem
+    refuse_unless(exact_search_can_prove(problem), "prove_by_few_devices", problem, _EVEN)
     rounds = best.unfinished.pop(_ROUNDS, None)
     if not isinstance(rounds, _Rounds):
         rounds = _Rounds(best)
@@ -319,6 +331,7 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
         if len(used) <= _FEW:
             chosen += [few for few in combinations(used, size) if few not in set(chosen)]
         for devices in chosen:
+            check_stop()
             for method in _methods(problem, devices):
                 yield devices, method
 
@@ -349,6 +362,11 @@ def search_in_turn(
     know more is asked again. ``NONE`` proves that no schedule of the problem is that short;
     ``FOUND``: nobody learns any more. Unknown where a choice has too many states, or told to stop.
     """
+    is_supported = problem.objective == "makespan" and all(
+        general_can_search(problem, choice) for choice in choices
+    )
+    rule = "the objective makespan, and choices of devices that search_general supports"
+    refuse_unless(is_supported, "search_in_turn", problem, rule)
     return _go_on(
         problem,
         choices,
@@ -429,7 +447,9 @@ def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
     Nothing here is random or parallel. Where work is limited the run is a function of problem and
     start, as long as time does not end it.
     """
-    bound_ms = configurations_ms(best.problem, should_stop=stop.is_over)
+    problem = best.problem
+    refuse_unless(exact_search_can_prove(problem), "improve_by_exact_search", problem, _EVEN)
+    bound_ms = configurations_ms(problem, should_stop=stop.is_over)
     best.offer_bound(min(bound_ms, best.objective_ms), "configurations")
     if best.programs is not None and not best.is_optimal:
         prove_by_few_devices(best, stop.turn())
@@ -468,6 +488,11 @@ class _BeamSearch(NamedTuple):
     again: bool
 
 
+def beam_can_improve(problem: Problem) -> bool:
+    """Whether one of the two beams can search a problem."""
+    return fifo_can_search(problem) or beam_can_search(problem)
+
+
 def improve_by_beam(best: Incumbent, stop: Stop) -> None:
     """Search below the best schedule known, ever wider; work is counted in states expanded.
 
@@ -477,7 +502,9 @@ def improve_by_beam(best: Incumbent, stop: Stop) -> None:
     start, as long as time does not end it.
     """
     beam = _beam_of(best.problem)
-    if best.programs is None or best.is_optimal or beam is None:
+    rule = "what search_fifo_beam or search_beam supports"
+    refuse_unless(beam is not None, "improve_by_beam", best.problem, rule)
+    if beam is None or best.programs is None or best.is_optimal:
         return
     turn = stop.turn(should_stop=lambda: best.is_optimal)
     # The first call in a process loads compiled code, which says nothing of how long others take.

@@ -16,6 +16,8 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import Action, ActionType
+from optpipe_solver.arrays.encoding import new_action
+from optpipe_solver.budget import check_stop
 from optpipe_solver.families.common import (
     NotApplicable,
     NotApplicableReason,
@@ -72,6 +74,7 @@ def build_interleaved(problem: Problem) -> Programs:
     num_ranks = len(problem.stages) // chunks
     programs: list[list[Action]] = [[] for _ in problem.devices]
     for rank in range(num_ranks):
+        check_stop()
         programs[problem.placement[rank]] = _program(
             rank, num_ranks, chunks, problem.num_microbatches
         )
@@ -120,13 +123,17 @@ def build_serial(problem: Problem) -> Programs:
     known: dict[tuple[int, ...], Programs] = {}
     rows: list[list[Action]] = [[] for _ in problem.devices]
     for group in serial_groups(problem):
+        check_stop()
         kind = tuple(problem.cost_of[j] for j in group)
         if kind not in known:
             plan = serial_plan(problem, group).plan
             assert plan is not None  # noqa: S101 - else there were no plan for all
             known[kind] = plan.programs
         for row, program in zip(rows, known[kind], strict=True):
-            row += [action._replace(microbatch=group[action.microbatch]) for action in program]
+            row += [
+                new_action((stage, letter, group[j], mode, paired))
+                for stage, letter, j, mode, paired in program
+            ]
     return tuple(map(tuple, rows))
 
 
@@ -145,17 +152,15 @@ def build_gpipe(problem: Problem) -> Programs:
     limits, offload and the paper's recompute.
     """
     microbatches = range(problem.num_microbatches)
-    return tuple(
-        (
-            *(Action(s, ActionType.FORWARD, j) for s in stages for j in microbatches),
-            *(
-                Action(s, ActionType.FULL_BACKWARD, j)
-                for s in reversed(stages)
-                for j in microbatches
-            ),
-        )
-        for stages in problem.stages_of
-    )
+    programs = []
+    for stages in problem.stages_of:
+        check_stop()
+        forwards = [Action(s, ActionType.FORWARD, j) for s in stages for j in microbatches]
+        backwards = [
+            Action(s, ActionType.FULL_BACKWARD, j) for s in reversed(stages) for j in microbatches
+        ]
+        programs.append((*forwards, *backwards))
+    return tuple(programs)
 
 
 def build_one_f_one_b(problem: Problem) -> Programs:
@@ -178,6 +183,7 @@ def build_one_f_one_b(problem: Problem) -> Programs:
     num_stages, m = len(problem.stages), problem.num_microbatches
     by_stage = []
     for stage in range(num_stages):
+        check_stop()
         warmup = min(m, num_stages - 1 - stage)
         program = [Action(stage, ActionType.FORWARD, j) for j in range(warmup)]
         for j in range(m):

@@ -116,6 +116,7 @@ class NotApplicableReason(StrEnum):
     CANNOT_OFFLOAD = "cannot-offload"
     NEEDS_PAIRS = "needs-pairs"
     NEEDS_SLICES = "needs-slices"
+    NEEDS_EQUAL_MICROBATCHES = "needs-equal-microbatches"
 
 
 class NotApplicable(Exception):  # noqa: N818 - an answer, not an error

@@ -34,6 +34,7 @@ import numpy as np
 
 from optpipe.schedule import ActionType
 from optpipe_solver.arrays.encoding import program_of, within_hosts
+from optpipe_solver.budget import check_stop
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.common import (
     NotApplicable,
@@ -249,6 +250,7 @@ def list_schedule(problem: Problem, policy: ListPolicy) -> Rows | None:
 
     They are integers, as `CompiledProblem.encode` makes them.
     """
+    check_stop()
     num_stages, m = len(problem.stages), problem.num_microbatches
     rules = rules_in_bytes(problem, fused=policy.fused)
     rules = rules._replace(limit=np.array(policy.limits, dtype=np.int64))
@@ -457,6 +459,7 @@ def grouped_interleaved(problem: Problem, group: int) -> Programs:
         )
     programs: list[Program] = [() for _ in problem.devices]
     for k in range(d):
+        check_stop()
         programs[problem.stages[k].device] = _device_program(k, d, chunks, group, m)
     return tuple(programs)
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CODES, CompiledProblem, program_of
+from optpipe_solver.budget import check_stop
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.squeeze import BuildingBlock, Order, uniform_block, unroll
 from optpipe_solver.families.v_shape import candidate_blocks, distance
@@ -628,6 +629,7 @@ class PairingSqueezer:
 
         ``num_microbatches``: fewer than the problem's, for a quick look.
         """
+        check_stop()
         m = self._problem.num_microbatches if num_microbatches is None else num_microbatches
         done, rows, lengths, makespan, span = squeeze_pairs(
             self._rules, unroll(self._problem, block, m), policy

@@ -21,6 +21,7 @@ from optpipe_solver.families.paired_blocks import (
 )
 from optpipe_solver.families.squeeze import BuildingBlock, Early, SqueezePolicy, Squeezer
 from optpipe_solver.families.v_shape import candidate_blocks
+from optpipe_solver.feasibility import refuse_unless
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from optpipe_solver.families.squeeze import Squeezed
     from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["BlockPolisher", "improve_by_blocks"]
+__all__ = ["BlockPolisher", "blocks_can_improve", "improve_by_blocks"]
 
 _METHOD = "periodic"
 
@@ -47,6 +48,11 @@ _BEATEN = 1.1
 """A block this many times longer than the best schedule, which then offloads, is given up."""
 
 
+def blocks_can_improve(problem: Problem) -> bool:
+    """Whether one block can be repeated: micro-batches are equal, in a free order."""
+    return problem.is_even
+
+
 def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
     """Polish building blocks and offer what they are squeezed to as ``periodic``.
 
@@ -54,6 +60,8 @@ def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
     of problem and seed, as long as time does not end it.
     """
     problem = best.problem
+    is_supported = blocks_can_improve(problem)
+    refuse_unless(is_supported, "improve_by_blocks", problem, "equal micro-batches in a free order")
     if not problem.busy_ms > 0:
         return
     # Where passes may pair, who is alone decides for itself whether to split.

@@ -81,16 +81,31 @@ class Limit(StrEnum):
 class Family:
     """A rule that turns a problem into programs.
 
-    ``build`` returns programs that are legal but for memory limits it may ignore, or raises
-    `NotApplicable` with the reason. ``summary`` is one sentence for whoever chooses a method.
+    ``rule`` returns programs that are legal but for memory limits it may ignore, or raises
+    `NotApplicable` with the reason; `build` first checks that the family supports
+    the problem. ``summary`` is one sentence for whoever chooses a method.
     ``knows_slices``: whether it keeps the order of samples; others are asked about whole ones.
     """
 
     name: str
     limit: Limit
-    build: Callable[[Problem], Programs]
+    rule: Callable[[Problem], Programs]
     summary: str
     knows_slices: bool = False
+
+    def supports(self, problem: Problem) -> bool:
+        """Whether the rule keeps the order of the micro-batches, and knows their costs."""
+        return problem.is_even or self.knows_slices
+
+    def build(self, problem: Problem) -> Programs:
+        """Return the programs of the rule; `NotApplicable` with the reason where there are none."""
+        if not self.supports(problem):
+            raise NotApplicable(
+                NotApplicableReason.NEEDS_EQUAL_MICROBATCHES,
+                f"{self.name} is a rule for equal micro-batches in a free order, but the problem "
+                "gives its micro-batches costs, samples or an order",
+            )
+        return self.rule(problem)
 
 
 # Cheap ones first: a solve with little time stops here when it is over.

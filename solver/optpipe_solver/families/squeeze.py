@@ -16,6 +16,7 @@ import numpy as np
 from optpipe.schedule import ActionType
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import KINDS, Rows, durations_of, memory_of, program_of
+from optpipe_solver.budget import check_stop
 from optpipe_solver.jit import jitted, lean
 
 if TYPE_CHECKING:
@@ -551,6 +552,7 @@ class Squeezer:
 
         ``num_microbatches``: fewer than the problem's, for a quick look.
         """
+        check_stop()
         m = self._problem.num_microbatches if num_microbatches is None else num_microbatches
         done, rows, lengths, makespan, span = squeeze(
             self._rules, unroll(self._problem, block, m), int(policy.early), policy.patience

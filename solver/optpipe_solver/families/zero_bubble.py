@@ -29,6 +29,7 @@ import numpy as np
 
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.arrays.encoding import KINDS, durations_of, memory_of
+from optpipe_solver.budget import check_stop
 from optpipe_solver.families.common import (
     NotApplicable,
     NotApplicableReason,
@@ -366,7 +367,10 @@ def _beside(stage: Stage) -> int:
 
 def _best(problem: Problem, limits: list[int]) -> Programs:
     line = _line(problem, limits)
-    plans = (plan_line(line, *setting) for setting in _settings(problem))
+    plans = []
+    for setting in _settings(problem):
+        check_stop()
+        plans.append(plan_line(line, *setting))
     best = min(plans, key=lambda plan: _objective_ms(problem, plan))
     return programs_by_device(
         problem, [list(_program(best, stage)) for stage in range(len(problem.stages))]

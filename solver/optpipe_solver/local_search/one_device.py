@@ -44,6 +44,7 @@ from optpipe_solver.arrays.simulate import (
     FULL_BACKWARD,
     input_of,
 )
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import lean
 
 if TYPE_CHECKING:
@@ -668,11 +669,16 @@ class OneDeviceOutcome(NamedTuple):
 
 
 def can_reoptimise(problem: Problem) -> bool:
-    """Whether what the module asks of a problem holds, and counts fit an integer."""
+    """Whether what the module asks of a problem holds, and counts fit an integer.
+
+    Micro-batches must be equal, in a free order, and no passes may pair.
+    """
     most_held = max(len(stages) for stages in problem.stages_of)
     fits = (problem.num_microbatches + 1) ** (3 * most_held) < 2**62
     synced = [stage.device for stage in problem.stages if stage.grad_sync_ms > 0]
     alone = len(synced) == len(set(synced))
+    if problem.pairs or not problem.is_even:
+        return False
     return fits and alone and (problem.objective == "makespan" or _first_starts_stay(problem))
 
 
@@ -699,6 +705,13 @@ class OneDevice:
     def __init__(
         self, compiled: CompiledProblem, *, width: int, most: int, most_per_state: int
     ) -> None:
+        refuse_unless(
+            can_reoptimise(compiled.problem),
+            "OneDevice",
+            compiled.problem,
+            "equal micro-batches in a free order, no pairs, one gradient reduction a device, and "
+            "few enough stages on each",
+        )
         self.compiled = compiled
         self.most_per_state = most_per_state
         self.sizes = (width, most)

@@ -25,9 +25,11 @@ from optpipe_solver.arrays.simulate import (
     PAIRED_BACKWARD,
     PAIRED_INPUT,
 )
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import below, lean, seeded, unit
 
 if TYPE_CHECKING:
+    from optpipe.problem import Problem
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from optpipe_solver.incumbent import Incumbent
     from optpipe_solver.jit import Draw
 
-__all__ = ["improve_by_pairing"]
+__all__ = ["improve_by_pairing", "pairing_can_improve"]
 
 
 _COOLINGS = (0.1, 0.4, 0.2, 1.0)
@@ -77,9 +79,16 @@ class _Rules(NamedTuple):
     by_span: int
 
 
+def pairing_can_improve(problem: Problem) -> bool:
+    """Whether some passes may pair, and the moves know the micro-batches: they are equal."""
+    return bool(problem.pairs) and problem.is_even
+
+
 def improve_by_pairing(best: Incumbent, stop: Stop) -> None:
     """Anneal from the best schedule and its runners-up until the turn is over; work is steps."""
-    if best.programs is None or not best.problem.pairs:
+    rule = "equal micro-batches in a free order, and pairs"
+    refuse_unless(pairing_can_improve(best.problem), "improve_by_pairing", best.problem, rule)
+    if best.programs is None:
         return
     compiled = CompiledProblem.of(best.problem)
     draw = seeded(stop.seed)

@@ -7,6 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.board import rows_on
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["improve_by_local_search", "improve_by_stretches"]
+__all__ = ["improve_by_local_search", "improve_by_stretches", "local_search_can_improve"]
 
 
 _FIRST_WORK, _SLICE_WORK = 50_000, 1_000_000
@@ -72,6 +73,16 @@ By work and not by the clock: which of equals is offered would follow the machin
 """
 
 
+def local_search_can_improve(problem: Problem) -> bool:
+    """Whether the moves know all that programs may hold: they know no pairs."""
+    return not problem.pairs
+
+
+def _refuse_pairs(problem: Problem, part: str) -> None:
+    rule = "problems without pairs, for which improve_by_pairing is made"
+    refuse_unless(local_search_can_improve(problem), part, problem, rule)
+
+
 def improve_by_local_search(best: Incumbent, stop: Stop) -> None:
     """Search until the turn is over or the optimum is proven.
 
@@ -79,6 +90,7 @@ def improve_by_local_search(best: Incumbent, stop: Stop) -> None:
     a function of the seed and of these; time only decides where that ends. Work is counted in
     actions simulated.
     """
+    _refuse_pairs(best.problem, "improve_by_local_search")
     if best.programs is not None:
         _search(_LocalSearch(best, stop.seed, best.runners_up()), stop)
 
@@ -88,6 +100,7 @@ def improve_by_stretches(best: Incumbent, stop: Stop) -> None:
 
     Of problems that are not small nothing is searched: they take longer to cool than there is time.
     """
+    _refuse_pairs(best.problem, "improve_by_stretches")
     if best.programs is not None and _is_small(best.problem):
         _search(_Stretches(best, stop.seed, ()), stop)
 
@@ -178,11 +191,8 @@ class _LocalSearch:
     def polish(self) -> None:
         """Offer the best schedule with its devices re-optimised, each beside the others.
 
-        No cooling starts from it: of three problems tried that brought two higher on some seeds. It
-        knows no micro-batches that differ.
+        No cooling starts from it: of three problems tried that brought two higher on some seeds.
         """
-        if not self.best.problem.is_even:
-            return
         best = min((*self.elites, self._found()), key=lambda elite: elite.objective_ms)
         if best.objective_ms >= self.polished_ms:
             return

@@ -161,7 +161,7 @@ _MIP_TOLERANCE = 1e-7
 was seen to prove what is not so (a bound of 4.5 where 4.0 is feasible, in 8 of 128 runs)."""
 
 _LOOK_S, _GRACE_S = 0.05, 0.3
-"""Seconds between two looks at whether to stop, and those HiGHS is given to end by itself."""
+"""Seconds between two looks at whether to stop, and those by which HiGHS may pass its limit."""
 
 
 _BOUND_ALONE = {
@@ -213,9 +213,8 @@ def solve_milp(
 ) -> MilpOutcome:
     """Minimise a model.
 
-    HiGHS runs in a thread of its own, because its presolve and its root LP may not look at
-    anything for seconds: the call returns 0.3 s after it is told to stop, and HiGHS itself ends
-    in the background at its next look.
+    HiGHS runs in a thread of its own, so that the caller's thread can pass its news on. The call
+    returns when that thread has ended: after a stop, at the next callback of HiGHS.
 
     Parameters
     ----------
@@ -282,15 +281,14 @@ class _HighsRun:
         self.error: BaseException | None = None
 
     def watched(self) -> MilpOutcome:
-        """Run to the end, or until told to stop, or a little after the time limit."""
-        # No daemon: an interpreter that ends must not cut a thread that is inside C++.
+        """Run to the end, or until told to stop, or a little after the time limit; join HiGHS."""
         thread = threading.Thread(target=self._minimise, args=(_options(self.stop),))
         thread.start()
         try:
             why = self._listen(thread)
         finally:
             self.ended.set()
-        thread.join(0.0 if why is MilpStatus.TIME_LIMIT else _GRACE_S)
+        thread.join()
         self._hear_all()
         self.stop.help_by(self.cpu_s)
         if self.error is not None:

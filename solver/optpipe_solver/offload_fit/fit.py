@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe.errors import InputError
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, Rows, within_hosts
+from optpipe_solver.budget import check_stop
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, DeviceProgram, Rule, sweep
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class Fitted:
 class Frame:
     """One problem and its compute programs; ``offloading`` names the stages that may leave.
 
+    `InputError` where programs hold transfers, recomputation or pairs.
+
     Stages that have a menu of their own (`Problem.has_modes`) keep everything.
 
     The programs may be integers already, as `CompiledProblem.encode` makes them.
@@ -58,6 +62,11 @@ class Frame:
         self.programs = programs
         self.compiled = CompiledProblem.of(problem)
         self.rows = programs if isinstance(programs, Rows) else self.compiled.encode(programs)
+        if not self.compiled.is_compute_only(self.rows):
+            raise InputError(
+                "Frame: the programs hold transfers, recomputation or pairs; give programs of F, "
+                "I, W and B alone, each by itself"
+            )
         costs = range(problem.num_costs)
         cells = [stage.under(cost) for cost in costs for stage in problem.stages]
         self._may_offload = np.array([problem.can_move(one) for one in cells])
@@ -129,6 +138,7 @@ class Frame:
 
     def sweep_device(self, device: int, rule: Rule, ran: Ran, limit: int) -> tuple[bool, float]:
         """Return whether one device can be fitted, and how long it then waits, in ms."""
+        check_stop()
         job = self._arriving(device, ran)
         swept = sweep(job, rule, limit, UNLIMITED)
         return bool(swept.ok), float(swept.stalled_ms)
@@ -144,6 +154,7 @@ class Frame:
         lengths = np.zeros_like(self.rows.lengths)
         peaks = []
         for device, rule in enumerate(rules):
+            check_stop()
             job = self._arriving(device, ran)
             swept = sweep(job, rule, limits[device], host_limits[device])
             if not swept.ok:
@@ -192,6 +203,7 @@ class Frame:
 
     def _job(self, device: int) -> DeviceProgram:
         """Return a device's job; its cells are numbered stage by stage, in model order."""
+        check_stop()
         times, memory = self.compiled.times, self.compiled.memory
         m = times.num_microbatches
         stages = np.array(self.problem.stages_of[device], dtype=np.int64)

@@ -191,7 +191,7 @@ class TuneResult:
 
     @property
     def shortfall(self) -> Shortfall | None:
-        """What the fullest rank lacks for what is run today; None where that fits or is unknown."""
+        """The rank that lacks most memory for today's run; None where it fits or is unknown."""
         return None if self.current is None else _shortfall(self.question, self.current)
 
     @property

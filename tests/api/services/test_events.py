@@ -333,8 +333,8 @@ async def test_a_call_is_shared_by_those_who_asked_before_it_began() -> None:
 
 async def test_an_error_is_raised_by_all_who_share_the_call_and_keys_share_nothing() -> None:
     shared = SharedCalls()
-    asked = [shared.call(key, lambda: 1 // 0) for key in "aab"] + [shared.call("c", lambda: 7)]
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    calls = [shared.call(key, lambda: 1 // 0) for key in "aab"] + [shared.call("c", lambda: 7)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [ZeroDivisionError] * 3 + [int]
     assert await shared.call("a", lambda: 8) == 8
 
@@ -351,8 +351,8 @@ def reads(tmp_path, monkeypatch) -> Iterator[tuple[str, Any, Counter[str]]]:
         for store in (stores.batches, stores.deployments):
             for name in ("get", "plan", "jobs", "standings", "schedule"):
                 if (method := getattr(store, name, None)) is not None:
-                    asked = _counting(method, counted, f"{type(store).__name__}.{name}")
-                    monkeypatch.setattr(store, name, asked)
+                    counting = _counting(method, counted, f"{type(store).__name__}.{name}")
+                    monkeypatch.setattr(store, name, counting)
         yield url, app.state.service, counted
 
 
@@ -371,7 +371,7 @@ async def _waited(
     url, service, counted = reads
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=90, limits=limits) as http:
-        asked = [
+        calls = [
             asyncio.create_task(http.get(path, params={"wait": 60}, headers=headers))
             for _ in range(100)
         ]
@@ -385,7 +385,7 @@ async def _waited(
         assert counted.total() <= num_rounds + 10, counted
         counted.clear()
         assert (await http.post(end)).status_code in (200, 202)
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*calls))
 
 
 async def test_a_hundred_who_wait_for_a_batch_cost_one_query_a_round_and_share_its_view(

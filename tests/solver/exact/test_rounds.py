@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, find_violations, simulate
+from optpipe import InputError, Problem, find_violations, simulate
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.fifo_search import search_fifo_beam
@@ -299,11 +299,12 @@ def test_told_to_stop_it_stops(
 
 
 def test_problems_it_has_nothing_to_do_for() -> None:
-    """Several devices under span, a device without a stage, and no schedule to be better than."""
+    """Several devices under span are refused; without a schedule there is nothing to be better."""
     span = problem([stage(0), stage(1)], objective="span")
     assert not beam_can_search(span)
     assert not beam_can_search(problem([stage(0)], [bus(), bus()]))
-    for best in (Incumbent(span), serially(span)):
-        stop = Stop(60)
-        improve_by_beam(best, stop)
-        assert stop.spent == 0
+    with pytest.raises(InputError, match=r"improve_by_beam: the problem has objective span"):
+        improve_by_beam(serially(span), Stop(60))
+    stop = Stop(60)
+    improve_by_beam(Incumbent(problem([stage(0), stage(1)])), stop)
+    assert stop.spent == 0

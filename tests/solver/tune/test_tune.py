@@ -601,11 +601,11 @@ def test_a_gain_needs_a_baseline_that_fits_and_an_answer() -> None:
     training = replace(question.training, dp=1, sequence_parallel=False)
     cut = PipelineCut(pp=4, num_microbatches=16, layout="even")
     today = Configuration(shape=SMALL, hardware=GPU, training=training, pipeline=cut)
-    told: list[TuneResult] = []
-    tune(question, current=today, time_limit_s=20, on_result=told.append)
-    row = told[0].current
+    results: list[TuneResult] = []
+    tune(question, current=today, time_limit_s=20, on_result=results.append)
+    row = results[0].current
     assert row is not None
-    early = replace(told[0], rows=(row,))
+    early = replace(results[0], rows=(row,))
     assert early.gain is None
     assert "has found nothing faster than what you run" in early.verdict
     late = replace(early, stopped_by="optimal")

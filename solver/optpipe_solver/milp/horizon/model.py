@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, Action, ActionType
-from optpipe_solver.feasibility import fifo_loses_nothing, knows_menu
+from optpipe_solver.feasibility import exact_parts_know, fifo_loses_nothing, refuse_unless
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
 from optpipe_solver.milp.horizon.constraints import all_constraints
@@ -41,6 +41,10 @@ __all__ = [
 
 _ROWS_BETWEEN_LOOKS = 500
 
+_KNOWN = (
+    "equal micro-batches in a free order, no pairs, and no menus but keep, offload and recompute"
+)
+
 
 class HorizonModel:
     """Variables and constraints of one problem below one horizon.
@@ -68,6 +72,7 @@ class HorizonModel:
         floor_ms: float = 0.0,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        refuse_unless(exact_parts_know(problem), "HorizonModel", problem, _KNOWN)
         self.problem = problem
         # A schedule of that length must stay inside its own windows, which come from sums in
         # another order; a relative 1e-9 covers their rounding.
@@ -240,9 +245,9 @@ _FIRST = 0.6
 def improve_by_milp(best: Incumbent, stop: Stop) -> None:
     """Run the model from the best schedule known; work is counted in branch-and-bound nodes.
 
-    Nothing where a menu says more than keep, offload and recompute, which it does not know. What it
-    finds is offered as ``milp``, or as ``milp-fifo`` where micro-batches are restricted to
-    first in, first out although that may lose something: then nothing is proven.
+    `InputError` unless `exact_parts_know`. What the run finds is offered as ``milp``, or as
+    ``milp-fifo`` where micro-batches are restricted to first in, first out although that may lose
+    something: then nothing is proven.
 
     A bound counts only where two runs of different seeds agree: HiGHS 1.15.1 was seen to deny
     schedules that exist in one run of some 500, whatever its options, but never with two seeds on
@@ -250,8 +255,8 @@ def improve_by_milp(best: Incumbent, stop: Stop) -> None:
     problem, start, seed and threads, as long as time does not end it.
     """
     problem = best.problem
-    known = all(knows_menu(problem, device) for device in range(len(problem.devices)))
-    if best.programs is None or not known:
+    refuse_unless(exact_parts_know(problem), "improve_by_milp", problem, _KNOWN)
+    if best.programs is None:
         return
     loses_nothing = fifo_loses_nothing(problem)
     fifo = loses_nothing or num_order_pairs(problem, fifo=False) > _MAX_FREE_PAIRS
