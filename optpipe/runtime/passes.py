@@ -648,7 +648,8 @@ def _bias_gradient(deferred: _Deferred) -> Tensor:
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
+    # FSDP2 may ask for gradients in the type of its reduction (since torch 2.15).
+    gradient = gradient.to(parameter.grad_dtype or parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
     else:
