@@ -1,4 +1,4 @@
-"""Builds what runs a step: torch's stages and schedule, checked by all ranks before it starts."""
+"""Builds what runs a step: the executor of this rank, checked by all ranks before it starts."""
 
 from __future__ import annotations
 

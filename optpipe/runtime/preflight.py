@@ -116,8 +116,8 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     for device, program in enumerate(schedule.programs):
         if not program:
             raise PreflightError(
-                f"device {device} has no stage and an empty program, but torch's runtime needs an "
-                "action on every rank; start the group without that rank"
+                f"device {device} has no stage and an empty program, but each rank of a pipeline "
+                "runs a stage; start the group without that rank"
             )
 
 
