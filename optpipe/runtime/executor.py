@@ -14,7 +14,7 @@ from torch import Tensor
 from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.lowering import (
     Instruction,
-    Pair,
+    OverlappedPair,
     ReduceGradients,
     Reshard,
     Unshard,
@@ -77,7 +77,7 @@ class _Pass:
 
 
 @dataclass(slots=True)
-class _Step:
+class _RunningStep:
     """What belongs to the step that runs."""
 
     args: Sequence[Any]
@@ -88,13 +88,13 @@ class _Step:
     sends: dict[Pass, list[Work]] = field(default_factory=dict)
     receives: dict[Pass, tuple[list[Work], list[Tensor | None]]] = field(default_factory=dict)
     handed_over: dict[Pass, Sequence[Tensor | None]] = field(default_factory=dict)
-    """What one stage of this rank made for another one."""
+    """What one stage of this rank has made for another one."""
     gathering: dict[int, list[Any]] = field(default_factory=dict)
     position: int = 0
     """Of the instruction that runs."""
 
 
-_NOTHING = _Step((), (), {})
+_NOTHING = _RunningStep((), (), {})
 
 
 class Executor:
@@ -180,7 +180,7 @@ class Executor:
         actions = [
             action
             for one in self._instructions
-            for action in (one if isinstance(one, Pair) else (one,))
+            for action in (one if isinstance(one, OverlappedPair) else (one,))
         ]
         makes_gradients = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)
         left = Counter(
@@ -230,7 +230,9 @@ class Executor:
         by micro-batch where the last stage is and nothing is trained, else [].
         """
         self.slots.begin()
-        step = self._step = _Step(microbatches.args, microbatches.targets, microbatches.loss_kwargs)
+        step = self._step = _RunningStep(
+            microbatches.args, microbatches.targets, microbatches.loss_kwargs
+        )
         for index, stage in self._stages.items():
             stage.clear()
             stage.kwargs = kwargs[index]
@@ -260,7 +262,7 @@ class Executor:
                 self._send(cast("_Message", self._known[instruction]))
             case Receive():
                 self._receive(cast("_Message", self._known[instruction]))
-            case Pair(forward, backward):
+            case OverlappedPair(forward, backward):
                 self._run_pair(forward, backward)
             case Unshard(stage):
                 parts = fsdp_parts(self._stages[stage].module)
@@ -302,8 +304,8 @@ class Executor:
         if stage.is_last:
             self._make_loss(stage, output, microbatch)
         elif stage.index + 1 in self._stages:
-            made = Pass(False, stage.index, microbatch)
-            self._step.handed_over[made] = stage.hand_over(microbatch)
+            message = Pass(False, stage.index, microbatch)
+            self._step.handed_over[message] = stage.hand_over(microbatch)
 
     def _recompute(self, known: _Pass) -> None:
         stage, microbatch = known.stage, known.action.microbatch
@@ -323,9 +325,9 @@ class Executor:
         stage.backward(microbatch, loss, gradients, split=split, is_last=known.is_last)
         del gradients, loss
         if stage.index - 1 in self._stages:
-            made = Pass(True, stage.index, microbatch)
+            message = Pass(True, stage.index, microbatch)
             blanks = self._stages[stage.index - 1].crossing(microbatch, backward=True, out=False)
-            self._step.handed_over[made] = [
+            self._step.handed_over[message] = [
                 torch.zeros(blank[0], dtype=blank[1], device=self.slots.device)
                 if tensor is None and blank is not None
                 else tensor

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Instruction",
-    "Pair",
+    "OverlappedPair",
     "ReduceGradients",
     "Reshard",
     "Unshard",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class Pair(NamedTuple):
+class OverlappedPair(NamedTuple):
     """A forward and a backward that run together."""
 
     forward: Action
@@ -69,7 +69,7 @@ class ReduceGradients(NamedTuple):
         return f"{self.stage}REDUCE_GRAD"
 
 
-Instruction = Action | Pair | MessageSend | Receive | Unshard | Reshard | ReduceGradients
+Instruction = Action | OverlappedPair | MessageSend | Receive | Unshard | Reshard | ReduceGradients
 """One thing that a rank executes."""
 
 _COMPUTE = frozenset(ActionType(letter) for letter in "FIWB")
@@ -82,13 +82,13 @@ and the next."""
 class _Unit(NamedTuple):
     """A pass or a pair, and the actions of the program that follow it before the next pass."""
 
-    compute: Action | Pair
+    compute: Action | OverlappedPair
     others: list[Action]
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """The passes."""
-        return self.compute if isinstance(self.compute, Pair) else (self.compute,)
+        return self.compute if isinstance(self.compute, OverlappedPair) else (self.compute,)
 
 
 def lower(
@@ -124,14 +124,14 @@ def lower(
             unit = units.popleft()
             placed[rank].append(unit.compute)
             for action in unit.actions:
-                made = pass_of(action)
-                if made is None:
+                message = pass_of(action)
+                if message is None:
                     continue
-                done.add(made)
-                reader = made.stage + (-1 if made.backward else 1)
+                done.add(message)
+                reader = message.stage + (-1 if message.backward else 1)
                 if 0 <= reader < len(placement) and placement[reader] != rank:
-                    placed[rank].append(MessageSend(made))
-                    placed[placement[reader]].append(Receive(made))
+                    placed[rank].append(MessageSend(message))
+                    placed[placement[reader]].append(Receive(message))
             # After the sends: a RELEASE would hold them up until its transfer has ended.
             placed[rank] += unit.others
         if not progressed:
@@ -156,7 +156,7 @@ def _units(program: Program, *, trains: bool, in_pairs: bool) -> Iterator[_Unit]
             if unit is not None:
                 unit.others.append(action.bare)
         elif trains and in_pairs and action.paired and unit is not None:
-            unit = _Unit(Pair(unit.actions[0], action.bare), [])
+            unit = _Unit(OverlappedPair(unit.actions[0], action.bare), [])
         else:
             if unit is not None:
                 yield unit
@@ -174,7 +174,7 @@ def messages_of(instructions: Sequence[Instruction]) -> Order:
     """Return the passes, sends and receives of a rank, which `optpipe.runtime.messages` reads."""
     order: list[Action | MessageSend | Receive] = []
     for one in instructions:
-        if isinstance(one, Pair):
+        if isinstance(one, OverlappedPair):
             order += one
         elif isinstance(one, MessageSend | Receive) or (
             isinstance(one, Action) and one.type in _COMPUTE
@@ -229,7 +229,7 @@ def with_weights(
 
 
 def _passes(one: Instruction) -> tuple[Action, ...]:
-    if isinstance(one, Pair):
+    if isinstance(one, OverlappedPair):
         return tuple(one)
     return (one,) if isinstance(one, Action) else ()
 

@@ -712,7 +712,7 @@ class _GroupedProducts(TorchFunctionMode):
         if is_grouped_product(func) and set(given) == {"offs"}:
             layer_input, factor = args
             for weight in self._weights:
-                if factor is weight or factor._base is weight:  # noqa: SLF001 - what it views
+                if factor is weight or viewed(factor) is weight:
                     return _GroupedFunction.apply(  # type: ignore[no-untyped-call]
                         layer_input, factor, weight, given["offs"], self._gradients
                     )

@@ -1,4 +1,9 @@
-"""All private names of torch that the runtime uses, each in a function that says what it is for."""
+"""All private names of torch that the runtime uses.
+
+`PRIVATE_NAMES` says of each what it is for, and what the runtime would do without it. `make
+test-torch` runs the runtime's tests with another torch; ``tests/test_house.py`` compares the list
+with the code.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "PRIVATE_NAMES",
     "BufferPlace",
     "FsdpReduction",
     "TorchDispatchMode",
@@ -41,6 +47,7 @@ __all__ = [
     "alias_no_view",
     "backends",
     "buffers_of",
+    "copy_all",
     "default_store",
     "dtensor_of",
     "effect",
@@ -64,16 +71,61 @@ __all__ = [
     "slices_of_mesh",
     "storage_identity",
     "takes_grouped_products",
+    "tensors_of",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "types_when_gathered",
     "untraced",
+    "version_of",
     "versions_of",
     "viewed",
 ]
 
+
+PRIVATE_NAMES: Final = {
+    # Modules and tensors.
+    "torch.utils._pytree": "tensors in nested values; instead: the package optree",
+    "torch.utils._python_dispatch": "operators that a pass calls, and the parts of wrapped tensors;"
+    " instead: no measured memory inside of a pass, and no DTensors",
+    "_version": "changes in place; documented, but named like a private name",
+    "_base": "what a tensor is a view of; instead: weights that are views are not split",
+    "_unsafe_view": "a tensor without memory that has the graph of an output; instead: outputs stay"
+    " until their backward",
+    "_cdata": "whether two tensors share a storage; instead: `data_ptr`, not for tensors without"
+    " data",
+    "_parameters": "a module's own parameters, quickly; instead: `parameters`",
+    "_buffers": "a module's own buffers, quickly; instead: `buffers`",
+    "_foreach_copy_": "one call for many copies; instead: a call each",
+    "_grouped_mm": "products of experts; instead: such experts get fused B",
+    "_can_use_grouped_mm": "of transformers: whether it makes these products; instead: as above",
+    # Autograd: which gradients W makes. Without these, a stage gets fused B.
+    "_backward_hooks": "whether somebody waits for a parameter's gradient",
+    "_post_accumulate_grad_hooks": "whether somebody waits for a parameter's gradient",
+    "_current_graph_task_id": "whether a backward is running",
+    "_current_autograd_node": "the parameters of the node that is running",
+    "_will_engine_execute_node": "whether the running backward adds to a parameter's gradient",
+    # Compiled code. Without these, a compiled stage gets fused B.
+    "torch._dynamo.eval_frame": "which modules are compiled",
+    "_compiled_call_impl": "which modules are compiled",
+    "torch._C._dynamo": "whether code is being compiled",
+    "torch._dynamo.decorators": "functions that compiled code calls as they are",
+    "torch._library.effects": "operators with an effect keep their order",
+    # Data parallelism. Without these, a stage under DDP or FSDP2 gets fused B.
+    "_get_ddp_logging_data": "how many parameters DDP reduces",
+    "_module_parameters": "which parameters DDP knows",
+    "_fsdp_param_groups": "which parameters FSDP2 gathers, and their type",
+    # Ranks and their connections.
+    "_get_default_store": "ranks tell each other of failures; instead: a store of our own",
+    "_get_default_group": "whether a device is bound to the group of messages; instead: messages of"
+    " a rank wait for each other over NCCL",
+    "_process_group_name": "groups that some ranks make; instead: all ranks make them together",
+    "_get_root_mesh": "the mesh that a mesh is a part of; instead: `mesh=` names it",
+    # The profiler.
+    "_is_profiler_enabled": "names of actions in a profile; instead: they are always given",
+}
+"""Name of an attribute, or of a module from which something is imported -> use and alternative."""
 
 _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
 
@@ -242,9 +294,14 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often it, or a tensor that autograd knows to share its memory, was changed."""
+    return tensor._version  # noqa: SLF001
+
+
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Return how often each, or a tensor that autograd knows to share its memory, was changed."""
-    return tuple(one._version for one in tensors)  # noqa: SLF001 - autograd's own count
+    return tuple(map(version_of, tensors))
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:
@@ -420,6 +477,18 @@ def group_alike(group: ProcessGroup | None, backend: str | None = None) -> Proce
     finally:
         distributed_c10d._process_group_name = naming  # noqa: SLF001
     return new_group
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield a module's own parameters and buffers, quicker than its public methods do."""
+    for one in (*module._parameters.values(), *module._buffers.values()):  # noqa: SLF001
+        if one is not None:
+            yield one
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, by one call: a call each costs more than small copies."""
+    torch._foreach_copy_(targets, sources)
 
 
 BufferPlace = tuple[nn.Module, str]
