@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from optpipe.errors import OffloadError
 from optpipe.runtime.torch_names import (
     copy_all,
+    detached,
     dtensor_of,
     parts_with_memory,
     storage_identity,
@@ -316,7 +317,7 @@ class KeptTensor(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> KeptTensor:
         """Keep a tensor, its graph aside."""
-        return cls(tensor.detach(), version_of(tensor))
+        return cls(detached(tensor), version_of(tensor))
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise RuntimeError if it was changed in place since; of this shape, as it was saved."""
@@ -444,7 +445,7 @@ class SavedActivations:
         if type(tensor) is DTensor:
             return self._pack_shard(tensor)
         if not is_plain(tensor):
-            return tensor.detach()
+            return detached(tensor)
         saved = KeptTensor.of(tensor)
         memory = tensor.untyped_storage()
         identity = storage_identity(memory)
@@ -463,11 +464,11 @@ class SavedActivations:
 
     def _pack_shard(self, tensor: DTensor) -> Tensor | _Shard:
         if isinstance(viewed(tensor), nn.Parameter):
-            return tensor.detach()
+            return detached(tensor)
         with torch.no_grad():
             packed = self._pack(tensor.to_local())
         if type(packed) is not _View:
-            return tensor.detach()
+            return detached(tensor)
         whole = partial(
             dtensor_of,
             mesh=tensor.device_mesh,

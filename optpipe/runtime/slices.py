@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.runtime.offload import KeptTensor, is_plain, weak_storage
 from optpipe.runtime.torch_names import (
+    detached,
     in_backward,
     storage_identity,
     untraced,
@@ -203,7 +204,7 @@ class SliceStates:
     @untraced
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _JoinedView:
         if not is_plain(tensor):
-            return tensor.detach()
+            return detached(tensor)
         whole = self._joined.get(storage_identity(tensor.untyped_storage()))
         # What was changed in place after it was joined is no longer its parts.
         if whole is None or tensor.dtype != whole.parts[-1].dtype or version_of(tensor):

@@ -49,6 +49,7 @@ __all__ = [
     "buffers_of",
     "copy_all",
     "default_store",
+    "detached",
     "dtensor_of",
     "effect",
     "fsdp_parts",
@@ -100,6 +101,8 @@ PRIVATE_NAMES: Final = {
     "_foreach_copy_": "one call for many copies; instead: a call each",
     "_grouped_mm": "products of experts; instead: such experts get fused B",
     "_can_use_grouped_mm": "of transformers: whether it makes these products; instead: as above",
+    "_SetExcludeDispatchKeyGuard": "changes in place of what selective checkpointing keeps; without"
+    " it: such a change is not refused, and gradients are wrong",
     # Autograd: which gradients W makes. Without these, a stage gets fused B.
     "_backward_hooks": "whether somebody waits for a parameter's gradient",
     "_post_accumulate_grad_hooks": "whether somebody waits for a parameter's gradient",
@@ -232,9 +235,8 @@ def sharded_in_forward(module: nn.Module) -> set[Tensor]:
 def types_when_gathered(module: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the parameters that FSDP2 gathers whole for a forward, and of which type it is."""
     return {
-        one.sharded_param: group.mp_policy.param_dtype or one.sharded_param.dtype
-        for group in _fsdp_groups(module)
-        for one in group.fsdp_params
+        one.sharded_param: one.mp_policy.param_dtype or one.sharded_param.dtype
+        for one in _fsdp_params(module)
         if not one.is_dtensor
     }
 
@@ -245,13 +247,9 @@ def fsdp_parts(module: nn.Module) -> list[Any]:
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
-    for group in _fsdp_groups(module):
-        yield from group.fsdp_params
-
-
-def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
     for part in fsdp_parts(module):
-        yield from fully_shard.state(part)._fsdp_param_groups  # type: ignore[attr-defined] # noqa: SLF001
+        for group in fully_shard.state(part)._fsdp_param_groups:  # type: ignore[attr-defined] # noqa: SLF001
+            yield from group.fsdp_params
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -302,6 +300,20 @@ def version_of(tensor: Tensor) -> int:
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Return how often each, or a tensor that autograd knows to share its memory, was changed."""
     return tuple(map(version_of, tensors))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph, both counting changes in place of their memory.
+
+    Selective checkpointing calls hooks from a dispatch mode. There `Tensor.detach` alone would
+    return a tensor with a count of its own.
+    """
+    if tensor.requires_grad:
+        # What selective checkpointing keeps never requires a gradient, and the guard costs 1.5 us.
+        return tensor.detach()
+    key = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):  # noqa: SLF001
+        return tensor.detach()
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:

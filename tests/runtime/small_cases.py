@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
@@ -31,6 +30,7 @@ from tests.runtime.live_bytes import LiveBytes
 from tests.runtime.small_model import (
     WIDTH,
     own_part,
+    selectively_checkpointed,
     small_data,
     small_loss,
     small_runner,
@@ -130,17 +130,13 @@ def _with_unused(block: Any) -> nn.Module:
     return block  # type: ignore[no-any-return]
 
 
-def _selectively_checkpointed(block: Any) -> nn.Module:
+def _selectively_checkpointed(block: Any, *, hooks_see: bool) -> nn.Module:
     """Products are kept, the rest is made again in the backward."""
-    products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-    contexts = functools.partial(create_selective_checkpoint_contexts, products)
     whole = block.forward
 
     def forward(state: tuple[Tensor, Tensor]) -> Any:
         # Tensors inside of tuples are kept where no hook sees them.
-        return checkpoint(
-            lambda *flat: whole(flat), *state, use_reentrant=False, context_fn=contexts
-        )
+        return selectively_checkpointed(lambda *flat: whole(flat), *state, hooks_see=hooks_see)
 
     block.forward = forward
     return block  # type: ignore[no-any-return]
@@ -157,7 +153,10 @@ def changed_stages(change: Callable[[Any], nn.Module], num_stages: int) -> list[
 
 
 CHANGES: dict[str, Callable[[Any], nn.Module]] = {
-    "selective checkpointing": _selectively_checkpointed,
+    "selective checkpointing": functools.partial(_selectively_checkpointed, hooks_see=False),
+    "selective checkpointing that hooks see": functools.partial(
+        _selectively_checkpointed, hooks_see=True
+    ),
     "adapters of low rank beside frozen layers": _with_adapters,
     "parameters that nothing uses": _with_unused,
     "experts": _with_experts,

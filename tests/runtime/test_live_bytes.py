@@ -158,6 +158,7 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
         pytest.param("autocast around", schedules.V_SHAPE, "split", "zb-v", marks=_LONG),
         pytest.param("selective", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         ("selective", schedules.V_SHAPE, "split", "zb-v"),
+        ("selective", schedules.V_SHAPE, "offload", "ada-offload"),
     ],
 )
 def test_a_solved_plan_is_at_most_three_percent_above_what_lives(
