@@ -552,14 +552,14 @@ class OutputChecks:
         A part of the tensor is copied at a time: plans count no memory for this.
         """
         if tensor.is_complex():
-            tensor = torch.view_as_real(torch.atleast_1d(tensor.resolve_conj())).flatten(-2)
+            tensor = torch.view_as_real(tensor.resolve_conj().unsqueeze(0)).flatten(-2)
         rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
         is_short = tensor.is_floating_point() and tensor.dtype != torch.float64
         kind = torch.float32 if is_short else torch.float64
         found = torch.zeros(_NUM_SUMS + 1, dtype=torch.float64, device=tensor.device)
         end = 0
         with torch.autocast(tensor.device.type, enabled=False):
-            for part in rows.split(max(1, _SUMMED_AT_ONCE // rows.shape[1])):
+            for part in torch.split(rows, max(1, _SUMMED_AT_ONCE // rows.shape[1])):
                 start, end = end, end + len(part)
                 given = part.to(kind)
                 finite = given.nan_to_num(0.0, 0.0, 0.0)

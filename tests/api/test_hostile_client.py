@@ -155,7 +155,10 @@ def test_a_post_without_a_body_from_another_site_is_refused(
 def test_whoever_sends_half_of_a_request_loses_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its headers, its body, or the next one's headers or an empty line before; who is slow, but in time, is served."""
+    """Of its headers, its body, the next one's headers, or an empty line before those.
+
+    Who is slow, but in time, is served.
+    """
     monkeypatch.setattr(Protocol, "HEADERS_S", 3.0)
     monkeypatch.setattr(Protocol, "BODY_S", 4.0)
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
