@@ -152,6 +152,13 @@ class Protocol(HttpToolsProtocol):
             if self._unparsed_bytes > self.HEADER_BYTES and not self.transport.is_closing():
                 self._error = self._headers_error(self._unparsed_bytes)
                 self.send_400_response("")
+        if self._is_between_requests() and self._deadline is None:
+            # An empty line begins no request, but uvicorn then waits for the next one no longer.
+            self._set_deadline(self.HEADERS_S)
+
+    def _is_between_requests(self) -> bool:
+        is_answered = self._answering is None or self._answering.response_complete
+        return is_answered and not self.pipeline
 
     def on_message_begin(self) -> None:
         """Wait for the headers: also of the next request on a connection that was kept."""

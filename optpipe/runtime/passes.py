@@ -190,6 +190,8 @@ class Passes:
         Call it after each step, before anything uses the gradients.
         """
         self._checks.check(rank)
+        for calls in self._groups.values():
+            calls.end_step()
 
     def _captures(self, stage: int, microbatch: int) -> bool:
         """Whether what autograd saves for this cell is offloaded, and not its input."""

@@ -6,6 +6,7 @@ What is refused raises `PreflightError` with the value, the rule and what to do.
 from __future__ import annotations
 
 import logging
+import random
 import socket
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
@@ -700,8 +701,12 @@ def _forget(_: Tensor | None) -> None:
 
 @contextmanager
 def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give buffers and random states back as they were."""
+    """Give buffers and random states, Python's too, back as they were."""
     copies = {place: buffer.clone() for place, buffer in buffers_of(module).items()}
     devices = [device] if device.type == "cuda" else []
-    with replaced(copies), torch.random.fork_rng(devices=devices):
-        yield
+    state = random.getstate()
+    try:
+        with replaced(copies), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)

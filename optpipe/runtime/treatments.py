@@ -392,14 +392,15 @@ def hidden_groups(module: nn.Module, there: Groups) -> set[str]:
 
 
 _ALWAYS_COPIED_BYTES = 1 << 16
-"""A buffer of at most this size is copied before each F, whether an F has changed it or not."""
+"""A buffer of at most this size is copied before each F, and put back whether it changed or not."""
 
 
 class ChangingBuffers:
     """What the changing buffers of a module were before each F that will run again.
 
     They are found by comparing all buffers at the first F, and again where a module has changed
-    between training and evaluation; later ones by their version or by being another tensor.
+    between training and evaluation; later ones by their version or by being another tensor. A
+    change through ``.data`` leaves no trace, so small buffers are all put back.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -415,11 +416,12 @@ class ChangingBuffers:
         is_new = training not in self._changing
         changing = self._changing.setdefault(training, set())
         versions = {place: version_of(buffer) for place, buffer in found.items()}
+        small = {place for place, buffer in found.items() if buffer.nbytes <= _ALWAYS_COPIED_BYTES}
         # All of them on the host: the device has room for those alone that change.
         before = {
             id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
             for place, buffer in found.items()
-            if is_new or place in changing or buffer.nbytes <= _ALWAYS_COPIED_BYTES
+            if is_new or place in changing | small
         }
         yield
         written = {
@@ -434,10 +436,11 @@ class ChangingBuffers:
             if getattr(*place) is not buffer
             or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
         }
-        for buffer in (found[place] for place in changing):
+        kept = changing | small
+        for buffer in (found[place] for place in kept):
             copy = before.get(id(buffer), buffer)
             before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
-        self._before[call] = {place: before[id(found[place])] for place in changing}
+        self._before[call] = {place: before[id(found[place])] for place in kept}
         # Earlier F's found a buffer that changes now for the first time as it was until now.
         for earlier in self._before.values():
             for place, copy in self._before[call].items():
@@ -470,8 +473,8 @@ class ChangingBuffers:
 class OutputChecks:
     """Compares the outputs of each recomputation with those of its F.
 
-    Of each tensor two numbers are kept: a sum of its elements with random signs, and its size.
-    `check` compares them for all recomputations of a step at once, so a device is waited for once.
+    Of each tensor a few numbers are kept (`_summary`). `check` compares them for all recomputations
+    of a step at once, so a device is waited for once.
     """
 
     def __init__(self) -> None:
@@ -515,16 +518,25 @@ class OutputChecks:
             return
         firsts = _fetched([first for _, _, first, _ in pairs])
         others = _fetched([other for _, _, _, other in pairs])
-        apart = (firsts - others).abs().amax(1)
-        shares = torch.where(apart > 0, apart / firsts[:, 1], 0.0)
+        # The mean square of sums with random signs is that of the whole tensor's size.
+        apart, sizes = (
+            one[:, :_NUM_SUMS].square().mean(1).sqrt() for one in (firsts - others, firsts)
+        )
+        shares = torch.where(apart > 0, apart / sizes, 0.0)
+        is_finite = (firsts[:, _NUM_SUMS] == others[:, _NUM_SUMS]) & apart.isfinite()
         roundings = torch.tensor([rounding for _, rounding, _, _ in pairs], dtype=torch.float64)
-        excess = shares / roundings
-        worst = int(excess.nan_to_num(0.0, posinf=float("inf")).argmax())
+        excess = torch.where(is_finite, shares / roundings, float("inf"))
+        worst = int(excess.argmax())
         if excess[worst] > 1:
             what, rounding, _, _ = pairs[worst]
+            difference = (
+                f"by about {float(shares[worst]):.2g} of their size, and rounding explains "
+                f"{rounding:.1g}"
+                if is_finite[worst]
+                else "in how many of their elements are finite"
+            )
             raise PreflightError(
-                f"rank {rank}: the outputs of {what} differ from those of its F by about "
-                f"{float(shares[worst]):.2g} of their size, and rounding explains {rounding:.1g}; "
+                f"rank {rank}: the outputs of {what} differ from those of its F {difference}; "
                 f"{_SAME_AGAIN}. The gradients of this step are wrong: do not use them"
             )
 
@@ -534,43 +546,54 @@ class OutputChecks:
         self._pairs.clear()
 
     def _summary(self, tensor: Tensor) -> _Summary:
-        """Return the sum of elements with random signs and the size, in float64."""
+        """Return sums of the finite elements with random signs, and the number of the others.
+
+        A part of the tensor is copied at a time: plans count no memory for this.
+        """
         if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        if not tensor.is_floating_point():
-            tensor = tensor.to(torch.float64)
-        elif tensor.dtype not in _SUMMED_TYPES:
-            tensor = tensor.to(torch.float32)
+            tensor = torch.view_as_real(tensor.resolve_conj().unsqueeze(0)).flatten(-2)
         rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+        is_short = tensor.is_floating_point() and tensor.dtype != torch.float64
+        kind = torch.float32 if is_short else torch.float64
+        found = torch.zeros(_NUM_SUMS + 1, dtype=torch.float64, device=tensor.device)
+        end = 0
         with torch.autocast(tensor.device.type, enabled=False):
-            # Along rows first: in another order a sum would need a copy of the tensor.
-            sums = (rows @ self._signs_like(rows, rows.shape[1])).to(torch.float64)
-            found = torch.stack([sums @ self._signs_like(sums, len(sums)), sums.norm()])
+            for part in torch.split(rows, max(1, _SUMMED_AT_ONCE // rows.shape[1])):
+                start, end = end, end + len(part)
+                given = part.to(kind)
+                finite = given.nan_to_num(0.0, 0.0, 0.0)
+                sums = finite @ self._signs_of(finite, rows.shape[1])
+                found[:_NUM_SUMS] += (sums * self._signs_of(sums, end)[start:]).sum(
+                    0, dtype=torch.float64
+                )
+                found[_NUM_SUMS] += (finite != given).sum()
         return found.tolist() if found.is_cpu else found
 
-    def _signs_like(self, tensor: Tensor, count: int) -> Tensor:
+    def _signs_of(self, tensor: Tensor, count: int) -> Tensor:
+        """Return ``count`` rows of random signs, the same ones each time."""
         key = (tensor.device, tensor.dtype)
-        signs = self._signs.get(key, tensor.new_empty(0))
+        signs = self._signs.get(key, tensor.new_empty(0, _NUM_SUMS))
         if len(signs) < count:
-            size = (2 * count - len(signs),)
+            size = (2 * count - len(signs), _NUM_SUMS)
             drawn = torch.randint(2, size, generator=self._random, device="cpu") * 2 - 1
             signs = self._signs[key] = torch.cat([signs, drawn.to(tensor.device, tensor.dtype)])
         return signs[:count]
 
 
 _Summary = list[float] | Tensor
-"""Two numbers of a tensor; where a device has yet to make them, they stay there until the check."""
+"""Numbers of a tensor; where a device has yet to make them, they stay there until the check."""
+
+_NUM_SUMS = 8
+_SUMMED_AT_ONCE = 2**18
 
 
 def _fetched(summaries: Sequence[_Summary]) -> Tensor:
-    """Return the numbers on the host, in float64, shape (number of summaries, 2)."""
+    """Return the numbers on the host, in float64, a row for each summary."""
     waiting = [one for one in summaries if isinstance(one, Tensor)]
     there = iter(torch.stack(waiting).tolist() if waiting else ())
     found = [next(there) if isinstance(one, Tensor) else one for one in summaries]
     return torch.tensor(found, dtype=torch.float64)
 
-
-_SUMMED_TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 _SAME_AGAIN = (
     "a recomputation must do what its F did. Draw random numbers from torch's global generator, "
@@ -584,8 +607,8 @@ def _rounding_of(tensor: Tensor) -> float:
     """Return by what share of its size an output may change without another cause than rounding.
 
     An F without a graph may run other kernels than its recomputation: an nn.LSTM on the CPU gives
-    other last digits. So 1,000 times the type's precision is allowed, and at most 3%: half
-    precision has two or three digits. On a GPU outputs in single precision may be made of half
+    other last digits. So 1,000 times the type's precision is allowed, and at most 1%, or 2% for
+    bfloat16, which has two digits. On a GPU outputs in single precision may be made of half
     precision, and sums by atomic additions change from run to run. New dropout changes tens of %.
     """
     kind = tensor.dtype
@@ -593,7 +616,7 @@ def _rounding_of(tensor: Tensor) -> float:
         return 1e-12
     if tensor.is_cuda and torch.finfo(kind).bits < 64:
         return 0.03
-    return min(1000 * torch.finfo(kind).eps, 0.03)
+    return min(1000 * torch.finfo(kind).eps, 0.02 if kind == torch.bfloat16 else 0.01)
 
 
 # --- Calls of groups' modules during an F. Their ``forward`` is replaced while it runs, and put
@@ -604,9 +627,9 @@ class GroupCalls:
     """Follows the calls of a stage's groups through an F, and lets groups run again.
 
     ``checks`` compares what a module returned with what it returns when it runs again. A
-    recomputation usually stops as soon as all saved tensors are there, and returns nothing. So only
-    the first one of each module runs to its end, and again where the module has changed between
-    training and evaluation.
+    recomputation usually stops as soon as all saved tensors are there, and returns nothing. Those
+    that are compared run to their end: all in the first step, and in the first one after a module
+    has changed between training and evaluation; later one a step, each in turn.
 
     Attributes
     ----------
@@ -617,7 +640,10 @@ class GroupCalls:
     def __init__(self, stage: nn.Module, checks: OutputChecks | None = None) -> None:
         self.groups = groups_of(stage)
         self._checks = checks
-        self._checked: set[tuple[nn.Module, tuple[bool, ...]]] = set()
+        self._step = 0
+        self._num_calls = 0
+        self._num_calls_before = 1
+        self._first_steps: dict[tuple[nn.Module, tuple[bool, ...]], int] = {}
         self._paths = {part: path or "the module" for path, part in stage.named_modules()}
         self._names: dict[nn.Module, frozenset[str]] = {}
         for name, parts in self.groups.items():
@@ -657,10 +683,16 @@ class GroupCalls:
                 if forward is not None:
                     part.forward = forward
 
+    def end_step(self) -> None:
+        """Begin to count calls anew."""
+        self._step += 1
+        self._num_calls, self._num_calls_before = 0, max(1, self._num_calls)
+
     def forget(self) -> None:
         """Forget what an interrupted step left behind."""
         self._is_recomputed = False
-        self._checked.clear()
+        self._first_steps.clear()
+        self.end_step()
         for buffers in self._buffers.values():
             buffers.forget()
 
@@ -697,7 +729,7 @@ class GroupCalls:
     ) -> Any:
         """Run a module that will run again at the first need of what it saves."""
         leaves, form = tree_flatten((args, kwargs))
-        checks = self._checks if self._checks is not None and self._is_first_call(part) else None
+        checks = self._checks if self._is_compared(part) else None
         call, what = object(), f"the recomputation of {self._paths[part]}"
         if cell is not None:
             what += f" of stage {cell[0]}, micro-batch {cell[1]},"
@@ -714,11 +746,12 @@ class GroupCalls:
         with nullcontext() if checks is None else set_checkpoint_early_stop(False):
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
-    def _is_first_call(self, part: nn.Module) -> bool:
-        key = (part, tuple(one.training for one in part.modules()))
-        is_first = key not in self._checked
-        self._checked.add(key)
-        return is_first
+    def _is_compared(self, part: nn.Module) -> bool:
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        first = self._first_steps.setdefault(
+            (part, tuple(one.training for one in part.modules())), self._step
+        )
+        return first == self._step or number == self._step % self._num_calls_before
 
     def _contexts(
         self, part: nn.Module

@@ -155,7 +155,10 @@ def test_a_post_without_a_body_from_another_site_is_refused(
 def test_whoever_sends_half_of_a_request_loses_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its headers, its body, or the next one's headers; who is slow, but in time, is served."""
+    """Of its headers, its body, the next one's headers, or an empty line before those.
+
+    Who is slow, but in time, is served.
+    """
     monkeypatch.setattr(Protocol, "HEADERS_S", 3.0)
     monkeypatch.setattr(Protocol, "BODY_S", 4.0)
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -167,16 +170,17 @@ def test_whoever_sends_half_of_a_request_loses_the_connection(
             halves = [stack.enter_context(socket.create_connection(address)) for _ in beginnings]
             for half, text in zip(halves, beginnings, strict=True):
                 half.sendall(text)
-            kept = stack.enter_context(socket.create_connection(address))
-            kept.sendall(whole)
-            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
-            kept.sendall(whole[:20])
+            kept = [stack.enter_context(socket.create_connection(address)) for _ in range(2)]
+            for half, text in zip(kept, (whole[:20], b"\r\n"), strict=True):
+                half.sendall(whole)
+                assert half.recv(4096).startswith(b"HTTP/1.1 200")
+                half.sendall(text)
             slow = stack.enter_context(socket.create_connection(address))
             for part in (whole[:20], whole[20:]):
                 slow.sendall(part)
                 time.sleep(0.2)
             assert slow.recv(4096).startswith(b"HTTP/1.1 200")
-            for half in (*halves, kept):
+            for half in (*halves, *kept):
                 half.settimeout(60)
                 assert ends(half)
         assert http.get("/healthz").status_code == 200

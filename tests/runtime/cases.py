@@ -118,8 +118,9 @@ def train_noisy(schedule: Schedule, seed: int = 0) -> list[Tensor]:
 class Unlike(nn.Module):
     """A linear layer with a fault, which ``is_on`` or not; in inputs above ``threshold`` it shows.
 
-    ``random`` and ``generator`` draw numbers that torch does not put back; ``buffer`` and ``table``
-    are written into, and a buffer is ``replaced``. An ``encoder`` in ``eval()`` runs another kernel
+    ``random`` and ``generator`` draw numbers that torch does not put back; in ``masked`` ones some
+    are infinite, too. ``buffer`` and ``table`` are written into, a buffer through its ``data``, and
+    a buffer is ``replaced``. An ``encoder`` in ``eval()`` runs another kernel
     without a graph, which returns zeros for padding. An ``lstm``, too, runs another kernel, which
     differs by rounding.
     """
@@ -146,11 +147,16 @@ class Unlike(nn.Module):
         match self.fault:
             case "random":
                 output = output * (1 + random.random())
+            case "masked":
+                is_masked = torch.arange(8) == 7
+                output = (output * (1 + random.random())).masked_fill(is_masked, -torch.inf)
             case "generator":
                 kept = torch.rand(output.shape, generator=self.generator) < 0.8
                 output = output * kept
             case "buffer" | "table":
                 self.get_buffer(self.fault).mul_(1.5)
+            case "data":
+                self.buffer.data.mul_(1.5)
             case "replaced":
                 self.buffer = self.buffer * 1.5
             case "encoder":

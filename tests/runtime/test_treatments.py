@@ -19,6 +19,7 @@ from optpipe.runtime.offload import EVERYTHING, REST, Offloader
 from optpipe.runtime.passes import Passes, WeightGradients
 from optpipe.runtime.treatments import (
     GroupCalls,
+    OutputChecks,
     Treatment,
     groups_of,
     parse_treatment,
@@ -373,9 +374,10 @@ def _recomputed(mode: str) -> tuple[Schedule, Problem]:
     [
         ("recompute", "random", "the RECOMPUTE of stage 1, micro-batch"),
         ("recompute", "generator", "the RECOMPUTE of stage 1, micro-batch"),
+        ("recompute", "masked", "the RECOMPUTE of stage 1, micro-batch"),
         ("recompute", "encoder", "the RECOMPUTE of stage 1, micro-batch"),
-        ("recompute all", "random", "the recomputation of 0 of stage 1, micro-batch 0, "),
-        ("recompute all", "generator", "the recomputation of 0 of stage 1, micro-batch 0, "),
+        ("recompute all", "random", "the recomputation of 0 of stage 1, micro-batch"),
+        ("recompute all", "generator", "the recomputation of 0 of stage 1, micro-batch"),
     ],
 )
 @pytest.mark.parametrize("begins_at", [0, 1])
@@ -389,8 +391,59 @@ def test_a_recomputation_that_returns_something_else_is_refused(
     assert found.differences == [0.0] * begins_at
     text = found.refusals[-1]
     assert text.startswith(f"PreflightError: rank 0: the outputs of {what}"), text
-    assert re.search(r"differ from those of its F by about \d\.\d+ of their size", text)
+    assert re.search(r"differ from those of its F by about \d(\.\d+)? of their size", text)
     assert "global generator" in text
+
+
+@pytest.mark.parametrize(("begins_at", "num_steps"), [(0, 1), (1, 3)])
+def test_groups_that_return_something_else_are_refused_within_as_many_steps_as_calls(
+    ranks, begins_at, num_steps
+):
+    """At once in the first step, though only the second micro-batch's are unlike; later in turn."""
+    on = [False] * begins_at + [True] * num_steps
+    run = partial(cases.run_again, second_only=True)
+    found = ranks.run(run, *_recomputed("recompute all"), "random", on)[0]
+    assert "the recomputation of 0 of stage 1, micro-batch 1, differ" in found.refusals[-1]
+
+
+@pytest.mark.parametrize("is_infinite", [False, True])
+def test_what_is_infinite_is_compared(is_infinite):
+    """Elements that become infinite, or stop to be; and the others."""
+    checks = OutputChecks()
+    first = torch.tensor([[1.0, -torch.inf], [torch.nan, 2.0]]).repeat(1, 4)
+    again = first.clone()
+    again[0, 0] = torch.inf if is_infinite else 3.0
+    for other, text in ((first, ""), (again, "how many of" if is_infinite else "of their size")):
+        for tensor in (first, other):
+            checks.see(0, "the RECOMPUTE", tensor)
+        with pytest.raises(PreflightError, match=text) if text else nullcontext():
+            checks.check(0)
+
+
+def test_a_complex_output_is_compared():
+    """Of a conjugate torch makes no real numbers."""
+    checks = OutputChecks()
+    for factor in (1.0, 1.5):
+        checks.see(0, "the RECOMPUTE", factor * torch.ones(3, dtype=torch.complex64).conj())
+    with pytest.raises(PreflightError, match=r"by about 0\.5 of their size"):
+        checks.check(0)
+
+
+def test_a_small_difference_in_half_precision_is_seen():
+    """Of any 100 changes of 3 %, whatever the signs; and no rounding is taken for one."""
+    checks = OutputChecks()
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(64, 64, generator=generator)
+    for _ in range(100):
+        for change, text in ((0.03, "of their size"), (0.0, "")):
+            noise = change * torch.randn(64, 64, generator=generator)
+            for tensor in (
+                first,
+                first * (1 + 1e-3 * torch.randn(64, 64, generator=generator)) + noise,
+            ):
+                checks.see(0, "the RECOMPUTE", tensor.half())
+            with pytest.raises(PreflightError, match=text) if text else nullcontext():
+                checks.check(0)
 
 
 def test_a_recomputation_is_compared_in_every_step(tmp_path):
@@ -403,7 +456,7 @@ def test_a_recomputation_is_compared_in_every_step(tmp_path):
 
 
 @pytest.mark.parametrize("second_only", [False, True])
-@pytest.mark.parametrize("fault", ["buffer", "replaced"])
+@pytest.mark.parametrize("fault", ["buffer", "replaced", "data"])
 @pytest.mark.parametrize("mode", ["recompute", "recompute all"])
 def test_a_small_buffer_that_first_changes_later_is_put_back(ranks, mode, fault, second_only):
     """Gradients are bit for bit those of kept stages.

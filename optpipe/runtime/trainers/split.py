@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,12 +208,9 @@ def check_stages(
     named = {key: one for key, one in model.named_parameters() if one.requires_grad}
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     modes = {one: one.training for whole in (model, *stages) for one in whole.modules()}
-    # On a CPU two runs are equal to the last bit. Elsewhere kernels may add in any order, in the
-    # type of the parameters.
     types = {one.dtype for one in model.parameters() if one.is_floating_point()}
-    epsilon = (
-        0.0 if device.type == "cpu" else max((torch.finfo(one).eps for one in types), default=0.0)
-    )
+    epsilon = max((torch.finfo(one).eps for one in types), default=0.0)
+    is_exact = device.type == "cpu"
 
     def run(outputs_of: Callable[[], Mapping[str, Any]]) -> _ComparedValues:
         with ExitStack() as stack, torch.enable_grad():
@@ -226,8 +224,15 @@ def check_stages(
                 for module in modes:
                     module.training = False
             expected, found = run(run_model), run(run_stages)
-            difference = _difference(expected, found, list(named), epsilon)
-            if difference:
+            differ = partial(_difference, names=list(named), epsilon=epsilon, is_exact=is_exact)
+            if difference := differ(expected, found):
+                if own := differ(expected, run(run_model)):
+                    raise PreflightError(
+                        f"{name} itself, run {mode} twice on the same sample with torch's and "
+                        f"Python's random numbers put back, differs in {own}; stages cannot be "
+                        "compared with it. Let it draw random numbers from torch's global "
+                        "generator, or compare a copy without that part and pass check=False here"
+                    )
                 raise PreflightError(
                     f"the stages of {name}, chained and run {mode}, differ from the model in "
                     f"{difference}; {_WHY_STAGES_DIFFER}"
@@ -258,7 +263,7 @@ def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _Comp
     products = [
         # A logit of a word that cannot come may be minus infinity.
         (leaf.nan_to_num(0.0, 0.0, 0.0) * torch.randn(leaf.shape, generator=generator).to(leaf))
-        for _, leaf in outputs
+        for leaf in (_real(leaf) for _, leaf in outputs)
         if leaf.requires_grad
     ]
     gradients: Sequence[Tensor | None] = [None] * len(parameters)
@@ -269,20 +274,29 @@ def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _Comp
 
 
 def _difference(
-    expected: _ComparedValues, found: _ComparedValues, names: Sequence[str], epsilon: float
+    expected: _ComparedValues,
+    found: _ComparedValues,
+    *,
+    names: Sequence[str],
+    epsilon: float,
+    is_exact: bool,
 ) -> str:
-    """Return what differs, and by how much; "" if nothing does but by rounding to ``epsilon``."""
+    """Return what differs, and by how much; "" if nothing does but by rounding to ``epsilon``.
+
+    ``is_exact`` where both made the same operations in the same order, as on a CPU. Elsewhere sums
+    may be in any order.
+    """
     if len(expected.outputs) != len(found.outputs):
         return f"the number of outputs: {len(found.outputs)} instead of {len(expected.outputs)}"
     for (name, output), (_, other) in zip(expected.outputs, found.outputs, strict=True):
-        if output.is_floating_point() and output.isnan().any():
+        if output.isnan().any():
             raise PreflightError(
                 f"the {name} of the model is NaN on the sample, so nothing can be compared with "
                 "it; give a sample on which it is a number"
             )
-        if text := _apart(output, other, epsilon):
+        if text := _apart(output, other, epsilon, is_exact=is_exact):
             return f"the {name}: {text}"
-    largest = max((float(g.abs().max()) for g in expected.gradients if g is not None), default=0.0)
+    largest = max((_mean_size(one) for one in expected.gradients if one is not None), default=0.0)
     pairs = zip(expected.gradients, found.gradients, strict=True)
     for name, (wanted, given) in zip(names, pairs, strict=True):
         # A parameter that nothing uses has no gradient, which is as good as zero.
@@ -295,32 +309,54 @@ def _difference(
             zero if given is None else given,
             epsilon,
             largest,
+            is_exact=is_exact,
         )
         if text:
             return f"the gradient of {name}, not in outputs: {text}"
     return ""
 
 
-def _apart(wanted: Tensor, given: Tensor, epsilon: float, largest: float = 0.0) -> str:
+def _apart(
+    wanted: Tensor, given: Tensor, epsilon: float, largest: float = 0.0, *, is_exact: bool
+) -> str:
     """Return by how much two tensors differ; "" if they are equal up to rounding.
 
-    ``epsilon`` is relative; ``largest`` is the largest number whose rounding may show in them.
+    Root mean squares are compared: where many elements change by less than their rounding, some
+    are rounded otherwise. ``largest`` is that of the largest tensor whose
+    rounding may show in these.
     """
     if wanted.shape != given.shape:
         return f"shape {tuple(given.shape)} instead of {tuple(wanted.shape)}"
-    if not wanted.numel():
+    if not wanted.numel() or torch.equal(wanted, given):
         return ""
+    wanted, given = _real(wanted), _real(given)
     if not wanted.is_floating_point():
-        return "" if torch.equal(wanted, given) else "not equal"
+        return "not equal"
     is_finite = wanted.isfinite()
-    if not torch.equal(is_finite, given.isfinite()):
+    others = [one.masked_fill(one.isfinite(), 0).nan_to_num(1.0) for one in (wanted, given)]
+    if not torch.equal(*others):
         return "infinite elsewhere"
-    most = float(wanted[is_finite].abs().max()) if is_finite.any() else 0.0
-    apart = float((wanted - given)[is_finite].abs().max()) if is_finite.any() else 0.0
+    size = _mean_size(wanted[is_finite])
+    apart = _mean_size((wanted.double() - given.double())[is_finite])
     epsilon = max(epsilon, torch.finfo(wanted.dtype).eps)
-    if apart <= min(100 * epsilon, epsilon**0.5) * most + epsilon * largest:
+    is_half = epsilon > _SINGLE_EPSILON
+    share = (1 / 50 if is_half else 10) if is_exact else (1 / 2 if is_half else 1000)
+    if apart <= share * epsilon * max(size, largest):
         return ""
-    return f"{apart:.3g} apart, where the model's largest number is {most:.3g}"
+    return f"{apart:.3g} apart in the mean, where the model's numbers are {size:.3g}"
+
+
+_SINGLE_EPSILON = torch.finfo(torch.float32).eps
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as real and imaginary parts, any other one as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _mean_size(tensor: Tensor) -> float:
+    """Return the root mean square; 0 of no elements."""
+    return float(_real(tensor).double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
 def _find_blocks(model: nn.Module, count: int) -> str:

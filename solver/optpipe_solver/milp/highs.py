@@ -288,7 +288,7 @@ class _HighsRun:
             why = self._listen(thread)
         finally:
             self.ended.set()
-        thread.join()
+            thread.join()
         self._hear_all()
         self.stop.help_by(self.cpu_s)
         if self.error is not None:

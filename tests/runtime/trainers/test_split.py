@@ -1,5 +1,8 @@
 """A model is cut into stages that share its modules, train as it does, and have its keys."""
 
+import random
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +110,8 @@ class _Outside(LanguageModel):
     def before(self, state: torch.Tensor) -> torch.Tensor:
         if self.kind == "scale":
             return state * 8**0.5
+        if self.kind == "slight":
+            return state * 1.02
         if self.kind == "table":
             return state + self.table
         if self.kind == "position":
@@ -162,6 +167,60 @@ def test_stages_that_repeat_what_a_forward_does_outside_of_modules_are_refused(k
         split(model, [3, 3, 2], sample=tokens(2, 0)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_change_of_two_percent_is_seen_in_every_type(dtype):
+    """In half precision, too, in which it is a few roundings."""
+    model = _Outside("slight").to(dtype)
+    with pytest.raises(PreflightError, match=OTHER_OUTPUT):
+        split(model, [3, 3, 2], sample=tokens(2, 0)[0])
+
+
+def test_stages_of_half_precision_are_the_model():
+    split(_Outside("").bfloat16(), [3, 3, 2], sample=tokens(2, 0)[0])
+
+
+class _Complex(nn.Module):
+    """Multiplies before its blocks where it ``scales``."""
+
+    def __init__(self, *, scales: bool) -> None:
+        super().__init__()
+        self.scales = scales
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, dtype=torch.complex64) for _ in range(2))
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        state = state * 1j if self.scales else state
+        for block in self.blocks:
+            state = block(state).conj()
+        return state
+
+
+def test_complex_outputs_are_compared():
+    sample = torch.randn(5, 3, dtype=torch.complex64)
+    split(_Complex(scales=False), [1, 1], sample=sample)
+    with pytest.raises(PreflightError, match=OTHER_OUTPUT):
+        split(_Complex(scales=True), [1, 1], sample=sample)
+
+
+@pytest.mark.parametrize("its_own", [False, True])
+def test_a_model_that_draws_random_numbers_is_compared_where_they_can_be_put_back(its_own):
+    """Python's are; those of a generator of its own are not, and the refusal says so."""
+    drawn = random.Random(0) if its_own else random
+
+    class LeavesOut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(8))
+
+        def forward(self, state: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                state = state if self.training and drawn.random() < 0.5 else block(state)
+            return state
+
+    message = "LeavesOut itself, run in the modes of its modules twice on the same sample"
+    with pytest.raises(PreflightError, match=message) if its_own else nullcontext():
+        split(LeavesOut(), [4, 4], sample=torch.rand(5, 3))
+
+
 class _Counting(nn.Module):
     """Normalizes, drops out, counts its runs, and adds a keyword input."""
 
@@ -190,9 +249,9 @@ def test_a_comparison_leaves_values_modes_random_numbers_and_gradients():
     weight.grad = torch.ones(3, 3)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     sample = torch.rand(5, 3)
-    random = torch.get_rng_state()
+    state = torch.get_rng_state()
     stages = split(model, [2, 2], sample=sample, sample_kwargs={"bias": torch.ones(3)})
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert {name for name, one in model.named_modules() if not one.training} == waiting
     assert all(stage.training for stage in stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -119,13 +120,15 @@ def test_runs_of_a_thread_may_ask_for_different_numbers_of_threads() -> None:
 
 
 def test_an_error_in_a_callback_comes_out() -> None:
-    """What a callback raises is not swallowed by HiGHS."""
+    """What a callback raises is not swallowed by HiGHS, and HiGHS's thread has ended by then."""
+    before = set(threading.enumerate())
 
     def broken(_: object) -> None:
         raise RuntimeError("callback")
 
     with pytest.raises(RuntimeError, match="callback"):
         solve_milp(_knapsack(30), Stop(10), on_solution=broken)
+    assert set(threading.enumerate()) == before
 
 
 def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
