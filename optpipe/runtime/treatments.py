@@ -556,35 +556,37 @@ class OutputChecks:
         is_short = tensor.is_floating_point() and tensor.dtype != torch.float64
         kind = torch.float32 if is_short else torch.float64
         found = torch.zeros(_NUM_SUMS + 1, dtype=torch.float64, device=tensor.device)
+        width, at_once = rows.shape[1], _SUMMED_AT_ONCE if tensor.is_cpu else _SUMMED_BY_GPU
+        signs = self._signs_of(tensor.device, kind, max(rows.shape))
         end = 0
         with torch.autocast(tensor.device.type, enabled=False):
-            for part in torch.split(rows, max(1, _SUMMED_AT_ONCE // rows.shape[1])):
+            for part in torch.split(rows, max(1, at_once // width)):
                 start, end = end, end + len(part)
                 given = part.to(kind)
-                finite = given.nan_to_num(0.0, 0.0, 0.0)
-                sums = finite @ self._signs_of(finite, rows.shape[1])
-                found[:_NUM_SUMS] += (sums * self._signs_of(sums, end)[start:]).sum(
-                    0, dtype=torch.float64
-                )
-                found[_NUM_SUMS] += (finite != given).sum()
+                sums = given @ signs[:width]
+                if not (sums.is_cpu and sums.isfinite().all()):
+                    finite = given.nan_to_num(0.0, 0.0, 0.0)
+                    sums = finite @ signs[:width]
+                    found[_NUM_SUMS] += (finite != given).sum()
+                found[:_NUM_SUMS] += (sums * signs[start:end]).sum(0, dtype=torch.float64)
         return found.tolist() if found.is_cpu else found
 
-    def _signs_of(self, tensor: Tensor, count: int) -> Tensor:
-        """Return ``count`` rows of random signs, the same ones each time."""
-        key = (tensor.device, tensor.dtype)
-        signs = self._signs.get(key, tensor.new_empty(0, _NUM_SUMS))
+    def _signs_of(self, device: torch.device, kind: torch.dtype, count: int) -> Tensor:
+        """Return at least ``count`` rows of random signs, the same ones each time."""
+        none = torch.empty(0, _NUM_SUMS, dtype=kind, device=device)
+        signs = self._signs.get((device, kind), none)
         if len(signs) < count:
-            size = (2 * count - len(signs), _NUM_SUMS)
+            size = (count - len(signs), _NUM_SUMS)
             drawn = torch.randint(2, size, generator=self._random, device="cpu") * 2 - 1
-            signs = self._signs[key] = torch.cat([signs, drawn.to(tensor.device, tensor.dtype)])
-        return signs[:count]
+            signs = self._signs[device, kind] = torch.cat([signs, drawn.to(device, kind)])
+        return signs
 
 
 _Summary = list[float] | Tensor
 """Numbers of a tensor; where a device has yet to make them, they stay there until the check."""
 
 _NUM_SUMS = 8
-_SUMMED_AT_ONCE = 2**18
+_SUMMED_AT_ONCE, _SUMMED_BY_GPU = 2**16, 2**22
 
 
 def _fetched(summaries: Sequence[_Summary]) -> Tensor:
