@@ -317,11 +317,13 @@ class Executor:
 
     def _backward(self, known: _Pass, *, split: bool) -> None:
         stage, microbatch = known.stage, known.action.microbatch
+        loss: Tensor | None = None
+        gradients: Sequence[Any] = ()
         if stage.is_last:
-            loss, gradients = self._loss_to_start_from(microbatch), ()
+            loss = self._loss_to_start_from(microbatch)
             self.let_go(known.over_before)
         else:
-            loss, gradients = None, self._inputs_of(known)
+            gradients = self._inputs_of(known)
         stage.backward(microbatch, loss, gradients, split=split, is_last=known.is_last)
         del gradients, loss
         if stage.index - 1 in self._stages:

@@ -153,7 +153,7 @@ class StageExecutor:
         ``is_last`` says that the gradients of the stage's parameters are complete after it.
         """
         # Modules that delay weight gradients make them after the backward, so DDP comes after it.
-        ddp_follows = self._ddp is not None and is_last and self._passes.delays_gradients
+        follows = self._ddp if is_last and self._passes.delays_gradients else None
         with self._passes.backward(self.index, microbatch, split=split):
             if self.is_last:
                 roots: list[Tensor] = [] if loss is None else [loss]
@@ -169,8 +169,8 @@ class StageExecutor:
                 roots = [output for output, _ in pairs]
                 from_roots = [gradient for _, gradient in pairs]
                 del pairs
-            with self._without_reduction(roots, reduces=is_last and not ddp_follows):
-                torch.autograd.backward(roots, from_roots)
+            with self._without_reduction(roots, reduces=is_last and follows is None):
+                self._passes.run_backward(roots, from_roots)
             inputs = self._inputs.pop(microbatch)
             if not self.is_first:
                 self._input_gradients[microbatch] = tuple(one.grad for one in inputs)
@@ -181,8 +181,8 @@ class StageExecutor:
                 self._weight_passes[microbatch] = weights
             else:
                 weights()
-            if ddp_follows:
-                reduce_by_ddp(self._ddp)
+            if follows is not None:
+                reduce_by_ddp(follows)
         self._passes.end()
 
     def weight(self, microbatch: int, *, is_last: bool) -> None:

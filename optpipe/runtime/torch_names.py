@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ class FsdpReduction:
         self._module: Any = module
         if not hasattr(module, _FSDP_METHOD):
             setattr(module, _FSDP_METHOD, MethodType(_times_one, module))
-            register_fsdp_forward_method(self._module, _FSDP_METHOD)
+            register_fsdp_forward_method(cast("nn.Module", module), _FSDP_METHOD)
 
     def hold_back(self) -> None:
         """Let backwards add up gradients without a reduction, and keep gathered weights."""
