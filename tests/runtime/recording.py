@@ -345,13 +345,13 @@ def train_watched(
 
         runner.step = recorded  # type: ignore[assignment, method-assign]
 
-    dist.isend, dist.irecv = cuda.isend, cuda.irecv
+    vars(dist).update(isend=cuda.isend, irecv=cuda.irecv)
     vars(sanitizer)["traceback"] = _NO_TRACEBACKS
     try:
         trained = small_cases.train(schedule, problem, record, steps=steps)
     finally:
         cuda.undo.close()
-        dist.isend, dist.irecv = _ISEND, _IRECV
+        vars(dist).update(isend=_ISEND, irecv=_IRECV)
         vars(sanitizer)["traceback"] = traceback
     right = trained.losses_equal and trained.worst_difference <= 1e-14 * trained.largest_gradient
     return Watched(cuda.findings[:5], right, trained.offloaded_bytes)

@@ -38,7 +38,9 @@ def selectively_checkpointed(
     """Run a part of a stage whose backward runs it again, but for the products of matrices."""
     contexts = functools.partial(create_selective_checkpoint_contexts, _PRODUCTS)
     # A torch that leaves the choice and is given none warns.
-    choice = {"respect_saved_tensors_hooks": hooks_see} if HOOKS_SEE_SELECTIVE else {}
+    choice: dict[str, Any] = {}
+    if HOOKS_SEE_SELECTIVE:
+        choice["respect_saved_tensors_hooks"] = hooks_see
     return checkpoint(run, *given, use_reentrant=False, context_fn=contexts, **choice)
 
 

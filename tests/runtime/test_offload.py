@@ -160,7 +160,8 @@ def test_what_selective_checkpointing_keeps_leaves_and_comes_back(min_bytes):
         return functional.linear(given.sin(), weight).cos()
 
     def stage(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return selectively_checkpointed(bent, given * 2, weight).sum()
+        result: torch.Tensor = selectively_checkpointed(bent, given * 2, weight)
+        return result.sum()
 
     given, weight = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(16, 16))
     expected = torch.autograd.grad(stage(given, weight), [given, weight])
@@ -183,7 +184,8 @@ def test_what_is_changed_in_place_after_selective_checkpointing_kept_it_is_refus
         return torch.relu_(functional.linear(given, weight)).exp()
 
     def stage(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return selectively_checkpointed(rectified, given, weight).sum()
+        result: torch.Tensor = selectively_checkpointed(rectified, given, weight)
+        return result.sum()
 
     given, weight = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(16, 16))
     with pytest.raises(RuntimeError, match="has been mutated"):
