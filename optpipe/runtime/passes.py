@@ -394,20 +394,27 @@ class WeightGradients:
     def runs_inside(self) -> bool:
         """Whether code inside the stage's backward runs the one that is running in this thread.
 
-        Who does that may read ``.grad`` behind it. A reentrant checkpoint does not.
+        Who does that may read ``.grad`` behind it. A reentrant checkpoint does not. The callers of
+        autograd are read off the stack, on which modes of torch functions may stand between.
         """
         if not self._runs_stage:
             return False
-        frame, in_autograd = inspect.currentframe(), False
+        frame, module, callers, seeks = inspect.currentframe(), "", list[str](), False
         while frame is not None and frame.f_code is not WeightGradients.run_backward.__code__:
-            module = frame.f_globals.get("__name__")
-            if in_autograd and module not in _AUTOGRAD:
-                if module not in _REENTRANT_CHECKPOINTS:
-                    return True
-                in_autograd = False
-            in_autograd = in_autograd or module == "torch.autograd"
+            inner, module = module, frame.f_globals.get("__name__", "")
+            if module == "torch.autograd" and inner != "torch.overrides":
+                callers.append(module)
+                seeks = True
+            elif seeks and not (
+                module in _AUTOGRAD or frame.f_code.co_name == "__torch_function__"
+            ):
+                callers[-1] = module
+                seeks = False
             frame = frame.f_back
-        return False
+        if frame is not None and callers:
+            # On CUDA the stage's backward was called in another thread.
+            callers.pop()
+        return not _REENTRANT_CHECKPOINTS.issuperset(callers)
 
     def may_defer(self, accumulators: Iterable[Any]) -> bool:
         """Return whether W makes the gradients of some parameters, given their autograd nodes.

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ _TOKENS = 11
 
 HOOKS_SEE_SELECTIVE = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 """Whether this torch can hand what selective checkpointing keeps to hooks: 2.15 and newer can."""
+
+needs_hooked_checkpoints = pytest.mark.skipif(
+    not HOOKS_SEE_SELECTIVE,
+    reason="this torch cannot hand what selective checkpointing keeps to hooks",
+)
 
 _PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 

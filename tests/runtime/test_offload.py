@@ -14,12 +14,7 @@ from torch.nn import functional
 from optpipe.errors import OffloadError
 from optpipe.runtime.offload import CudaCopies, HostPool, Offloader, host_memory_bytes
 from tests.runtime.recording import RecordingCuda
-from tests.runtime.small_model import HOOKS_SEE_SELECTIVE, selectively_checkpointed
-
-needs_hooked_checkpoints = pytest.mark.skipif(
-    not HOOKS_SEE_SELECTIVE,
-    reason="this torch cannot hand what selective checkpointing keeps to hooks",
-)
+from tests.runtime.small_model import needs_hooked_checkpoints, selectively_checkpointed
 
 CELL = (0, 0)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from optpipe_solver.families.classic import build_dualpipe_v
 from tests.runtime import batch_cases, cases, schedules, small_cases
 from tests.runtime.ranks import Ranks
 from tests.runtime.small_cases import Trained
-from tests.runtime.small_model import HOOKS_SEE_SELECTIVE, WIDTH
+from tests.runtime.small_model import WIDTH, needs_hooked_checkpoints
 
 
 def _train(
@@ -80,15 +80,19 @@ def test_modules_that_delay_their_weight_gradients_make_them_at_w(ranks):
         assert outcome.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("change", small_cases.CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(name, marks=[needs_hooked_checkpoints] if "hooks see" in name else [])
+        for name in small_cases.CHANGES
+    ],
+)
 def test_models_as_users_change_them_train_alike(ranks, change):
     """On a V, with passes of both kinds and all actions.
 
     Where no hook sees what selective checkpointing keeps, it stays on the device. Of two blocks in
     a stage, what is between them leaves.
     """
-    if "hooks see" in change and not HOOKS_SEE_SELECTIVE:
-        pytest.skip("this torch cannot hand what selective checkpointing keeps to hooks")
     placement = schedules.LINEAR if change == "selective checkpointing" else schedules.V_SHAPE
     problem = schedules.make_problem(placement, 5)
     programs = schedules.random_programs(problem, 16, offload=0.4, recompute=0.3)
