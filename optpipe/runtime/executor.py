@@ -20,6 +20,7 @@ from optpipe.runtime.lowering import (
     Unshard,
     lower,
     messages_of,
+    range_name,
     with_weights,
 )
 from optpipe.runtime.messages import (
@@ -241,7 +242,7 @@ class Executor:
             for position, instruction in enumerate(self._instructions):
                 step.position = position
                 if profiled:
-                    with torch.profiler.record_function(str(instruction)):
+                    with torch.profiler.record_function(range_name(instruction)):
                         self._execute(instruction)
                 else:
                     self._execute(instruction)

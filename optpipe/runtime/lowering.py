@@ -28,6 +28,7 @@ __all__ = [
     "Unshard",
     "lower",
     "messages_of",
+    "range_name",
     "with_weights",
 ]
 
@@ -77,6 +78,17 @@ _COMPUTE = frozenset(ActionType(letter) for letter in "FIWB")
 _MOST_GATHERED = 3
 """Stages of a rank whose weights are gathered at a time: one for a forward, one for a backward,
 and the next."""
+
+
+def range_name(instruction: Instruction) -> str:
+    """Return the name of an instruction in a profile, that of torch's own schedule runtime."""
+    if isinstance(instruction, MessageSend | Receive):
+        backward, stage, microbatch = instruction.message
+        kind = "SEND"
+        if isinstance(instruction, Receive):
+            kind, stage = "RECV", stage - 1 if backward else stage + 1
+        return f"PP:{stage}{kind}_{'B' if backward else 'F'}{microbatch}"
+    return f"PP:{instruction}"
 
 
 class _Unit(NamedTuple):

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
@@ -319,6 +321,18 @@ def count_executors(schedule: Schedule) -> tuple[int, int]:
         gc.collect()
         counts.append(sum(type(one) is Executor for one in gc.get_objects()))
     return counts[0], counts[1]
+
+
+def profile_steps(schedule: Schedule, folder: str, steps: int) -> Path:
+    """Return the file of torch's profiler in which this rank's steps are."""
+    _, runner = small_runner(schedule)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for _ in range(steps):
+            runner.step(*small_data(num_microbatches_of(schedule), seed=0))
+    runner.close()
+    path = Path(folder, f"rank{dist.get_rank()}.json")
+    recorded.export_chrome_trace(str(path))
+    return path
 
 
 class Deferred:

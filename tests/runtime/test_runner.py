@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import optpipe.runtime
+from optpipe.measurements.kineto import read_kineto
+from optpipe.measurements.trace_file import read_trace
 from optpipe.problem import LicensedPair
 from optpipe.runtime.overlap import PairedPass
 from optpipe.runtime.runner import Evaluation
@@ -62,6 +64,23 @@ def test_a_closed_runner_holds_no_group(ranks):
     for before, after in ranks.run(small_cases.count_executors, schedule):
         assert before > 0
         assert after == 0
+
+
+def test_a_profile_of_steps_is_read_as_measurements(ranks, tmp_path):
+    """Every pass and every message of every step, by rank."""
+    num_microbatches, steps = 5, 2
+    problem = schedules.make_problem(schedules.V_SHAPE, num_microbatches)
+    schedule = schedules.make_schedule(problem, schedules.random_programs(problem, 3, fused=0.3))
+    paths = ranks.run(small_cases.profile_steps, schedule, str(tmp_path), steps)
+    run = read_kineto(paths)
+    assert run.placement == schedule.placement
+    seen = {(action.stage, action.type.value) for row in schedule.programs for action in row}
+    assert set(run.spreads) == seen
+    names = [event.name for path in paths for one in read_trace(path) for event in one.ranges]
+    sent = [name for name in names if "SEND_F" in name]
+    # From the first rank to the last, and back on the other side of the V.
+    assert len(set(sent)) == 6 * num_microbatches
+    assert len(sent) == len([name for name in names if "RECV_F" in name]) == steps * len(set(sent))
 
 
 def test_modules_that_delay_their_weight_gradients_make_them_at_w(ranks):
