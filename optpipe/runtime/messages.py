@@ -69,7 +69,7 @@ class MessageSend(NamedTuple):
 
 
 class BoundaryLevel(NamedTuple):
-    """Bytes of boundary tensors while an action runs, and after it until the next of torch's."""
+    """Bytes of boundary tensors while an action runs, and after it until the next pass or message."""
 
     during: int
     after: int
@@ -85,7 +85,7 @@ class Receive(NamedTuple):
 
 
 Step = Action | MessageSend | Receive
-"""One of torch's passes, or a message posted."""
+"""A pass, or a message posted."""
 
 Order = tuple[Step, ...]
 """What one rank does, one after another."""
