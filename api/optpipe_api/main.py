@@ -91,6 +91,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Protocol,
+        backlog=_BACKLOG,
         limit_concurrency=None if is_unlimited else max(num_files // 2, num_files - _OWN_FILES),
         log_config=None,
         access_log=False,
@@ -162,7 +163,9 @@ def _stay_prompt() -> float:
     return before
 
 
-_BACKLOG = 2048
+_BACKLOG = 64
+"""Connections that may wait to be accepted. The event loop accepts them all before it does anything
+else: with 2,048 a burst held up other clients for 45 ms (benchmarks/hostile_clients.py)."""
 _BODIES_AT_ONCE = 8
 _DESCRIPTION = """\
 Submit a pipeline-parallel scheduling problem, follow it while it is being solved, fetch the best

@@ -367,7 +367,9 @@ def test_idle_connections_give_way_to_new_ones(
         next(lines)
         for _ in range(20):
             half = stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(url).port)))
-            half.sendall(HEAD)
+            # The server may have ended one of the last ones already.
+            with suppress(ConnectionError):
+                half.sendall(HEAD)
         time.sleep(Protocol.IDLE_S)
 
         def is_served() -> bool:
