@@ -69,7 +69,7 @@ class MessageSend(NamedTuple):
 
 
 class BoundaryLevel(NamedTuple):
-    """Bytes of boundary tensors while an action runs, and after it until the next pass or message."""
+    """Bytes of boundary tensors while an action runs, and then until the next one or a message."""
 
     during: int
     after: int
