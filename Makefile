@@ -3,6 +3,7 @@
 #   make run     set up, solve the example through the service, train by the schedule (ARGS=--once: then end)
 #   make test    set up, run the tests that pip alone can provide for (PYTEST_ARGS=... is passed on)
 #   make test-long                those and the long ones, with a thousand random examples: hours
+#   make test-torch TORCH=2.15.0  the runtime's tests with another torch, in an environment of its own
 #   make lint types contracts     what .ci/run checks besides
 #   make screenshots              every state of the page, as pictures in build/screenshots
 #   make kernels                  compile what the solver is made of, as the commands above do first
@@ -40,7 +41,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reord
 # Bytecode is written where it is first imported, not at the install: half of the install's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-long screenshots kernels lint format types contracts client docs setup-ci constraints clean
+.PHONY: help run test test-long test-torch screenshots kernels lint format types contracts client docs setup-ci constraints clean
 .PHONY: bench bench-smoke frontier
 .DELETE_ON_ERROR:
 
@@ -71,6 +72,20 @@ test-long: $(TEST_INSTALL)
 	$(WARM_UP)
 	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 3600 --junit-xml build/tests/test-long.xml \
 	  -m 'not browser$(if $(OPTPIPE_TEST_POSTGRES_URL),, and not postgres)' $(PYTEST_ARGS)
+
+# Builds newer than the pinned one are for CUDA, about 5 GB; they run on the CPU too. What torch pins
+# itself (triton) is left to it.
+TORCH_BIN = .venv-torch-$(TORCH)/bin
+test-torch: .venv-torch-$(TORCH)/.installed
+	$(TORCH_BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
+	$(TORCH_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/runtime $(PYTEST_ARGS)
+
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-$*
+	sed -e '/^torch==/d' -e '/^triton==/d' constraints.txt > .venv-torch-$*/constraints.txt
+	PIP_CONSTRAINT=/dev/null .venv-torch-$*/bin/python -m pip install -qq --no-compile \
+	  --constraint .venv-torch-$*/constraints.txt --editable '.[$(EXTRAS_run),trainers,dev]' torch==$*
+	@touch $@
 
 lint: $(TEST_INSTALL)
 	$(BIN)/ruff check .
@@ -134,4 +149,4 @@ constraints:
 	rm -rf .venv-constraints
 
 clean:
-	rm -rf .venv .venv-constraints build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-constraints .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

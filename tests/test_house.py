@@ -6,6 +6,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from optpipe.runtime.torch_names import PRIVATE_NAMES
+
 ROOTS = [
     Path(root)
     for root in (
@@ -67,6 +69,56 @@ def test_no_circle_of_imports() -> None:
             break
         arrows = {name: wanted - free for name, wanted in arrows.items() if name not in free}
     assert not arrows, sorted(arrows)
+
+
+OF_OTHERS = {
+    "_forward_impl": "the seam that Megatron-Core has",
+    "_init_weights": "documented by transformers for its subclasses",
+    "_experts_implementation": "the public `experts_implementation` of transformers, as stored",
+    "_orig_mod": "the name that `torch.compile` gives to what it wraps, in keys of checkpoints too",
+    "_grouped_mm": "a method of transformers' and torchtitan's experts; torch's own is listed",
+    "_exit": "documented",
+    "_asdict": "documented",
+    "_replace": "documented",
+}
+
+
+def test_private_names_of_torch_are_in_one_file_and_listed() -> None:
+    """Each with its use and what would be done without it."""
+    runtime = {name: parts for name, parts in nodes().items() if ".runtime." in f"{name}."}
+    home = runtime.pop("optpipe.runtime.torch_names")
+    assert _private_names(home) - _names_defined(home) - {"_C"} == set(PRIVATE_NAMES)
+    ours = set[str]().union(*map(_names_defined, runtime.values()), OF_OTHERS)
+    others = {name: _private_names(parts) - ours for name, parts in runtime.items()}
+    assert not {name: names for name, names in others.items() if names}
+    assert len(PRIVATE_NAMES) <= 30
+
+
+def _names_defined(parts: list[ast.AST]) -> set[str]:
+    found: set[str] = set()
+    for node in parts:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self")):
+                found.add(name)
+    return found
+
+
+def _private_names(parts: list[ast.AST]) -> set[str]:
+    """Return the private attributes that a module reads, by name or `getattr`, and imports from."""
+    found: set[str] = set()
+    for node in parts:
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                found.add(name)
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(str(name)), *_]):
+                found.add(name)
+            case ast.ImportFrom(module=str(name)) if name.startswith("torch."):
+                found |= {name} if "._" in name else {alias.name for alias in node.names}
+    return {name for name in found if "._" in name or (name.startswith("_") and name[:2] != "__")}
 
 
 def test_packages_are_at_most_three_deep() -> None:

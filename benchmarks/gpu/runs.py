@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -43,7 +44,7 @@ from benchmarks.gpu.alone import (
 )
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv, parse_action
 from optpipe.problem import Microbatch
-from optpipe.runtime import PipelineRunner, follow
+from optpipe.runtime import PipelineRunner, executor, follow
 from optpipe.runtime.demo_model import (
     RENDEZVOUS_VARIABLE,
     ModelConfig,
@@ -226,16 +227,26 @@ def staged_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
 
 def _issue(one: dist.P2POp) -> Any:
     if one.op is dist.isend:
-        staged = one.tensor.detach().to("cpu", copy=True).contiguous()
-        return _Staged(dist.isend(staged, group=one.group, group_dst=one.group_peer), staged)
-    staged = one.tensor.new_empty(one.tensor.shape, device="cpu")
-    work = dist.irecv(staged, group=one.group, group_src=one.group_peer)
-    return _Staged(work, staged, one.tensor)
+        return _staged_isend(one.tensor, group=one.group, group_dst=one.group_peer)
+    return _staged_irecv(one.tensor, group=one.group, group_src=one.group_peer)
+
+
+def _staged_isend(tensor: Tensor, **where: Any) -> _Staged:
+    staged = tensor.detach().to("cpu", copy=True).contiguous()
+    return _Staged(dist.isend(staged, **where), staged)
+
+
+def _staged_irecv(tensor: Tensor, **where: Any) -> _Staged:
+    staged = tensor.new_empty(tensor.shape, device="cpu")
+    return _Staged(dist.irecv(staged, **where), staged, tensor)
+
+
+_STAGED = SimpleNamespace(isend=_staged_isend, irecv=_staged_irecv)
 
 
 @contextmanager
 def through_the_host() -> Iterator[None]:
-    """Let torch's pipelines send and receive in this way."""
+    """Let torch's pipelines and ours send and receive in this way."""
     send, receive = dist.send, dist.recv
 
     def staged_send(tensor: Tensor, **where: Any) -> None:
@@ -249,6 +260,7 @@ def through_the_host() -> Iterator[None]:
     # torch agrees on shapes by plain sends before the first step.
     with (
         mock.patch.object(schedules, "_batch_p2p", staged_p2p),
+        mock.patch.object(executor, "dist", _STAGED),
         mock.patch.object(dist, "send", staged_send),
         mock.patch.object(dist, "recv", staged_receive),
     ):

@@ -237,9 +237,9 @@ def _as_number(key: str) -> tuple[int, str]:
 
 
 # --- Which named ranges of a trace are pipeline actions.
-# torch's schedule runtime, and with it ours, marks each action as ``PP:`` and the action's text
+# torch's schedule runtime and ours mark each action as ``PP:`` and the action's text
 # (`torch.distributed.pipelining.schedules`, 2.13: ``PP:1F0``, ``PP:0SEND_F0``, ``PP:0UNSHARD``),
-# and our own traces as the text alone; torch's GPipe marks ``Forward 3`` and ``Backward 3``.
+# and older traces of ours as the text alone; torch's GPipe marks ``Forward 3`` and ``Backward 3``.
 
 _TORCH = re.compile(
     r"(?:PP:)?(?P<stage>\d{1,9})(?P<action>F|I|W|B|RECOMPUTE|OFFLOAD|RELOAD|SEND_F)(?P<microbatch>\d{1,9})"

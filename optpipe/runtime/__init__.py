@@ -6,6 +6,7 @@ loaded only when a name is used, so that starting ranks (`optpipe.runtime.demo_m
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,19 @@ __all__ = [
 ]
 
 _OLDEST = (2, 12)
-_NEXT = (2, 14)
+_NEWEST_TESTED = (2, 15)
 _FIX = "pip install 'optpipe[runtime]'"
 
 
 def require_torch(version: str | None = None) -> None:
-    """Refuse to go on without a torch whose pipelining internals are known.
+    """Refuse a torch that is too old; warn about one that is newer than the newest tested.
 
-    ``version`` is that of the installed one by default.
+    ``version`` is that of the installed torch by default.
+
+    Raises
+    ------
+    MissingExtraError
+        If torch is missing, or older than 2.12.
     """
     try:
         version = version or metadata.version("torch")
@@ -50,11 +56,21 @@ def require_torch(version: str | None = None) -> None:
             f"torch is not installed, and running a schedule needs it; {_FIX}"
         ) from None
     major, minor = (int(part) for part in version.split(".")[:2])
-    if not _OLDEST <= (major, minor) < _NEXT:
+    if (major, minor) < _OLDEST:
         raise MissingExtraError(
-            f"torch {version} is installed, but the runtime builds on pipelining internals of "
-            f"torch >={_OLDEST[0]}.{_OLDEST[1]},<{_NEXT[0]}.{_NEXT[1]}; {_FIX}"
+            f"torch {version} is installed, but the runtime needs torch {_text(_OLDEST)} or newer: "
+            f"older ones send messages of two ranks in another order; {_FIX}"
         )
+    if (major, minor) > _NEWEST_TESTED:
+        warnings.warn(
+            f"torch {version} is installed; the newest version that OptPipe's runtime was tested "
+            f"with is {_text(_NEWEST_TESTED)}",
+            stacklevel=2,
+        )
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 require_torch()

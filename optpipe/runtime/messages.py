@@ -23,7 +23,7 @@ What is in flight then depends on the programs alone, never on how fast anything
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -69,7 +69,7 @@ class MessageSend(NamedTuple):
 
 
 class BoundaryLevel(NamedTuple):
-    """Bytes of boundary tensors while an action runs, and after it until the next of torch's."""
+    """Bytes of boundary tensors while an action runs, and then until the next one or a message."""
 
     during: int
     after: int
@@ -85,7 +85,7 @@ class Receive(NamedTuple):
 
 
 Step = Action | MessageSend | Receive
-"""One of torch's passes, or a message posted."""
+"""A pass, or a message posted."""
 
 Order = tuple[Step, ...]
 """What one rank does, one after another."""
@@ -393,7 +393,7 @@ class MessageSlots:
         self.num_slots: int = max(num_slots, before.num_slots if before is not None else 0)
         self.slot_bytes: int = max(slot_bytes, before.slot_bytes if before is not None else 0)
         self._before = before
-        self._device = device
+        self.device = device
         self._slots: list[Tensor] = []
         self._free: list[Tensor] = []
         self._taken: dict[Pass, Tensor] = {}
@@ -406,7 +406,7 @@ class MessageSlots:
             self._slots = slots if self._before.slot_bytes == self.slot_bytes else []
             self._before = None
         self._slots += [
-            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
             for _ in range(self.num_slots - len(self._slots))
         ]
         self._taken.clear()
@@ -435,20 +435,6 @@ class MessageSlots:
     def give_back(self, message: Pass) -> None:
         """Make the slot of a message free again."""
         self._free.append(self._taken.pop(message))
-
-    def fill(self, message: Pass, infos: tuple[Any, ...], blanks: Sequence[Blank | None]) -> None:
-        """Let torch's receives of a message go into a slot."""
-        slot = iter(self.take(message, blanks))
-        for info, blank in zip(infos, blanks, strict=True):
-            if blank is not None:
-                info.buffer = next(slot)
-
-    def take_out(self, message: Pass, infos: tuple[Any, ...]) -> None:
-        """Copy what was received, and free its slot; what came from this rank stays."""
-        if message in self._taken:
-            for info in infos:
-                info.buffer = None if info.buffer is None else info.buffer.clone()
-            self.give_back(message)
 
 
 def _laid_out(slot: Tensor, blanks: Sequence[Blank | None]) -> list[Tensor]:

@@ -33,10 +33,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import OffloadError
 from optpipe.runtime.torch_names import (
+    copy_all,
+    detached,
     dtensor_of,
     parts_with_memory,
     storage_identity,
+    tensors_of,
     untraced,
+    version_of,
     viewed,
 )
 from optpipe.schedule import ActionType
@@ -254,12 +258,7 @@ class Offloader:
 
         Those of the cell before, where none has changed: a reference to each costs more.
         """
-        tensors = [
-            one
-            for part in self._parts[stage]
-            for one in (*part._parameters.values(), *part._buffers.values())  # noqa: SLF001
-            if one is not None
-        ]
+        tensors = [one for part in self._parts[stage] for one in tensors_of(part)]
         if not all(type(one) in _OF_ONE_STORAGE for one in tensors):
             return _storages(tensors)
         found = [storage_identity(one.untyped_storage()) for one in tensors]
@@ -318,11 +317,11 @@ class KeptTensor(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> KeptTensor:
         """Keep a tensor, its graph aside."""
-        return cls(tensor.detach(), tensor._version)  # noqa: SLF001 - counts changes in place
+        return cls(detached(tensor), version_of(tensor))
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise RuntimeError if it was changed in place since; of this shape, as it was saved."""
-        if self.tensor._version != self.num_changes:  # noqa: SLF001
+        if version_of(self.tensor) != self.num_changes:
             raise RuntimeError(
                 f"a tensor of shape {tuple(shape)} that a backward needs was changed in place "
                 "after autograd had saved it; change a copy"
@@ -446,7 +445,7 @@ class SavedActivations:
         if type(tensor) is DTensor:
             return self._pack_shard(tensor)
         if not is_plain(tensor):
-            return tensor.detach()
+            return detached(tensor)
         saved = KeptTensor.of(tensor)
         memory = tensor.untyped_storage()
         identity = storage_identity(memory)
@@ -465,11 +464,11 @@ class SavedActivations:
 
     def _pack_shard(self, tensor: DTensor) -> Tensor | _Shard:
         if isinstance(viewed(tensor), nn.Parameter):
-            return tensor.detach()
+            return detached(tensor)
         with torch.no_grad():
             packed = self._pack(tensor.to_local())
         if type(packed) is not _View:
-            return tensor.detach()
+            return detached(tensor)
         whole = partial(
             dtensor_of,
             mesh=tensor.device_mesh,
@@ -598,9 +597,8 @@ class PlainCopies:
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Copy now."""
         if pairs:
-            # One call: a call for each storage costs more than copies of small ones.
             sources, targets = map(list, zip(*pairs, strict=True))
-            torch._foreach_copy_(targets, sources)
+            copy_all(targets, sources)
         return self
 
     def to_device(self, pairs: Sequence[Pair]) -> Fence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -226,6 +227,12 @@ class Passes:
             self._offloader.before_backward((stage, microbatch))
         return self._gradients.collect() if split else _PLAIN
 
+    def run_backward(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
+    ) -> None:
+        """Run the backward of the running I or B, from the stage's outputs."""
+        self._gradients.run_backward(roots, gradients)
+
     @property
     def delays_gradients(self) -> bool:
         """Whether some module puts weight gradients aside in every backward."""
@@ -339,6 +346,19 @@ class _Deferred(NamedTuple):
                 _add_gradient(self.bias, _bias_gradient(self))
 
 
+_AUTOGRAD = frozenset({"torch.autograd", "torch._tensor", "torch.overrides"})
+"""Where the functions are that run a backward."""
+
+_REENTRANT_CHECKPOINTS = frozenset(
+    {
+        "torch.utils.checkpoint",
+        "megatron.core.tensor_parallel.random",
+        "transformer_engine.pytorch.distributed",
+    }
+)
+"""What runs a backward inside a backward, and reads no parameter's ``.grad``."""
+
+
 class WeightGradients:
     """The weight gradients put aside by the backward that is running.
 
@@ -354,14 +374,55 @@ class WeightGradients:
         """Of the stages whose layers put gradients aside here."""
         self.delaying: list[Any] = []
         """Modules that put gradients aside in stores of their own, whatever the backward."""
+        self._runs_stage = False
+
+    def run_backward(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
+    ) -> None:
+        """Run a stage's backward. One that runs inside it makes its weight gradients by itself."""
+        self._runs_stage = True
+        try:
+            torch.autograd.backward(roots, gradients)
+        finally:
+            self._runs_stage = False
+
+    @property
+    def defers(self) -> bool:
+        """Whether the backward that runs in this thread puts its weight gradients aside."""
+        return self.collecting and not self.runs_inside()
+
+    def runs_inside(self) -> bool:
+        """Whether code inside the stage's backward runs the one that is running in this thread.
+
+        Who does that may read ``.grad`` behind it. A reentrant checkpoint does not. The callers of
+        autograd are read off the stack, on which modes of torch functions may stand between.
+        """
+        if not self._runs_stage:
+            return False
+        frame, module, callers, seeks = inspect.currentframe(), "", list[str](), False
+        while frame is not None and frame.f_code is not WeightGradients.run_backward.__code__:
+            inner, module = module, frame.f_globals.get("__name__", "")
+            if module == "torch.autograd" and inner != "torch.overrides":
+                callers.append(module)
+                seeks = True
+            elif seeks and not (
+                module in _AUTOGRAD or frame.f_code.co_name == "__torch_function__"
+            ):
+                callers[-1] = module
+                seeks = False
+            frame = frame.f_back
+        if frame is not None and callers:
+            # On CUDA the stage's backward was called in another thread.
+            callers.pop()
+        return not _REENTRANT_CHECKPOINTS.issuperset(callers)
 
     def may_defer(self, accumulators: Iterable[Any]) -> bool:
         """Return whether W makes the gradients of some parameters, given their autograd nodes.
 
-        W makes only gradients that the running backward would add to ``.grad``. A custom function
+        W makes only gradients that the stage's backward would add to ``.grad``. A custom function
         or a hook may run `torch.autograd.grad` inside an I. Autograd returns those gradients.
         """
-        return self.collecting and all(map(adds_to_grad, accumulators))
+        return self.defers and all(map(adds_to_grad, accumulators))
 
     def put_aside(self, deferral: Deferral) -> None:
         """Make these in W; what they are made from must be then as it is now."""
@@ -650,7 +711,8 @@ def _bias_gradient(deferred: _Deferred) -> Tensor:
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
+    # FSDP2 may ask for gradients in the type of its reduction (since torch 2.15).
+    gradient = gradient.to(parameter.grad_dtype or parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -713,7 +775,7 @@ class _GroupedProducts(TorchFunctionMode):
         if is_grouped_product(func) and set(given) == {"offs"}:
             layer_input, factor = args
             for weight in self._weights:
-                if factor is weight or factor._base is weight:  # noqa: SLF001 - what it views
+                if factor is weight or viewed(factor) is weight:
                     return _GroupedFunction.apply(  # type: ignore[no-untyped-call]
                         layer_input, factor, weight, given["offs"], self._gradients
                     )
@@ -856,7 +918,7 @@ def _not_delayed_because(part: Any) -> str:
 
 
 def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
-    """Refuse a `torch.autograd.grad` through a module that delays its weight gradients.
+    """Refuse a backward inside a backward through a module that delays its weight gradients.
 
     The module's backward fills its queue in any case, and W would add that gradient to ``.grad``.
     """
@@ -867,10 +929,11 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
     accumulators = [accumulator_of(parameter) for parameter in _delayed_parameters(module)]
 
     def check(_gradient: Tensor) -> None:
-        if not all(map(adds_to_grad, accumulators)):
-            raise cannot_return_gradients(
-                f"a {type(module).__name__} that delays its weight gradients",
-                "make it without delay_wgrad_compute",
+        if module.gradients.runs_inside() or not all(map(adds_to_grad, accumulators)):
+            raise PreflightError(
+                "a backward that a hook or a custom function runs inside a stage's backward goes "
+                f"through a {type(module).__name__} that delays its weight gradients, which would "
+                "be added to .grad later; make it without delay_wgrad_compute"
             )
 
     computed[0].register_hook(check)  # type: ignore[no-untyped-call]
@@ -981,7 +1044,7 @@ def _compiled_gradients(
             )
         return
     deferred = _Deferred(layer.weight, trained_bias, layer_input.clone(), output_gradient.clone())
-    if layer.gradients.collecting:
+    if layer.gradients.defers:
         layer.gradients.put_aside(deferred)
     else:
         deferred.make()

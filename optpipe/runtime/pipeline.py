@@ -1,4 +1,4 @@
-"""Builds what runs a step: torch's stages and schedule, checked by all ranks before it starts."""
+"""Builds what runs a step: the executor of this rank, checked by all ranks before it starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import tensors_in
+from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
 from optpipe.runtime.passes import check_delaying, deferred_bytes
 from optpipe.runtime.preflight import (
@@ -28,8 +29,7 @@ from optpipe.runtime.preflight import (
     spread_of,
 )
 from optpipe.runtime.slices import SliceStates
-from optpipe.runtime.torch_names import check_torch
-from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
+from optpipe.runtime.stage_executor import StageExecutor
 from optpipe.runtime.treatments import treatments_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PipelineSpec:
 class Pipeline:
     """A schedule that can run, for batches and targets of these shapes, and what it takes."""
 
-    runtime: HookedSchedule
+    runtime: Executor
     given: Microbatches
     num_samples: int | None
     """Of a whole batch, as the first stage's rank knows it."""
@@ -117,7 +117,6 @@ def check_spec(spec: PipelineSpec) -> None:
     faults: list[str] = []
     schedule, problem = spec.schedule, spec.problem
     num_ranks = dist.get_world_size(spec.group)
-    attempt(check_torch, faults)
     attempt(lambda: preflight.check_cells(schedule), faults)
     if not faults:
         attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
@@ -292,37 +291,36 @@ def _expect_alike(shapes: Sequence[Sequence[Shapes]], firsts: Sequence[int]) -> 
 
 def _build(
     spec: PipelineSpec, hooks: Passes, shapes: Crossing, pool: MessageSlots | None, *, trains: bool
-) -> HookedSchedule:
-    device, placement = spec.device, spec.schedule.placement
+) -> Executor:
+    placement, problem = spec.schedule.placement, spec.problem
+    slices = None if problem is None or not problem.has_samples else problem.samples
     stages = [
-        HookedStage(
+        StageExecutor(
             module,
             index,
             len(placement),
-            device=device,
             inputs=[boundaries[index] for boundaries in shapes.by_kind],
             outputs=[boundaries[index + 1] for boundaries in shapes.by_kind],
             kinds=shapes.kinds,
             spread=spread_of(shapes.by_kind[0][index], meshes_of(index, spec.stages, spec.mesh)),
-            group=spec.messages,
-            hooks=hooks,
+            passes=hooks,
             trains=trains,
+            slices=None if slices is None else SliceStates(slices),
         )
         for index, module in spec.stages.items()
     ]
-    for stage in stages:
-        stage.gradients_done = spec.gradients_done if trains else None
-        if spec.problem is not None and spec.problem.has_samples:
-            stage.slices = SliceStates(spec.problem.samples)
-    count = spec.num_microbatches
-    return HookedSchedule(
+    return Executor(
         stages,
         spec.schedule.programs,
-        num_microbatches=count,
+        placement,
+        rank=spec.rank,
+        device=spec.device,
+        group=spec.messages,
         loss_fn=spec.loss_fn,
-        loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
-        hooks=hooks,
+        loss_divisor=(spec.num_microbatches if spec.mean_loss else 1) if trains else 0,
+        passes=hooks,
         bytes_of=shapes.bytes_of,
+        gradients_done=spec.gradients_done if trains else None,
         overlap=spec.overlap,
         pool=pool,
     )
@@ -334,7 +332,7 @@ def _freed(shapes: Shapes, *, trains: bool) -> Shapes:
 
 
 def _boundary(
-    spec: PipelineSpec, runtime: HookedSchedule, shapes: Crossing, window: int
+    spec: PipelineSpec, runtime: Executor, shapes: Crossing, window: int
 ) -> dict[Action, BoundaryLevel]:
     """Return the bytes of boundary tensors on this rank with each action."""
     rank, placement = spec.rank, spec.schedule.placement

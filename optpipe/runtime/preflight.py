@@ -117,8 +117,8 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     for device, program in enumerate(schedule.programs):
         if not program:
             raise PreflightError(
-                f"device {device} has no stage and an empty program, but torch's runtime needs an "
-                "action on every rank; start the group without that rank"
+                f"device {device} has no stage and an empty program, but each rank of a pipeline "
+                "runs a stage; start the group without that rank"
             )
 
 
@@ -403,7 +403,7 @@ def needs_of(
 ) -> Needs:
     """Return what this rank will need; without a problem only its boundary tensors are known.
 
-    ``boundary`` are their bytes on the device with each action of torch's. More than the
+    ``boundary`` are their bytes on the device with each pass and message. More than the
     problem reserves are refused: the limit that the plan keeps to would not be the device's.
     """
     boundary_bytes = max((level.during for level in boundary.values()), default=0)

@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.runtime.offload import KeptTensor, is_plain, weak_storage
-from optpipe.runtime.torch_names import in_backward, storage_identity, untraced, versions_of
+from optpipe.runtime.torch_names import (
+    detached,
+    in_backward,
+    storage_identity,
+    untraced,
+    version_of,
+    versions_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -197,10 +204,10 @@ class SliceStates:
     @untraced
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _JoinedView:
         if not is_plain(tensor):
-            return tensor.detach()
+            return detached(tensor)
         whole = self._joined.get(storage_identity(tensor.untyped_storage()))
         # What was changed in place after it was joined is no longer its parts.
-        if whole is None or tensor.dtype != whole.parts[-1].dtype or tensor._version:  # noqa: SLF001
+        if whole is None or tensor.dtype != whole.parts[-1].dtype or version_of(tensor):
             return KeptTensor.of(tensor)
         return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 

@@ -1,11 +1,16 @@
-"""The names of torch that are overridden or called here, looked at before they are relied on."""
+"""All private names of torch that the runtime uses.
+
+`PRIVATE_NAMES` says of each what it is for, and what the runtime would do without it. `make
+test-torch` runs the runtime's tests with another torch; ``tests/test_house.py`` compares the list
+with the code.
+"""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +21,11 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._library.effects import EffectType
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.library import custom_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-
-from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "PRIVATE_NAMES",
     "BufferPlace",
+    "FsdpReduction",
     "TorchDispatchMode",
     "accumulator_of",
-    "add_up_in_reduce_type",
     "adds_to_grad",
     "alias_no_view",
     "backends",
     "buffers_of",
-    "check_torch",
+    "copy_all",
     "default_store",
+    "detached",
     "dtensor_of",
     "effect",
     "fsdp_parts",
@@ -60,6 +63,7 @@ __all__ = [
     "is_profiled",
     "makes_gradient",
     "parts_with_memory",
+    "prepare_ddp_reduction",
     "reduce_by_ddp",
     "reduced_by_ddp",
     "replaced",
@@ -68,56 +72,65 @@ __all__ = [
     "slices_of_mesh",
     "storage_identity",
     "takes_grouped_products",
+    "tensors_of",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "types_when_gathered",
     "untraced",
+    "version_of",
     "versions_of",
     "viewed",
 ]
 
 
-_NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
-    (PipelineStage, "forward_maybe_with_nosync", ("args", "kwargs")),
-    (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
-    (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
-    (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
-    (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
-    (PipelineStage, "set_local_fwd_input", ("prev_stage_outputs", "mb_index")),
-    (PipelineStage, "get_local_bwd_output", ("mb_index",)),
-    (PipelineStage, "perform_reduce_grad", ("grad_scale_factor",)),
-    (PipelineStage, "clear_runtime_states", ()),
-    (distributed_c10d, "_process_group_name", ("ranks", "use_hashed_name")),
-    (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
-    (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
-    (_PipelineScheduleRuntime, "_step_microbatches", ("arg_mbs", "kwarg_mbs", "return_outputs")),
-    (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
-    (schedules, "_batch_p2p", ("p2p_ops",)),
-    (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
-)
-
+PRIVATE_NAMES: Final = {
+    # Modules and tensors.
+    "torch.utils._pytree": "tensors in nested values; instead: the package optree",
+    "torch.utils._python_dispatch": "operators that a pass calls, and the parts of wrapped tensors;"
+    " instead: no measured memory inside of a pass, and no DTensors",
+    "_version": "changes in place; documented, but named like a private name",
+    "_base": "what a tensor is a view of; instead: weights that are views are not split",
+    "_unsafe_view": "a tensor without memory that has the graph of an output; instead: outputs stay"
+    " until their backward",
+    "_cdata": "whether two tensors share a storage; instead: `data_ptr`, not for tensors without"
+    " data",
+    "_parameters": "a module's own parameters, quickly; instead: `parameters`",
+    "_buffers": "a module's own buffers, quickly; instead: `buffers`",
+    "_foreach_copy_": "one call for many copies; instead: a call each",
+    "_grouped_mm": "products of experts; instead: such experts get fused B",
+    "_can_use_grouped_mm": "of transformers: whether it makes these products; instead: as above",
+    "_SetExcludeDispatchKeyGuard": "changes in place of what selective checkpointing keeps; without"
+    " it: such a change is not refused, and gradients are wrong",
+    # Autograd: which gradients W makes. Without these, a stage gets fused B.
+    "_backward_hooks": "whether somebody waits for a parameter's gradient",
+    "_post_accumulate_grad_hooks": "whether somebody waits for a parameter's gradient",
+    "_current_graph_task_id": "whether a backward is running",
+    "_current_autograd_node": "the parameters of the node that is running",
+    "_will_engine_execute_node": "whether the running backward adds to a parameter's gradient",
+    # Compiled code. Without these, a compiled stage gets fused B.
+    "torch._dynamo.eval_frame": "which modules are compiled",
+    "_compiled_call_impl": "which modules are compiled",
+    "torch._C._dynamo": "whether code is being compiled",
+    "torch._dynamo.decorators": "functions that compiled code calls as they are",
+    "torch._library.effects": "operators with an effect keep their order",
+    # Data parallelism. Without these, a stage under DDP or FSDP2 gets fused B.
+    "_get_ddp_logging_data": "how many parameters DDP reduces",
+    "_module_parameters": "which parameters DDP knows",
+    "_fsdp_param_groups": "which parameters FSDP2 gathers, and their type",
+    # Ranks and their connections.
+    "_get_default_store": "ranks tell each other of failures; instead: a store of our own",
+    "_get_default_group": "whether a device is bound to the group of messages; instead: messages of"
+    " a rank wait for each other over NCCL",
+    "_process_group_name": "groups that some ranks make; instead: all ranks make them together",
+    "_get_root_mesh": "the mesh that a mesh is a part of; instead: `mesh=` names it",
+    # The profiler.
+    "_is_profiler_enabled": "names of actions in a profile; instead: they are always given",
+}
+"""Name of an attribute, or of a module from which something is imported -> use and alternative."""
 
 _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
-
-
-def check_torch() -> None:
-    """Refuse a torch that lacks a name or a parameter that is overridden here.
-
-    A subclass of what is not there would be called by nobody.
-    """
-    for owner, name, expected in _NAMES:
-        found = getattr(owner, name, None)
-        parameters = inspect.signature(found).parameters if callable(found) else {}
-        missing = [parameter for parameter in expected if parameter not in parameters]
-        if found is None or missing:
-            what = f"has no parameter {', '.join(missing)}" if found is not None else "is missing"
-            home = getattr(owner, "__module__", None) or getattr(owner, "__name__", owner)
-            raise MissingExtraError(
-                f"torch {torch.__version__}: {name} of {home} {what}, but "
-                "the runtime overrides it; pip install 'optpipe[runtime]'"
-            )
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
@@ -151,22 +164,65 @@ def reduced_by_ddp(module: DistributedDataParallel) -> tuple[set[Tensor], int]:
     return set(module._module_parameters), int(count)  # noqa: SLF001
 
 
-def add_up_in_reduce_type(module: nn.Module) -> None:
-    """Move gradients made without autograd to where FSDP2 adds them up, in the type it reduces in.
+def prepare_ddp_reduction(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
+    """Let DDP reduce gradients during the next backward, which begins at these tensors.
 
-    With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` autograd's are moved
-    there after every backward; left to the next W they would be added up in bfloat16.
+    DDP prepares itself in a forward outside of `no_sync`, but several micro-batches lie between a
+    forward and the last backward.
     """
-    for sharded in _fsdp_params(module):
-        whole, wanted = sharded._unsharded_param, sharded.reduce_dtype  # noqa: SLF001
-        if wanted is None or whole.grad is None or whole.grad.dtype == wanted:
-            continue
-        added = whole.grad.to(wanted)
-        whole.grad = None
-        if sharded.unsharded_accumulated_grad is None:
-            sharded.unsharded_accumulated_grad = added
-        else:
-            sharded.unsharded_accumulated_grad += added
+    module.reducer.prepare_for_backward(list(roots))
+
+
+class FsdpReduction:
+    """When FSDP2 reduces the gradients of a stage: once in a step, after the last W or B.
+
+    A W adds to ``.grad`` without autograd, so FSDP2's hooks do not see it. A method of the stage
+    that FSDP2 takes for a forward runs forward and backward on a zero: the hooks of the stage and
+    of all its parts then take up the gradients that are there. All of this is public API.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module: Any = module
+        if not hasattr(module, _FSDP_METHOD):
+            setattr(module, _FSDP_METHOD, MethodType(_times_one, module))
+            register_fsdp_forward_method(cast("nn.Module", module), _FSDP_METHOD)
+
+    def hold_back(self) -> None:
+        """Let backwards add up gradients without a reduction, and keep gathered weights."""
+        self._set(reduces=False)
+
+    def take_over(self) -> None:
+        """Add what a W made to the sum that FSDP2 holds in the type of the reduction.
+
+        With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` the gradients of
+        several W's would otherwise be added up in bfloat16. Since torch 2.15 ``.grad`` itself has
+        the type of the reduction (``grad_dtype``).
+        """
+        self._set(reduces=False)
+        self._run_hooks()
+
+    def reduce(self) -> None:
+        """Reduce the gradients, and free gathered weights."""
+        self._set(reduces=True)
+        self._run_hooks()
+
+    def _set(self, *, reduces: bool) -> None:
+        self._module.set_is_last_backward(reduces)
+        self._module.set_reshard_after_backward(reduces)
+        self._module.set_requires_gradient_sync(reduces)
+
+    def _run_hooks(self) -> None:
+        device = next(self._module.parameters()).device
+        with torch.enable_grad():
+            zero = torch.zeros((), device=device, requires_grad=True)
+            getattr(self._module, _FSDP_METHOD)(zero).backward()
+
+
+_FSDP_METHOD: Final = "optpipe_take_up_gradients"
+
+
+def _times_one(_: nn.Module, value: Tensor) -> Tensor:
+    return value * 1
 
 
 def sharded_in_forward(module: nn.Module) -> set[Tensor]:
@@ -179,9 +235,8 @@ def sharded_in_forward(module: nn.Module) -> set[Tensor]:
 def types_when_gathered(module: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the parameters that FSDP2 gathers whole for a forward, and of which type it is."""
     return {
-        one.sharded_param: group.mp_policy.param_dtype or one.sharded_param.dtype
-        for group in _fsdp_groups(module)
-        for one in group.fsdp_params
+        one.sharded_param: one.mp_policy.param_dtype or one.sharded_param.dtype
+        for one in _fsdp_params(module)
         if not one.is_dtensor
     }
 
@@ -192,13 +247,9 @@ def fsdp_parts(module: nn.Module) -> list[Any]:
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
-    for group in _fsdp_groups(module):
-        yield from group.fsdp_params
-
-
-def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
     for part in fsdp_parts(module):
-        yield from fully_shard.state(part)._fsdp_param_groups  # type: ignore[attr-defined] # noqa: SLF001
+        for group in fully_shard.state(part)._fsdp_param_groups:  # type: ignore[attr-defined] # noqa: SLF001
+            yield from group.fsdp_params
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -241,9 +292,28 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often it, or a tensor that autograd knows to share its memory, was changed."""
+    return tensor._version  # noqa: SLF001
+
+
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Return how often each, or a tensor that autograd knows to share its memory, was changed."""
-    return tuple(one._version for one in tensors)  # noqa: SLF001 - autograd's own count
+    return tuple(map(version_of, tensors))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph, both counting changes in place of their memory.
+
+    Selective checkpointing calls hooks from a dispatch mode. There `Tensor.detach` alone would
+    return a tensor with a count of its own.
+    """
+    if tensor.requires_grad:
+        # What selective checkpointing keeps never requires a gradient, and the guard costs 1.5 us.
+        return tensor.detach()
+    key = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):  # noqa: SLF001
+        return tensor.detach()
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:
@@ -419,6 +489,18 @@ def group_alike(group: ProcessGroup | None, backend: str | None = None) -> Proce
     finally:
         distributed_c10d._process_group_name = naming  # noqa: SLF001
     return new_group
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield a module's own parameters and buffers, quicker than its public methods do."""
+    for one in (*module._parameters.values(), *module._buffers.values()):  # noqa: SLF001
+        if one is not None:
+            yield one
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, by one call: a call each costs more than small copies."""
+    torch._foreach_copy_(targets, sources)
 
 
 BufferPlace = tuple[nn.Module, str]

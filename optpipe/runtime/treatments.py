@@ -40,6 +40,7 @@ from optpipe.runtime.torch_names import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    version_of,
 )
 from optpipe.schedule import ActionType
 
@@ -414,7 +415,7 @@ class ChangingBuffers:
         training = tuple(owner.training for owner, _ in found)
         is_new = training not in self._changing
         changing = self._changing.setdefault(training, set())
-        versions = {place: buffer._version for place, buffer in found.items()}  # noqa: SLF001
+        versions = {place: version_of(buffer) for place, buffer in found.items()}
         small = {place for place, buffer in found.items() if buffer.nbytes <= _ALWAYS_COPIED_BYTES}
         # All of them on the host: the device has room for those alone that change.
         before = {
@@ -424,9 +425,7 @@ class ChangingBuffers:
         }
         yield
         written = {
-            place
-            for place, buffer in found.items()
-            if buffer._version != versions[place]  # noqa: SLF001
+            place for place, buffer in found.items() if version_of(buffer) != versions[place]
         }
         for place in written:
             if id(found[place]) not in before:

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor, Replicate
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import WIDTH, own_part
-from tests.runtime.watching import counted, gradients_apart, messages_of, refusal
+from tests.runtime.watching import counted, gradients_apart, refusal, sent_by
 
 
 class _Keyed(nn.Module):
@@ -134,11 +133,10 @@ def train_keyed(schedule: Schedule) -> Keyed:
             losses = runner.step(**given)
         else:
             given |= {"positions": data.positions, "factor": 1.5}
-            with counted(torch_schedules, "_batch_p2p") as posted:
+            with counted(dist, "isend") as posted:
                 losses = runner.step(data.tokens, target=data.target, **given)
             if step == 0:
-                sent = [one.tensor for one in messages_of(posted) if one.op is dist.isend]
-                found.num_sent = sum(one.numel() for one in sent)
+                found.num_sent = sum(one.numel() for one in sent_by(posted))
         expected = _step_alone(whole, data, count)
         if losses is not None and found.losses is not None:
             found.losses = max(found.losses, float((losses - expected).abs().max()))

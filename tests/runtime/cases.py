@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe import Problem, Schedule
-from optpipe.runtime import PipelineRunner, demo, groups, offload, torch_schedule
+from optpipe.runtime import PipelineRunner, demo, executor, groups, offload
 from optpipe.runtime.demo_model import (
     ModelConfig,
     join_ranks,
@@ -32,6 +32,7 @@ from optpipe.runtime.demo_model import (
     random_tokens,
     token_loss,
 )
+from optpipe.runtime.lowering import messages_of
 from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
@@ -310,9 +311,9 @@ def refused_orders(schedule: Schedule) -> str:
     """Return how a pipeline is refused whose rank 2 sees two receives swapped."""
     rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
     runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
-    translate = torch_schedule.order_of
+    translate = messages_of
     change: Callable[[Order], Order] = _swapped if rank == 2 else tuple
-    with mock.patch.object(torch_schedule, "order_of", lambda actions: change(translate(actions))):
+    with mock.patch.object(executor, "messages_of", lambda own: change(translate(own))):
         return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 

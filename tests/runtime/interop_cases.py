@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -57,7 +56,7 @@ from tests.runtime.small_model import (
 from tests.runtime.trainers.language_model import NUM_BLOCKS, language_model, tokens
 from tests.runtime.trainers.language_model import token_loss as token_loss_of_words
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-from tests.runtime.watching import counted, gradient_of, messages_of, refusal
+from tests.runtime.watching import counted, gradient_of, refusal, sent_by
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -295,9 +294,9 @@ def train_spread(schedule: Schedule, num_microbatches: int, layout: Placement) -
         size = (2, SAMPLES * num_microbatches, 3, WIDTH)
         batch, target = torch.randn(size, dtype=torch.float64, generator=generator)
         expected = step_alone(model, (batch, target), num_microbatches)
-        with counted(torch_schedules, "_batch_p2p") as posted:
+        with counted(dist, "isend") as posted:
             losses = runner.step(batch, target)
-        sent += [one.tensor.numel() for one in messages_of(posted) if one.op is dist.isend]
+        sent += [one.numel() for one in sent_by(posted)]
         evaluated = runner.eval(batch, target).losses
         for ours in (losses, evaluated):
             equal = ours is None or torch.allclose(ours, expected, rtol=0, atol=1e-13)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from examples.train_gpt import MixedPrecision
 from optpipe import Problem, Schedule
@@ -17,7 +16,12 @@ from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, 
 from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import Action
 from tests.runtime.live_bytes import LiveBytes, Moment
-from tests.runtime.small_model import own_part, small_data, small_runner
+from tests.runtime.small_model import (
+    own_part,
+    selectively_checkpointed,
+    small_data,
+    small_runner,
+)
 
 WIDTH = 48
 LENGTH = 24
@@ -45,11 +49,7 @@ class _Checkpointed(nn.Module):
         self.block = block
 
     def forward(self, given: Tensor) -> Any:
-        contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS)
-        return checkpoint(self.block, given, use_reentrant=False, context_fn=contexts)
-
-
-_PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+        return selectively_checkpointed(self.block, given)
 
 
 def gpt_stages(kind: str, num_stages: int) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import _sanitizer as sanitizer
-from torch.distributed.pipelining import schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
+from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import MessageSlots
 from optpipe.runtime.offload import Cell, CudaCopies, Fence, HostPool, Offloader, count_slots
 from optpipe.schedule import Pass
@@ -141,21 +141,30 @@ class RecordingCuda(TorchDispatchMode):
         del self.page_locked[address]
         return 0
 
-    def batch_p2p(self, p2p_ops: Sequence[Any], desc: str | None = None) -> list[Any]:
-        """Send and receive as NCCL does: on a stream per neighbour, behind compute."""
-        works = []
-        for operation in p2p_ops:
-            stream = self._to_rank.get(operation.group_peer) or self.Stream()
-            self._to_rank[operation.group_peer] = stream
-            stream.wait_stream(self._current)
-            parts = self.parts_of(operation.tensor)
-            receives = operation.op is dist.irecv
-            self._launch(stream, set() if receives else parts, parts if receives else set(), "P2P")
-            with self.stream(stream):
-                (work,) = _BATCH_P2P([operation], desc)
-            event = stream.record_event() if operation.op in self.waits_for else None
-            works.append(_RecordedWork(self, work, event))
-        return works
+    def isend(self, tensor: Tensor, *, group: Any, group_dst: int) -> Any:
+        """Send as NCCL does: on a stream per neighbour, after compute."""
+        stream = self._stream_to(group_dst)
+        self._launch(stream, self.parts_of(tensor), set(), "P2P")
+        with self.stream(stream):
+            work = _ISEND(tensor, group=group, group_dst=group_dst)
+        return self._recorded(work, stream, _ISEND)
+
+    def irecv(self, tensor: Tensor, *, group: Any, group_src: int) -> Any:
+        """Receive as NCCL does: on a stream per neighbour, after compute."""
+        stream = self._stream_to(group_src)
+        self._launch(stream, set(), self.parts_of(tensor), "P2P")
+        with self.stream(stream):
+            work = _IRECV(tensor, group=group, group_src=group_src)
+        return self._recorded(work, stream, _IRECV)
+
+    def _stream_to(self, peer: int) -> RecordedStream:
+        stream = self._to_rank[peer] = self._to_rank.get(peer) or self.Stream()
+        stream.wait_stream(self._current)
+        return stream
+
+    def _recorded(self, work: Any, stream: RecordedStream, operation: Any) -> Any:
+        event = stream.record_event() if operation in self.waits_for else None
+        return _RecordedWork(self, work, event)
 
     # What the streams do.
 
@@ -251,7 +260,7 @@ class RecordingCuda(TorchDispatchMode):
                 self.handler._handle_memory_deallocation(part)
 
 
-_BATCH_P2P = schedules._batch_p2p
+_ISEND, _IRECV = dist.isend, dist.irecv
 
 # The detector takes one of every launch, which is nearly all of its time.
 _NO_TRACEBACKS = SimpleNamespace(
@@ -336,13 +345,13 @@ def train_watched(
 
         runner.step = recorded  # type: ignore[assignment, method-assign]
 
-    schedules._batch_p2p = cuda.batch_p2p
+    vars(dist).update(isend=cuda.isend, irecv=cuda.irecv)
     vars(sanitizer)["traceback"] = _NO_TRACEBACKS
     try:
         trained = small_cases.train(schedule, problem, record, steps=steps)
     finally:
         cuda.undo.close()
-        schedules._batch_p2p = _BATCH_P2P
+        vars(dist).update(isend=_ISEND, irecv=_IRECV)
         vars(sanitizer)["traceback"] = traceback
     right = trained.losses_equal and trained.worst_difference <= 1e-14 * trained.largest_gradient
     return Watched(cuda.findings[:5], right, trained.offloaded_bytes)
@@ -423,13 +432,13 @@ def _no_wait_for(operation: Any) -> Callable[[Offloader, RecordingCuda], None]:
 
 def _slot_free_at_once(*, of_receives: bool) -> Callable[[Offloader, RecordingCuda], None]:
     """The slot of a message may be taken again as soon as it has been posted."""
-    take, fill = MessageSlots.take, MessageSlots.fill
+    take, receive = MessageSlots.take, Executor._receive
     receives = False
 
-    def filled(self: MessageSlots, *given: Any) -> None:
+    def received(self: Executor, message: Any) -> None:
         nonlocal receives
         receives = True
-        fill(self, *given)
+        receive(self, message)
         receives = False
 
     def taken(self: MessageSlots, message: Pass, blanks: Any) -> list[Tensor]:
@@ -443,9 +452,11 @@ def _slot_free_at_once(*, of_receives: bool) -> Callable[[Offloader, RecordingCu
         if all(slot is not free for free in self._free):
             self._free.append(slot)
 
-    return lambda _, cuda: cuda.undo.enter_context(
-        mock.patch.multiple(MessageSlots, take=taken, fill=filled, give_back=given_back)
-    )
+    def mutate(_: Offloader, cuda: RecordingCuda) -> None:
+        cuda.undo.enter_context(mock.patch.multiple(MessageSlots, take=taken, give_back=given_back))
+        cuda.undo.enter_context(mock.patch.object(Executor, "_receive", received))
+
+    return mutate
 
 
 MUTATIONS: dict[str, Callable[[Offloader, RecordingCuda], None]] = {

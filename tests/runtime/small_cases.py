@@ -7,20 +7,21 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.profiler import ProfilerActivity, profile
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import Order
 from optpipe.runtime.offload import Cell, Offloader
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
@@ -31,13 +32,14 @@ from tests.runtime.live_bytes import LiveBytes
 from tests.runtime.small_model import (
     WIDTH,
     own_part,
+    selectively_checkpointed,
     small_data,
     small_loss,
     small_runner,
     small_stages,
     step_alone,
 )
-from tests.runtime.watching import counted, messages_of
+from tests.runtime.watching import counted
 
 STEPS = 3
 
@@ -130,17 +132,13 @@ def _with_unused(block: Any) -> nn.Module:
     return block  # type: ignore[no-any-return]
 
 
-def _selectively_checkpointed(block: Any) -> nn.Module:
+def _selectively_checkpointed(block: Any, *, hooks_see: bool) -> nn.Module:
     """Products are kept, the rest is made again in the backward."""
-    products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-    contexts = functools.partial(create_selective_checkpoint_contexts, products)
     whole = block.forward
 
     def forward(state: tuple[Tensor, Tensor]) -> Any:
         # Tensors inside of tuples are kept where no hook sees them.
-        return checkpoint(
-            lambda *flat: whole(flat), *state, use_reentrant=False, context_fn=contexts
-        )
+        return selectively_checkpointed(lambda *flat: whole(flat), *state, hooks_see=hooks_see)
 
     block.forward = forward
     return block  # type: ignore[no-any-return]
@@ -157,7 +155,10 @@ def changed_stages(change: Callable[[Any], nn.Module], num_stages: int) -> list[
 
 
 CHANGES: dict[str, Callable[[Any], nn.Module]] = {
-    "selective checkpointing": _selectively_checkpointed,
+    "selective checkpointing": functools.partial(_selectively_checkpointed, hooks_see=False),
+    "selective checkpointing that hooks see": functools.partial(
+        _selectively_checkpointed, hooks_see=True
+    ),
     "adapters of low rank beside frozen layers": _with_adapters,
     "parameters that nothing uses": _with_unused,
     "experts": _with_experts,
@@ -310,16 +311,28 @@ def take_turns(schedules: Sequence[Schedule]) -> Turns:
     return Turns(found.worst_difference, min(deferred))
 
 
-def count_messages(schedule: Schedule) -> tuple[int, int]:
-    """Count the messages that hold a group before and after a runner, which lives on, is closed."""
+def count_executors(schedule: Schedule) -> tuple[int, int]:
+    """Count the executors, which hold a group, before and after the runner is closed."""
     _, runner = small_runner(schedule)
     runner.step(*small_data(num_microbatches_of(schedule), seed=0))
     counts = []
     for end in (lambda: None, runner.close):
         end()
         gc.collect()
-        counts.append(sum(type(one) is dist.P2POp for one in gc.get_objects()))
+        counts.append(sum(type(one) is Executor for one in gc.get_objects()))
     return counts[0], counts[1]
+
+
+def profile_steps(schedule: Schedule, folder: str, steps: int) -> Path:
+    """Return the file of torch's profiler in which this rank's steps are."""
+    _, runner = small_runner(schedule)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for _ in range(steps):
+            runner.step(*small_data(num_microbatches_of(schedule), seed=0))
+    runner.close()
+    path = Path(folder, f"rank{dist.get_rank()}.json")
+    recorded.export_chrome_trace(str(path))
+    return path
 
 
 class Deferred:
@@ -429,12 +442,14 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
     if dist.get_rank() == bound_rank:
         default.bound_device_id = torch.device("cpu", 0)
     try:
-        with counted(torch_schedules, "_batch_p2p") as posted:
+        with counted(dist, "isend") as posted:
             trained = train(schedule, problem)
         assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
     finally:
         default.bound_device_id = None
-    groups: set[str] = {message.group.group_name for message in messages_of(posted)}
+    groups: set[str] = {
+        (call.kwargs["group"] or default).group_name for call in posted.call_args_list
+    }
     if ends != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}

@@ -4,13 +4,17 @@ Two tensors cross every boundary: activations, and the integers they were made f
 gradient.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
@@ -21,6 +25,29 @@ SAMPLES = 2
 
 WIDTH = 6
 _TOKENS = 11
+
+
+HOOKS_SEE_SELECTIVE = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+"""Whether this torch can hand what selective checkpointing keeps to hooks: 2.15 and newer can."""
+
+needs_hooked_checkpoints = pytest.mark.skipif(
+    not HOOKS_SEE_SELECTIVE,
+    reason="this torch cannot hand what selective checkpointing keeps to hooks",
+)
+
+_PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+
+
+def selectively_checkpointed(
+    run: Callable[..., Any], *given: Tensor, hooks_see: bool = HOOKS_SEE_SELECTIVE
+) -> Any:
+    """Run a part of a stage whose backward runs it again, but for the products of matrices."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _PRODUCTS)
+    # A torch that leaves the choice and is given none warns.
+    choice: dict[str, Any] = {}
+    if HOOKS_SEE_SELECTIVE:
+        choice["respect_saved_tensors_hooks"] = hooks_see
+    return checkpoint(run, *given, use_reentrant=False, context_fn=contexts, **choice)
 
 
 class _Block(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from optpipe import ScheduleFormatError, dump_csv, load_csv
-from optpipe.runtime.torch_schedule import hollow
+from optpipe.runtime.stage_executor import hollow
 from optpipe.schedule import ActionType
 from tests.runtime import interop_cases, schedules
 from tests.runtime.ranks import fork_ranks

@@ -108,7 +108,7 @@ def _fail(fault: str, rank: int, copies: int, folder: Path) -> tuple[list[Ended]
 
 _WORDS = {
     "kill": "rank {0}: its process is dead",
-    "raise": "rank {0}, step 1, in {1}F0: RuntimeError",
+    "raise": "rank {0}, step 1, in {1}F0: ValueError",
     "hang": "rank {0}, step 1, in {1}F0: no progress for",
 }
 
@@ -151,7 +151,7 @@ def test_whoever_fails_all_ranks_end_soon_and_name_the_same_one(tmp_path, fault,
 def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(tmp_path):
     first, second = fork_ranks(cases.fail_and_live_on, 2, tmp_path, lives_on=1)
     assert (first.code, second.code) == (EXIT_CODE, None)
-    assert "rank 1: RuntimeError" in second.output
+    assert "rank 1: ValueError" in second.output
     assert (
         "optpipe: another rank failed and this one cannot go on; rank 1, step 1, in 1F0"
         in first.output

@@ -16,7 +16,12 @@ from optpipe_solver import solve
 from tests.runtime import memory_cases, schedules
 from tests.runtime.measured import WorkClock
 from tests.runtime.memory_cases import Counted
-from tests.runtime.small_model import small_data, small_loss, small_stages
+from tests.runtime.small_model import (
+    needs_hooked_checkpoints,
+    small_data,
+    small_loss,
+    small_stages,
+)
 
 pytestmark = pytest.mark.usefixtures("few_objects", "one_thread")
 
@@ -158,6 +163,13 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
         pytest.param("autocast around", schedules.V_SHAPE, "split", "zb-v", marks=_LONG),
         pytest.param("selective", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         ("selective", schedules.V_SHAPE, "split", "zb-v"),
+        pytest.param(
+            "selective",
+            schedules.V_SHAPE,
+            "offload",
+            "ada-offload",
+            marks=needs_hooked_checkpoints,
+        ),
     ],
 )
 def test_a_solved_plan_is_at_most_three_percent_above_what_lives(

@@ -14,6 +14,7 @@ from torch.nn import functional
 from optpipe.errors import OffloadError
 from optpipe.runtime.offload import CudaCopies, HostPool, Offloader, host_memory_bytes
 from tests.runtime.recording import RecordingCuda
+from tests.runtime.small_model import needs_hooked_checkpoints, selectively_checkpointed
 
 CELL = (0, 0)
 CPU = torch.device("cpu")
@@ -142,6 +143,50 @@ def test_what_is_changed_in_place_after_autograd_saved_it_is_refused(stage, min_
         stage(given, weight).backward()
     result = _there_and_back_of(stage, given, weight, min_bytes)
     with pytest.raises(RuntimeError, match=r"of shape \((8|16), 16\) .* changed in place"):
+        result.backward()
+
+
+@needs_hooked_checkpoints
+@pytest.mark.parametrize("min_bytes", [64, 1 << 20])
+def test_what_selective_checkpointing_keeps_leaves_and_comes_back(min_bytes):
+    """One product of two matrices, and the checkpoint's input."""
+
+    def bent(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.linear(given.sin(), weight).cos()
+
+    def stage(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = selectively_checkpointed(bent, given * 2, weight)
+        return result.sum()
+
+    given, weight = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(16, 16))
+    expected = torch.autograd.grad(stage(given, weight), [given, weight])
+    offloader = Offloader({0: nn.Module()}, CPU, [CELL], min_bytes=min_bytes)
+    with offloader.capture(CELL, [given]):
+        result = stage(given, weight)
+    sizes = [storage.num_bytes for storage in offloader.storages(CELL)]
+    assert sizes == ([8 * 16 * 4] * 2 if min_bytes == 64 else [])
+    _round_trip(offloader)
+    found = torch.autograd.grad(result, [given, weight])
+    assert all(map(torch.equal, found, expected))
+
+
+@needs_hooked_checkpoints
+@pytest.mark.parametrize("min_bytes", [64, 1 << 20])
+def test_what_is_changed_in_place_after_selective_checkpointing_kept_it_is_refused(min_bytes):
+    """As selective checkpointing does itself, which cannot where hooks see what it keeps."""
+
+    def rectified(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.relu_(functional.linear(given, weight)).exp()
+
+    def stage(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = selectively_checkpointed(rectified, given, weight)
+        return result.sum()
+
+    given, weight = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(16, 16))
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        stage(given, weight).backward()
+    result = _there_and_back_of(stage, given, weight, min_bytes)
+    with pytest.raises(RuntimeError, match=r"of shape \(8, 16\) .* changed in place"):
         result.backward()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,6 +195,47 @@ class _RunsAgain(nn.Module):
         return self.layers(_BackwardInside.apply(self.layers, inputs, x))
 
 
+class _ReadsGradients(torch.autograd.Function):
+    """A function whose backward takes gradients from ``.grad``, and halves them."""
+
+    @staticmethod
+    def forward(ctx, run, x, *wanted):
+        ctx.run, ctx.wanted = run, wanted
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        start = x.detach().requires_grad_()
+        before = [parameter.grad for parameter in ctx.wanted]
+        for parameter in ctx.wanted:
+            parameter.grad = None
+        with torch.enable_grad():
+            ctx.run(start).backward(gradient)
+        found = [gradient_of(parameter) / 2 for parameter in ctx.wanted]
+        for parameter, one in zip(ctx.wanted, before, strict=True):
+            parameter.grad = one
+        return None, start.grad, *found
+
+
+class _HalvesGradients(nn.Module):
+    def __init__(self, layers: nn.Module | None = None, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.layers = layers or nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.layers(x)
+        if not self.reentrant:
+            return self._again(x)
+        return checkpoint(self._again, x, use_reentrant=True)
+
+    def _again(self, x):
+        return _ReadsGradients.apply(self.layers, x, *self.layers.parameters())
+
+
 class _Complex(nn.Module):
     """Complex layers; the first one's input is conjugated, which torch does when it is read."""
 
@@ -266,6 +308,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "a nested grad of experts": (lambda: _Continuous("", _Experts()), _expert_rows),
     "a nested backward": (_RunsAgain, _floats),
     "a nested backward of weights": (lambda: _RunsAgain("weight"), _floats),
+    "a nested backward whose gradients are read": (_HalvesGradients, _floats),
+    "gradients read in a reentrant checkpoint": (
+        lambda: _HalvesGradients(reentrant=True),
+        _floats,
+    ),
 }
 
 
@@ -294,7 +341,9 @@ def test_split_backward_equals_the_unsplit_one(name, is_split):
         plain(theirs).abs().pow(2).sum().backward()
         output = split(ours).abs().pow(2).sum()
         with gradients.collect() if is_split else nullcontext():
-            output.backward()
+            gradients.run_backward([output], None)
+            if is_split and name in {"a checkpoint", "a reentrant checkpoint"}:
+                assert gradients.held_bytes() > 0
             run = gradients.take()
         run()
         _assert_same(ours, theirs)
@@ -454,15 +503,19 @@ def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(wanted, is_s
         _assert_same(one, expected)
 
 
-@pytest.mark.parametrize("wanted", ["none", "weight"])
-def test_a_nested_grad_through_a_layer_that_delays_is_refused(wanted):
+@pytest.mark.parametrize(
+    "module_of",
+    [partial(_Continuous, "none"), partial(_Continuous, "weight"), _HalvesGradients],
+    ids=["grad of none", "grad of weights", "gradients read"],
+)
+def test_a_nested_backward_through_a_layer_that_delays_is_refused(module_of):
     """Its queue has no place for a gradient that is not added to the parameter's."""
     layer = DelayingLinear(nn.Linear(6, 6), delay_wgrad_compute=True)
-    module, gradients = _Continuous(wanted, layer), WeightGradients()
+    module, gradients = module_of(layer), WeightGradients()
     split_linears(module, gradients)
     loss = module(_floats()).sum()
     with gradients.collect(), pytest.raises(PreflightError, match="without delay_wgrad_compute"):
-        loss.backward()
+        gradients.run_backward([loss], None)
     unsplit_linears(module)
     assert not layer._forward_hooks
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 PATIENCE_S = 240
@@ -33,9 +32,9 @@ def counted(owner: Any, name: str) -> Any:
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
-def messages_of(posted: Any) -> list[dist.P2POp]:
-    """Return the messages of counted calls of torch's ``_batch_p2p``."""
-    return [message for call in posted.call_args_list for message in call.args[0]]
+def sent_by(posted: Any) -> list[Tensor]:
+    """Return the tensors of counted calls of ``dist.isend``."""
+    return [call.args[0] for call in posted.call_args_list]
 
 
 def gradients_apart(ours: nn.Module, theirs: nn.Module) -> float:

@@ -35,13 +35,13 @@ from optpipe.runtime.offload import (
     weak_storage,
 )
 from optpipe.runtime.passes import Passes
+from optpipe.runtime.stage_executor import hollow
 from optpipe.runtime.torch_names import (
     TorchDispatchMode,
     parts_with_memory,
     storage_identity,
     tree_leaves,
 )
-from optpipe.runtime.torch_schedule import hollow
 from optpipe.runtime.treatments import GroupCalls, Treatment, hidden_groups
 from optpipe.runtime.watch import Activity
 from optpipe.schedule import ActionType

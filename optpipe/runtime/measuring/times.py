@@ -142,7 +142,7 @@ class StageUnderTest:
             )
         if gradients is None:
             gradients = [torch.ones_like(root) for root in result.roots]
-        torch.autograd.backward(result.roots, gradients)
+        self.gradients.run_backward(result.roots, gradients)
         if not self.gradients.collecting:
             self.gradients.take()()
 

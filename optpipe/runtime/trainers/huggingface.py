@@ -103,7 +103,7 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
         if index:
             for name in ("wpe", "drop"):
                 if hasattr(decoder, name):
-                    decoder._modules[name] = _Nothing() if name == "wpe" else Passed()  # noqa: SLF001
+                    setattr(decoder, name, _Nothing() if name == "wpe" else Passed())
         part.forward = MethodType(_of_states if index else _of_tokens, part)
         stages.append(part)
     stages.ties = ties_of(stages)

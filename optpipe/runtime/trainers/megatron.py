@@ -144,7 +144,7 @@ class _ParallelProduct(torch.autograd.Function):
             raise cannot_return_gradients(
                 "a parallel layer of Megatron-Core", "use a plain nn.Linear there"
             )
-        if ctx.sink.collecting:
+        if ctx.sink.defers:
             ctx.sink.put_aside(deferred)
         else:
             deferred.make()

@@ -1,0 +1,439 @@
+"""Executes one rank's program: a loop over its instructions, with a function for each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optpipe.runtime.batches import tensors_in
+from optpipe.runtime.lowering import (
+    Instruction,
+    OverlappedPair,
+    ReduceGradients,
+    Reshard,
+    Unshard,
+    lower,
+    messages_of,
+    range_name,
+    with_weights,
+)
+from optpipe.runtime.messages import (
+    MessageSend,
+    MessageSlots,
+    Order,
+    Receive,
+    sends_over_before,
+    slots_of,
+    window_of,
+)
+from optpipe.runtime.overlap import PairedPass
+from optpipe.runtime.torch_names import fsdp_parts, is_profiled
+from optpipe.schedule import Action, ActionType, Pass, input_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup, Work
+
+    from optpipe.runtime.batches import Microbatches
+    from optpipe.runtime.messages import Blank
+    from optpipe.runtime.overlap import Overlap
+    from optpipe.runtime.passes import Passes
+    from optpipe.runtime.stage_executor import StageExecutor
+    from optpipe.schedule import Programs
+
+__all__ = ["Executor"]
+
+_NEIGHBOURS = 4
+"""Instructions that an error shows before and after the failed one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of this rank: its tensors, the other rank, and the sends that are over before."""
+
+    message: Pass
+    stage: StageExecutor
+    blanks: Sequence[Blank | None]
+    peer: int
+    over_before: tuple[Pass, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """An F, I, W, B or RECOMPUTE of this rank, and what is known of it before a step."""
+
+    action: Action
+    stage: StageExecutor
+    input: Pass | None
+    over_before: tuple[Pass, ...]
+    is_last: bool
+    """Whether the gradients of its stage are complete after it."""
+
+
+@dataclass(slots=True)
+class _RunningStep:
+    """What belongs to the step that runs."""
+
+    args: Sequence[Any]
+    targets: Sequence[Any]
+    loss_kwargs: Mapping[str, Any]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    sends: dict[Pass, list[Work]] = field(default_factory=dict)
+    receives: dict[Pass, tuple[list[Work], list[Tensor | None]]] = field(default_factory=dict)
+    handed_over: dict[Pass, Sequence[Tensor | None]] = field(default_factory=dict)
+    """What one stage of this rank has made for another one."""
+    gathering: dict[int, list[Any]] = field(default_factory=dict)
+    position: int = 0
+    """Of the instruction that runs."""
+
+
+_NOTHING = _RunningStep((), (), {})
+
+
+class Executor:
+    """Runs one rank's program of a schedule, step after step.
+
+    Losses are kept by micro-batch. Each is divided by ``loss_divisor`` before its backward (0 =
+    forwards only), so that gradients add up over steps. Sends end where they are known to be over
+    (`optpipe.runtime.messages`), so the memory in flight depends on the programs alone.
+
+    Parameters
+    ----------
+    stages
+        The stages of this rank.
+    programs, placement
+        The actions of all ranks; the rank of each stage.
+    rank, device, group
+        Of this process; the group carries the messages.
+    loss_fn
+        From (output of the last stage, target) to a scalar; None: the last stage returns the loss.
+    loss_divisor
+        Each micro-batch's loss is divided by it; 0 = forwards only.
+    passes
+        What happens around each pass.
+    bytes_of
+        The bytes of a message.
+    gradients_done
+        Called with a stage's index when its gradients of a step are complete.
+    overlap
+        Runs the two passes of a pair; without it they run one after the other.
+    pool
+        Memory of messages that an earlier schedule leaves.
+
+    Attributes
+    ----------
+    orders
+        Passes, sends and receives of every rank.
+    slots
+        Where the tensors of messages lie.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageExecutor],
+        programs: Programs,
+        placement: Sequence[int],
+        *,
+        rank: int,
+        device: torch.device,
+        group: ProcessGroup | None,
+        loss_fn: Callable[..., Tensor] | None,
+        loss_divisor: int,
+        passes: Passes,
+        bytes_of: Callable[[Pass], int],
+        gradients_done: Callable[[int], None] | None = None,
+        overlap: Overlap | None = None,
+        pool: MessageSlots | None = None,
+    ) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._placement = placement
+        self._group = group
+        self._loss_fn = loss_fn
+        self._loss_divisor = loss_divisor
+        self._trains = trains = loss_divisor > 0
+        self._passes = passes
+        self._overlap = overlap
+        self._gradients_done = gradients_done
+        lowered = lower(programs, placement, trains=trains, in_pairs=overlap is not None)
+        self.orders: tuple[Order, ...] = tuple(map(messages_of, lowered))
+        window = window_of(len(placement), trains=trains)
+        before = sends_over_before(self.orders, placement, window)[rank]
+        self.slots = MessageSlots(
+            *slots_of(self.orders[rank], before, len(placement), bytes_of), device, pool
+        )
+        sharded = {stage.index for stage in stages if fsdp_parts(stage.module)}
+        self._instructions = with_weights(lowered[rank], sharded)
+        self._known = self._look_up(before)
+        self._step = _NOTHING
+
+    def _look_up(
+        self, before: Mapping[Action | MessageSend | Receive, tuple[Pass, ...]]
+    ) -> dict[Instruction, _Pass | _Message]:
+        """Return what the loop needs of each pass and message, found once and not in every step."""
+        actions = [
+            action
+            for one in self._instructions
+            for action in (one if isinstance(one, OverlappedPair) else (one,))
+        ]
+        makes_gradients = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)
+        left = Counter(
+            one.stage for one in actions if isinstance(one, Action) and one.type in makes_gradients
+        )
+        known: dict[Instruction, _Pass | _Message] = {}
+        for one in actions:
+            if isinstance(one, Action) and one.type.is_compute:
+                if one.type in makes_gradients:
+                    left[one.stage] -= 1
+                known[one] = _Pass(
+                    one,
+                    self._stages[one.stage],
+                    input_of(one, len(self._placement)),
+                    before.get(one, ()),
+                    is_last=one.type in makes_gradients and not left[one.stage],
+                )
+            elif isinstance(one, MessageSend | Receive):
+                known[one] = self._message_of(one, before)
+        return known
+
+    def _message_of(
+        self,
+        one: MessageSend | Receive,
+        before: Mapping[Action | MessageSend | Receive, tuple[Pass, ...]],
+    ) -> _Message:
+        message, sends = one.message, isinstance(one, MessageSend)
+        reader = message.stage + (-1 if message.backward else 1)
+        stage, other = (message.stage, reader) if sends else (reader, message.stage)
+        blanks = self._stages[stage].crossing(
+            message.microbatch, backward=message.backward, out=sends
+        )
+        return _Message(
+            message,
+            self._stages[stage],
+            blanks,
+            self._placement[other],
+            before.get(one, ()) if sends else (),
+        )
+
+    def run(
+        self, microbatches: Microbatches, kwargs: Mapping[int, Sequence[dict[str, Any]]]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Run the program once; ``kwargs`` are the keyword inputs of each stage, by micro-batch.
+
+        Return losses by micro-batch where the last stage is and there are any, else []; outputs
+        by micro-batch where the last stage is and nothing is trained, else [].
+        """
+        self.slots.begin()
+        step = self._step = _RunningStep(
+            microbatches.args, microbatches.targets, microbatches.loss_kwargs
+        )
+        for index, stage in self._stages.items():
+            stage.clear()
+            stage.kwargs = kwargs[index]
+        profiled = is_profiled()
+        try:
+            for position, instruction in enumerate(self._instructions):
+                step.position = position
+                if profiled:
+                    with torch.profiler.record_function(range_name(instruction)):
+                        self._execute(instruction)
+                else:
+                    self._execute(instruction)
+        except Exception as error:
+            error.add_note(self._place())
+            raise
+        self.let_go(tuple(step.sends))
+        for stage in self._stages.values():
+            stage.clear()
+        self._step = _NOTHING
+        losses = [step.losses[microbatch] for microbatch in sorted(step.losses)]
+        outputs = [step.outputs[microbatch] for microbatch in sorted(step.outputs)]
+        return losses, outputs
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case MessageSend():
+                self._send(cast("_Message", self._known[instruction]))
+            case Receive():
+                self._receive(cast("_Message", self._known[instruction]))
+            case OverlappedPair(forward, backward):
+                self._run_pair(forward, backward)
+            case Unshard(stage):
+                parts = fsdp_parts(self._stages[stage].module)
+                self._step.gathering[stage] = [part.unshard(async_op=True) for part in parts]
+            case Reshard(stage):
+                for part in fsdp_parts(self._stages[stage].module):
+                    part.reshard()
+            case ReduceGradients(stage):
+                self._stages[stage].reduce_gradients()
+            case Action(_, ActionType.OFFLOAD | ActionType.RELEASE | ActionType.RELOAD):
+                self._passes.transfer(instruction)
+            case Action():
+                self._compute(instruction)
+
+    def _compute(self, action: Action) -> None:
+        known = cast("_Pass", self._known[action])
+        self._wait_for_weights(action.stage)
+        match action.type:
+            case ActionType.FORWARD:
+                self._forward(known)
+            case ActionType.BACKWARD_INPUT:
+                self._backward(known, split=True)
+            case ActionType.FULL_BACKWARD:
+                self._backward(known, split=False)
+            case ActionType.BACKWARD_WEIGHT:
+                known.stage.weight(action.microbatch, is_last=known.is_last)
+            case ActionType.RECOMPUTE:
+                self._recompute(known)
+        if known.is_last and self._gradients_done is not None:
+            self._gradients_done(action.stage)
+
+    # --- Passes.
+
+    def _forward(self, known: _Pass) -> None:
+        stage, microbatch = known.stage, known.action.microbatch
+        inputs = self._inputs_of(known)
+        output = stage.forward(microbatch, inputs)
+        del inputs
+        if stage.is_last:
+            self._make_loss(stage, output, microbatch)
+        elif stage.index + 1 in self._stages:
+            message = Pass(False, stage.index, microbatch)
+            self._step.handed_over[message] = stage.hand_over(microbatch)
+
+    def _recompute(self, known: _Pass) -> None:
+        stage, microbatch = known.stage, known.action.microbatch
+        with self._passes.recompute(stage.index, microbatch):
+            args = self._step.args[microbatch] if stage.is_first and self._step.args else ()
+            output = stage.recompute(microbatch, args)
+        if stage.is_last:
+            self._make_loss(stage, output, microbatch)
+
+    def _backward(self, known: _Pass, *, split: bool) -> None:
+        stage, microbatch = known.stage, known.action.microbatch
+        loss: Tensor | None = None
+        gradients: Sequence[Any] = ()
+        if stage.is_last:
+            loss = self._loss_to_start_from(microbatch)
+            self.let_go(known.over_before)
+        else:
+            gradients = self._inputs_of(known)
+        stage.backward(microbatch, loss, gradients, split=split, is_last=known.is_last)
+        del gradients, loss
+        if stage.index - 1 in self._stages:
+            message = Pass(True, stage.index, microbatch)
+            blanks = self._stages[stage.index - 1].crossing(microbatch, backward=True, out=False)
+            self._step.handed_over[message] = [
+                torch.zeros(blank[0], dtype=blank[1], device=self.slots.device)
+                if tensor is None and blank is not None
+                else tensor
+                for tensor, blank in zip(stage.hand_back(microbatch), blanks, strict=True)
+            ]
+
+    def _run_pair(self, forward: Action, backward: Action) -> None:
+        pair = [
+            PairedPass(one, self._stages[one.stage].module, partial(self._compute, one))
+            for one in (forward, backward)
+        ]
+        cast("Overlap", self._overlap)(*pair)
+        for one in pair:
+            one.expect_run()
+
+    def _make_loss(self, stage: StageExecutor, output: Any, microbatch: int) -> None:
+        step = self._step
+        if not self._trains:
+            step.outputs[microbatch] = output
+        if step.targets:
+            target = step.targets[microbatch]
+            given = tensors_in((target, step.loss_kwargs))
+            with self._passes.loss(stage.index, microbatch, given):
+                loss_fn = cast("Any", self._loss_fn)
+                step.losses[microbatch] = loss_fn(output, target, **step.loss_kwargs)
+        elif self._loss_fn is None:
+            step.losses[microbatch] = output
+        self._passes.end()
+
+    def _loss_to_start_from(self, microbatch: int) -> Tensor:
+        loss = self._step.losses[microbatch]
+        # The value is kept, its graph is not: it would live to the end of the step.
+        self._step.losses[microbatch] = loss.detach()
+        return loss / self._loss_divisor if self._loss_divisor > 1 else loss
+
+    def _wait_for_weights(self, stage: int) -> None:
+        for handle in self._step.gathering.pop(stage, ()):
+            handle.wait()
+
+    # --- Messages.
+
+    def _inputs_of(self, known: _Pass) -> Sequence[Any]:
+        """Return what a pass reads, once it is there: of the batch, of this rank or of another."""
+        step, needed = self._step, known.input
+        if needed is None:
+            self.let_go(known.over_before)
+            return step.args[known.action.microbatch] if step.args else ()
+        if needed in step.handed_over:
+            self.let_go(known.over_before)
+            return step.handed_over.pop(needed)
+        works, tensors = step.receives.pop(needed)
+        for work in works:
+            work.wait()
+        self.let_go(known.over_before)
+        copies = [None if tensor is None else tensor.clone() for tensor in tensors]
+        self.slots.give_back(needed)
+        return copies
+
+    def _send(self, known: _Message) -> None:
+        message = known.message
+        self.let_go(known.over_before)
+        places = self.slots.take(message, known.blanks)
+        if message.backward:
+            known.stage.put_gradients_into(places, message.microbatch)
+        else:
+            known.stage.put_output_into(places, message.microbatch)
+        self._step.sends[message] = [
+            cast("Work", dist.isend(place, group=self._group, group_dst=known.peer))
+            for place in places
+        ]
+
+    def _receive(self, known: _Message) -> None:
+        places = self.slots.take(known.message, known.blanks)
+        works = [
+            cast("Work", dist.irecv(place, group=self._group, group_src=known.peer))
+            for place in places
+        ]
+        left = iter(places)
+        tensors = [None if blank is None else next(left) for blank in known.blanks]
+        self._step.receives[known.message] = works, tensors
+
+    def let_go(self, messages: Sequence[Pass]) -> None:
+        """Wait until these have been sent, and free their memory."""
+        for message in messages:
+            for work in self._step.sends.pop(message):
+                work.wait()
+            self.slots.give_back(message)
+
+    def drop_slots(self) -> None:
+        """Free the memory of messages until the next step; all have been sent."""
+        self.slots.drop()
+
+    def _place(self) -> str:
+        """Return where in the program the running instruction stands, with it marked."""
+        position = self._step.position
+        first = max(0, position - _NEIGHBOURS)
+        shown = [
+            f"[{one}]" if index == position else str(one)
+            for index, one in enumerate(
+                self._instructions[first : position + _NEIGHBOURS + 1], start=first
+            )
+        ]
+        return (
+            f"in instruction {position} of {len(self._instructions)} of this rank's program, "
+            f"marked by brackets: {', '.join(shown)}"
+        )
