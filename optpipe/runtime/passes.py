@@ -175,13 +175,17 @@ class Passes:
             with self._groups[cell[0]].running(treatment.again, saved, cell):
                 yield
 
+    def comes_again(self, stage: int, microbatch: int) -> bool:
+        """Whether an F has no graph, and a RECOMPUTE makes it."""
+        treatment = self._treatments.get((stage, microbatch))
+        return treatment is not None and treatment.apart
+
     def see_outputs(self, stage: int, microbatch: int, outputs: Sequence[Any]) -> None:
         """Compare what a RECOMPUTE returned with what its F returned; call it after both.
 
         `check_recomputed` says at the end of the step whether they are equal.
         """
-        treatment = self._treatments.get((stage, microbatch))
-        if treatment is not None and treatment.apart:
+        if self.comes_again(stage, microbatch):
             what = f"the RECOMPUTE of stage {stage}, micro-batch {microbatch},"
             self._checks.see((stage, microbatch), what, outputs)
 
