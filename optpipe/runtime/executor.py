@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optpipe.errors import PreflightError
 from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.lowering import (
     Instruction,
@@ -361,6 +362,12 @@ class Executor:
                 step.losses[microbatch] = loss_fn(output, target, **step.loss_kwargs)
         elif self._loss_fn is None:
             step.losses[microbatch] = output
+        if self._trains and not isinstance(loss := step.losses[microbatch], Tensor):
+            raise PreflightError(
+                f"the loss of micro-batch {microbatch} is a {type(loss).__name__}, but a tensor is "
+                "needed, from which the backward starts; return the loss alone, and keep metrics "
+                "elsewhere, in an attribute of the loss function, say"
+            )
         self._passes.end()
 
     def _loss_to_start_from(self, microbatch: int) -> Tensor:
