@@ -501,7 +501,7 @@ def materialize(
 
     def reset(module: nn.Module) -> None:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not own:
+        if not any(one.numel() for one in own):
             return
         method = initialize or getattr(type(module), "reset_parameters", None)
         if method is None:
