@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optpipe.errors import PreflightError
 from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.lowering import (
     Instruction,
@@ -302,7 +303,10 @@ class Executor:
         inputs = self._inputs_of(known)
         output = stage.forward(microbatch, inputs)
         del inputs
-        if stage.is_last:
+        if stage.is_last and self._trains and self._passes.comes_again(stage.index, microbatch):
+            # A loss may count its calls, or have buffers: it is called once, behind the RECOMPUTE.
+            self._passes.end()
+        elif stage.is_last:
             self._make_loss(stage, output, microbatch)
         elif stage.index + 1 in self._stages:
             message = Pass(False, stage.index, microbatch)
@@ -358,6 +362,12 @@ class Executor:
                 step.losses[microbatch] = loss_fn(output, target, **step.loss_kwargs)
         elif self._loss_fn is None:
             step.losses[microbatch] = output
+        if self._trains and not isinstance(loss := step.losses[microbatch], Tensor):
+            raise PreflightError(
+                f"the loss of micro-batch {microbatch} is a {type(loss).__name__}, but a tensor is "
+                "needed, from which the backward starts; return the loss alone, and keep metrics "
+                "elsewhere, in an attribute of the loss function, say"
+            )
         self._passes.end()
 
     def _loss_to_start_from(self, microbatch: int) -> Tensor:

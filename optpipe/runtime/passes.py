@@ -108,7 +108,7 @@ class Passes:
         activity: Activity,
     ) -> None:
         self._running = threading.local()
-        self.observer: ActionObserver | None = None
+        self.observers: list[ActionObserver] = []
         self._activity = activity
         self._offloader = offloader
         self._gradients = gradients
@@ -175,13 +175,17 @@ class Passes:
             with self._groups[cell[0]].running(treatment.again, saved, cell):
                 yield
 
+    def comes_again(self, stage: int, microbatch: int) -> bool:
+        """Whether an F has no graph, and a RECOMPUTE makes it."""
+        treatment = self._treatments.get((stage, microbatch))
+        return treatment is not None and treatment.apart
+
     def see_outputs(self, stage: int, microbatch: int, outputs: Sequence[Any]) -> None:
         """Compare what a RECOMPUTE returned with what its F returned; call it after both.
 
         `check_recomputed` says at the end of the step whether they are equal.
         """
-        treatment = self._treatments.get((stage, microbatch))
-        if treatment is not None and treatment.apart:
+        if self.comes_again(stage, microbatch):
             what = f"the RECOMPUTE of stage {stage}, micro-batch {microbatch},"
             self._checks.see((stage, microbatch), what, outputs)
 
@@ -290,15 +294,16 @@ class Passes:
     def _begin(self, action: Action) -> None:
         self._running.action = action
         self._activity.begin(action)
-        if self.observer is not None:
-            self.observer.begin(action)
+        for observer in self.observers:
+            observer.begin(action)
 
     def end(self) -> None:
         """See that the running action is complete, and what it was given dropped."""
         # An autocast around the whole step would keep copies of weights that no plan counts.
         torch.clear_autocast_cache()
-        if self.observer is not None and self.running is not None:
-            self.observer.end(self.running)
+        if self.running is not None:
+            for observer in self.observers:
+                observer.end(self.running)
         self._activity.end()
 
     def _random_state(self) -> list[Tensor]:

@@ -207,6 +207,12 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
     """
     for index, module in sorted(stages.items()):
         for name, part in module.named_modules():
+            if isinstance(part, DistributedDataParallel) and part.static_graph:
+                raise PreflightError(
+                    f"stage {index} is wrapped in DistributedDataParallel(static_graph=True), "
+                    "which learns from a first backward when gradients are complete, but here a "
+                    "step has a backward per micro-batch; leave static_graph out"
+                )
             if isinstance(part, DistributedDataParallel) and name:
                 raise PreflightError(
                     f"{name} of stage {index} is wrapped in DistributedDataParallel, which reduces "
@@ -563,9 +569,20 @@ def named_tensors(output: object, what: str) -> tuple[tuple[str, ...], tuple[Ten
 def called(
     module: Callable[..., Any], names: Sequence[str], tensors: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a stage with what was received, by name where it was sent by name."""
+    """Call a stage with what was received, by name where it was sent by name.
+
+    Raises
+    ------
+    PreflightError
+        If a keyword input of the step has a name that the stage before sends, too.
+    """
     if not any(names):
         return module(*tensors, **kwargs)
+    if twice := sorted(kwargs.keys() & set(names)):
+        raise PreflightError(
+            f"{', '.join(twice)} comes from the stage before and is a keyword input of the step, "
+            "too: the stage cannot be given both; rename one of them"
+        )
     return module(**{**dict(zip(names, tensors, strict=True)), **kwargs})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -228,9 +228,13 @@ class PipelineRunner:
         """Bytes this rank has moved back since it was made."""
         return self._moved_before[1] + self.offloader.reloaded_bytes
 
-    def observe(self, observer: ActionObserver | None) -> None:
-        """Show every action of a step to somebody, for example to measure it; None = nobody."""
-        self._passes.observer = observer
+    def observe(self, observer: ActionObserver) -> Callable[[], None]:
+        """Show every action of a step to somebody, for example to measure it, beside others.
+
+        Returns what ends it.
+        """
+        self._passes.observers.append(observer)
+        return lambda: self._passes.observers.remove(observer)
 
     def on_overlap(self, execute: Overlap | None) -> None:
         """Let ``execute(forward, backward)`` run each pair of a program; None = one by one again.
@@ -291,7 +295,7 @@ class PipelineRunner:
                     known=self._known_shapes,
                 )
                 pipelines[trains, bucket] = pipeline
-        passes.observer = self._passes.observer
+        passes.observers = self._passes.observers
         self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
         if is_new and self._training is not None:
             self._pool = self._training.runtime.slots
@@ -541,7 +545,8 @@ class PipelineRunner:
                     passes.check_recomputed(self._spec.rank)
                     self._tied.add_up()
                 return found
-        except Exception:
+        except BaseException:
+            # Who interrupts a step by Ctrl-C may begin another one.
             passes.reset()
             raise
 
@@ -614,8 +619,15 @@ def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """Return what DDP wraps, whose keys are the model's."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    """Return what DDP and torch.compile wrap, whose keys are the model's."""
+    inner: Any = module
+    while True:
+        if isinstance(inner, DistributedDataParallel):
+            inner = inner.module
+        elif (compiled := getattr(inner, "_orig_mod", None)) is not None:
+            inner = compiled
+        else:
+            return cast("nn.Module", inner)
 
 
 def _differ(left: Any, right: Any) -> bool:

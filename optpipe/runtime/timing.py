@@ -194,11 +194,11 @@ class ActionTimer:
         self._copy: tuple[Mark, int] = (None, 0)
         self._kept: deque[OwnStep] = deque(maxlen=_KEPT_STEPS)
         runner.offloader.copies = _TimedCopies(self._plain_copies, self)
-        runner.observe(self)
+        self._stop = runner.observe(self)
 
     def detach(self) -> None:
         """Stop timing; what was measured stays."""
-        self._runner.observe(None)
+        self._stop()
         self._runner.offloader.copies = self._plain_copies
         self._put_aside()
 

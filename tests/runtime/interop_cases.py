@@ -450,14 +450,14 @@ class _Holds:
 
 
 def refused_wrappers() -> list[str]:
-    """What is said of stages of which only a part is data-parallel."""
+    """What is said of a stage whose part alone is data-parallel, and of a static graph."""
 
     def layers() -> nn.Sequential:
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 
-    def wrapped(part: nn.Module) -> str:
+    def said(stage: nn.Module) -> str:
         try:
-            check_wrappers({3: torch.nn.Sequential(part)})
+            check_wrappers({3: stage})
         except PreflightError as error:
             return str(error)
         return "not refused"
@@ -466,7 +466,9 @@ def refused_wrappers() -> list[str]:
     for part in (*whole, whole, inner):
         fully_shard(part)
     check_wrappers({0: whole, 1: DistributedDataParallel(layers())})
-    return [wrapped(DistributedDataParallel(layers())), wrapped(inner)]
+    parts = DistributedDataParallel(layers()), inner
+    static = DistributedDataParallel(layers(), static_graph=True)
+    return [*(said(torch.nn.Sequential(part)) for part in parts), said(static)]
 
 
 def train_in_unnamed_groups() -> int:

@@ -29,6 +29,7 @@ from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
 from tests.runtime.delaying import DelayingLinear
 from tests.runtime.live_bytes import LiveBytes
+from tests.runtime.schedules import make_problem, make_schedule, random_programs
 from tests.runtime.small_model import (
     WIDTH,
     own_part,
@@ -39,7 +40,7 @@ from tests.runtime.small_model import (
     small_stages,
     step_alone,
 )
-from tests.runtime.watching import counted
+from tests.runtime.watching import counted, refusal
 
 STEPS = 3
 
@@ -375,6 +376,81 @@ class _RandomDelays:
 
 def delay(runner: PipelineRunner) -> None:
     runner.observe(_RandomDelays(seed=100 + dist.get_rank()))
+
+
+class _Interrupts:
+    """Ends a step by Ctrl-C before an action, and counts the actions."""
+
+    def __init__(self) -> None:
+        self.num_seen, self.before = 0, -1
+
+    def begin(self, action: object) -> None:
+        if self.num_seen == self.before:
+            raise KeyboardInterrupt
+        self.num_seen += 1
+
+    def end(self, action: object) -> None:
+        """Nothing is noted."""
+
+
+def train_after_ctrl_c() -> int:
+    """Be a pipeline alone, interrupted before each action in turn; the next step is as ever."""
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    problem = make_problem((0, 0), 3)
+    programs = random_programs(problem, 7, offload=0.5, recompute=0.3, in_order=True)
+    own, runner = small_runner(make_schedule(problem, programs), problem)
+    parameters = [one for module in own.values() for one in module.parameters()]
+    seen, others = _Interrupts(), _Interrupts()
+    stop = runner.observe(seen)
+    runner.observe(others)
+
+    def train() -> list[Tensor]:
+        for one in parameters:
+            one.grad = None
+        runner.step(*small_data(3, seed=0))
+        return [one.grad for one in parameters if one.grad is not None]
+
+    expected = train()
+    count = seen.num_seen
+    assert count == others.num_seen == len(programs[0])
+    for before in range(count):
+        seen.num_seen, seen.before = 0, before
+        try:
+            train()
+        except KeyboardInterrupt:
+            seen.before = -1
+        assert seen.before == -1
+        assert all(map(torch.equal, train(), expected))
+    stop()
+    others.num_seen = seen.num_seen = 0
+    train()
+    assert (seen.num_seen, others.num_seen) == (0, count)
+    runner.close()
+    dist.destroy_process_group()
+    return 0
+
+
+def compiled_with_metrics() -> int:
+    """Be a pipeline alone, of a compiled stage, whose loss returns metrics beside the loss."""
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    (stage,) = small_stages(1)
+    problem = make_problem((0,), 2)
+    schedule = make_schedule(problem, random_programs(problem, 1))
+
+    def measured(output: Tensor, target: Tensor) -> Any:
+        return small_loss(output, target), {"error": 1.0}
+
+    compiled: Any = torch.compile(stage, backend="eager")
+    runner = PipelineRunner({0: compiled}, schedule, measured)
+    state = {key: torch.zeros_like(value) for key, value in stage.state_dict().items()}
+    assert runner.state_dict().keys() == state.keys()
+    runner.load_state_dict(state)
+    assert not any(value.any() for value in stage.state_dict().values())
+    text = refusal(lambda: runner.step(*small_data(2, seed=0)))
+    assert " is a tuple, but a tensor is needed" in text, text
+    runner.close()
+    dist.destroy_process_group()
+    return 0
 
 
 def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:

@@ -194,11 +194,12 @@ def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
         assert promised_bytes == 2 * 2 * 4 * (2 * 8 * 16 + 8 + 16 + 3 * 2 * 8 * 16) // 2
 
 
-def test_a_stage_that_is_data_parallel_in_part_is_refused(ranks):
+def test_a_stage_that_is_data_parallel_in_part_or_with_a_static_graph_is_refused(ranks):
     """Whole ones are not; in part, each backward would reduce, and W would be forgotten."""
-    for by_ddp, by_fsdp in ranks.run(interop_cases.refused_wrappers):
+    for by_ddp, by_fsdp, static in ranks.run(interop_cases.refused_wrappers):
         assert by_ddp.startswith("0 of stage 3 is wrapped in DistributedDataParallel")
         assert by_fsdp.startswith("0 of stage 3 is sharded by fully_shard and the stage is")
+        assert static.startswith("stage 3 is wrapped in DistributedDataParallel(static_graph=True)")
 
 
 def test_a_group_whose_backend_nobody_named_is_known_by_what_it_carries(tmp_path):

@@ -1,7 +1,7 @@
 """Times taken while training: which steps, what is in them, and what they are written as."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -150,25 +150,26 @@ class HandRunner:
         self.device, self.group = torch.device("cpu"), None
         self.offloader = self
         self.copies: Any = copies
-        self.observer: ActionTimer | None = None
+        self.observers: list[ActionTimer] = []
 
-    def observe(self, observer: ActionTimer | None) -> None:
-        self.observer = observer
+    def observe(self, observer: ActionTimer) -> Callable[[], None]:
+        self.observers.append(observer)
+        return self.observers.clear
 
 
 def drive(runner: HandRunner, clock: LaneClock, took: dict[str, float]) -> None:
     """Run the program once; an action takes what is said, or 1 ms on the compute lane."""
     for action in runner.schedule.programs[0]:
-        if runner.observer is not None:
-            runner.observer.begin(action)
+        for observer in runner.observers:
+            observer.begin(action)
         if action.type.is_transfer:
             runner.copies.to_host([]) if action.type is ActionType.OFFLOAD else (
                 runner.copies.to_device([])
             )
         else:
             clock.now += took.get(str(action), 1.0)
-        if runner.observer is not None:
-            runner.observer.end(action)
+        for observer in runner.observers:
+            observer.end(action)
 
 
 def by_hand(text: str) -> Schedule:

@@ -17,7 +17,7 @@ from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import BoundaryLevel, Layout
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline
-from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
+from optpipe.runtime.preflight import Needs, called, check_needs, check_split, needs_of
 from optpipe.runtime.stage_executor import StageExecutor
 from tests.building import bus, offloadable, programs, stage
 from tests.building import problem as built_problem
@@ -92,6 +92,14 @@ def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, trouble, at, expec
     text = _one_text(ranks.run(cases.refused_stage, STRAIGHT, trouble))
     assert f"rank {at}: stage {at} cannot run" in text
     assert expected in text
+
+
+def test_a_name_that_the_stage_before_sends_is_no_keyword_input():
+    """Neither may win: they are two tensors."""
+    mask = torch.ones(2)
+    assert called(dict, ("state",), [mask], {"mask": mask}) == {"state": mask, "mask": mask}
+    with pytest.raises(PreflightError, match=r"^mask comes from the stage before and is a keyword"):
+        called(dict, ("mask", "state"), [mask, mask], {"mask": mask})
 
 
 def test_a_dtensor_that_is_placed_otherwise_later_is_refused():

@@ -20,7 +20,7 @@ from optpipe.runtime.runner import Evaluation
 from optpipe.schedule import Action, ActionType, parse_cell
 from optpipe_solver.families.classic import build_dualpipe_v
 from tests.runtime import batch_cases, cases, schedules, small_cases
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import Ranks, fork_ranks
 from tests.runtime.small_cases import Trained
 from tests.runtime.small_model import WIDTH, needs_hooked_checkpoints
 
@@ -81,6 +81,17 @@ def test_a_profile_of_steps_is_read_as_measurements(ranks, tmp_path):
     # From the first rank to the last, and back on the other side of the V.
     assert len(set(sent)) == 6 * num_microbatches
     assert len(sent) == len([name for name in names if "RECV_F" in name]) == steps * len(set(sent))
+
+
+def test_a_step_after_ctrl_c_is_like_any_other(tmp_path):
+    """Wherever it came, with offload and recomputation; and two observers see every action."""
+    (alone,) = fork_ranks(small_cases.train_after_ctrl_c, 1, tmp_path)
+    assert alone.code == 0, alone.output
+
+
+def test_keys_of_a_compiled_stage_are_the_models_and_a_loss_with_metrics_is_refused(tmp_path):
+    (alone,) = fork_ranks(small_cases.compiled_with_metrics, 1, tmp_path)
+    assert alone.code == 0, alone.output
 
 
 def test_modules_that_delay_their_weight_gradients_make_them_at_w(ranks):

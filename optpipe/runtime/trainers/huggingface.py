@@ -214,9 +214,14 @@ def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
     """Let a stage's configuration say what it says of the layers that it holds."""
     own = copy.deepcopy(config)
     own.num_hidden_layers = end - start
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        own.layer_types = list(kinds[start:end])
+    key = config.attribute_map.get("layer_types", "layer_types")
+    kinds = getattr(config, key, None)
+    if kinds is not None and isinstance(getattr(type(config), key, None), property):
+        # Some configurations work the kinds out, of a period say, which a stage begins elsewhere.
+        known = {key: list(kinds[start:end])}
+        own.__class__ = type(type(config).__name__, (type(config),), known)
+    elif kinds is not None:
+        setattr(own, key, list(kinds[start:end]))
     for module in (part, part.base_model):
         module.config = own
 

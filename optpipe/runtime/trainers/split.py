@@ -65,7 +65,16 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Passed(nn.Module):
-    """Stands in a stage for a module of another one: returns its first input."""
+    """Stands in a stage for a module of another one: returns its first input.
+
+    Of that module's ``weight`` there is the type, which some models ask before they call it.
+    """
+
+    def __init__(self, replaced: nn.Module | None = None) -> None:
+        super().__init__()
+        weight = getattr(replaced, "weight", None)
+        if isinstance(weight, Tensor):
+            self.register_buffer("weight", weight.new_empty(0), persistent=False)
 
     def forward(self, given: Any, *_: Any, **__: Any) -> Any:
         """Return the first input."""
@@ -457,7 +466,7 @@ def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn
         elif isinstance(child, _LISTS):
             skeleton.__dict__["_modules"][name] = type(child)()
         else:
-            skeleton.__dict__["_modules"][name] = Passed()
+            skeleton.__dict__["_modules"][name] = Passed(child)
     return skeleton
 
 
@@ -492,7 +501,7 @@ def materialize(
 
     def reset(module: nn.Module) -> None:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not own:
+        if not any(one.numel() for one in own):
             return
         method = initialize or getattr(type(module), "reset_parameters", None)
         if method is None:

@@ -39,8 +39,34 @@ _GPT2: dict[str, Any] = {
     "n_positions": 64,
 }
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_OWN: dict[str, dict[str, Any]] = {
+_UNLISTED: dict[str, dict[str, Any]] = {
+    # The kinds of its layers come of a list of its own, of periods, or are one kind alone.
+    "bamba": {
+        "attn_layer_indices": [1, 5],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 4,
+        "mamba_d_state": 4,
+        "mamba_n_groups": 1,
+    },
     "gemma": {"head_dim": 8},
+    "jamba": {
+        "num_experts": 2,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 4, "n_groups": 1},
+}
+UNLISTED = tuple(_UNLISTED)
+"""Kinds that `split` knows only by comparing them."""
+
+_OWN: dict[str, dict[str, Any]] = {
+    **_UNLISTED,
     "gpt_oss": {
         "head_dim": 8,
         "num_local_experts": 4,
@@ -57,7 +83,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_MIXTURE, "head_dim": 8},
 }
 GROUPED = {"qwen3_moe, grouped": "qwen3_moe"}
-KINDS = ("gpt2", *sorted(set(_OWN) - {"gemma"}))
+KINDS = ("gpt2", *sorted(set(_OWN) - set(UNLISTED)))
 
 
 def small_config(kind: str) -> Any:

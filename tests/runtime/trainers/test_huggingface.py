@@ -23,6 +23,7 @@ from tests.runtime.trainers.huggingface_cases import (
     GROUPED,
     KINDS,
     STEPS,
+    UNLISTED,
     padded,
     small_config,
     train_transformer,
@@ -40,9 +41,9 @@ def _model(kind: str):
         return AutoModelForCausalLM.from_config(small_config(kind))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemma"])
+@pytest.mark.parametrize("kind", [*KINDS, *UNLISTED])
 def test_stages_chained_are_the_model(kind):
-    """With padding, where layers differ in kind, and for one that no list names."""
+    """With padding, where layers differ in kind, and for some that no list names."""
     model = _model(kind).eval()
     keys = set(model.state_dict())
     stages = split(model, [3, 4, 1])
