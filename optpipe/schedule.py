@@ -419,6 +419,11 @@ class Pass(NamedTuple):
     stage: int
     microbatch: int
 
+    @property
+    def reader(self) -> int:
+        """The stage that needs this pass's output; no stage at the ends of the pipeline."""
+        return self.stage - 1 if self.backward else self.stage + 1
+
 
 def pass_of(action: Action) -> Pass | None:
     """Return the pass an action completes; None where nobody else waits for it."""

@@ -164,8 +164,8 @@ def _stay_prompt() -> float:
 
 
 _BACKLOG = 64
-"""Connections that may wait to be accepted. The event loop accepts them all before it does anything
-else: with 2,048 a burst held up other clients for 45 ms (benchmarks/hostile_clients.py)."""
+"""Connections that may wait to be accepted. The event loop accepts them all before anything else:
+with 2,048 a burst delayed other clients by 45 ms (benchmarks/hostile_clients.py)."""
 _BODIES_AT_ONCE = 8
 _DESCRIPTION = """\
 Submit a pipeline-parallel scheduling problem, follow it while it is being solved, fetch the best

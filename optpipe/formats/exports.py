@@ -209,14 +209,14 @@ class _JointOrder:
         completed = pass_of(action)
         if completed is not None:
             self._ended[completed] = at.end
-            if self._peer(_needed_by(completed), completed.stage) is None:
+            if self._peer(completed.reader, completed.stage) is None:
                 self._finish(completed)
             else:
                 heapq.heappush(self._ready, (max(moment, at.end), 0, completed))
         self._look_at(device)
 
     def _exchange(self, producer: Pass) -> None:
-        stages, moment = (producer.stage, _needed_by(producer)), self._ended[producer]
+        stages, moment = (producer.stage, producer.reader), self._ended[producer]
         way = "BACKWARD" if producer.backward else "FORWARD"
         for verb, stage, other in (("SEND", *stages), ("RECV", *stages[::-1])):
             node = _Node(
@@ -241,7 +241,7 @@ class _JointOrder:
                 name, action.microbatch, self._chunk[action.stage], action.stage,
                 at.issue if is_copy else at.start, at.issue if is_copy else at.end,
                 receive_from=self._peer(needed.stage, action.stage) if needed else None,
-                send_to=self._peer(_needed_by(completed), action.stage) if completed else None,
+                send_to=self._peer(completed.reader, action.stage) if completed else None,
                 offloaded=cell in self._offloaded,
             )  # fmt: skip
         if cell in self._offloaded and action.type in _ENDS_USE:
@@ -265,11 +265,6 @@ class _JointOrder:
         if not 0 <= stage < len(self._placement) or self._placement[stage] == self._placement[own]:
             return None
         return self._placement[stage]
-
-
-def _needed_by(producer: Pass) -> int:
-    """Return the stage that needs the output of a pass, if it exists."""
-    return producer.stage - 1 if producer.backward else producer.stage + 1
 
 
 def _row(node: _Node) -> str:

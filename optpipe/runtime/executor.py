@@ -20,6 +20,7 @@ from optpipe.runtime.lowering import (
     Reshard,
     Unshard,
     lower,
+    makes_gradients,
     messages_of,
     range_name,
     with_weights,
@@ -57,7 +58,7 @@ _NEIGHBOURS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of this rank: its tensors, the other rank, and the sends that are over before."""
+    """A message of this rank, and the sends that must end before it."""
 
     message: Pass
     stage: StageExecutor
@@ -68,19 +69,19 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """An F, I, W, B or RECOMPUTE of this rank, and what is known of it before a step."""
+    """An F, I, W, B or RECOMPUTE of this rank, with the facts that no step changes."""
 
     action: Action
     stage: StageExecutor
     input: Pass | None
     over_before: tuple[Pass, ...]
     is_last: bool
-    """Whether the gradients of its stage are complete after it."""
+    """Whether it completes the gradients of its stage."""
 
 
 @dataclass(slots=True)
 class _RunningStep:
-    """What belongs to the step that runs."""
+    """The inputs and tensors of the running step."""
 
     args: Sequence[Any]
     targets: Sequence[Any]
@@ -90,10 +91,10 @@ class _RunningStep:
     sends: dict[Pass, list[Work]] = field(default_factory=dict)
     receives: dict[Pass, tuple[list[Work], list[Tensor | None]]] = field(default_factory=dict)
     handed_over: dict[Pass, Sequence[Tensor | None]] = field(default_factory=dict)
-    """What one stage of this rank has made for another one."""
+    """Tensors that one stage of this rank passes to another stage of this rank."""
     gathering: dict[int, list[Any]] = field(default_factory=dict)
     position: int = 0
-    """Of the instruction that runs."""
+    """Index of the running instruction."""
 
 
 _NOTHING = _RunningStep((), (), {})
@@ -178,27 +179,26 @@ class Executor:
     def _look_up(
         self, before: Mapping[Action | MessageSend | Receive, tuple[Pass, ...]]
     ) -> dict[Instruction, _Pass | _Message]:
-        """Return what the loop needs of each pass and message, found once and not in every step."""
+        """Return the facts of each pass and message that the loop reads in every step."""
         actions = [
             action
             for one in self._instructions
             for action in (one if isinstance(one, OverlappedPair) else (one,))
         ]
-        makes_gradients = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)
         left = Counter(
-            one.stage for one in actions if isinstance(one, Action) and one.type in makes_gradients
+            one.stage for one in actions if isinstance(one, Action) and makes_gradients(one)
         )
         known: dict[Instruction, _Pass | _Message] = {}
         for one in actions:
             if isinstance(one, Action) and one.type.is_compute:
-                if one.type in makes_gradients:
+                if makes_gradients(one):
                     left[one.stage] -= 1
                 known[one] = _Pass(
                     one,
                     self._stages[one.stage],
                     input_of(one, len(self._placement)),
                     before.get(one, ()),
-                    is_last=one.type in makes_gradients and not left[one.stage],
+                    is_last=makes_gradients(one) and not left[one.stage],
                 )
             elif isinstance(one, MessageSend | Receive):
                 known[one] = self._message_of(one, before)
@@ -210,8 +210,9 @@ class Executor:
         before: Mapping[Action | MessageSend | Receive, tuple[Pass, ...]],
     ) -> _Message:
         message, sends = one.message, isinstance(one, MessageSend)
-        reader = message.stage + (-1 if message.backward else 1)
-        stage, other = (message.stage, reader) if sends else (reader, message.stage)
+        stage, other = message.stage, message.reader
+        if not sends:
+            stage, other = other, stage
         blanks = self._stages[stage].crossing(
             message.microbatch, backward=message.backward, out=sends
         )
@@ -303,8 +304,8 @@ class Executor:
         inputs = self._inputs_of(known)
         output = stage.forward(microbatch, inputs)
         del inputs
-        if stage.is_last and self._trains and self._passes.comes_again(stage.index, microbatch):
-            # A loss may count its calls, or have buffers: it is called once, behind the RECOMPUTE.
+        if stage.is_last and self._trains and self._passes.is_recomputed(stage.index, microbatch):
+            # A loss may have buffers, or count its calls: only the RECOMPUTE calls it.
             self._passes.end()
         elif stage.is_last:
             self._make_loss(stage, output, microbatch)
@@ -365,14 +366,14 @@ class Executor:
         if self._trains and not isinstance(loss := step.losses[microbatch], Tensor):
             raise PreflightError(
                 f"the loss of micro-batch {microbatch} is a {type(loss).__name__}, but a tensor is "
-                "needed, from which the backward starts; return the loss alone, and keep metrics "
-                "elsewhere, in an attribute of the loss function, say"
+                "needed; return the loss alone, and keep metrics elsewhere, for example in an "
+                "attribute of the loss function"
             )
         self._passes.end()
 
     def _loss_to_start_from(self, microbatch: int) -> Tensor:
         loss = self._step.losses[microbatch]
-        # The value is kept, its graph is not: it would live to the end of the step.
+        # The value stays until the end of the step. Its graph must not.
         self._step.losses[microbatch] = loss.detach()
         return loss / self._loss_divisor if self._loss_divisor > 1 else loss
 
@@ -383,7 +384,7 @@ class Executor:
     # --- Messages.
 
     def _inputs_of(self, known: _Pass) -> Sequence[Any]:
-        """Return what a pass reads, once it is there: of the batch, of this rank or of another."""
+        """Return the inputs of a pass, and wait for them if another rank sends them."""
         step, needed = self._step, known.input
         if needed is None:
             self.let_go(known.over_before)

@@ -1,4 +1,4 @@
-"""From programs to what each rank executes: messages, FSDP2's weights and reductions get a place.
+"""Turns programs into the instructions of each rank: adds messages and FSDP2's steps.
 
 A send stands right after the pass that makes the tensor. The receive stands on the other rank at
 the place that this rank had reached by then. So every pair of ranks posts the same messages in the
@@ -27,6 +27,7 @@ __all__ = [
     "Reshard",
     "Unshard",
     "lower",
+    "makes_gradients",
     "messages_of",
     "range_name",
     "with_weights",
@@ -81,13 +82,12 @@ and the next."""
 
 
 def range_name(instruction: Instruction) -> str:
-    """Return the name of an instruction in a profile, that of torch's own schedule runtime."""
+    """Return an instruction's name in a profile, as torch's own schedule runtime writes it."""
     if isinstance(instruction, MessageSend | Receive):
-        backward, stage, microbatch = instruction.message
-        kind = "SEND"
-        if isinstance(instruction, Receive):
-            kind, stage = "RECV", stage - 1 if backward else stage + 1
-        return f"PP:{stage}{kind}_{'B' if backward else 'F'}{microbatch}"
+        message = instruction.message
+        sends = isinstance(instruction, MessageSend)
+        place = f"{message.stage}SEND" if sends else f"{message.reader}RECV"
+        return f"PP:{place}_{'B' if message.backward else 'F'}{message.microbatch}"
     return f"PP:{instruction}"
 
 
@@ -140,7 +140,7 @@ def lower(
                 if message is None:
                     continue
                 done.add(message)
-                reader = message.stage + (-1 if message.backward else 1)
+                reader = message.reader
                 if 0 <= reader < len(placement) and placement[reader] != rank:
                     placed[rank].append(MessageSend(message))
                     placed[placement[reader]].append(Receive(message))
@@ -183,7 +183,7 @@ def _has_inputs(unit: _Unit, done: Collection[Pass], num_stages: int) -> bool:
 
 
 def messages_of(instructions: Sequence[Instruction]) -> Order:
-    """Return the passes, sends and receives of a rank, which `optpipe.runtime.messages` reads."""
+    """Return the passes, sends and receives of a rank, for `optpipe.runtime.messages`."""
     order: list[Action | MessageSend | Receive] = []
     for one in instructions:
         if isinstance(one, OverlappedPair):
@@ -214,7 +214,7 @@ def with_weights(
         ahead.append(tuple(coming[:_MOST_GATHERED]))
     ahead.reverse()
     left = Counter(
-        action.stage for one in instructions for action in _passes(one) if _makes_gradients(action)
+        action.stage for one in instructions for action in _passes(one) if makes_gradients(action)
     )
     gathered: list[int] = []
     placed: list[Instruction] = []
@@ -231,7 +231,7 @@ def with_weights(
             gathered = [stage for stage in following if stage in sharded]
         placed.append(one)
         for action in _passes(one):
-            if _makes_gradients(action):
+            if makes_gradients(action):
                 left[action.stage] -= 1
                 if not left[action.stage] and action.stage in sharded:
                     complete.append(action.stage)
@@ -251,6 +251,6 @@ def _stages_of(one: Instruction) -> tuple[int, ...]:
     return tuple(action.stage for action in _passes(one) if action.type in computes)
 
 
-def _makes_gradients(action: Action) -> bool:
-    """Whether the gradients of a stage are complete after the last such action."""
+def makes_gradients(action: Action) -> bool:
+    """Whether an action makes weight gradients; the last such one of a stage completes them."""
     return action.type in (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)

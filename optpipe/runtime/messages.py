@@ -69,7 +69,7 @@ class MessageSend(NamedTuple):
 
 
 class BoundaryLevel(NamedTuple):
-    """Bytes of boundary tensors while an action runs, and then until the next one or a message."""
+    """Bytes of boundary tensors during an action, and then until the next action or message."""
 
     during: int
     after: int
@@ -133,7 +133,7 @@ def _queues(orders: Sequence[Order], placement: Sequence[int]) -> dict[tuple[int
 
 
 def _receiver(message: Pass, placement: Sequence[int]) -> int:
-    return placement[message.stage + (-1 if message.backward else 1)]
+    return placement[message.reader]
 
 
 def _other_end(step: MessageSend | Receive, placement: Sequence[int]) -> int:

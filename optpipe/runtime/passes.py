@@ -175,8 +175,8 @@ class Passes:
             with self._groups[cell[0]].running(treatment.again, saved, cell):
                 yield
 
-    def comes_again(self, stage: int, microbatch: int) -> bool:
-        """Whether an F has no graph, and a RECOMPUTE makes it."""
+    def is_recomputed(self, stage: int, microbatch: int) -> bool:
+        """Whether a RECOMPUTE, and not the F, makes the autograd graph of a cell."""
         treatment = self._treatments.get((stage, microbatch))
         return treatment is not None and treatment.apart
 
@@ -185,7 +185,7 @@ class Passes:
 
         `check_recomputed` says at the end of the step whether they are equal.
         """
-        if self.comes_again(stage, microbatch):
+        if self.is_recomputed(stage, microbatch):
             what = f"the RECOMPUTE of stage {stage}, micro-batch {microbatch},"
             self._checks.see((stage, microbatch), what, outputs)
 
@@ -352,7 +352,7 @@ class _Deferred(NamedTuple):
 
 
 _AUTOGRAD = frozenset({"torch.autograd", "torch._tensor", "torch.overrides"})
-"""Where the functions are that run a backward."""
+"""Modules of the functions that run a backward."""
 
 _REENTRANT_CHECKPOINTS = frozenset(
     {
@@ -361,7 +361,7 @@ _REENTRANT_CHECKPOINTS = frozenset(
         "transformer_engine.pytorch.distributed",
     }
 )
-"""What runs a backward inside a backward, and reads no parameter's ``.grad``."""
+"""Modules that run a backward inside a backward, and read no parameter's ``.grad``."""
 
 
 class WeightGradients:
@@ -384,7 +384,7 @@ class WeightGradients:
     def run_backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
     ) -> None:
-        """Run a stage's backward. One that runs inside it makes its weight gradients by itself."""
+        """Run a stage's backward; a backward inside it makes its own weight gradients."""
         self._runs_stage = True
         try:
             torch.autograd.backward(roots, gradients)
@@ -397,10 +397,10 @@ class WeightGradients:
         return self.collecting and not self.runs_inside()
 
     def runs_inside(self) -> bool:
-        """Whether code inside the stage's backward runs the one that is running in this thread.
+        """Whether this thread runs a backward that code inside the stage's backward started.
 
-        Who does that may read ``.grad`` behind it. A reentrant checkpoint does not. The callers of
-        autograd are read off the stack, on which modes of torch functions may stand between.
+        Such code may read ``.grad`` afterwards; a reentrant checkpoint does not. The stack tells
+        the callers of autograd. Modes of torch functions may be between them and autograd.
         """
         if not self._runs_stage:
             return False
@@ -417,7 +417,7 @@ class WeightGradients:
                 seeks = False
             frame = frame.f_back
         if frame is not None and callers:
-            # On CUDA the stage's backward was called in another thread.
+            # The stage's own backward. On CUDA another thread called it.
             callers.pop()
         return not _REENTRANT_CHECKPOINTS.issuperset(callers)
 
@@ -936,9 +936,9 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
     def check(_gradient: Tensor) -> None:
         if module.gradients.runs_inside() or not all(map(adds_to_grad, accumulators)):
             raise PreflightError(
-                "a backward that a hook or a custom function runs inside a stage's backward goes "
-                f"through a {type(module).__name__} that delays its weight gradients, which would "
-                "be added to .grad later; make it without delay_wgrad_compute"
+                "a hook or a custom function runs a backward inside a stage's backward, through a "
+                f"{type(module).__name__} that delays its weight gradients. They would be added to "
+                ".grad too late; make the module without delay_wgrad_compute"
             )
 
     computed[0].register_hook(check)  # type: ignore[no-untyped-call]

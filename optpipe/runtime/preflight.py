@@ -210,8 +210,8 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
             if isinstance(part, DistributedDataParallel) and part.static_graph:
                 raise PreflightError(
                     f"stage {index} is wrapped in DistributedDataParallel(static_graph=True), "
-                    "which learns from a first backward when gradients are complete, but here a "
-                    "step has a backward per micro-batch; leave static_graph out"
+                    "which needs one backward per step, but a pipeline runs one per micro-batch; "
+                    "leave static_graph out"
                 )
             if isinstance(part, DistributedDataParallel) and name:
                 raise PreflightError(
@@ -581,7 +581,7 @@ def called(
     if twice := sorted(kwargs.keys() & set(names)):
         raise PreflightError(
             f"{', '.join(twice)} comes from the stage before and is a keyword input of the step, "
-            "too: the stage cannot be given both; rename one of them"
+            "too: a stage takes one tensor of a name; rename one of them"
         )
     return module(**{**dict(zip(names, tensors, strict=True)), **kwargs})
 

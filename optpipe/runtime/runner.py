@@ -229,9 +229,9 @@ class PipelineRunner:
         return self._moved_before[1] + self.offloader.reloaded_bytes
 
     def observe(self, observer: ActionObserver) -> Callable[[], None]:
-        """Show every action of a step to somebody, for example to measure it, beside others.
+        """Call an observer before and after each action of a step; return what removes it.
 
-        Returns what ends it.
+        Several observers may watch one runner.
         """
         self._passes.observers.append(observer)
         return lambda: self._passes.observers.remove(observer)
@@ -546,7 +546,7 @@ class PipelineRunner:
                     self._tied.add_up()
                 return found
         except BaseException:
-            # Who interrupts a step by Ctrl-C may begin another one.
+            # After Ctrl-C a user may begin another step.
             passes.reset()
             raise
 
@@ -619,7 +619,7 @@ def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """Return what DDP and torch.compile wrap, whose keys are the model's."""
+    """Return the module inside DDP and torch.compile; its keys are the model's."""
     inner: Any = module
     while True:
         if isinstance(inner, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""The passes of one stage: what they take, what they hand on, and what is held in between."""
+"""Runs the passes of one stage, and holds its boundary tensors between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["StageExecutor", "hollow"]
 
 
 class StageExecutor:
-    """Runs the passes of a stage, and holds no boundary tensor longer than needed.
+    """Runs the passes of a stage, and frees each boundary tensor as early as possible.
 
     Parameters
     ----------
@@ -53,11 +53,11 @@ class StageExecutor:
     spread
         How received DTensors lie on this rank's meshes.
     passes
-        What happens around each pass.
+        Capture, split and recomputation around each pass.
     trains
         Whether backwards follow; otherwise nothing is kept.
     slices
-        What slices hand on to later ones, where micro-batches are slices.
+        Keys and values for later slices, if micro-batches are slices.
     """
 
     def __init__(

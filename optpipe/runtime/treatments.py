@@ -587,6 +587,7 @@ _Summary = list[float] | Tensor
 
 _NUM_SUMS = 8
 _SUMMED_AT_ONCE, _SUMMED_BY_GPU = 2**16, 2**22
+"""Elements of a part: small on the CPU for its memory, large on a GPU for few launches."""
 
 
 def _fetched(summaries: Sequence[_Summary]) -> Tensor:

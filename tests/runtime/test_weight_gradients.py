@@ -195,15 +195,8 @@ class _RunsAgain(nn.Module):
         return self.layers(_BackwardInside.apply(self.layers, inputs, x))
 
 
-class _ReadsGradients(torch.autograd.Function):
-    """A function whose backward takes gradients from ``.grad``, and halves them."""
-
-    @staticmethod
-    def forward(ctx, run, x, *wanted):
-        ctx.run, ctx.wanted = run, wanted
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
+class _ReadsGradients(_Adjoint):
+    """The same by ``backward()``, which takes the gradients from ``.grad``."""
 
     @staticmethod
     def backward(ctx, gradient):

@@ -217,7 +217,7 @@ def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
     key = config.attribute_map.get("layer_types", "layer_types")
     kinds = getattr(config, key, None)
     if kinds is not None and isinstance(getattr(type(config), key, None), property):
-        # Some configurations work the kinds out, of a period say, which a stage begins elsewhere.
+        # Some configurations compute the kinds from a period, which would begin anew in a stage.
         known = {key: list(kinds[start:end])}
         own.__class__ = type(type(config).__name__, (type(config),), known)
     elif kinds is not None:

@@ -67,7 +67,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class Passed(nn.Module):
     """Stands in a stage for a module of another one: returns its first input.
 
-    Of that module's ``weight`` there is the type, which some models ask before they call it.
+    It keeps the type of that module's ``weight``, because some models read the type.
     """
 
     def __init__(self, replaced: nn.Module | None = None) -> None:
