@@ -225,7 +225,7 @@ class Crossing(NamedTuple):
         """Return the bytes of a message."""
         boundaries = self.by_kind[self.kinds[message.microbatch]]
         crossed = boundaries[message.stage if message.backward else message.stage + 1]
-        sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
+        sent = [shape for shape in crossed if shape.gets_gradient or not message.backward]
         return sum(shape.num_bytes for shape in sent)
 
 

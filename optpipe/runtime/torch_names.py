@@ -50,6 +50,7 @@ __all__ = [
     "buffers_of",
     "copy_all",
     "default_store",
+    "dependencies_of",
     "detached",
     "dtensor_of",
     "effect",
@@ -417,6 +418,17 @@ def in_backward() -> bool:
 def accumulator_of(parameter: Tensor) -> Any:
     """Return the node of autograd that adds gradients to a parameter's ``.grad``."""
     return get_gradient_edge(parameter).node
+
+
+def dependencies_of(output: Tensor, inputs: Sequence[Tensor]) -> list[bool]:
+    """Return whether the graph of a tensor leads to each of these leaves."""
+    left = [get_gradient_edge(output).node] if output.requires_grad else []
+    seen = set(left)
+    while left:
+        nodes = {node for node, _ in left.pop().next_functions if node is not None} - seen
+        seen |= nodes
+        left += nodes
+    return [one.requires_grad and accumulator_of(one) in seen for one in inputs]
 
 
 def running_accumulators() -> dict[Tensor, Any]:
