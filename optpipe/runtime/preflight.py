@@ -769,9 +769,9 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
                 getattr(container, "extend" if isinstance(container, list) else "update")(before)
         with torch.no_grad():
             for tensor, copy in copies:
-                before = copy.to(tensor.device)
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)
+                there = copy.to(tensor.device)
+                if not torch.equal(tensor, there):
+                    tensor.copy_(there)
 
 
 _Container = dict[Any, Any] | list[Any] | set[Any]

@@ -268,10 +268,10 @@ class StageExecutor:
         for position, (gradient, blank) in enumerate(pairs):
             if gradient is not None and blank is None:
                 raise PreflightError(
-                    f"input {position} of stage {self.index} has a gradient, but no output depended "
-                    "on it in the forward on zeros before the first step, when it was agreed what "
-                    "is sent back; use it in every forward, for example by adding 0 times its sum "
-                    "to an output"
+                    f"input {position} of stage {self.index} has a gradient, but no output "
+                    "depended on it in the forward on zeros before the first step, when the ranks "
+                    "agreed what is sent back; use it in every forward, for example by adding 0 "
+                    "times its sum to an output"
                 )
 
     # --- Boundary tensors.

@@ -121,7 +121,8 @@ class _Remembering(nn.Module):
         self.average = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("running", torch.ones(2))
         self.plain = torch.ones(2)
-        self.is_ready, self.later = False, None
+        self.is_ready = False
+        self.later: nn.Module | None = None
         self.seen: list[Any] = []
         self.cache: dict[str, Any] = {"inner": {1}}
 

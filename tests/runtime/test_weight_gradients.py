@@ -288,7 +288,7 @@ def _replaced_forward() -> nn.Module:
     """Wrap a forward on the instance, as libraries do that move weights."""
     layer = nn.Linear(6, 6)
     inner = layer.forward
-    layer.forward = lambda x: 2 * inner(x)  # type: ignore[method-assign]
+    layer.forward = lambda input: 2 * inner(input)  # type: ignore[method-assign] # noqa: A006
     return layer
 
 
@@ -426,8 +426,8 @@ def test_an_optimizer_inside_the_backward_steps_with_the_gradient():
     plain(given).square().sum().backward()
     with gradients.collect():
         gradients.run_backward([layer(given).square().sum()], None)
-    for one, expected in zip(layer.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, expected)
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @_scripted
