@@ -23,6 +23,7 @@ from optpipe.runtime.torch_names import (
     adds_to_grad,
     alias_no_view,
     effect,
+    has_accumulator_hooks,
     has_gradient_hooks,
     is_compiled,
     is_grouped_product,
@@ -658,6 +659,7 @@ def _can_defer(parameter: Tensor) -> bool:
         type(parameter) in (nn.Parameter, DTensor)
         and parameter.requires_grad
         and not has_gradient_hooks(parameter)
+        and not has_accumulator_hooks(parameter)
         # Megatron-Core's data parallelism takes gradients in hooks that cannot be seen.
         and not hasattr(parameter, "main_grad")
     )
@@ -938,7 +940,8 @@ def _not_delayed_because(part: Any) -> str:
             "its parameters are sharded (DTensors), and backward_dw() would write whole gradients; "
             "make it without delay_wgrad_compute"
         )
-    if any(has_gradient_hooks(one) for one in own):
+    delayed = _delayed_parameters(part)
+    if any(map(has_gradient_hooks, own)) or any(map(has_accumulator_hooks, delayed)):
         return "a parameter has a gradient hook, which that does not call; turn the delay off"
     takers = getattr(part, "wgrad_accumulation_and_reduce_hooks", ())
     if any(hasattr(one, "main_grad") for one in own) and not takers:

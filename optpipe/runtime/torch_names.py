@@ -58,6 +58,7 @@ __all__ = [
     "further_connection",
     "group_alike",
     "group_of_messages",
+    "has_accumulator_hooks",
     "has_gradient_hooks",
     "in_backward",
     "is_compiled",
@@ -141,15 +142,18 @@ _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody (DDP, a user) waits for autograd to make this parameter's gradient."""
-    return (
-        bool(getattr(parameter, "_backward_hooks", None))
-        or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-        or hasattr(parameter, _HOOKED)
+    return bool(getattr(parameter, "_backward_hooks", None)) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
 
 
+def has_accumulator_hooks(parameter: Tensor) -> bool:
+    """Whether `note_accumulator_hooks` found hooks on the node that adds to ``parameter.grad``."""
+    return hasattr(parameter, _HOOKED)
+
+
 def note_accumulator_hooks(parameters: Iterable[Tensor]) -> None:
-    """Let `has_gradient_hooks` know the hooks on the autograd nodes that add to ``.grad``.
+    """Mark the parameters whose autograd nodes, which add to ``.grad``, have hooks.
 
     ``torch.distributed.optim`` puts optimizers there. Such a node shows its hooks to the garbage
     collector, and only while no graph holds the node. So call this before a step.

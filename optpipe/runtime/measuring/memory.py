@@ -541,7 +541,8 @@ def _redrawn(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _with_redrawn_rows(tensor: Tensor) -> Tensor:
     """Return an input whose rows, of its last dimension, are drawn from its own; others whole."""
-    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2:
+    is_rows = type(tensor) is Tensor and tensor.is_floating_point() and tensor.dim() > 1
+    if not is_rows or not tensor.numel():
         return tensor
     rows = tensor.flatten(0, -2)
     return rows[torch.randint(len(rows), (len(rows),))].view_as(tensor)
