@@ -1,21 +1,23 @@
-"""If one rank fails, all end soon and all name the same one.
+"""Detects a rank that failed, hangs or died, and ends all ranks with the same cause.
 
-Beside the thread that trains every rank has one that writes a *beat* into the store through which
-the ranks found each other, twice a second: what its rank does, and since when. It reads the beats
-of the ranks with which its own exchanges messages, and the *cause*. There is one cause, the first
-that a rank leaves:
+Each rank runs a watchdog thread next to its training thread. Twice a second the watchdog writes a
+heartbeat into the store of the process group: the state of its rank, and since when. It reads the
+heartbeats of the ranks that exchange messages with its own rank, and the *cause*. There is one
+cause, the first that any rank writes:
 
-* who raises leaves its error;
-* who has been in one action for longer than ``hang_timeout_s`` leaves that: it waits for nobody,
-  except a copy of its stage that reduces gradients with it, if that is behind. On CUDA events
-  before and after every action say where the device is, not the host;
-* whose connections break leaves nothing at once, since its neighbour may be dead: that one's beats
-  stop. Without a broken connection they must be missing for longer.
+* A rank that raises writes its error.
+* A rank that is in one action for longer than ``hang_timeout_s`` writes that it hangs. It gets
+  twice that time if a copy of its stage is late, because the two may reduce gradients together.
+  On CUDA, events before and after every action show the progress of the device, not of the host.
+* A rank whose connections break first waits, because its neighbour may be dead. A dead neighbour
+  writes no heartbeats. Without a broken connection the heartbeat timeout is longer.
 
-If the store does not answer, the process that held it is dead. Nobody who fails leaves before all
-have read the cause, for he may hold the store. Whoever then still waits in a step has his
-connections cut where the backend can (NCCL), which lets the device go on with anything as data: so
-a step ends with a look for a cause. Where that does not help, the process is ended.
+If the store does not answer, the process that hosts it is dead. A failed rank ends only after all
+ranks have read the cause, because it may host the store.
+
+A rank may still be inside a step when there is a cause. The watchdog then aborts the connections,
+if the backend can (NCCL). The device continues with undefined data, so a step ends with a check for
+a cause. If the rank stays inside the step, the watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -50,164 +52,159 @@ if TYPE_CHECKING:
 __all__ = [
     "EXIT_CODE",
     "Activity",
-    "Beat",
     "Cause",
     "CauseStore",
     "DeviceMarks",
-    "Doing",
     "Watchdog",
-    "cut",
     "watch_over",
 ]
 
 EXIT_CODE = 70
-"""Of a process that is ended because it, or another rank, failed."""
-
-_POLL_S = 0.5
-_SILENT_S = 2.0
-"""For so long beats are missing of a neighbour that a rank with broken connections calls dead."""
-_LONELY_S = 30.0
-"""The same where no connection broke, as over NCCL."""
-_GRACE_S = 4.0
-_STORE_TIMEOUT = timedelta(seconds=30)
+"""The exit code of a process that its watchdog ends."""
 
 
-# --- What the thread that trains does, told to the one beside it at the price of an assignment.
+# --- The state of the training thread; an update costs little more than an assignment.
 
 
-class Doing(NamedTuple):
-    """Inside an action or behind it, waiting (None: before the first), since a monotonic time."""
+class ActionState(NamedTuple):
+    """The running action, or the last one while the rank waits; None before the first action.
+
+    ``since`` is a time of `time.monotonic`, in seconds.
+    """
 
     action: Action | None
-    computes: bool
+    is_computing: bool
     since: float
 
 
 class DeviceMarks:
-    """Events on the compute stream, where actions begin and end: how far the device is."""
+    """CUDA events at the start and end of actions, which show the progress of the device."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
         self._events: list[Any] = []
-        self._set: list[Doing] = []
-        self._seen = (-1, 0.0)
+        self.clear()
 
     def clear(self) -> None:
-        """Begin a step."""
-        self._set = []
-        self._seen = (-1, 0.0)
+        """Remove all marks, before a step."""
+        self._states: list[ActionState] = []
+        self._last_seen = (-1, 0.0)
 
-    def set(self, doing: Doing) -> None:
-        """Mark what the device does when it gets here."""
-        count = len(self._set)
+    def record(self, state: ActionState) -> None:
+        """Record an event that the device passes when it reaches this state."""
+        count = len(self._states)
         if count == len(self._events):
             self._events.append(self._cuda.Event())
         self._events[count].record(self._cuda.current_stream(self._device))
-        self._set.append(doing)
+        self._states.append(state)
 
     def wait(self) -> None:
         """Wait until the device has passed the last mark."""
-        self._events[len(self._set) - 1].synchronize()
+        self._events[len(self._states) - 1].synchronize()
 
-    def seen(self) -> Doing:
-        """Return what the device does since when, as far as has been seen by looking here."""
-        marks = self._set
-        count = next((n for n in range(len(marks)) if not self._events[n].query()), len(marks))
-        if count != self._seen[0]:
-            self._seen = (count, time.monotonic())
-        action, computes, _ = marks[count - 1] if count else Doing(None, False, 0.0)
-        return Doing(action, computes, self._seen[1])
+    def device_state(self) -> ActionState:
+        """Return the state of the device, and when this method first saw it."""
+        states = self._states
+        count = next((n for n in range(len(states)) if not self._events[n].query()), len(states))
+        if count != self._last_seen[0]:
+            self._last_seen = (count, time.monotonic())
+        state = states[count - 1] if count else ActionState(None, False, 0.0)
+        return state._replace(since=self._last_seen[1])
 
 
 class Activity:
-    """What the thread that trains does; it writes, the one beside it reads."""
+    """The state of a rank: the training thread writes it, the watchdog thread reads it.
+
+    A *phase* is a step, or anything else that all ranks do together.
+    """
 
     def __init__(self, marks: DeviceMarks | None = None) -> None:
         self.marks = marks
-        self.what = "the start"
-        self.num_begun = self.num_left = self.num_actions = 0
-        self.now = Doing(None, False, time.monotonic())
+        self.phase = "the start"
+        self.num_started = self.num_ended = self.num_actions = 0
+        self.now = ActionState(None, False, time.monotonic())
 
     @property
-    def is_inside(self) -> bool:
-        """Whether something is going on that all ranks do together."""
-        return self.num_begun > self.num_left
+    def is_in_phase(self) -> bool:
+        """Whether a phase is running."""
+        return self.num_started > self.num_ended
 
-    def enter(self, what: str) -> None:
-        """Begin a step, or anything else that all ranks do together."""
-        self.what = what
+    def enter(self, phase: str) -> None:
+        """Start a phase."""
+        self.phase = phase
         self.num_actions = 0
-        self.now = Doing(None, False, time.monotonic())
+        self.now = ActionState(None, False, time.monotonic())
         if self.marks is not None:
             self.marks.clear()
-        self.num_begun += 1
+        self.num_started += 1
 
     def leave(self) -> None:
-        """End it."""
-        self.num_left = self.num_begun
-        self.now = Doing(None, False, time.monotonic())
+        """End the phase."""
+        self.num_ended = self.num_started
+        self.now = ActionState(None, False, time.monotonic())
 
     def begin(self, action: Action) -> None:
-        """Begin an action, whose inputs are there."""
+        """Start an action; its inputs have arrived."""
         self.num_actions += 1
-        self._set(Doing(action, True, time.monotonic()))
+        self._set(ActionState(action, True, time.monotonic()))
 
     def end(self) -> None:
-        """End it; now messages are waited for."""
-        self._set(Doing(self.now.action, False, time.monotonic()))
+        """End the action; the rank now waits for messages."""
+        self._set(ActionState(self.now.action, False, time.monotonic()))
 
-    def finish(self) -> None:
-        """Wait until the device has done all of the step."""
+    def wait_for_device(self) -> None:
+        """Wait until the device has finished the phase."""
         if self.marks is not None:
             self.end()
             self.marks.wait()
 
-    def seen(self, patience_s: float) -> Doing:
-        """Return what is done; by the device, once the host has stood still for so long.
+    def current_state(self, patience_s: float) -> ActionState:
+        """Return the state of the host, or of the device if the host is idle for ``patience_s``.
 
-        Not before: who looks at an event while a graph is captured spoils that.
+        An earlier query of an event could fail the capture of a CUDA graph.
         """
-        now = self.now
-        if self.marks is None or time.monotonic() - now.since < patience_s:
-            return now
-        return self.marks.seen()
+        state = self.now
+        if self.marks is None or time.monotonic() - state.since < patience_s:
+            return state
+        return self.marks.device_state()
 
-    def words(self, doing: Doing) -> str:
-        """Return that as it stands in messages."""
-        if not self.is_inside:
-            return f"behind {self.what}"
-        where = "in" if doing.computes else "waiting behind"
-        return f"{self.what}, {where} {doing.action}" if doing.action is not None else self.what
+    def describe_state(self, state: ActionState) -> str:
+        """Return a state as error messages print it."""
+        if not self.is_in_phase:
+            return f"after {self.phase}"
+        where = "in" if state.is_computing else "waiting after"
+        return self.phase if state.action is None else f"{self.phase}, {where} {state.action}"
 
-    def _set(self, doing: Doing) -> None:
-        self.now = doing
+    def _set(self, state: ActionState) -> None:
+        self.now = state
         if self.marks is not None:
-            self.marks.set(doing)
+            self.marks.record(state)
 
 
-# --- What ranks leave for each other in the store.
+# --- The entries of the ranks in the store.
 
 
 class Cause(NamedTuple):
-    """Why all ranks end: the rank to blame, and the sentence that each of them says."""
+    """Why all ranks end: the rank at fault, and the text that every rank prints."""
 
     rank: int
     text: str
 
 
-class Beat(NamedTuple):
-    """A sign of life: no two in a row of a rank are equal.
+class Heartbeat(NamedTuple):
+    """One heartbeat of a rank, which differs from the previous one in ``number``.
 
-    ``place`` is the rank in its pipeline, ``num_actions`` are those begun in its step.
+    ``pipeline_rank`` is the rank within its pipeline. ``num_actions`` counts the actions that the
+    rank has started in its phase. ``seconds`` is the time since the rank is in this state.
     """
 
     number: int
-    place: int
-    num_begun: int
+    pipeline_rank: int
+    num_started: int
     num_actions: int
-    num_left: int
-    words: str
+    num_ended: int
+    state: str
     seconds: float
 
 
@@ -215,12 +212,12 @@ _NO_CAUSE = "-"
 
 
 class CauseStore:
-    """The ranks' beats and the cause, on a connection of its own.
+    """The heartbeats of the ranks and the cause, on a separate connection to the store.
 
-    Ranks are those of the whole world, in which several pipelines may train copies of a model:
-    they have one cause. ``runner`` is a number that the ranks of a group agree on.
+    Ranks are global, because several pipelines that train copies of a model share one cause. The
+    ranks of a group agree on ``runner``, a number.
 
-    RuntimeError is raised where the store does not answer.
+    Every method raises RuntimeError if the store does not answer.
     """
 
     def __init__(
@@ -230,314 +227,310 @@ class CauseStore:
         peers: Sequence[int],
         *,
         runner: int,
-        place: int,
+        pipeline_rank: int,
         world_size: int,
     ) -> None:
         self.rank = rank
-        self.place = place
+        self.pipeline_rank = pipeline_rank
         self.peers = tuple(peers)
         self._store = store
-        self._beats = f"optpipe/{runner}/beat"
+        self._heartbeats = f"optpipe/{runner}/heartbeat"
         self._key = f"optpipe/{runner}/cause"
         self._read_key = f"{self._key}/read"
         self._world_size = world_size
-        self._num_beats = 0
+        self._num_heartbeats = 0
         store.compare_set(self._key, "", _NO_CAUSE)
-        self.beat(Activity(), "behind the start", 0.0)
+        self.write_heartbeat(Activity(), ActionState(None, False, time.monotonic()))
 
-    def beat(self, activity: Activity, words: str, seconds: float) -> None:
-        """Give a sign of life."""
-        self._num_beats += 1
-        counts = activity.num_begun, activity.num_actions, activity.num_left
-        beat = Beat(self._num_beats, self.place, *counts, words, round(seconds, 1))
-        self._store.set(f"{self._beats}/{self.rank}", json.dumps(beat))
+    def write_heartbeat(self, activity: Activity, state: ActionState) -> None:
+        """Write the next heartbeat of this rank."""
+        self._num_heartbeats += 1
+        counts = activity.num_started, activity.num_actions, activity.num_ended
+        words, seconds = activity.describe_state(state), round(time.monotonic() - state.since, 1)
+        heartbeat = Heartbeat(self._num_heartbeats, self.pipeline_rank, *counts, words, seconds)
+        self._store.set(f"{self._heartbeats}/{self.rank}", json.dumps(heartbeat))
 
-    def read(self) -> tuple[Cause | None, dict[int, Beat]]:
-        """Return the cause, if there is one, and the last beats of the peers."""
-        found = self._store.multi_get([self._key, *(f"{self._beats}/{r}" for r in self.peers)])
-        beats = (Beat(*json.loads(text)) for text in found[1:])
-        return _cause_of(found[0]), dict(zip(self.peers, beats, strict=True))
+    def read(self) -> tuple[Cause | None, dict[int, Heartbeat]]:
+        """Return the cause, if there is one, and the last heartbeat of each peer."""
+        keys = [self._key, *(f"{self._heartbeats}/{rank}" for rank in self.peers)]
+        cause, *texts = self._store.multi_get(keys)
+        heartbeats = (Heartbeat(*json.loads(text)) for text in texts)
+        return _parse_cause(cause), dict(zip(self.peers, heartbeats, strict=True))
 
-    def others(self) -> list[Beat]:
-        """Return the last beats of all other ranks, of all pipelines."""
-        keys = [f"{self._beats}/{rank}" for rank in range(self._world_size) if rank != self.rank]
+    def read_others(self) -> list[Heartbeat]:
+        """Return the last heartbeat of each other rank, of all pipelines."""
+        ranks = (rank for rank in range(self._world_size) if rank != self.rank)
+        keys = [f"{self._heartbeats}/{rank}" for rank in ranks]
         found = self._store.multi_get([key for key in keys if self._store.check([key])])
-        return [Beat(*json.loads(text)) for text in found]
+        return [Heartbeat(*json.loads(text)) for text in found]
 
     def claim(self, cause: Cause) -> Cause:
-        """Leave a cause, and return the first that was left."""
+        """Write a cause if there is none, and return the one in the store."""
         first = self._store.compare_set(self._key, _NO_CAUSE, json.dumps(cause))
-        return _cause_of(first) or cause
+        return _parse_cause(first) or cause
 
     def acknowledge(self) -> None:
-        """Say that this rank has read the cause; not said by the rank to blame."""
+        """Count this rank as one that has read the cause; the rank at fault is not counted."""
         self._store.add(self._read_key, 1)
 
-    def num_read(self) -> int:
-        """Return how many have said so."""
+    def count_acknowledged(self) -> int:
+        """Return how many ranks have read the cause."""
         return self._store.add(self._read_key, 0)
 
 
-def _cause_of(text: bytes) -> Cause | None:
+def _parse_cause(text: bytes) -> Cause | None:
     return None if text == _NO_CAUSE.encode() else Cause(*json.loads(text))
 
 
-# --- The thread beside the one that trains.
+# --- The watchdog thread.
 
 
 class Watchdog:
-    """Looks after what the ranks do together: ``with watch.over("step 3"):`` around each.
+    """Watches every phase of a rank in a thread: ``with watch.over("step 3"):``.
 
-    ``end`` is called with the cause, and whether it is that this rank stands still, where it is
-    still inside ``grace_s`` after there was one; after half of that its connections are cut.
+    The heartbeat timeout of a peer is ``short_timeout_s`` if connections of this rank broke, and
+    ``long_timeout_s`` otherwise, as over NCCL. If the rank is still inside a phase ``grace_s / 2``
+    after there is a cause, the watchdog calls ``abort_connections``. After ``grace_s`` it calls
+    ``end_process`` with the message, and whether this rank is at fault.
     """
 
     def __init__(
         self,
         store: CauseStore,
         activity: Activity,
-        cut_connections: Callable[[], None],
-        end: Callable[[str, bool], None],
+        abort_connections: Callable[[], None],
+        end_process: Callable[[str, bool], None],
         *,
         hang_timeout_s: float,
-        poll_s: float = _POLL_S,
-        silent_s: float = _SILENT_S,
-        lonely_s: float = _LONELY_S,
-        grace_s: float = _GRACE_S,
+        poll_s: float = 0.5,
+        short_timeout_s: float = 2.0,
+        long_timeout_s: float = 30.0,
+        grace_s: float = 4.0,
     ) -> None:
         self.cause: Cause | None = None
         self._store = store
         self._activity = activity
-        self._cut_connections = cut_connections
-        self._end = end
+        self._abort_connections = abort_connections
+        self._end_process = end_process
         self._hang_timeout_s = hang_timeout_s
         self._poll_s = poll_s
-        self._silent_s = silent_s
-        self._lonely_s = lonely_s
+        self._short_timeout_s = short_timeout_s
+        self._long_timeout_s = long_timeout_s
         self._grace_s = grace_s
-        self._beats: dict[int, tuple[Beat, float]] = {}
-        self._lost_at = math.inf
+        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
+        """The last heartbeat of each peer, and when this rank first read it."""
+        self._store_lost_at = math.inf
         self._connections_broke = False
-        self._is_leaving = False
-        self._asking = threading.Lock()
-        self._found = threading.Event()
+        self._is_failing = False
+        self._lock = threading.Lock()
+        self._has_cause = threading.Event()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="optpipe-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="optpipe-watch", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Let the thread end, with a last beat by which others see that this rank is done."""
+    def close(self) -> None:
+        """Write a last heartbeat, which shows that this rank is done, and end the thread.
+
+        The interpreter aborts if it ends while the thread waits for the store. The thread itself
+        may call this, because Python may collect a runner in it.
+        """
         if not self._stopped.is_set():
             self._stopped.set()
-            if self._lost_at == math.inf:
+            if self._store_lost_at == math.inf:
                 with suppress(RuntimeError):
-                    self._beat(self._activity.now)
-
-    def close(self) -> None:
-        """End the thread; an interpreter that ended beside it while it asks the store would abort.
-
-        Unless it is this thread that calls, in which Python may collect a runner, too.
-        """
-        self.stop()
+                    self._store.write_heartbeat(self._activity, self._activity.now)
         if threading.current_thread() is not self._thread:
             self._thread.join(self._grace_s)
 
     @contextmanager
     def over(self, what: str, *, shared: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Go on together, or end together; errors that are ``shared`` all ranks raise anyway.
+        """Watch a phase, and end it on all ranks if one fails.
+
+        Errors of the types in ``shared`` are raised by all ranks alike, so they are no cause.
 
         Raises
         ------
         RankError
-            If another rank is to blame, also where the step seems to have gone well.
+            If another rank is at fault, even if the phase seems to have succeeded.
         """
-        self._expect_no_cause()
+        self._raise_if_cause()
         self._activity.enter(what)
         try:
-            try:
-                yield
-                self._activity.finish()
-            except shared:
-                raise
-            except Exception as error:  # noqa: BLE001 - always raised again
-                self._fail(error)
-            self._expect_no_cause()
+            yield
+            self._activity.wait_for_device()
+        except shared:
+            raise
+        except Exception as error:  # noqa: BLE001 - always raised again
+            self._fail(error)
+        else:
+            self._raise_if_cause()
         finally:
             self._activity.leave()
 
-    def _expect_no_cause(self) -> None:
+    def _raise_if_cause(self) -> None:
         if self._activity.marks is not None and self.cause is None:
-            # The device may have been let go by others, who cut their connections.
-            self._ask(self._search)
+            # The device may only have continued because another rank aborted the connections.
+            self._find_cause(self._poll_store)
         if self.cause is not None:
             self._wait_until_read()
-            raise RankError(self._told(self.cause))
+            raise RankError(self._message_of(self.cause))
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise the error, or, if another rank is to blame, that one's."""
-        now = self._activity.now
-        where = self._activity.words(now)
-        own = Cause(self._store.rank, f"rank {self._store.rank}, {where}: {describe(error)}")
-        if _may_be_of_messages(error, computes=now.computes):
+        """Raise the error, or RankError if another rank is at fault."""
+        state, text = self._activity.now, describe(error)
+        where = self._activity.describe_state(state)
+        own = Cause(self._store.rank, f"rank {self._store.rank}, {where}: {text}")
+        # An action may communicate, too, when it reduces gradients. torch wraps what it raises.
+        words = ("dist", "gloo", "nccl", "connection closed", "connection reset")
+        if isinstance(error, RuntimeError) and (
+            not state.is_computing or any(word in text.lower() for word in words)
+        ):
             self._connections_broke = True
-            self._found.wait(self._silent_s + 4 * self._poll_s)
-        self._is_leaving = True
+            self._has_cause.wait(self._short_timeout_s + 4 * self._poll_s)
+        self._is_failing = True
         if self.cause is None:
-            self._ask(lambda: self._store.claim(own))
+            self._find_cause(lambda: self._store.claim(own))
         cause = self.cause or own
         self._wait_until_read()
-        self._is_leaving = False
-        self._cut_connections()
+        self._is_failing = False
+        self._abort_connections()
         if cause.rank != own.rank:
-            raise RankError(self._told(cause)) from error
-        error.add_note(f"raised on rank {own.rank}, {where}; all ranks of the pipeline end with it")
+            raise RankError(self._message_of(cause)) from error
+        error.add_note(f"raised on rank {own.rank}, {where}; it ends all ranks of the pipeline")
         raise error
 
-    def _told(self, cause: Cause) -> str:
-        other = "" if cause.rank == self._store.rank else "another rank failed and "
-        return f"{other}this one cannot go on; {cause.text}"
+    def _message_of(self, cause: Cause) -> str:
+        is_other = cause.rank != self._store.rank
+        reason = "another rank failed, so " if is_other else ""
+        return f"{reason}this rank cannot continue: {cause.text}"
 
     def _wait_until_read(self) -> None:
-        """Stay until all other ranks know the cause, or one of them seems to be dead."""
-        deadline = time.monotonic() + self._silent_s
+        """Wait until all other ranks know the cause; give up soon, as one of them may be dead."""
+        deadline = time.monotonic() + self._short_timeout_s
         with suppress(RuntimeError):
-            num_others = len(self._store.others())
-            while time.monotonic() < deadline and self._store.num_read() < num_others:
+            num_others = len(self._store.read_others())
+            while time.monotonic() < deadline and self._store.count_acknowledged() < num_others:
                 time.sleep(self._poll_s / 10)
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         stuck_since = math.inf
-        is_cut = False
+        is_aborted = False
         while not self._stopped.wait(self._poll_s):
             if self.cause is None:
-                self._ask(self._search)
-            if self.cause is None or self._is_leaving or not self._activity.is_inside:
+                self._find_cause(self._poll_store)
+            if self.cause is None or self._is_failing or not self._activity.is_in_phase:
                 stuck_since = math.inf
                 continue
             stuck_since = min(stuck_since, time.monotonic())
             stuck_s = time.monotonic() - stuck_since
-            if stuck_s > self._grace_s / 2 and not is_cut:
-                is_cut = True
-                self._cut_connections()
+            if stuck_s > self._grace_s / 2 and not is_aborted:
+                is_aborted = True
+                self._abort_connections()
             if stuck_s > self._grace_s:
                 self._wait_until_read()
-                self._end(self._told(self.cause), self.cause.rank == self._store.rank)
+                self._end_process(
+                    self._message_of(self.cause), self.cause.rank == self._store.rank
+                )
                 return
 
-    def _ask(self, question: Callable[[], Cause | None]) -> None:
-        """Let a question find the cause; where the store does not answer, that may be one."""
-        with self._asking:
+    def _find_cause(self, find: Callable[[], Cause | None]) -> None:
+        """Set the cause to the one that ``find`` returns; a store that fails may be one, too."""
+        with self._lock:
             if self.cause is not None:
                 return
             try:
-                self.cause = question()
+                self.cause = find()
                 if self.cause is not None and self.cause.rank != self._store.rank:
                     self._store.acknowledge()
             except RuntimeError:
-                self._lost_at = min(self._lost_at, time.monotonic())
-                self.cause = self.cause or self._blame_the_holder()
+                self._store_lost_at = min(self._store_lost_at, time.monotonic())
+                self.cause = self.cause or self._blame_store_host()
             if self.cause is not None:
-                self._found.set()
+                self._has_cause.set()
 
-    def _search(self) -> Cause | None:
-        if self._lost_at < math.inf:
-            return self._blame_the_holder()
-        doing = self._activity.seen(self._hang_timeout_s / 2)
-        seconds = self._beat(doing)
-        cause, beats = self._store.read()
+    def _poll_store(self) -> Cause | None:
+        """Write a heartbeat, read those of the peers, and return the cause, if there is one."""
+        if self._store_lost_at < math.inf:
+            return self._blame_store_host()
+        state = self._activity.current_state(self._hang_timeout_s / 2)
+        self._store.write_heartbeat(self._activity, state)
+        cause, heartbeats = self._store.read()
         now = time.monotonic()
-        for rank, beat in beats.items():
-            if rank not in self._beats or self._beats[rank][0] != beat:
-                self._beats[rank] = (beat, now)
-        if cause is None and (accused := self._accuse(doing, seconds)) is not None:
-            cause = self._store.claim(accused)
+        for rank, heartbeat in heartbeats.items():
+            if rank not in self._heartbeats or self._heartbeats[rank][0] != heartbeat:
+                self._heartbeats[rank] = (heartbeat, now)
+        if cause is None and (suspected := self._suspect(state)) is not None:
+            cause = self._store.claim(suspected)
         return cause
 
-    def _beat(self, doing: Doing) -> float:
-        """Give a sign of life; return for how long that has been done, in s."""
-        activity, seconds = self._activity, time.monotonic() - doing.since
-        self._store.beat(activity, activity.words(doing), seconds)
-        return seconds
-
-    def _accuse(self, doing: Doing, seconds: float) -> Cause | None:
-        """Return whom this rank blames by what it knows, if anybody."""
+    def _suspect(self, state: ActionState) -> Cause | None:
+        """Return the fault that this rank sees at itself or at a peer, if any."""
         activity, own = self._activity, self._store.rank
-        if not activity.is_inside:
+        if not activity.is_in_phase:
             return None
-        if doing.computes and not self._connections_broke:
-            if seconds < self._hang_timeout_s or (
-                seconds < 2 * self._hang_timeout_s and self._is_ahead_of_a_copy()
-            ):
+        seconds, timeout_s = time.monotonic() - state.since, self._hang_timeout_s
+        where = f"rank {own}, {activity.describe_state(state)}"
+        if state.is_computing and not self._connections_broke:
+            if seconds < timeout_s or (seconds < 2 * timeout_s and self._is_ahead_of_copy()):
                 return None
-            return Cause(
-                own, f"rank {own}, {activity.words(doing)}: no progress for {seconds:.0f} s"
-            )
+            return Cause(own, f"{where}: no progress for {seconds:.0f} s")
         if (silent := self._longest_silent()) is not None:
             return silent
-        if seconds < self._hang_timeout_s:
+        if seconds < timeout_s:
             return None
-        for rank, (beat, _) in self._beats.items():
-            is_away = beat.num_begun == beat.num_left < activity.num_begun
-            if is_away and beat.seconds > self._hang_timeout_s:
+        for rank, (beat, _) in self._heartbeats.items():
+            is_away = beat.num_started == beat.num_ended < activity.num_started
+            if is_away and beat.seconds > timeout_s:
                 return Cause(
                     rank,
-                    f"rank {rank}, {beat.words}: has not begun {activity.what} for "
+                    f"rank {rank}, {beat.state}: did not start {activity.phase} within "
                     f"{beat.seconds:.0f} s",
                 )
-        if seconds < 2 * self._hang_timeout_s:
+        if seconds < 2 * timeout_s:
             return None
-        return Cause(own, f"rank {own}, {activity.words(doing)}: waits for {seconds:.0f} s")
+        return Cause(own, f"{where}: has waited for {seconds:.0f} s")
 
-    def _is_ahead_of_a_copy(self) -> bool:
-        """Whether this rank may wait, in an action, for the same rank of another pipeline."""
-        own = self._activity.num_begun, self._activity.num_actions
-        copies = (beat for beat in self._store.others() if beat.place == self._store.place)
-        return any((beat.num_begun, beat.num_actions) < own for beat in copies)
+    def _is_ahead_of_copy(self) -> bool:
+        """Whether the same stage of another pipeline has started fewer actions than this rank."""
+        own = self._activity.num_started, self._activity.num_actions
+        others = self._store.read_others()
+        copies = (beat for beat in others if beat.pipeline_rank == self._store.pipeline_rank)
+        return any((beat.num_started, beat.num_actions) < own for beat in copies)
 
     def _longest_silent(self) -> Cause | None:
-        """Return the neighbour whose beats are missing for too long, if it is still needed."""
+        """Return the peer whose heartbeat has timed out, if this rank still needs it."""
         now = time.monotonic()
-        limit_s = self._silent_s if self._connections_broke else self._lonely_s
+        timeout_s = self._short_timeout_s if self._connections_broke else self._long_timeout_s
         silent = [
-            (now - since, rank, beat)
-            for rank, (beat, since) in self._beats.items()
-            if now - since > limit_s and beat.num_left < self._activity.num_begun
+            (now - read_at, rank, beat)
+            for rank, (beat, read_at) in self._heartbeats.items()
+            if now - read_at > timeout_s and beat.num_ended < self._activity.num_started
         ]
         if not silent:
             return None
         seconds, rank, beat = max(silent)
         return Cause(
             rank,
-            f"rank {rank}: its process is dead or stands still, there was no sign of it for "
-            f"{seconds:.0f} s; last seen {beat.words}",
+            f"rank {rank}: its process is dead or frozen, there was no heartbeat for "
+            f"{seconds:.0f} s; last seen {beat.state}",
         )
 
-    def _blame_the_holder(self) -> Cause | None:
-        """Return the rank that held the store, where this one misses it."""
+    def _blame_store_host(self) -> Cause | None:
+        """Return the host of the store as the cause, if this rank still needs that process."""
         activity = self._activity
-        seen = self._beats.get(0)
-        is_done = seen is not None and seen[0].num_left >= activity.num_begun
-        if self._store.rank == 0 or is_done or not activity.is_inside:
+        host = self._heartbeats.get(0)
+        is_done = host is not None and host[0].num_ended >= activity.num_started
+        if self._store.rank == 0 or is_done or not activity.is_in_phase:
             return None
-        doing = activity.seen(self._lonely_s / 2)
-        alone_s = time.monotonic() - max(self._lost_at, doing.since)
-        if not self._connections_broke and (doing.computes or alone_s < self._lonely_s):
+        state = activity.current_state(self._long_timeout_s / 2)
+        waited_s = time.monotonic() - max(self._store_lost_at, state.since)
+        if not self._connections_broke and (
+            state.is_computing or waited_s < self._long_timeout_s
+        ):
             return None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return Cause(-1, "the launcher is dead: the store that it holds does not answer")
-        return Cause(0, "rank 0: its process is dead, for the store that it holds does not answer")
-
-
-def _may_be_of_messages(error: Exception, *, computes: bool) -> bool:
-    """Whether an error may be that of a broken connection, so that another rank is to blame.
-
-    Also inside an action, where copies of a model reduce gradients; torch wraps what it raises.
-    """
-    if not isinstance(error, RuntimeError):
-        return False
-    text = describe(error).lower()
-    words = ("dist", "gloo", "nccl", "connection closed", "connection reset")
-    return not computes or any(word in text for word in words)
+            return Cause(-1, "the launcher is dead: the store that it hosts does not answer")
+        return Cause(0, "rank 0: its process is dead, the store that it hosts does not answer")
 
 
 def watch_over(
@@ -547,41 +540,36 @@ def watch_over(
     activity: Activity,
     hang_timeout_s: float,
 ) -> Watchdog:
-    """Return what looks after a pipeline's steps; all ranks of the group together."""
+    """Return the watchdog of this rank of a pipeline; all ranks of the group call this together."""
     members = dist.get_process_group_ranks(group)
     store, rank = further_connection(), dist.get_rank()
-    store.set_timeout(_STORE_TIMEOUT)
+    store.set_timeout(timedelta(seconds=30))
     count = store.add(f"optpipe/runners/{rank}", 1)
     own = dist.get_rank(group)
     neighbours = {
         other for pair in pairwise(placement) if own in pair for other in pair if other != own
     }
+    # Rank 0 may host the store.
     peers = {members[one] for one in neighbours} | ({0} & set(members) - {rank})
     causes = CauseStore(
         store,
         rank,
         sorted(peers),
         runner=max(gather(count, group)),
-        place=own,
+        pipeline_rank=own,
         world_size=dist.get_world_size(),
     )
 
-    def cut_all() -> None:
+    def abort_connections() -> None:
         for one in {group, messages}:
-            cut(one)
+            if dist.Backend.NCCL in backends(one).values():
+                (one or dist.group.WORLD).abort()  # type: ignore[union-attr]
 
-    return Watchdog(causes, activity, cut_all, _end_process, hang_timeout_s=hang_timeout_s)
+    def end_process(message: str, is_at_fault: bool) -> None:
+        sys.stderr.write(f"optpipe: {message}\n")
+        if is_at_fault:
+            faulthandler.dump_traceback()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
 
-
-def cut(group: ProcessGroup | None) -> None:
-    """End the connections of a group where the backend can."""
-    if dist.Backend.NCCL in backends(group).values():
-        (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
-
-
-def _end_process(message: str, stands_still: bool) -> None:
-    sys.stderr.write(f"optpipe: {message}\n")
-    if stands_still:
-        faulthandler.dump_traceback()
-    sys.stderr.flush()
-    os._exit(EXIT_CODE)
+    return Watchdog(causes, activity, abort_connections, end_process, hang_timeout_s=hang_timeout_s)

@@ -37,7 +37,6 @@ from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers, made_on
 from optpipe.runtime.torch_names import backends, default_store
 from optpipe.runtime.trainers import split, ties_of
-from optpipe.runtime.watch import cut
 from optpipe.schedule import Action
 from tests.runtime.cases import CONFIG
 from tests.runtime.schedules import make_problem, make_schedule, one_f_one_b
@@ -495,6 +494,5 @@ def train_in_unnamed_groups() -> int:
         assert _host_group(None) is None
         cpu, clock = torch.device("cpu"), cast("Clock", None)
         assert ping_pong({}, clock=clock, device=cpu, group=None, repeats=1) == ()
-        cut(None)
         dist.destroy_process_group()
     return 0

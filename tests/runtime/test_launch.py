@@ -139,7 +139,7 @@ def test_whoever_fails_all_ranks_end_soon_and_name_the_same_one(tmp_path, fault,
         for rank, one in enumerate(ended):
             if rank != culprit or fault == "hang":
                 assert one.code in {10 + rank, EXIT_CODE}
-                named = re.findall(r"this one cannot go on; rank (\d)", one.output)
+                named = re.findall(r"this rank cannot continue: rank (\d)", one.output)
                 assert named == [str(culprit)], one.output
                 assert _WORDS[fault].format(culprit, culprit % (4 // copies)) in one.output
         itself = {"kill": -signal.SIGKILL, "raise": 10 + culprit, "hang": EXIT_CODE}
@@ -153,7 +153,7 @@ def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(tmp_path):
     assert (first.code, second.code) == (EXIT_CODE, None)
     assert "rank 1: ValueError" in second.output
     assert (
-        "optpipe: another rank failed and this one cannot go on; rank 1, step 1, in 1F0"
+        "optpipe: another rank failed, so this rank cannot continue: rank 1, step 1, in 1F0"
         in first.output
     )
     assert "no such layer" in first.output

@@ -20,21 +20,21 @@ ACTION = parse_action("1F0")
 NEVER = 1e9
 BOOM = ValueError("boom")
 BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
-OTHER = "another rank failed and this one cannot go on; "
+OTHER = "another rank failed, so this rank cannot continue: "
 
 
 class _Rank:
     """One that is watched; whether its connections were cut, and how it would have ended."""
 
-    def __init__(self, store, number, size, marks=None, place=None, **times):
+    def __init__(self, store, number, size, marks=None, pipeline_rank=None, **times):
         self.was_cut = threading.Event()
         self.had_ended = threading.Event()
         self.words = []
         self.activity = Activity(marks)
         peers = [other for other in range(size) if abs(other - number) == 1]
-        known = {"place": number if place is None else place, "world_size": size}
+        known = {"pipeline_rank": number if pipeline_rank is None else pipeline_rank, "world_size": size}
         self.causes = CauseStore(store, number, peers, runner=1, **known)
-        self.times = {"hang_timeout_s": NEVER, "silent_s": 1.0, "lonely_s": NEVER, "grace_s": 0.2}
+        self.times = {"hang_timeout_s": NEVER, "short_timeout_s": 1.0, "long_timeout_s": NEVER, "grace_s": 0.2}
         self.times |= {"poll_s": 0.01} | times
 
     def start(self):
@@ -114,11 +114,11 @@ def test_a_rank_between_its_steps_is_left_alone_and_begins_no_other(world):
 
 
 def test_without_a_failure_steps_go_on_and_so_do_the_beats(world):
-    first, second = world({}, {}, silent_s=0.5, lonely_s=1)
+    first, second = world({}, {}, short_timeout_s=0.5, long_timeout_s=1)
     for step in range(3):
         with first.watch.over(f"step {step}"):
             time.sleep(1.5 if step == 2 else 0.1)
-    until(lambda: second.causes.read()[1][0].words == "behind step 2")
+    until(lambda: second.causes.read()[1][0].state == "after step 2")
     before = second.causes.read()[1][0].number
     until(lambda: second.causes.read()[1][0].number > before + 3)
     assert not first.was_cut.is_set()
@@ -140,7 +140,7 @@ def test_nobody_who_fails_leaves_before_all_have_read_why(world):
 
 def _silence(rank):
     """Its process has died."""
-    rank.causes.beat = lambda *_: None
+    rank.causes.write_heartbeat = lambda *_: None
     rank.causes.read = lambda: (None, {})
 
 
@@ -150,7 +150,7 @@ def test_broken_connections_are_the_silent_neighbours_fault(world):
     _silence(dead)
     error = first.fails(BROKEN)
     assert error.__cause__ is BROKEN
-    assert str(error).startswith(f"{OTHER}rank 1: its process is dead or stands still")
+    assert str(error).startswith(f"{OTHER}rank 1: its process is dead or frozen")
     assert third.fails(BROKEN).args == fourth.fails().args == error.args
 
 
@@ -161,7 +161,7 @@ def test_where_no_neighbour_is_silent_they_are_this_ranks_error(world):
 
 
 def test_an_error_of_an_action_is_told_at_once(world):
-    first, _ = world({}, {}, silent_s=60)
+    first, _ = world({}, {}, short_timeout_s=60)
     error = RuntimeError("index out of range")
 
     def body():
@@ -175,7 +175,7 @@ def test_an_error_of_an_action_is_told_at_once(world):
 
 
 def test_without_a_broken_connection_beats_must_be_missing_for_longer(world):
-    first, dead = world({}, {}, lonely_s=1.0)
+    first, dead = world({}, {}, long_timeout_s=1.0)
     time.sleep(0.1)
     _silence(dead)
 
@@ -188,10 +188,10 @@ def test_without_a_broken_connection_beats_must_be_missing_for_longer(world):
 
 
 def test_who_has_left_the_step_may_be_silent(world):
-    first, done = world({}, {}, silent_s=0.1, lonely_s=0.1)
+    first, done = world({}, {}, short_timeout_s=0.1, long_timeout_s=0.1)
     with done.watch.over("step 0"):
         pass
-    done.watch.stop()
+    done.watch.close()
     with first.watch.over("step 0"):
         time.sleep(0.5)
 
@@ -205,14 +205,14 @@ def test_an_action_that_hangs_is_named_by_its_own_rank(world):
 
     first.runs(lambda: hanging.runs(hangs))
     ((words, stands_still),) = hanging.words
-    assert re.match(r"this one cannot go on; rank 1, step 3, in 1F0: no progress for \d+ s", words)
+    assert re.match(r"this rank cannot continue: rank 1, step 3, in 1F0: no progress for \d+ s", words)
     assert stands_still
     assert first.watch.cause == hanging.watch.cause
 
 
 def test_an_action_that_waits_for_a_copy_of_its_stage_is_not_named(world):
     """In it gradients are reduced over both; the copy is behind, whatever keeps it there."""
-    ahead, _, hanging, _ = world({}, {}, {"place": 0}, {}, hang_timeout_s=1)
+    ahead, _, hanging, _ = world({}, {}, {"pipeline_rank": 0}, {}, hang_timeout_s=1)
 
     def waits():
         for action in (ACTION, parse_action("1B0")):
@@ -231,7 +231,7 @@ def test_an_action_that_waits_for_a_copy_of_its_stage_is_not_named(world):
 def test_who_does_not_begin_the_step_is_named_by_who_waits(world):
     first, _ = world({}, {}, hang_timeout_s=0.3)
     error = first.runs(lambda: until(lambda: first.watch.cause is not None))
-    assert str(error) == f"{OTHER}rank 1, behind the start: has not begun step 3 for 0 s"
+    assert str(error) == f"{OTHER}rank 1, after the start: did not start step 3 within 0 s"
 
 
 class _StoreOfRankZero(HashStore):
@@ -256,8 +256,8 @@ def test_with_the_store_goes_its_holder_where_it_is_still_needed(world, is_done)
     def body():
         if is_done:
             holder.runs()
-        until(lambda: 0 in other.watch._beats)
-        until(lambda: other.watch._beats[0][0].num_left == is_done)
+        until(lambda: 0 in other.watch._heartbeats)
+        until(lambda: other.watch._heartbeats[0][0].num_ended == is_done)
         store.is_gone = True
         time.sleep(0.1)
         assert other.watch.cause is None
@@ -265,7 +265,7 @@ def test_with_the_store_goes_its_holder_where_it_is_still_needed(world, is_done)
 
     error = other.runs(body)
     assert (error is BROKEN) == is_done
-    assert is_done or "rank 0: its process is dead, for the store" in str(error)
+    assert is_done or "rank 0: its process is dead, the store" in str(error)
 
 
 class _LateEvent:
@@ -323,7 +323,7 @@ def test_a_step_ends_with_its_device_and_not_with_what_a_cut_connection_left(wor
 
 @pytest.mark.parametrize(
     ("reached", "expected"),
-    [(3, "rank 0, step 3, in 1B0: no progress"), (2, "rank 0, step 3, waiting behind 1F0: waits")],
+    [(3, "rank 0, step 3, in 1B0: no progress"), (2, "rank 0, step 3, waiting after 1F0: has waited")],
 )
 def test_the_action_in_which_a_device_hangs_is_named_not_the_hosts(world, late, reached, expected):
     marks, gates = late
@@ -346,7 +346,7 @@ def test_a_runner_waits_for_its_device_and_looks_before_it_returns(ranks):
     schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
     for late_s, words, num_threads in ranks.run(cases.end_with_the_device, schedule):
         assert late_s >= 0.3
-        assert words == "RankError: another rank failed and this one cannot go on; rank 9: boom"
+        assert words == "RankError: another rank failed, so this rank cannot continue: rank 9: boom"
         assert num_threads == 0
 
 
