@@ -1,27 +1,29 @@
-"""What crosses between ranks, when it is in flight, and that it cannot get stuck.
+"""Messages between ranks: their order, their memory, and a check that all of them can pass.
 
-torch places a send behind the pass that makes a tensor and a receive on the other rank; both are
-posted without waiting, and the pass that needs a tensor waits for its receive. From these orders
-alone follow three things that are checked or used before the first step:
+`optpipe.runtime.lowering` places each send right after the pass that makes its tensor, and the
+receive on the other rank. Neither blocks: the pass that needs a tensor waits for its receive. Three
+facts follow from these orders alone, before the first step:
 
-* Between two ranks there is one queue in both directions (so since torch 2.12 over NCCL), so both
-  must post the same messages in the same order: two swapped receives would hand one micro-batch's
-  tensor to another, silently.
-* Whether all ranks get to their ends, if a message passes only when both sides have posted it and
-  everything before it in that queue has passed.
-* Where a sent tensor can be let go. A rank that has waited for a message knows what its sender had
-  done before sending it, and what that one knew. So at the first wait after which the receiver
-  must have used the tensor, the send is over, and waiting for it costs nothing. Where a rank
-  sends many tensors before it hears anything, it waits for the oldest before it posts another:
-  at most `window_of` are in flight. That ends. torch places a receive when it places the send; in
-  the order in which it placed everything, on all ranks, no step waits for a later one, and the
-  wait for an older send is for its receive, placed before the send that has to wait.
+* Two ranks share one queue for both directions (over NCCL since torch 2.12). So both must post the
+  same messages in the same order. Two swapped receives would silently mix up two micro-batches.
+* The orders show whether every rank can finish. A message passes once both ranks have posted it and
+  all earlier messages of that queue have passed.
+* The orders show when a sent tensor can be freed. A rank that has waited for a message knows what
+  its sender had done before the send, and what that sender knew. If this includes that the receiver
+  has used the tensor, the send is over, and waiting for it costs nothing.
 
-What is in flight then depends on the programs alone, never on how fast anything is.
+A rank that sends many tensors before it receives one waits for its oldest send before it posts
+another. So at most `window_of` sends are in flight. These waits cannot deadlock. The lowering
+places a receive when it places the send. In the order in which it places all instructions of all
+ranks, no step waits for a later one. A wait for an older send is a wait for its receive, which is
+placed before the send that has to wait.
+
+So the messages in flight depend on the programs alone, and not on any duration.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,9 +51,9 @@ __all__ = [
     "Receive",
     "Step",
     "boundary_levels",
-    "boundary_room",
     "check_orders",
     "layout_of",
+    "max_boundary_bytes",
     "sends_over_before",
     "shard_of",
     "slots_of",
@@ -60,12 +62,12 @@ __all__ = [
 
 
 class MessageSend(NamedTuple):
-    """The output of a pass is posted to the rank of the next stage (backward: of the previous)."""
+    """A rank posts the output of a pass to the rank that reads it."""
 
     message: Pass
 
     def __str__(self) -> str:
-        return f"send of {_words(self.message)}"
+        return f"send of {_describe_message(self.message)}"
 
 
 class BoundaryLevel(NamedTuple):
@@ -76,156 +78,143 @@ class BoundaryLevel(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """The output of a pass of another rank is expected here."""
+    """A rank posts the receive of the output of another rank's pass."""
 
     message: Pass
 
     def __str__(self) -> str:
-        return f"receive of {_words(self.message)}"
+        return f"receive of {_describe_message(self.message)}"
 
 
 Step = Action | MessageSend | Receive
-"""A pass, or a message posted."""
+"""A pass, or a message that is posted."""
 
 Order = tuple[Step, ...]
-"""What one rank does, one after another."""
+"""The steps of one rank, in order."""
 
 
 def window_of(num_stages: int, *, trains: bool) -> int:
     """Return how many sends of a rank may be in flight when it posts another.
 
-    With fewer a rank could stall for a neighbour that is a little behind; in an evaluation, whose
-    ranks all go at the pace of the slowest, few are enough.
+    With fewer, a rank could stall because a neighbour is a little late. All ranks of an evaluation
+    run at the pace of the slowest, so two are enough.
     """
     return max(4, num_stages // 2 + 2) if trains else 2
 
 
-def _words(message: Pass) -> str:
+def _describe_message(message: Pass) -> str:
     tensor = "gradient" if message.backward else "output"
     return f"the {tensor} of stage {message.stage}, micro-batch {message.microbatch}"
 
 
 def check_orders(orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
-    """Refuse orders in which tensors would be mixed up, or ranks wait for ever."""
-    queues = _queues(orders, placement)
-    for (left, right), queue in sorted(queues.items()):
-        if left < right:
-            _expect_same(left, right, queue, queues.get((right, left), []))
-    stuck = _Execution(orders, placement, window).stuck()
-    if stuck:
-        waits = "; ".join(f"rank {rank} waits at {step}" for rank, step in stuck)
-        raise PreflightError(
-            f"the sends and receives cannot all pass: {waits}; this is no fault of the schedule, "
-            "report it with the schedule"
-        )
-
-
-def _queues(orders: Sequence[Order], placement: Sequence[int]) -> dict[tuple[int, int], list[Pass]]:
-    """Return what each rank posts towards each other rank, in order."""
-    queues: dict[tuple[int, int], list[Pass]] = {}
+    """Refuse orders that would mix up tensors or deadlock."""
+    queues: dict[tuple[int, int], list[Pass]] = defaultdict(list)
     for rank, order in enumerate(orders):
         for step in order:
             if not isinstance(step, Action):
-                other = _other_end(step, placement)
-                queues.setdefault((rank, other), []).append(step.message)
-                queues.setdefault((other, rank), [])
-    return queues
+                queues[rank, _peer_of(step, placement)].append(step.message)
+    for left, right in sorted({(min(pair), max(pair)) for pair in queues}):
+        posted = zip_longest(queues[left, right], queues[right, left])
+        for index, (ours, theirs) in enumerate(posted):
+            if ours != theirs:
+                raise PreflightError(
+                    f"message {index} between ranks {left} and {right} is "
+                    f"{_describe_message(ours) if ours else 'none'} for rank {left}, but "
+                    f"{_describe_message(theirs) if theirs else 'none'} for rank {right}: both "
+                    "must post the same messages in the same order, or tensors are mixed up; let "
+                    "the runtime place sends and receives"
+                )
+    waiting = _find_deadlock(orders, placement, window)
+    if waiting:
+        raise PreflightError(
+            f"the sends and receives cannot all pass: {'; '.join(waiting)}; this is no fault of "
+            "the schedule, report it with the schedule"
+        )
 
 
-def _receiver(message: Pass, placement: Sequence[int]) -> int:
-    return placement[message.reader]
-
-
-def _other_end(step: MessageSend | Receive, placement: Sequence[int]) -> int:
+def _peer_of(step: MessageSend | Receive, placement: Sequence[int]) -> int:
     """Return the rank to which this one sends, or from which it receives."""
-    if isinstance(step, MessageSend):
-        return _receiver(step.message, placement)
-    return placement[step.message.stage]
+    message = step.message
+    return placement[message.reader if isinstance(step, MessageSend) else message.stage]
 
 
-def _expect_same(left: int, right: int, ours: list[Pass], theirs: list[Pass]) -> None:
-    for index, (first, second) in enumerate(zip_longest(ours, theirs)):
-        if first != second:
-            raise PreflightError(
-                f"message {index} between ranks {left} and {right} is "
-                f"{_words(first) if first else 'none'} for rank {left}, but "
-                f"{_words(second) if second else 'none'} for rank {right}: both must post the same "
-                "messages in the same order, or tensors are mixed up; "
-                "let the runtime place sends and receives"
-            )
+def _find_deadlock(orders: Sequence[Order], placement: Sequence[int], window: int) -> list[str]:
+    """Return each rank that cannot finish, with the step at which it waits.
 
+    Both ranks of a queue post the same messages in the same order.
+    """
+    over_before = sends_over_before(orders, placement, window)
+    num_posted: Counter[tuple[int, int]] = Counter()
+    passed: set[Pass] = set()
 
-class _Execution:
-    """All ranks run without a clock; a message passes when both queues have reached it."""
-
-    def __init__(self, orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
-        self._orders = orders
-        self._placement = placement
-        self._over_before = sends_over_before(orders, placement, window)
-        self._heads = [0] * len(orders)
-        self._posted: dict[tuple[int, int], list[Pass]] = {}
-        self._num_passed: dict[tuple[int, int], int] = {}
-        self._passed: set[Pass] = set()
-
-    def stuck(self) -> list[tuple[int, str]]:
-        """Return every rank that does not get to its end, with the step it waits at."""
-        while any(self._advance(rank) for rank in range(len(self._orders))):
-            pass
-        return [
-            (rank, str(order[head]))
-            for rank, (order, head) in enumerate(zip(self._orders, self._heads, strict=True))
-            if head < len(order)
-        ]
-
-    def _advance(self, rank: int) -> bool:
-        """Run a rank as far as it gets; return whether it got anywhere."""
-        order, start = self._orders[rank], self._heads[rank]
-        while self._heads[rank] < len(order) and self._can_run(rank, order[self._heads[rank]]):
-            step = order[self._heads[rank]]
-            if not isinstance(step, Action):
-                self._post(rank, step)
-            self._heads[rank] += 1
-        return self._heads[rank] > start
-
-    def _can_run(self, rank: int, step: Step) -> bool:
+    def can_run(rank: int, step: Step) -> bool:
         if not isinstance(step, Action):
-            return self._passed.issuperset(self._over_before[rank].get(step, ()))
-        needed = input_of(step, len(self._placement))
-        if needed is None or self._placement[needed.stage] == rank:
-            return True
-        return needed in self._passed
+            return passed.issuperset(over_before[rank].get(step, ()))
+        needed = input_of(step, len(placement))
+        return needed is None or placement[needed.stage] == rank or needed in passed
 
-    def _post(self, rank: int, step: MessageSend | Receive) -> None:
-        other = _other_end(step, self._placement)
-        self._posted.setdefault((rank, other), []).append(step.message)
-        pair = (min(rank, other), max(rank, other))
-        theirs = self._posted.get((other, rank), [])
-        passing = self._num_passed.get(pair, 0)
-        both = min(len(self._posted[rank, other]), len(theirs))
-        self._passed.update(theirs[passing:both])
-        self._num_passed[pair] = both
+    num_run: Counter[int] = Counter()
+    for rank, step in _run_orders(orders, can_run):
+        num_run[rank] += 1
+        if not isinstance(step, Action):
+            peer = _peer_of(step, placement)
+            num_posted[rank, peer] += 1
+            if num_posted[rank, peer] <= num_posted[peer, rank]:
+                passed.add(step.message)
+    return [
+        f"rank {rank} waits at {order[num_run[rank]]}"
+        for rank, order in enumerate(orders)
+        if num_run[rank] < len(order)
+    ]
+
+
+def _run_orders(
+    orders: Sequence[Order], can_run: Callable[[int, Step], bool]
+) -> Iterator[tuple[int, Step]]:
+    """Yield the steps of all ranks, each when it can run, until no rank can run its next one."""
+    positions = [0] * len(orders)
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, order in enumerate(orders):
+            while positions[rank] < len(order) and can_run(rank, order[positions[rank]]):
+                yield rank, order[positions[rank]]
+                positions[rank] += 1
+                progressed = True
 
 
 def sends_over_before(
     orders: Sequence[Order], placement: Sequence[int], window: int
 ) -> list[dict[Step, tuple[Pass, ...]]]:
-    """Return, per rank, the sends that are waited for before a step.
+    """Return, per rank, the sends that it waits for before each step.
 
-    Before an action, once it has its input: those known to be over. The argument. Let K(r) be what
-    rank r knows each rank to have done: of itself, everything so far; and when an action of r has
-    waited for a message, everything its sender knew when it sent it, the send included. A message
-    is used by the action that waits for its receive. If K(r) holds that action's begin, the
-    receive has ended, so has the send.
+    Before an action, once it has its input, a rank waits for the sends that it knows to be over.
+    The proof: let K(r) be the number of steps that rank r knows each rank to have run. It knows its
+    own steps. When an action of r has waited for a message, r also knows all that the sender knew
+    when it sent it, including the send. The action that waits for the receive of a message uses it.
+    If K(r) includes the start of that action, the receive has ended, and therefore the send.
 
-    Before a send: the oldest, if ``window`` are still in flight. What is in no tuple is in flight
-    to the end of the step.
+    Before a send, a rank waits for its oldest send if ``window`` are still in flight. All other
+    sends are in flight until the end of the step.
     """
+    num_stages = len(placement)
+    used_at = {
+        input_of(step, num_stages): index
+        for order in orders
+        for index, step in enumerate(order)
+        if isinstance(step, Action)
+    }
     known = [[0] * len(orders) for _ in orders]
-    used_at = _uses(orders, len(placement))
-    known_at_send: dict[Pass, list[int]] = {}
+    known_at_send: dict[Pass | None, list[int]] = {}
     in_flight: list[list[Pass]] = [[] for _ in orders]
     over: list[dict[Step, tuple[Pass, ...]]] = [{} for _ in orders]
-    for rank, step in _in_some_order(orders, placement):
+    done: set[Pass | None] = {None}
+
+    def has_input(_rank: int, step: Step) -> bool:
+        return not isinstance(step, Action) or input_of(step, num_stages) in done
+
+    for rank, step in _run_orders(orders, has_input):
         known[rank][rank] += 1
         if isinstance(step, MessageSend):
             if len(in_flight[rank]) >= window:
@@ -233,53 +222,20 @@ def sends_over_before(
             known_at_send[step.message] = list(known[rank])
             in_flight[rank].append(step.message)
         elif isinstance(step, Action):
-            news = known_at_send.get(input_of(step, len(placement)) or _NOTHING)
+            done.add(pass_of(step))
+            news = known_at_send.get(input_of(step, num_stages))
             if news is None:
                 continue
             known[rank] = [max(pair) for pair in zip(known[rank], news, strict=True)]
             used = tuple(
                 message
                 for message in in_flight[rank]
-                if used_at[message] < known[rank][_receiver(message, placement)]
+                if used_at[message] < known[rank][placement[message.reader]]
             )
             if used:
                 over[rank][step] = used
                 in_flight[rank] = [one for one in in_flight[rank] if one not in used]
     return over
-
-
-_NOTHING = Pass(False, -1, -1)
-
-
-def _uses(orders: Sequence[Order], num_stages: int) -> dict[Pass, int]:
-    """Return where in its rank's order every message is used."""
-    return {
-        needed: index
-        for order in orders
-        for index, step in enumerate(order)
-        if isinstance(step, Action) and (needed := input_of(step, num_stages)) is not None
-    }
-
-
-def _in_some_order(orders: Sequence[Order], placement: Sequence[int]) -> Iterator[tuple[int, Step]]:
-    """Yield all steps so that each comes after those it waits for."""
-    heads = [0] * len(orders)
-    done: set[Pass] = set()
-    moving = True
-    while moving:
-        moving = False
-        for rank, order in enumerate(orders):
-            while heads[rank] < len(order):
-                step = order[heads[rank]]
-                if isinstance(step, Action):
-                    needed = input_of(step, len(placement))
-                    if needed is not None and needed not in done:
-                        break
-                    if (completed := pass_of(step)) is not None:
-                        done.add(completed)
-                yield rank, step
-                heads[rank] += 1
-                moving = True
 
 
 def slots_of(
@@ -288,22 +244,22 @@ def slots_of(
     num_stages: int,
     bytes_of: Callable[[Pass], int],
 ) -> tuple[int, int]:
-    """Return how many messages a rank has in flight at most, and the bytes of the largest one.
+    """Return the maximum number of messages of a rank in flight, and the bytes of the largest one.
 
-    A received one is in flight from the post of its receive to the start of the pass that takes
-    it, a sent one from the post of its send to where that is waited for (``over_before``).
+    A received message is in flight from the post of its receive to the start of the pass that uses
+    it. A sent message is in flight from the post of its send to the wait for it (``over_before``).
     """
     in_flight: set[Pass] = set()
-    most = largest = 0
+    num_slots = slot_bytes = 0
     for step in order:
         in_flight.difference_update(over_before.get(step, ()))
         if isinstance(step, Action):
-            in_flight.discard(input_of(step, num_stages) or _NOTHING)
+            in_flight -= {input_of(step, num_stages)}
         else:
             in_flight.add(step.message)
-            largest = max(largest, bytes_of(step.message))
-            most = max(most, len(in_flight))
-    return most, largest
+            slot_bytes = max(slot_bytes, bytes_of(step.message))
+            num_slots = max(num_slots, len(in_flight))
+    return num_slots, slot_bytes
 
 
 def boundary_levels(
@@ -313,17 +269,21 @@ def boundary_levels(
     bytes_of: Callable[[Pass], int],
     pool_bytes: int = 0,
 ) -> dict[Action, BoundaryLevel]:
-    """Return the bytes of boundary tensors that are on a rank's device with each action.
+    """Return the bytes of boundary tensors on a rank's device during and after each action.
 
-    Beside the slots of messages (`slots_of`), which always are, a tensor that is made here counts
-    from the start of its pass until it is sent or, if a stage of this rank takes it, as an input
-    until its F (from then on it is part of the activation), as a gradient until the I or B it is
-    for has ended; so does, while that runs, the copy of a received one. ``pool_bytes`` are those
-    of slots that are there already.
+    The slots of messages (`slots_of`) always count, with a minimum of ``pool_bytes``, the bytes of
+    slots that are already allocated. A boundary tensor that this rank makes counts from the start
+    of its pass until one of these events:
+
+    * The rank sends it.
+    * A stage of this rank uses it as the input of an F. Then it is part of the activation.
+    * A stage of this rank uses it as the gradient of an I or B, and that pass ends.
+
+    The copy of a received gradient counts while its I or B runs.
     """
     num_slots, slot_bytes = slots_of(order, over_before, num_stages, bytes_of)
     slots = max(num_slots * slot_bytes, pool_bytes)
-    boundary_bytes: dict[Pass, int] = {}
+    boundary_bytes: dict[Pass | None, int] = {}
     levels: dict[Action, BoundaryLevel] = {}
     running: Action | None = None
     for step in order:
@@ -333,54 +293,51 @@ def boundary_levels(
                 levels[running] = levels[running]._replace(
                     after=slots + sum(boundary_bytes.values())
                 )
-        if not isinstance(step, Action):
-            continue
-        running = step
-        needed, completed = input_of(step, num_stages), pass_of(step)
-        if needed is not None:
+        elif isinstance(step, Action):
+            running = step
+            needed, completed = input_of(step, num_stages), pass_of(step)
             boundary_bytes.pop(needed, None)
-        # All but the first stage's gradient and the last one's output cross a boundary.
-        if completed is not None and completed.stage != (
-            0 if completed.backward else num_stages - 1
-        ):
-            boundary_bytes[completed] = bytes_of(completed)
-        taken = bytes_of(needed) if needed is not None and needed.backward else 0
-        level = slots + sum(boundary_bytes.values())
-        levels[step] = BoundaryLevel(level + taken, level)
+            if completed is not None and 0 <= completed.reader < num_stages:
+                boundary_bytes[completed] = bytes_of(completed)
+            gradient_bytes = bytes_of(needed) if needed is not None and needed.backward else 0
+            level = slots + sum(boundary_bytes.values())
+            levels[step] = BoundaryLevel(level + gradient_bytes, level)
     return levels
 
 
-def boundary_room(sizes: Sequence[int], num_stages: int, num_microbatches: int) -> int:
+def max_boundary_bytes(sizes: Sequence[int], num_stages: int, num_microbatches: int) -> int:
     """Return the bytes of boundary tensors that no schedule exceeds on a rank.
 
-    The argument, by `boundary_levels`. A tensor waits for an F or for an I or B of this rank. A
-    gradient is made after the next stage's F of that micro-batch, so after the F here: of each
-    (stage, micro-batch) at most one tensor waits at a time, in a slot or handed over by a stage of
-    this rank. What this rank sends is in flight `window_of` times at most, and there are what the
-    running pass takes and what it makes. ``sizes`` has, of each stage on the rank, the larger of
-    what it receives and what it sends of a micro-batch; slots are as large as the largest.
+    ``sizes`` has an entry per stage of the rank: the bytes of the larger tensor of the one that it
+    receives and the one that it sends per micro-batch. Every slot is as large as the largest.
+
+    The proof, by the rules of `boundary_levels`: a tensor waits for an F, or for an I or B, of this
+    rank. A gradient exists only after the F of the next stage, and therefore after the F here. So
+    at most one tensor waits per (stage, micro-batch), in a slot or from a stage of this rank.
+    At most `window_of` sends are in flight. The running pass adds its input and its output.
     """
     num_passing = window_of(num_stages, trains=True) + 2
     return (num_microbatches * len(sizes) + num_passing) * max(sizes, default=0)
 
 
-# --- Where messages are while they are on their way.
-# NCCL keeps what it sends and receives from the allocator until its stream has got there
-# (``record_stream``), so how much memory is taken would depend on timing. Slots are never freed:
-# sent tensors are copied into one and received ones out of it, both by the compute stream.
+# --- The memory of messages in flight.
+# NCCL keeps a tensor that it sends or receives from the allocator until its stream has finished
+# (``record_stream``), so the memory in use would depend on timing. Slots are therefore never freed:
+# the compute stream copies sent tensors into a slot, and received ones out of it.
 
 Blank = tuple[torch.Size, torch.dtype]
-"""Size and type of a tensor without its values."""
+"""The size and type of a tensor without its values."""
 
 
 class MessageSlots:
-    """As many slots of ``slot_bytes`` as a program has messages in flight, allocated once.
+    """The memory of all messages in flight: equal slots, which the first step allocates.
 
-    A slot that is given back may be reused at once: whoever gives it back has ordered the message,
-    or the copy out of it, before the compute issued from then on, behind which messages start.
+    A slot may be reused immediately after it is given back. By then the caller has ordered the
+    message, or the copy out of it, before the later compute. Messages start after that compute.
 
-    ``before`` are those of an earlier schedule: there are as many, and as large, at least, and
-    where they are as large as the largest now they are taken over, with what lies in them.
+    ``previous`` are the slots of an earlier schedule. There are at least as many new slots, and
+    they are at least as large. If their size is the same, this object takes over their memory
+    and its content.
     """
 
     def __init__(
@@ -388,11 +345,11 @@ class MessageSlots:
         num_slots: int,
         slot_bytes: int,
         device: torch.device,
-        before: MessageSlots | None = None,
+        previous: MessageSlots | None = None,
     ) -> None:
-        self.num_slots: int = max(num_slots, before.num_slots if before is not None else 0)
-        self.slot_bytes: int = max(slot_bytes, before.slot_bytes if before is not None else 0)
-        self._before = before
+        self.num_slots: int = max(num_slots, previous.num_slots if previous is not None else 0)
+        self.slot_bytes: int = max(slot_bytes, previous.slot_bytes if previous is not None else 0)
+        self._previous = previous
         self.device = device
         self._slots: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -401,10 +358,10 @@ class MessageSlots:
 
     def begin(self) -> None:
         """Start a step with all slots free; the first one allocates them."""
-        if self._before is not None:
-            slots = self._before.drop()
-            self._slots = slots if self._before.slot_bytes == self.slot_bytes else []
-            self._before = None
+        if self._previous is not None:
+            slots = self._previous.drop()
+            self._slots = slots if self._previous.slot_bytes == self.slot_bytes else []
+            self._previous = None
         self._slots += [
             torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
             for _ in range(self.num_slots - len(self._slots))
@@ -418,18 +375,18 @@ class MessageSlots:
         return self.num_slots * self.slot_bytes
 
     def drop(self) -> list[Tensor]:
-        """Give all memory back, to whoever takes it; the next step allocates it again."""
+        """Release all memory and return it; the next step allocates it again."""
         slots, self._slots, self._free = self._slots, [], []
         self._views.clear()
         return slots
 
     def take(self, message: Pass, blanks: Sequence[Blank | None]) -> list[Tensor]:
-        """Return tensors of these sizes and types that lie in a slot; None takes no place."""
+        """Take a slot and return tensors of these sizes and types in it; none for a None."""
         slot = self._taken[message] = self._free.pop()
-        # Of every slot and every list of sizes, which are a pipeline's own, views are made once.
+        # A pipeline keeps its slots and its lists of sizes, so each pair needs its views only once.
         known = self._views.get((id(slot), id(blanks)))
         if known is None:
-            known = self._views[id(slot), id(blanks)] = (blanks, _laid_out(slot, blanks))
+            known = self._views[id(slot), id(blanks)] = (blanks, _lay_out(slot, blanks))
         return known[1]
 
     def give_back(self, message: Pass) -> None:
@@ -437,31 +394,31 @@ class MessageSlots:
         self._free.append(self._taken.pop(message))
 
 
-def _laid_out(slot: Tensor, blanks: Sequence[Blank | None]) -> list[Tensor]:
-    """Return places in a slot, the widest types first: so each is aligned without gaps."""
+def _lay_out(slot: Tensor, blanks: Sequence[Blank | None]) -> list[Tensor]:
+    """Return tensors in a slot, placed with the widest types first: aligned, and without gaps."""
     given = [one for one in blanks if one is not None]
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     start = 0
     for index in sorted(range(len(given)), key=lambda index: -given[index][1].itemsize):
         size, dtype = given[index]
         end = start + size.numel() * dtype.itemsize
-        found[index] = slot[start:end].view(dtype).view(size)
+        tensors[index] = slot[start:end].view(dtype).view(size)
         start = end
-    return [found[index] for index in range(len(given))]
+    return [tensors[index] for index in range(len(given))]
 
 
-# --- DTensors: a rank sends the shard that it holds, and whoever gets it makes a DTensor of it
-# again, on a mesh of its own ranks. There it stands where the sender stands in the sender's, so
-# this is the shard that it must have, also where they are uneven. Gradients go back in the same
-# way: autograd brings them to the placements of what was received (Partial: to Replicate) before
-# they are sent.
+# --- DTensors. A rank sends its shard, and the receiver makes a DTensor of it on its own mesh.
+# The receiver has the same coordinate in its mesh as the sender, so this is the shard that it needs,
+# even if shards are uneven. Gradients return in the same way: autograd first brings them to the
+# placements of the received tensor (Partial: to Replicate).
 
 
 class Layout(NamedTuple):
-    """How a DTensor lies on its mesh, seen by one rank; picklable.
+    """The layout of a DTensor on its mesh, as one rank sees it; picklable.
 
-    ``size`` and ``stride`` are the whole tensor's; ``dims`` the mesh's names, empty if it has none,
-    ``degrees`` its size, and ``place`` where this rank stands in it.
+    ``size`` and ``stride`` are those of the whole tensor. ``dims`` are the names of the mesh's
+    dimensions, () without names. ``degrees`` is the size of the mesh, ``place`` the coordinate of
+    this rank.
     """
 
     size: torch.Size
@@ -476,13 +433,13 @@ class Layout(NamedTuple):
         mesh = ", ".join(f"{name}: {degree}" for name, degree in axes)
         return f"a DTensor placed {self.placements} on a mesh ({mesh})"
 
-    def mesh_among(self, meshes: Iterable[DeviceMesh]) -> DeviceMesh:
-        """Return the mesh of this rank that is like the sender's: one of these, or a part of one.
+    def find_mesh(self, meshes: Iterable[DeviceMesh]) -> DeviceMesh:
+        """Return the mesh, or part of a mesh, that is like the sender's.
 
         Raises
         ------
         PreflightError
-            If there is none, or this rank stands elsewhere in it than the sender in its own.
+            If there is none, or this rank has another coordinate in it than the sender.
         """
         parts = (part for mesh in meshes for part in slices_of_mesh(mesh, self.dims))
         alike = {_place_in(one): one for one in parts if tuple(one.shape) == self.degrees}
@@ -491,15 +448,15 @@ class Layout(NamedTuple):
         if alike:
             raise PreflightError(
                 f"{self} is sent from place {self.place} of its mesh and received in place "
-                f"{next(iter(alike))}, but a rank sends the shard that the receiver must have; let "
-                "the ranks of a pipeline stand in the same place of meshes of their own"
+                f"{next(iter(alike))}, but a rank sends the shard that the receiver must have; "
+                "give the ranks of a pipeline the same place, each in its own mesh"
             )
         raise PreflightError(
-            f"{self} is received, but this rank knows no such mesh of its own: it looks at those "
-            "of the parameters of its stages, at what they are parts of, and at mesh=; pass mesh="
+            f"{self} is received, but this rank knows no such mesh of its own, neither of the "
+            "parameters of its stages, nor a mesh that contains those, nor mesh=; pass mesh="
         )
 
-    def whole(self, shard: Tensor, mesh: DeviceMesh) -> DTensor:
+    def to_dtensor(self, shard: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the DTensor of which this rank has received its shard."""
         return dtensor_of(shard, mesh, self.placements, self.size, self.stride)
 
@@ -508,24 +465,21 @@ def _place_in(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.get_coordinate() or ())
 
 
-_CROSSES = (Replicate, Shard, Partial)
-
-
 def layout_of(tensor: Tensor, what: str) -> Layout | None:
-    """Return how a DTensor lies on its mesh; None for any other tensor.
+    """Return the layout of a DTensor; None for any other tensor.
 
     Raises
     ------
     PreflightError
-        If the shards are not all that there is to it.
+        If its placements need more than the shards.
     """
     if not isinstance(tensor, DTensor):
         return None
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    if any(type(one) not in _CROSSES for one in placements):
+    if any(type(one) not in (Replicate, Shard, Partial) for one in placements):
         raise PreflightError(
             f"{what} is a DTensor placed {placements}, but only Replicate, Shard and Partial cross "
-            "stages: others know more than their shards; redistribute it before it is returned"
+            "stages: others need more than their shards; redistribute it before it is returned"
         )
     return Layout(
         tensor.size(),
@@ -538,9 +492,9 @@ def layout_of(tensor: Tensor, what: str) -> Layout | None:
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor, its gradient a DTensor again; else the tensor."""
+    """Return this rank's shard of a DTensor, whose gradient is a DTensor; else the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     shard = tensor.to_local()
-    # A collective that is still under way ends where its result is read.
+    # A collective that is still running ends where its result is read.
     return shard if type(shard) is torch.Tensor else alias_no_view(shard)

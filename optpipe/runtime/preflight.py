@@ -722,7 +722,7 @@ Spread = tuple[tuple[Layout, "DeviceMesh"] | None, ...]
 def spread_of(shapes: Shapes, meshes: Sequence[DeviceMesh]) -> Spread:
     """Return how what a stage receives lies on its rank's meshes."""
     layouts = [shape.layout for shape in shapes]
-    found = tuple(None if one is None else (one, one.mesh_among(meshes)) for one in layouts)
+    found = tuple(None if one is None else (one, one.find_mesh(meshes)) for one in layouts)
     return found if any(found) else ()
 
 
@@ -731,7 +731,7 @@ def received(shards: Iterable[Tensor], spread: Spread) -> tuple[Tensor, ...]:
     if not spread:
         return tuple(shards)
     pairs = zip(shards, spread, strict=True)
-    return tuple(one if how is None else how[0].whole(one, how[1]) for one, how in pairs)
+    return tuple(one if how is None else how[0].to_dtensor(one, how[1]) for one, how in pairs)
 
 
 def _zeros(device: torch.device, value: Any) -> Any:

@@ -14,7 +14,7 @@ from optpipe.runtime.messages import (
     Order,
     Receive,
     boundary_levels,
-    boundary_room,
+    max_boundary_bytes,
     check_orders,
     sends_over_before,
     window_of,
@@ -208,7 +208,7 @@ def test_there_is_room_for_the_boundary_tensors_of_every_schedule(cases):
             own = [max(sizes[max(0, stage - 1) : stage + 1])
                    for stage, home in enumerate(case.placement) if home == rank]  # fmt: skip
             most = max(level.during for level in levels.values())
-            shares.append(most / boundary_room(own, num_stages, count))
+            shares.append(most / max_boundary_bytes(own, num_stages, count))
     assert max(shares) <= 1
     assert max(shares) > 0.5
 

@@ -39,7 +39,7 @@ from optpipe.runtime.measuring.times import (
     time_passes,
     undisturbed,
 )
-from optpipe.runtime.messages import boundary_room
+from optpipe.runtime.messages import max_boundary_bytes
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
 from optpipe.runtime.passes import WeightGradients, check_delaying, deferred_bytes, split_linears
 from optpipe.runtime.preflight import as_tensors, meshes_of
@@ -318,7 +318,7 @@ def _with_inputs(
     meshes = meshes_of(stage.index, {stage.index: stage.module}, None)
     shards = [shard.to(device) for _, shard in received]
     inputs = tuple(
-        shard if layout is None else layout.whole(shard, layout.mesh_among(meshes))
+        shard if layout is None else layout.to_dtensor(shard, layout.find_mesh(meshes))
         for (layout, _), shard in zip(received, shards, strict=True)
     )
     return replace(stage, inputs=inputs, target=target)
@@ -501,7 +501,7 @@ class Profile(NamedTuple):
 
         That is the whole batch, where it lies all step long, and boundary tensors in flight. How
         many these are depends on the schedule that is still to be found; there is room for every
-        one (`optpipe.runtime.messages.boundary_room`). A schedule that needs less leaves the rest
+        one (`optpipe.runtime.messages.max_boundary_bytes`). A schedule that needs less leaves the rest
         unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts what
         the schedule at hand needs, says before the first step if they are too few.
         """
@@ -515,7 +515,7 @@ class Profile(NamedTuple):
         devices = tuple(
             facts.model_copy(
                 update={
-                    "reserved_bytes": taken + boundary_room(sizes, num_stages, num_microbatches)
+                    "reserved_bytes": taken + max_boundary_bytes(sizes, num_stages, num_microbatches)
                 }
             )
             for facts, taken, sizes in zip(measurements.devices, reserved, crossing, strict=True)
