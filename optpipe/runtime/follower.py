@@ -1,4 +1,4 @@
-"""Following a deployment: training goes on by the newest schedule that the service has found.
+"""Follow a deployment: train by the newest schedule that the service has found.
 
 ::
 
@@ -12,18 +12,19 @@
                 losses = training.step(batch, target)
                 optimizer.step()
 
-Between two steps rank 0 tells all others, in one broadcast of two numbers, whether there is a
-newer version; where there is, its text follows, all ranks check it together (`PipelineRunner.use`),
-and the next step runs it. A version that is refused is reported and passed over. Rank 0 sends
-before its own next step, and the others need rank 0's first forward anyway where it holds the first
-stage: so nobody waits longer than the pipeline makes him, also where `span` is the objective. On
-GPUs the broadcast goes over a gloo group of the same ranks, so that no device is waited for.
+Between two steps, rank 0 broadcasts two numbers that say whether there is a newer version. If there
+is one, rank 0 broadcasts its text. All ranks check it together (`PipelineRunner.use`), and the next
+step runs it. If a rank refuses the version, all ranks skip it and rank 0 logs the reason.
 
-Gradients are those of the same micro-batches whatever the schedule: where each stage adds them up
-in the same order, they are the same to the last bit, else to the rounding of a sum.
+Rank 0 broadcasts before its own next step. If it has the first stage, the other ranks wait for its
+first forward anyway. So the broadcast adds no wait, even if the objective is `span`. On GPUs the
+broadcast uses a gloo group of the same ranks, so that it waits for no device.
 
-Where every batch is another problem, as with packed sequences, no service is asked: rank 0 plans
-each batch before its step, and all ranks run that.
+The gradients are those of the same micro-batches under every schedule. If each stage adds them up
+in the same order they are equal to the last bit, otherwise up to the rounding of a sum.
+
+If every batch is a different problem, as with packed sequences, there is no service. Rank 0 plans
+each batch before its step, and all ranks run that schedule.
 
 ::
 
@@ -39,7 +40,8 @@ import logging
 import queue
 import statistics
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -57,9 +59,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from optpipe.measurements import Measurements
-    from optpipe.problem import Objective, Problem
+    from optpipe.problem import Problem
     from optpipe.runtime.runner import PipelineRunner
-    from optpipe.runtime.timing import MeasuredStep
     from optpipe.schedule import Schedule
 
 __all__ = ["Follower", "Refusal", "SchedulePoller", "Source", "StepReport", "follow"]
@@ -83,33 +84,33 @@ class Follower:
     Parameters
     ----------
     source
-        The deployment; looked at on rank 0 of the runner's group only, pass None elsewhere.
+        The deployment, on rank 0 of the runner's group; None on all other ranks.
     runner
-        What runs now. The service must know the same problem: sizes, placement, micro-batches.
+        Runs the steps. The service must know the same problem: sizes, placement, micro-batches.
     version
-        Of the schedule that it runs, 0 if it is not one of the deployment's.
+        The version of the runner's schedule; 0 if it is not a version of the deployment.
     sample_every
-        One step in so many is timed, action by action (see `ActionTimer`).
+        The period, in steps, of the steps whose actions are timed (see `ActionTimer`).
     report_every
-        So many steps after a switch, and then every so many, the times are reported.
+        The period, in steps since the last switch, of the reports of measured times.
     agree_every
-        The ranks look for a newer version before one step in so many.
+        The period, in steps, at which the ranks check for a newer version.
     replan
-        From the problem of a batch to its schedule, such as `optpipe_solver.replan`: called on rank
-        0 before each step whose problem is not that of the step before. In place of a deployment;
-        nothing is then reported.
+        A function from the problem of a batch to its schedule, such as `optpipe_solver.replan`, to
+        use instead of a deployment. Rank 0 calls it before each step whose problem differs from the
+        one before. Nothing is reported.
 
     Attributes
     ----------
     runner
-        What runs the steps. It is the same throughout, and may be used directly: nothing is then
-        switched or reported.
+        The runner, which stays the same. You may use it directly; such a step switches and reports
+        nothing.
     version
-        Of the schedule that runs, the same on all ranks; 0 = not one of the deployment's.
+        The version that runs, equal on all ranks; 0 if it is not a version of the deployment.
     refusals
-        The versions that were refused, oldest first, the same on all ranks.
+        The versions that the ranks refused, oldest first, equal on all ranks.
     poller
-        Rank 0's line to the service; None elsewhere.
+        The threads of rank 0 that communicate with the service; None on other ranks.
 
     Raises
     ------
@@ -138,8 +139,8 @@ class Follower:
                 raise ValueError(f"{name} = {value}: must be at least 1; 1 means every step")
         if source is not None and replan is not None:
             raise ValueError(
-                "a deployment's schedules are for one problem, and replan= makes one for each "
-                "batch's; give either"
+                "there are both a deployment and replan=: the schedules of a deployment are for "
+                "one problem, and replan= plans the problem of each batch; give either"
             )
         self._replan = replan
         self.runner = runner
@@ -151,8 +152,9 @@ class Follower:
         self._is_first = dist.get_rank(runner.group) == 0
         self._num_steps = 0
         self._num_timed = 0
-        self._timer = self._new_timer()
-        self.version, _ = self._agree(version, 0)
+        # With replan= steps have different schedules, so their times are not comparable.
+        self._timer = None if replan is not None else ActionTimer(runner, every=sample_every)
+        self.version, _ = self._broadcast_numbers(version, 0)
         self.poller: SchedulePoller | None = None
         if self._is_first and source is not None:
             self.poller = SchedulePoller(source, version)
@@ -164,82 +166,81 @@ class Follower:
         self.close()
 
     def close(self) -> None:
-        """Follow no longer; what runs stays."""
+        """Stop following; the runner keeps its schedule."""
         if self._timer is not None:
             self._timer.detach()
         if self.poller is not None:
             self.poller.close()
 
     def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Tensor | None:
-        """Switch to a newer version where there is one, and run a step: `PipelineRunner.step`.
+        """Switch to a newer version if there is one, then run a step: `PipelineRunner.step`.
 
         Parameters
         ----------
         *args, **kwargs
-            Of `PipelineRunner.step`.
+            Those of `PipelineRunner.step`.
         problem
-            With ``replan``, that of this batch. Rank 0 needs it; others may be given it, too, and
-            it is then compared with rank 0's.
+            With ``replan``, the problem of this batch. Rank 0 needs it. If other ranks pass it,
+            they compare it with the one of rank 0.
 
         Raises
         ------
         PreflightError
-            On all ranks alike, if a batch cannot be planned or run, or the ranks' problems differ.
+            On all ranks, if a batch cannot be planned or run, or the ranks' problems differ.
         """
         if self._replan is not None:
-            self._plan(problem)
-            losses = self.runner.step(*args, **kwargs)
-            self._num_steps += 1
-            return losses
-        if problem is not None:
-            raise ValueError("problem= is that of a batch which replan= plans; give follow both")
-        if self._num_steps % self._agree_every == 0:
-            self._look_for_news()
+            self._plan(problem, self._replan)
+        elif problem is not None:
+            raise ValueError(
+                "problem= was given without replan=: it is the problem of a batch that replan= "
+                "plans; pass replan= to follow, too"
+            )
+        elif self._num_steps % self._agree_every == 0:
+            self._switch_to_newest()
         losses = self.runner.step(*args, **kwargs)
         self._num_steps += 1
         self._num_timed += 1
-        # The first step is a warm-up, so that by then at least one was sampled on all ranks.
+        # The first step is a warm-up. After this many, all ranks have timed at least one.
         if self._num_timed % self._report_every == 0 and self._num_timed > self._sample_every:
             self._report()
         return losses
 
-    def _plan(self, problem: Problem | None) -> None:
-        """Run the schedule of a batch from now on; all ranks, or none of them."""
-        found, faults = made_on(0, lambda: self._planned(problem), torch.device("cpu"), self._group)
+    def _plan(self, problem: Problem | None, replan: Callable[[Problem], Schedule]) -> None:
+        """Let all ranks run the schedule of a batch from now on, or raise on all of them."""
+
+        def plan() -> tuple[Problem, Schedule | None]:
+            if problem is None:
+                raise PreflightError("it was given no problem; pass step(..., problem=) there")
+            running = self.runner.problem
+            is_running = running is not None and running.problem_hash == problem.problem_hash
+            return problem, None if is_running else replan(problem)
+
+        result, faults = made_on(0, plan, torch.device("cpu"), self._group)
         if faults:
             raise PreflightError(f"rank 0 cannot plan this batch: {faults[0]}")
-        planned, schedule = found
+        planned, schedule = result
         own = problem if problem is not None else planned
-        differ = torch.tensor(own.problem_hash != planned.problem_hash, dtype=torch.int64)
-        dist.all_reduce(differ, group=self._group)
-        if differ:
+        num_different = torch.tensor(own.problem_hash != planned.problem_hash, dtype=torch.int64)
+        dist.all_reduce(num_different, group=self._group)
+        if num_different:
             raise PreflightError(
                 f"the problem of this batch is {planned.problem_hash} on rank 0, and another one "
-                f"on {int(differ)} ranks, {own.problem_hash} on this one; give all ranks the same, "
-                "or rank 0 alone"
+                f"on {int(num_different)} ranks, {own.problem_hash} on this one; give all ranks "
+                "the same problem, or give it to rank 0 only"
             )
         if schedule is not None:
             self.runner.use(schedule, planned)
 
-    def _planned(self, problem: Problem | None) -> tuple[Problem, Schedule | None]:
-        """Return a batch's problem and schedule; None = the one that runs."""
-        if problem is None:
-            raise PreflightError("it was given no problem; pass step(..., problem=) there")
-        running = self.runner.problem
-        if running is not None and running.problem_hash == problem.problem_hash:
-            return problem, None
-        replan = cast("Callable[[Problem], Schedule]", self._replan)
-        return problem, replan(problem)
-
-    def _look_for_news(self) -> None:
+    def _switch_to_newest(self) -> None:
+        """Run the newest version from now on, if there is one and all ranks can run it."""
         found = self.poller.take() if self.poller is not None else None
         text = b"" if found is None else found[1].model_dump_json(by_alias=True).encode()
-        version, size = self._agree(0 if found is None else found[0], len(text))
-        if size:
-            self._switch(version, load_schedule(self._share(text, size).decode()))
-
-    def _switch(self, version: int, schedule: Schedule) -> None:
-        """Run another schedule from now on, if all ranks can."""
+        version, num_bytes = self._broadcast_numbers(0 if found is None else found[0], len(text))
+        if not num_bytes:
+            return
+        buffer = bytearray(text) if self._is_first else bytearray(num_bytes)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), group=self._group, group_src=0)
+        schedule = load_schedule(buffer.decode())
         if self._timer is not None:
             self._timer.detach()
         try:
@@ -248,44 +249,35 @@ class Follower:
             self.refusals.append(Refusal(version, str(error)))
             if self._is_first:
                 _log.warning(
-                    "version %d was refused, version %d runs on: %s", version, self.version, error
+                    "version %d was refused, version %d stays: %s", version, self.version, error
                 )
         else:
             self.version = version
             if self._is_first:
                 _log.info("version %d runs from step %d on", version, self._num_steps)
         self._num_timed = 0
-        self._timer = self._new_timer()
+        self._timer = ActionTimer(self.runner, every=self._sample_every)
 
     def _report(self) -> None:
-        """Put together, on rank 0, what all ranks have measured, and leave it to the line."""
+        """Gather the times of all ranks on rank 0, and queue a report."""
         if self._timer is None:
             return
         steps, measurements = self._timer.gather(), self._timer.measurements()
         if self.poller is None or steps is None or measurements is None or self.version == 0:
             return
-        objective = self.runner.schedule.objective
-        step_ms = statistics.median(_length_ms(step, objective) for step in steps)
+        is_span = self.runner.schedule.objective == "span"
+        step_ms = statistics.median(
+            step.span_ms if is_span else max(item.end for row in step.rows for item in row)
+            for step in steps
+        )
         report = StepReport(self.version, self._num_steps, step_ms, measurements.condensed())
         self.poller.post(report)
 
-    def _new_timer(self) -> ActionTimer | None:
-        """Return what times steps; nothing where each is of another schedule."""
-        if self._replan is not None:
-            return None
-        return ActionTimer(self.runner, every=self._sample_every)
-
-    def _agree(self, version: int, size: int) -> tuple[int, int]:
-        """Return rank 0's two numbers, on every rank."""
-        shared = torch.tensor([version, size])
-        dist.broadcast(shared, group=self._group, group_src=0)
-        return int(shared[0]), int(shared[1])
-
-    def _share(self, text: bytes, size: int) -> bytes:
-        """Return rank 0's text, on every rank."""
-        buffer = bytearray(text) if self._is_first else bytearray(size)
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), group=self._group, group_src=0)
-        return bytes(buffer)
+    def _broadcast_numbers(self, version: int, num_bytes: int) -> tuple[int, int]:
+        """Return the two numbers of rank 0, on every rank."""
+        numbers = torch.tensor([version, num_bytes])
+        dist.broadcast(numbers, group=self._group, group_src=0)
+        return int(numbers[0]), int(numbers[1])
 
 
 follow = Follower
@@ -298,27 +290,20 @@ def _host_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group_alike(group, dist.Backend.GLOO)
 
 
-def _length_ms(step: MeasuredStep, objective: Objective) -> float:
-    """Return the length of a measured step, in ms, as an objective counts it."""
-    if objective == "span":
-        return step.span_ms
-    return max(item.end for row in step.rows for item in row)
+# --- The connection of rank 0 to the service: one thread requests schedules, one sends reports.
+# The service may be slow, stop, restart or send an invalid answer. These threads log the error,
+# pause and retry. Training never waits for them.
 
-
-# --- Rank 0's line to the service, in two threads: one asks for schedules, one tells measured
-# times. Whatever happens to the service - it is slow, stopped, restarted, answers nonsense -
-# happens in these threads. They log it, wait, and try again; training never waits for them.
-
-_LONGEST_PAUSE_S = 60.0
-_REST_S = 1.0
-_LEAVE_S = 0.2
+_MAX_PAUSE_S = 60.0
+_MIN_PERIOD_S = 1.0
+_CLOSE_TIMEOUT_S = 0.2
 
 
 class Source(Protocol):
-    """Where schedules come from and measured times go: `optpipe.client.Deployment` is one."""
+    """A source of schedules that takes measured times, such as `optpipe.client.Deployment`."""
 
     def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        """Return the newest version and its number, waiting for one; None where none is newer."""
+        """Return the newest version and its schedule; None if none is newer after ``wait_s``."""
 
     def report(
         self,
@@ -328,11 +313,11 @@ class Source(Protocol):
         step: int | None = None,
         step_ms: float | None = None,
     ) -> object:
-        """Tell what was measured under a version."""
+        """Report times that were measured under a version."""
 
 
 class StepReport(NamedTuple):
-    """What was measured under a version up to a step; ``step_ms`` is the pipeline's time alone."""
+    """Times measured under a version up to a step; ``step_ms`` is the time of the pipeline only."""
 
     version: int
     step: int
@@ -341,98 +326,87 @@ class StepReport(NamedTuple):
 
 
 class SchedulePoller:
-    """Asks a source for newer versions and tells it reports, in daemon threads.
+    """Requests newer versions from a source and sends it reports, in daemon threads.
 
-    ``version`` runs already, 0 = nothing of this source. The source may wait ``wait_s`` for a newer
-    one before it answers. Each failure in a row doubles the pause after it, up to a minute.
+    ``version`` already runs; 0 means no version of this source. The source may wait ``wait_s`` for
+    a newer version before it answers. Each consecutive failure doubles the pause before the retry,
+    from ``first_pause_s`` up to a minute.
     """
 
     def __init__(
         self, source: Source, version: int, *, wait_s: float = 30.0, first_pause_s: float = 1.0
     ) -> None:
         self._source = source
-        self._known = version
+        self._known_version = version
         self._wait_s = wait_s
         self._first_pause_s = first_pause_s
-        self._news: tuple[int, Schedule] | None = None
-        self._has_news = threading.Event()
+        self._newest: tuple[int, Schedule] | None = None
+        self._has_newer = threading.Event()
         self._reports: queue.Queue[StepReport | None] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=self._ask, name="optpipe-follow", daemon=True),
-            threading.Thread(target=self._tell, name="optpipe-report", daemon=True),
+            threading.Thread(target=self._poll_schedules, name="optpipe-follow", daemon=True),
+            threading.Thread(target=self._send_reports, name="optpipe-report", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     def take(self) -> tuple[int, Schedule] | None:
-        """Return the newest version that was not taken yet; None at nearly every call."""
-        if not self._has_news.is_set():
+        """Return the newest version that was not taken yet; nearly always None."""
+        if not self._has_newer.is_set():
             return None
-        self._has_news.clear()
-        news, self._news = self._news, None
-        return news
+        self._has_newer.clear()
+        newest, self._newest = self._newest, None
+        return newest
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is a version to take; return whether there is."""
-        return self._has_news.wait(timeout_s)
+        """Wait until there is a version to take; return whether there is one."""
+        return self._has_newer.wait(timeout_s)
 
-    def post(self, report: StepReport) -> None:
-        """Tell a report some time soon; it replaces one that still waits to be told."""
-        while True:
-            try:
-                self._reports.put_nowait(report)
-            except queue.Full:
-                self._take_back()
-            else:
-                return
+    def post(self, report: StepReport | None) -> None:
+        """Queue a report; it replaces one that is still queued. None ends the thread."""
+        with suppress(queue.Empty):
+            self._reports.get_nowait()
+        self._reports.put(report)
 
     def close(self) -> None:
-        """Let the threads end; one that waits for an answer ends with the process."""
+        """Let the threads end; a thread that waits for an answer ends with the process."""
         self._closed.set()
-        self._take_back()
-        self._reports.put(None)
+        self.post(None)
         for thread in self._threads:
-            thread.join(_LEAVE_S)
+            thread.join(_CLOSE_TIMEOUT_S)
 
-    def _take_back(self) -> None:
-        try:
-            self._reports.get_nowait()
-        except queue.Empty:
-            return
-
-    def _ask(self) -> None:
+    def _poll_schedules(self) -> None:
         pause_s = self._first_pause_s
         while not self._closed.is_set():
             try:
-                found = self._source.schedule_if_newer(self._known, self._wait_s)
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                found = self._source.schedule_if_newer(self._known_version, self._wait_s)
+            except Exception as error:  # noqa: BLE001 - training continues after any error
                 _log.warning(
-                    "the service gives no schedule (%s: %s); version %d runs on, asking again "
-                    "in %.0f s",
+                    "the service sent no schedule (%s: %s); version %d stays, retry in %.0f s",
                     type(error).__name__,
                     error,
-                    self._known,
+                    self._known_version,
                     pause_s,
                 )
                 self._closed.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 continue
             pause_s = self._first_pause_s
             if found is None:
-                # The source has waited; should it not have, this keeps us from asking all the time.
-                self._closed.wait(min(_REST_S, self._wait_s))
+                # A source that answers without a wait must not be requested in a busy loop.
+                self._closed.wait(min(_MIN_PERIOD_S, self._wait_s))
             else:
-                self._known, self._news = found[0], found
-                self._has_news.set()
+                self._known_version, self._newest = found[0], found
+                self._has_newer.set()
 
-    def _tell(self) -> None:
+    def _send_reports(self) -> None:
         while (report := self._reports.get()) is not None:
             try:
                 self._source.report(
                     report.version, report.measurements, step=report.step, step_ms=report.step_ms
                 )
-            except Exception as error:  # noqa: BLE001 - the next report says what this one did
+            except Exception as error:  # noqa: BLE001 - the next report has the same information
                 _log.warning(
                     "the times measured up to step %d were not reported (%s: %s)",
                     report.step,

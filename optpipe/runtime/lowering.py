@@ -1,13 +1,13 @@
-"""Turns programs into the instructions of each rank: adds messages and FSDP2's steps.
+"""Lower programs to the instructions of each rank: add messages and the steps of FSDP2.
 
-A send stands right after the pass that makes the tensor. The receive stands on the other rank at
-the place that this rank had reached by then. So every pair of ranks posts the same messages in the
-same order, and no rank waits for a message that is placed later (`optpipe.runtime.messages`).
+A send is right after the pass that makes the tensor. The receive is on the other rank, at the place
+that this rank has reached by then. So every pair of ranks posts the same messages in the same
+order, and no rank waits for a message that is placed later (`optpipe.runtime.messages`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.errors import PreflightError
@@ -15,7 +15,7 @@ from optpipe.runtime.messages import MessageSend, Receive
 from optpipe.schedule import Action, ActionType, input_of, pass_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from optpipe.runtime.messages import Order
     from optpipe.schedule import Pass, Program, Programs
@@ -45,7 +45,7 @@ class OverlappedPair(NamedTuple):
 
 
 class Unshard(NamedTuple):
-    """FSDP2 begins to gather the weights of a stage."""
+    """FSDP2 starts to gather the weights of a stage."""
 
     stage: int
 
@@ -74,15 +74,15 @@ class ReduceGradients(NamedTuple):
 Instruction = Action | OverlappedPair | MessageSend | Receive | Unshard | Reshard | ReduceGradients
 """One thing that a rank executes."""
 
-_COMPUTE = frozenset(ActionType(letter) for letter in "FIWB")
+_PASSES = frozenset(ActionType(letter) for letter in "FIWB")
 
-_MOST_GATHERED = 3
-"""Stages of a rank whose weights are gathered at a time: one for a forward, one for a backward,
-and the next."""
+_MAX_GATHERED = 3
+"""The maximum number of stages of a rank whose weights are gathered: one for a forward, one for a
+backward, and the next."""
 
 
 def range_name(instruction: Instruction) -> str:
-    """Return an instruction's name in a profile, as torch's own schedule runtime writes it."""
+    """Return the name of an instruction in a profile, the same as in torch's schedule runtime."""
     if isinstance(instruction, MessageSend | Receive):
         message = instruction.message
         sends = isinstance(instruction, MessageSend)
@@ -92,30 +92,30 @@ def range_name(instruction: Instruction) -> str:
 
 
 class _Unit(NamedTuple):
-    """A pass or a pair, and the actions of the program that follow it before the next pass."""
+    """A pass or the two passes of a pair, and the actions that follow before the next pass."""
 
-    compute: Action | OverlappedPair
+    passes: tuple[Action, ...]
     others: list[Action]
 
     @property
-    def actions(self) -> tuple[Action, ...]:
-        """The passes."""
-        return self.compute if isinstance(self.compute, OverlappedPair) else (self.compute,)
+    def compute(self) -> Action | OverlappedPair:
+        """The passes as one instruction."""
+        return OverlappedPair(*self.passes) if len(self.passes) > 1 else self.passes[0]
 
 
 def lower(
     programs: Programs, placement: Sequence[int], *, trains: bool, in_pairs: bool
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Return what each rank executes: its program with sends and receives in their places.
+    """Return the instructions of each rank: its program with sends and receives.
 
     Parameters
     ----------
     programs
-        The actions of each rank; legal ones, as `optpipe.check.check` says.
+        The actions of each rank, legal by `optpipe.check.check`.
     placement
         The rank of each stage.
     trains
-        Whether all actions run; otherwise only the forwards, without pairs.
+        Whether all actions run; otherwise only the forwards run, without pairs.
     in_pairs
         Whether the two passes of a pair are one instruction.
 
@@ -124,18 +124,20 @@ def lower(
     PreflightError
         If the programs wait for each other in a cycle.
     """
-    waiting = [deque(_units(program, trains=trains, in_pairs=in_pairs)) for program in programs]
+    waiting = [_split_into_units(program, trains=trains, in_pairs=in_pairs) for program in programs]
     placed: list[list[Instruction]] = [[] for _ in programs]
-    done: set[Pass] = set()
+    done: set[Pass | None] = {None}
     while any(waiting):
         progressed = False
         for rank, units in enumerate(waiting):
-            if not units or not _has_inputs(units[0], done, len(placement)):
+            if not units or not all(
+                input_of(action, len(placement)) in done for action in units[0].passes
+            ):
                 continue
             progressed = True
             unit = units.popleft()
             placed[rank].append(unit.compute)
-            for action in unit.actions:
+            for action in unit.passes:
                 message = pass_of(action)
                 if message is None:
                     continue
@@ -144,7 +146,7 @@ def lower(
                 if 0 <= reader < len(placement) and placement[reader] != rank:
                     placed[rank].append(MessageSend(message))
                     placed[placement[reader]].append(Receive(message))
-            # After the sends: a RELEASE would hold them up until its transfer has ended.
+            # After the sends: a RELEASE would delay them until its transfer has ended.
             placed[rank] += unit.others
         if not progressed:
             heads = ", ".join(
@@ -159,39 +161,30 @@ def lower(
     return tuple(map(tuple, placed))
 
 
-def _units(program: Program, *, trains: bool, in_pairs: bool) -> Iterator[_Unit]:
-    unit: _Unit | None = None
+def _split_into_units(program: Program, *, trains: bool, in_pairs: bool) -> deque[_Unit]:
+    units: deque[_Unit] = deque()
     for action in program:
         if not trains and action.type is not ActionType.FORWARD:
             continue
-        if action.type not in _COMPUTE:
-            if unit is not None:
-                unit.others.append(action.bare)
-        elif trains and in_pairs and action.paired and unit is not None:
-            unit = _Unit(OverlappedPair(unit.actions[0], action.bare), [])
+        if action.type not in _PASSES:
+            if units:
+                units[-1].others.append(action.bare)
+        elif in_pairs and action.paired and units:
+            # The program has the forward of a pair right before its backward.
+            units[-1] = _Unit((*units[-1].passes, action.bare), [])
         else:
-            if unit is not None:
-                yield unit
-            unit = _Unit(action.bare, [])
-    if unit is not None:
-        yield unit
-
-
-def _has_inputs(unit: _Unit, done: Collection[Pass], num_stages: int) -> bool:
-    needed = (input_of(action, num_stages) for action in unit.actions)
-    return all(one is None or one in done for one in needed)
+            units.append(_Unit((action.bare,), []))
+    return units
 
 
 def messages_of(instructions: Sequence[Instruction]) -> Order:
     """Return the passes, sends and receives of a rank, for `optpipe.runtime.messages`."""
     order: list[Action | MessageSend | Receive] = []
     for one in instructions:
-        if isinstance(one, OverlappedPair):
-            order += one
-        elif isinstance(one, MessageSend | Receive) or (
-            isinstance(one, Action) and one.type in _COMPUTE
-        ):
+        if isinstance(one, MessageSend | Receive):
             order.append(one)
+        else:
+            order += [action for action in _actions_of(one) if action.type in _PASSES]
     return tuple(order)
 
 
@@ -200,26 +193,35 @@ def with_weights(
 ) -> tuple[Instruction, ...]:
     """Return instructions in which FSDP2 gathers and frees the weights of the ``sharded`` stages.
 
-    The next three stages that compute are gathered ahead. Gradients of a stage are reduced after
-    its last W or B.
+    The next three stages that compute are gathered ahead. The gradients of a stage are reduced
+    after its last W or B.
     """
     if not sharded:
         return tuple(instructions)
-    computed = [_stages_of(one) for one in instructions]
+    computed = [
+        tuple(action.stage for action in _actions_of(one) if action.type.is_compute)
+        for one in instructions
+    ]
     ahead: list[tuple[int, ...]] = []
     coming: list[int] = []
     for stages in reversed(computed):
         for stage in reversed(stages):
             coming = [stage, *(one for one in coming if one != stage)]
-        ahead.append(tuple(coming[:_MOST_GATHERED]))
+        ahead.append(tuple(coming[:_MAX_GATHERED]))
     ahead.reverse()
-    left = Counter(
-        action.stage for one in instructions for action in _passes(one) if makes_gradients(action)
-    )
+    last = {
+        action.stage: index
+        for index, one in enumerate(instructions)
+        for action in _actions_of(one)
+        if makes_gradients(action)
+    }
+    completed = {index: stage for stage, index in last.items() if stage in sharded}
     gathered: list[int] = []
     placed: list[Instruction] = []
     complete: list[int] = []
-    for one, stages, following in zip(instructions, computed, ahead, strict=True):
+    for index, (one, stages, following) in enumerate(
+        zip(instructions, computed, ahead, strict=True)
+    ):
         if complete and not isinstance(one, MessageSend):
             placed += map(ReduceGradients, complete)
             complete = []
@@ -230,27 +232,19 @@ def with_weights(
             ]
             gathered = [stage for stage in following if stage in sharded]
         placed.append(one)
-        for action in _passes(one):
-            if makes_gradients(action):
-                left[action.stage] -= 1
-                if not left[action.stage] and action.stage in sharded:
-                    complete.append(action.stage)
+        if index in completed:
+            complete.append(completed[index])
     placed += map(ReduceGradients, complete)
     placed += map(Reshard, gathered)
     return tuple(placed)
 
 
-def _passes(one: Instruction) -> tuple[Action, ...]:
+def _actions_of(one: Instruction) -> tuple[Action, ...]:
     if isinstance(one, OverlappedPair):
         return tuple(one)
     return (one,) if isinstance(one, Action) else ()
 
 
-def _stages_of(one: Instruction) -> tuple[int, ...]:
-    computes = (*_COMPUTE, ActionType.RECOMPUTE)
-    return tuple(action.stage for action in _passes(one) if action.type in computes)
-
-
 def makes_gradients(action: Action) -> bool:
-    """Whether an action makes weight gradients; the last such one of a stage completes them."""
+    """Whether an action makes weight gradients; the last one of a stage completes them."""
     return action.type in (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)

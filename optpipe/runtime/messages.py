@@ -308,8 +308,8 @@ def boundary_levels(
 def max_boundary_bytes(sizes: Sequence[int], num_stages: int, num_microbatches: int) -> int:
     """Return the bytes of boundary tensors that no schedule exceeds on a rank.
 
-    ``sizes`` has an entry per stage of the rank: the bytes of the larger tensor of the one that it
-    receives and the one that it sends per micro-batch. Every slot is as large as the largest.
+    A stage receives one tensor per micro-batch and sends one. ``sizes`` has the bytes of the larger
+    one, for each stage of the rank. Every slot is as large as the largest.
 
     The proof, by the rules of `boundary_levels`: a tensor waits for an F, or for an I or B, of this
     rank. A gradient exists only after the F of the next stage, and therefore after the F here. So

@@ -1,12 +1,13 @@
-"""Pairs: a forward and a backward that run together, and all-to-alls behind which they hide.
+"""Run a forward and a backward together, so that the all-to-alls of one overlap with the other.
 
-`PipelineRunner.on_overlap` registers who runs them. `interleave` does so for stages whose
-communication goes through `exchange`, as experts on several ranks need it: wherever one of the two
-has posted an exchange it hands over to the other, and waits for it when it is its turn again. So of
-an MoE block (attention | dispatch | experts | combine) the one's dispatch and combine are on their
-way while the other computes, as in DualPipe. One of them runs at a time, and they change places at
-exchanges only: so all ranks post the same exchanges in the same order, and results do not depend on
-timing.
+`PipelineRunner.on_overlap` registers the function that runs such a pair. `interleave` is one, for
+stages that communicate through `exchange`, as experts on several ranks do. A pass that has posted
+an exchange hands over to the other pass. When it continues, it waits for the exchange. So dispatch
+and combine of an MoE block (attention | dispatch | experts | combine) run while the other pass
+computes, as in DualPipe.
+
+One pass runs at a time, and the passes alternate at exchanges only. So all ranks post the same
+exchanges in the same order, and results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,7 +34,7 @@ __all__ = ["Overlap", "PairedPass", "exchange", "interleave"]
 
 
 class PairedPass:
-    """One of the two passes of a pair: its action, the stage's module, and how to run it, once."""
+    """One of the two passes of a pair: its action and the module of its stage."""
 
     def __init__(self, action: Action, module: nn.Module, call: Callable[[], object]) -> None:
         self.action = action
@@ -43,13 +43,13 @@ class PairedPass:
         self._num_runs = 0
 
     def run(self) -> None:
-        """Run the pass, from taking its input to what it sends or hands over, but for the sends."""
+        """Run the pass, from the wait for its input to its output; the sends are not included."""
         self._num_runs += 1
         if self._num_runs == 1:
             self._call()
 
     def expect_run(self) -> None:
-        """Refuse a pass that was left out, or ran twice."""
+        """Refuse a pass that was not run, or ran twice."""
         if self._num_runs != 1:
             raise RuntimeError(
                 f"{self.action} of a pair was run {self._num_runs} times by the function given to "
@@ -58,54 +58,55 @@ class PairedPass:
 
 
 Overlap = Callable[[PairedPass, PairedPass], None]
-"""Runs the forward and the backward of a pair."""
+"""A function that runs the forward and the backward of a pair."""
 
 _FORWARD, _BACKWARD = 0, 1
 
 
 class _Turns:
-    """Two passes in a thread each, one of which runs at a time."""
+    """Alternates two passes, each in its thread, so that one runs at a time."""
 
     def __init__(self) -> None:
         self.forward_thread = threading.get_ident()
         self._may_run = (threading.Semaphore(0), threading.Semaphore(0))
-        self._is_over = [False, False]
+        self._has_ended = [False, False]
 
     def hand_over(self, side: int) -> None:
-        """Let the other go on until it hands over, or ends."""
-        if not self._is_over[1 - side]:
+        """Let the other pass run until it hands over or ends."""
+        if not self._has_ended[1 - side]:
             self._may_run[1 - side].release()
             self._may_run[side].acquire()
 
     def begin(self, side: int) -> None:
-        """Wait for the first turn."""
+        """Wait until the other pass hands over or ends, for the first time."""
         self._may_run[side].acquire()
 
     def end(self, side: int) -> None:
-        """Leave all turns to the other."""
-        self._is_over[side] = True
+        """Let the other pass run to its end."""
+        self._has_ended[side] = True
         self._may_run[1 - side].release()
 
 
 _turns: _Turns | None = None
-"""Of the pair that runs, in which exchanges hand over. Not by thread: on CUDA autograd calls from
-threads of its own."""
+"""The turns of the running pair; not thread-local, as autograd on CUDA has its own threads."""
 
 
 def interleave(forward: PairedPass, backward: PairedPass) -> None:
-    """Run the two of a pair, changing from one to the other at every `exchange`."""
+    """Run the two passes of a pair, and alternate between them at every `exchange`."""
     global _turns  # noqa: PLW0603
     turns = _Turns()
-    failed: list[BaseException] = []
-    place = _place_of_compute()
+    errors: list[BaseException] = []
+    # A new thread starts with the default stream of the default device.
+    is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream() if is_cuda else None
 
     def run_backward() -> None:
         turns.begin(_BACKWARD)
         try:
-            with place():
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 backward.run()
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-            failed.append(error)
+            errors.append(error)
         finally:
             turns.end(_BACKWARD)
 
@@ -118,37 +119,29 @@ def interleave(forward: PairedPass, backward: PairedPass) -> None:
         turns.end(_FORWARD)
         helper.join()
         _turns = None
-    if failed:
-        raise failed[0]
-
-
-def _place_of_compute() -> Callable[[], Any]:
-    """Return what brings another thread to this one's device and stream."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return nullcontext
-    stream = torch.cuda.current_stream()
-    return lambda: torch.cuda.stream(stream)
+    if errors:
+        raise errors[0]
 
 
 def exchange(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup | None = None
 ) -> Tensor:
-    """Send rows to all ranks of a group and get theirs; its backward sends the gradients back.
+    """Send rows to all ranks of a group and receive theirs; the backward returns the gradients.
 
     Parameters
     ----------
     rows
-        Shape (sum(sent), ...): those for rank 0 first.
+        Shape (sum(sent), ...): the rows for rank 0 first.
     sent, received
-        Rows to and from each rank of the group.
+        The numbers of rows to and from each rank of the group.
 
     Returns
     -------
     Tensor
-        Shape (sum(received), ...): those of rank 0 first.
+        Shape (sum(received), ...): the rows from rank 0 first.
     """
-    theirs: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return theirs
+    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Exchange(torch.autograd.Function):
@@ -160,32 +153,32 @@ class _Exchange(torch.autograd.Function):
         received: Sequence[int],
         group: ProcessGroup | None,
     ) -> Tensor:
-        ctx.back = received, sent, group
-        turns = _turns
-        # A backward that recomputes has put random states in place that are not the forward's.
-        is_own = turns is not None and threading.get_ident() == turns.forward_thread
-        hand_over = partial(turns.hand_over, _FORWARD) if turns is not None and is_own else None
-        return _all_to_all(rows, (sent, received, group), hand_over)
+        ctx.way_back = received, sent, group
+        # A backward that recomputes has restored random states, so the forward must not run then.
+        is_forward = _turns is not None and threading.get_ident() == _turns.forward_thread
+        return _all_to_all(rows, sent, received, group, _turns if is_forward else None, _FORWARD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        hand_over = partial(_turns.hand_over, _BACKWARD) if _turns is not None else None
-        return _all_to_all(gradients, ctx.back, hand_over), None, None, None
+        return _all_to_all(gradients, *ctx.way_back, _turns, _BACKWARD), None, None, None
 
 
 def _all_to_all(
     rows: Tensor,
-    way: tuple[Sequence[int], Sequence[int], ProcessGroup | None],
-    hand_over: Callable[[], None] | None,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: ProcessGroup | None,
+    turns: _Turns | None,
+    side: int,
 ) -> Tensor:
-    sent, received, group = way
-    found = rows.new_empty((sum(received), *rows.shape[1:]))
-    given = rows.contiguous()
+    """Post an all-to-all, hand over to the other pass if there are ``turns``, then wait."""
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    rows = rows.contiguous()
     work = dist.all_to_all_single(
-        found, given, list(received), list(sent), group=group, async_op=True
+        output, rows, list(received), list(sent), group=group, async_op=True
     )
-    if hand_over is not None:
-        hand_over()
+    if turns is not None:
+        turns.hand_over(side)
     cast("Any", work).wait()
-    return found
+    return output

@@ -1,19 +1,20 @@
-"""Slices of a sequence: keys and values go from slice to slice, their gradients come back.
+"""Slices of a sequence: later slices read keys and values, and return their gradients.
 
-A model that trains in slices asks two things where it attends: `number`, which slice of its sample
-is running, for positions, and `past`, for the keys and values of all slices so far. Outside of a
-runner of slices there is one slice, the whole sequence, and `past` gives back what it was given: so
-the same model trains whole.
+A model that trains in slices calls two functions. `number` returns which slice of its sample is
+running, for positions. `past` returns the keys and values of all slices so far, for attention.
+Without a runner of slices, the whole sequence is one slice, and `past` returns its arguments. So
+the same model also trains on whole sequences.
 
-Between slices tensors are detached. Each slice hands on its keys and values as leaves of autograd;
-the backwards of later slices, which come first, leave gradients there, and the slice's own backward
-adds them to its own (`_HandedOn`). What `past` returns is joined anew for every slice. Where an
-attention saves it for its backward, the parts are kept in its place, which the slices that they are
-of hold anyway, and they are joined once more when the backward asks: so keys and values are held
-once, however many slices read them. A copy that a module makes of them, such as heads repeated for
-grouped queries, is a tensor like any other.
+Tensors are detached between slices. Each slice leaves its keys and values as leaves of autograd for
+the later slices. Their backwards run first and accumulate gradients at these leaves. The backward
+of the slice then adds these gradients to its own (`_AddLaterGradients`).
 
-That is done by hooks of autograd around each F of a slice, which hide those around the runner.
+`past` joins the keys and values again for every slice. If an attention saves the joined tensor for
+its backward, only a reference to its parts is saved, which their slices keep anyway. The backward
+joins them once more. So keys and values are in memory once, however many slices read them. Copies
+that a module makes, such as repeated heads for grouped queries, are saved like any other tensor.
+
+Saved-tensor hooks around each F of a slice do this. They hide such hooks around the runner.
 """
 
 from __future__ import annotations
@@ -44,72 +45,65 @@ if TYPE_CHECKING:
 __all__ = ["SliceStates", "number", "past"]
 
 
-class _Running(NamedTuple):
-    """The F that runs: its stage's states, its sample, and its number there."""
-
-    states: SliceStates
-    sample: int
-    number: int
-
-
-_running: list[_Running] = []
+_running: list[SliceStates] = []
+"""The states of the stage whose F is running."""
 
 _steps: weakref.WeakSet[SliceStates] = weakref.WeakSet()
-"""Those in the middle of a step."""
+"""The states of all stages that are in a step."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def number() -> int:
-    """Return which slice of its sample the running F is of, from 0; 0 where nothing is cut.
+    """Return the number of the slice whose F is running, from 0; 0 for a whole sequence.
 
     Raises
     ------
     RuntimeError
-        If a backward calls it, as a checkpoint around it does: nothing says of which slice.
+        If a backward calls it, as a checkpoint around it does: the slice is then unknown.
     """
-    running = _now("number")
+    running = _running_states("number")
     return running.number if running else 0
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all slices of the sample so far, this one's last.
+    """Return the keys and values of all slices of the sample so far; those of this slice are last.
 
-    To be called once in each attention of a stage, in the same order for every slice.
+    Call it once in each attention of a stage, in the same order for every slice.
 
     Parameters
     ----------
     key, value
-        Of this slice.
+        Those of this slice.
     dim
-        Their dimension of positions.
+        The dimension of positions.
 
     Raises
     ------
     RuntimeError
         As `number`.
     """
-    running = _now("past")
+    running = _running_states("past")
     if running is None:
         return key, value
-    keys, values = running.states.join(running.sample, (key, value), dim)
+    keys, values = running.join((key, value), dim)
     return keys, values
 
 
-def _now(asks: str) -> _Running | None:
-    """Return the F that runs, None where nothing is cut."""
+def _running_states(caller: str) -> SliceStates | None:
+    """Return the states of the running F; None for a whole sequence."""
     if not _running and _steps and in_backward():
         raise RuntimeError(
-            f"slices.{asks} is called in a backward, which runs a checkpointed module again; "
-            "leave the module that calls it out of the checkpoint"
+            f"slices.{caller} is called in a backward, which runs a checkpointed module again; "
+            "exclude the module that calls it from the checkpoint"
         )
     return _running[-1] if _running else None
 
 
 class _Joined(NamedTuple):
-    """What a tensor was joined of: its parts, how often each was changed in place, its form.
+    """The parts of a joined tensor with their version counters, and its strides.
 
-    ``storage`` keeps its identity from being another's.
+    The weak reference to ``storage`` ensures that no other storage gets its identity.
     """
 
     storage: StorageWeakRef
@@ -119,13 +113,13 @@ class _Joined(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
 
-    def again(self) -> Tensor:
-        """Return the tensor once more, laid out as it was."""
+    def join_again(self) -> Tensor:
+        """Return the joined tensor again, with the same strides."""
         if self.versions != versions_of(self.parts):
             raise RuntimeError(
-                "keys or values, or what shares their memory, were changed in place after "
-                "slices.past, and a backward needs them as they were; change a copy, or change "
-                "them before"
+                "keys or values, or tensors that share their memory, were changed in place after "
+                "slices.past, but a backward needs the original values; change a copy, or change "
+                "them before the call"
             )
         parts = [part.detach() for part in self.parts]
         joined = torch.empty_strided(
@@ -135,7 +129,7 @@ class _Joined(NamedTuple):
 
 
 class _JoinedView(NamedTuple):
-    """How to see a saved tensor in a joined one."""
+    """A saved tensor as a view of a joined one."""
 
     joined: _Joined
     offset: int
@@ -144,61 +138,65 @@ class _JoinedView(NamedTuple):
 
 
 class SliceStates:
-    """What the slices of each sample have handed on in one stage, in one step.
+    """The keys and values of all slices in one stage and one step.
 
-    ``samples`` are the micro-batches of each sample, in order.
+    ``samples`` has the micro-batches of each sample, in order. ``number`` is the index of the slice
+    that runs, or ran last.
     """
 
     def __init__(self, samples: Sequence[Sequence[int]]) -> None:
         self._place = {j: (s, k) for s, sample in enumerate(samples) for k, j in enumerate(sample)}
-        self._sizes = [len(sample) for sample in samples]
-        self._handed: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
+        self._num_slices = [len(sample) for sample in samples]
+        self._earlier: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
+        """(Sample, index of the call of `past`) -> the leaves of each slice so far."""
         self._joined: dict[int, _Joined] = {}
-        self._calls = 0
+        self._sample = self.number = self._num_calls = 0
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Let `number` and `past` speak of a micro-batch while its F runs."""
-        sample, at = self._place[microbatch]
-        self._calls = 0
+        """Set the micro-batch of `number` and `past` while its F runs."""
+        self._sample, self.number = self._place[microbatch]
+        self._num_calls = 0
         _steps.add(self)
-        _running.append(_Running(self, sample, at))
+        _running.append(self)
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
             _running.pop()
             self._joined.clear()
-        if at + 1 == self._sizes[sample]:
-            for call in range(self._calls):
-                self._handed.pop((sample, call), None)
+        if self.number + 1 == self._num_slices[self._sample]:
+            for call in range(self._num_calls):
+                self._earlier.pop((self._sample, call), None)
 
     def clear(self) -> None:
-        """Forget everything of the step."""
+        """Drop all tensors of the step."""
         _steps.discard(self)
-        self._handed.clear()
+        self._earlier.clear()
 
-    def join(self, sample: int, own: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
-        """Return what earlier slices have handed on in this call with a slice's own behind it."""
-        handed = self._handed.setdefault((sample, self._calls), [])
-        self._calls += 1
-        leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in own)
-        joined = tuple(
-            self._join([earlier[at] for earlier in handed], one, leaf, dim)
-            for at, (one, leaf) in enumerate(zip(own, leaves, strict=True))
+    def join(self, own: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
+        """Return the tensors of the earlier slices in this call, joined with those of this one."""
+        slices = self._earlier.setdefault((self._sample, self._num_calls), [])
+        self._num_calls += 1
+        slices.append(tuple(one.detach().requires_grad_(one.requires_grad) for one in own))
+        return tuple(
+            self._join(tensor, parts, dim)
+            for tensor, parts in zip(own, zip(*slices, strict=True), strict=True)
         )
-        handed.append(leaves)
-        return joined
 
-    def _join(self, earlier: list[Tensor], own: Tensor, leaf: Tensor, dim: int) -> Tensor:
-        joined = torch.cat([*earlier, _handed_on(own, leaf)], dim)
-        if torch.is_grad_enabled() and is_plain(joined):
-            parts = (*earlier, leaf)
-            if all(part.dtype == joined.dtype for part in parts):
-                storage = weak_storage(joined)
-                self._joined[storage_identity(joined.untyped_storage())] = _Joined(
-                    storage, parts, dim, versions_of(parts), joined.size(), joined.stride()
-                )
+    def _join(self, own: Tensor, parts: tuple[Tensor, ...], dim: int) -> Tensor:
+        """Join parts of which the last is the leaf of a tensor of the running slice."""
+        *earlier, leaf = parts
+        last: Tensor = own
+        if own.requires_grad:
+            last = _AddLaterGradients.apply(own, leaf)  # type: ignore[no-untyped-call]
+        joined = torch.cat([*earlier, last], dim)
+        is_saved = torch.is_grad_enabled() and is_plain(joined)
+        if is_saved and all(part.dtype == joined.dtype for part in parts):
+            storage = weak_storage(joined)
+            self._joined[storage_identity(joined.untyped_storage())] = _Joined(
+                storage, parts, dim, versions_of(parts), joined.size(), joined.stride()
+            )
         return joined
 
     @untraced
@@ -206,7 +204,7 @@ class SliceStates:
         if not is_plain(tensor):
             return detached(tensor)
         whole = self._joined.get(storage_identity(tensor.untyped_storage()))
-        # What was changed in place after it was joined is no longer its parts.
+        # A tensor that was changed in place after it was joined differs from its parts.
         if whole is None or tensor.dtype != whole.parts[-1].dtype or version_of(tensor):
             return KeptTensor.of(tensor)
         return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
@@ -215,19 +213,12 @@ class SliceStates:
 @untraced
 def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
-        return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
+        return packed.joined.join_again().as_strided(packed.size, packed.stride, packed.offset)
     return packed.again() if isinstance(packed, KeptTensor) else packed
 
 
-def _handed_on(own: Tensor, leaf: Tensor) -> Tensor:
-    if not own.requires_grad:
-        return own
-    result: Tensor = _HandedOn.apply(own, leaf)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _HandedOn(torch.autograd.Function):
-    """A slice's own keys or values; its backward adds what later slices left at their leaf."""
+class _AddLaterGradients(torch.autograd.Function):
+    """Returns a slice's keys or values; the backward adds the gradients of later slices."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, leaf: Tensor) -> Tensor:

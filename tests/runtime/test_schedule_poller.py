@@ -91,7 +91,7 @@ def test_a_failing_service_is_asked_again_ever_later_and_what_failed_is_logged(
         for answer in (*errors, (5, schedule)):
             desk.answers.put(answer)
         assert line.wait(PATIENCE_S)
-    assert "ConnectionError: gone); version 4 runs on" in caplog.text
+    assert "ConnectionError: gone); version 4 stays" in caplog.text
     assert "ValueError: nonsense" in caplog.text
     assert desk.known[:5] == [4] * 5
     pauses = [record.args[3] for record in caplog.records if isinstance(record.args, tuple)]

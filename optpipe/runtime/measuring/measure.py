@@ -501,8 +501,8 @@ class Profile(NamedTuple):
 
         That is the whole batch, where it lies all step long, and boundary tensors in flight. How
         many these are depends on the schedule that is still to be found; there is room for every
-        one (`optpipe.runtime.messages.max_boundary_bytes`). A schedule that needs less leaves the rest
-        unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts what
+        one (`optpipe.runtime.messages.max_boundary_bytes`). A schedule that needs less leaves the
+        rest unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts what
         the schedule at hand needs, says before the first step if they are too few.
         """
         measurements, num_stages = self.measurements, len(self.results)
