@@ -407,8 +407,8 @@ def _lay_out(slot: Tensor, blanks: Sequence[Blank | None]) -> list[Tensor]:
     return [tensors[index] for index in range(len(given))]
 
 
-# --- DTensors. A rank sends its shard, and the receiver makes a DTensor of it on its own mesh.
-# The receiver has the same coordinate in its mesh as the sender, so this is the shard that it needs,
+# --- DTensors. A rank sends its shard, and the receiver makes a DTensor of it on its own mesh. The
+# receiver has the same coordinate in its mesh as the sender, so this is the shard that it needs,
 # even if shards are uneven. Gradients return in the same way: autograd first brings them to the
 # placements of the received tensor (Partial: to Replicate).
 

@@ -156,12 +156,14 @@ class _Exchange(torch.autograd.Function):
         ctx.way_back = received, sent, group
         # A backward that recomputes has restored random states, so the forward must not run then.
         is_forward = _turns is not None and threading.get_ident() == _turns.forward_thread
-        return _all_to_all(rows, sent, received, group, _turns if is_forward else None, _FORWARD)
+        turns = _turns if is_forward else None
+        return _all_to_all(rows, sent, received, group, turns=turns, side=_FORWARD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradients, *ctx.way_back, _turns, _BACKWARD), None, None, None
+        result = _all_to_all(gradients, *ctx.way_back, turns=_turns, side=_BACKWARD)
+        return result, None, None, None
 
 
 def _all_to_all(
@@ -169,6 +171,7 @@ def _all_to_all(
     sent: Sequence[int],
     received: Sequence[int],
     group: ProcessGroup | None,
+    *,
     turns: _Turns | None,
     side: int,
 ) -> Tensor:

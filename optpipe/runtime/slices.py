@@ -191,8 +191,8 @@ class SliceStates:
         if own.requires_grad:
             last = _AddLaterGradients.apply(own, leaf)  # type: ignore[no-untyped-call]
         joined = torch.cat([*earlier, last], dim)
-        is_saved = torch.is_grad_enabled() and is_plain(joined)
-        if is_saved and all(part.dtype == joined.dtype for part in parts):
+        may_be_saved = torch.is_grad_enabled() and is_plain(joined)
+        if may_be_saved and all(part.dtype == joined.dtype for part in parts):
             storage = weak_storage(joined)
             self._joined[storage_identity(joined.untyped_storage())] = _Joined(
                 storage, parts, dim, versions_of(parts), joined.size(), joined.stride()

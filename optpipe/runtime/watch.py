@@ -428,9 +428,7 @@ class Watchdog:
                 self._abort_connections()
             if stuck_s > self._grace_s:
                 self._wait_until_read()
-                self._end_process(
-                    self._message_of(self.cause), self.cause.rank == self._store.rank
-                )
+                self._end_process(self._message_of(self.cause), self.cause.rank == self._store.rank)
                 return
 
     def _find_cause(self, find: Callable[[], Cause | None]) -> None:
@@ -524,9 +522,7 @@ class Watchdog:
             return None
         state = activity.current_state(self._long_timeout_s / 2)
         waited_s = time.monotonic() - max(self._store_lost_at, state.since)
-        if not self._connections_broke and (
-            state.is_computing or waited_s < self._long_timeout_s
-        ):
+        if not self._connections_broke and (state.is_computing or waited_s < self._long_timeout_s):
             return None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Cause(-1, "the launcher is dead: the store that it hosts does not answer")

@@ -14,8 +14,8 @@ from optpipe.runtime.messages import (
     Order,
     Receive,
     boundary_levels,
-    max_boundary_bytes,
     check_orders,
+    max_boundary_bytes,
     sends_over_before,
     window_of,
 )

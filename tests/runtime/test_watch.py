@@ -32,9 +32,17 @@ class _Rank:
         self.words = []
         self.activity = Activity(marks)
         peers = [other for other in range(size) if abs(other - number) == 1]
-        known = {"pipeline_rank": number if pipeline_rank is None else pipeline_rank, "world_size": size}
+        known = {
+            "pipeline_rank": number if pipeline_rank is None else pipeline_rank,
+            "world_size": size,
+        }
         self.causes = CauseStore(store, number, peers, runner=1, **known)
-        self.times = {"hang_timeout_s": NEVER, "short_timeout_s": 1.0, "long_timeout_s": NEVER, "grace_s": 0.2}
+        self.times = {
+            "hang_timeout_s": NEVER,
+            "short_timeout_s": 1.0,
+            "long_timeout_s": NEVER,
+            "grace_s": 0.2,
+        }
         self.times |= {"poll_s": 0.01} | times
 
     def start(self):
@@ -205,7 +213,9 @@ def test_an_action_that_hangs_is_named_by_its_own_rank(world):
 
     first.runs(lambda: hanging.runs(hangs))
     ((words, stands_still),) = hanging.words
-    assert re.match(r"this rank cannot continue: rank 1, step 3, in 1F0: no progress for \d+ s", words)
+    assert re.match(
+        r"this rank cannot continue: rank 1, step 3, in 1F0: no progress for \d+ s", words
+    )
     assert stands_still
     assert first.watch.cause == hanging.watch.cause
 
@@ -323,7 +333,10 @@ def test_a_step_ends_with_its_device_and_not_with_what_a_cut_connection_left(wor
 
 @pytest.mark.parametrize(
     ("reached", "expected"),
-    [(3, "rank 0, step 3, in 1B0: no progress"), (2, "rank 0, step 3, waiting after 1F0: has waited")],
+    [
+        (3, "rank 0, step 3, in 1B0: no progress"),
+        (2, "rank 0, step 3, waiting after 1F0: has waited"),
+    ],
 )
 def test_the_action_in_which_a_device_hangs_is_named_not_the_hosts(world, late, reached, expected):
     marks, gates = late

@@ -502,8 +502,8 @@ class Profile(NamedTuple):
         That is the whole batch, where it lies all step long, and boundary tensors in flight. How
         many these are depends on the schedule that is still to be found; there is room for every
         one (`optpipe.runtime.messages.max_boundary_bytes`). A schedule that needs less leaves the
-        rest unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts what
-        the schedule at hand needs, says before the first step if they are too few.
+        rest unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts
+        what the schedule at hand needs, says before the first step if they are too few.
         """
         measurements, num_stages = self.measurements, len(self.results)
         reserved = [facts.reserved_bytes or 0 for facts in measurements.devices]
@@ -515,7 +515,8 @@ class Profile(NamedTuple):
         devices = tuple(
             facts.model_copy(
                 update={
-                    "reserved_bytes": taken + max_boundary_bytes(sizes, num_stages, num_microbatches)
+                    "reserved_bytes": taken
+                    + max_boundary_bytes(sizes, num_stages, num_microbatches)
                 }
             )
             for facts, taken, sizes in zip(measurements.devices, reserved, crossing, strict=True)
