@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.export.unflatten import InterpreterModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import PreflightError
@@ -34,21 +38,21 @@ from optpipe.runtime.passes import (
 from optpipe.runtime.pipeline import KnownShapes, Pipeline, PipelineSpec, check_spec, start_pipeline
 from optpipe.runtime.preflight import Shapes, agree, attempt, gather
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
-from optpipe.runtime.trainers.split import TiedWeights, clip_together
+from optpipe.runtime.trainers.split import Tie, TiedWeights, clip_together
 from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import Pipe, PipelineStage
 
     from optpipe.problem import Problem
     from optpipe.runtime.messages import MessageSlots
     from optpipe.runtime.overlap import Overlap
-    from optpipe.runtime.trainers.split import Tie
     from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Program, Schedule
 
@@ -83,7 +87,10 @@ class PipelineRunner:
     stages
         The stages of this rank, by index; each takes and returns a tensor, a tuple of tensors, or,
         for the next one's keyword inputs, a dict of them. What the last one returns may be
-        anything.
+        anything. Or what torch.distributed.pipelining makes: `PipelineStage` objects, by index or
+        in a list, of which the runner runs the ``submod``; or a whole `Pipe`, of which it takes
+        this rank's stages and, without ``ties``, the parameters that stages share. Linear layers
+        that torch has traced become ``nn.Linear`` in place, and stay that.
     schedule
         What to run; rank i of the group runs program i.
     loss_fn
@@ -127,7 +134,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, nn.Module | PipelineStage] | Iterable[PipelineStage] | Pipe,
         schedule: Schedule,
         loss_fn: Callable[..., Tensor] | None,
         problem: Problem | None = None,
@@ -143,13 +150,20 @@ class PipelineRunner:
         overlap: Overlap | None = None,
         hang_timeout_s: float = 300.0,
     ) -> None:
+        found_on = _device_for(device, group)
+        faults: list[str] = []
+        modules = attempt(
+            lambda: dict(_modules_of(stages, schedule.placement, found_on, group)), faults
+        )
+        if not faults and not ties:
+            ties = _ties_in(stages)
         self._spec = PipelineSpec(
-            stages=dict(sorted(stages.items())),
+            stages=modules or {},
             schedule=schedule,
             loss_fn=loss_fn,
             problem=problem,
             rank=dist.get_rank(group),
-            device=_device_for(device, group),
+            device=found_on,
             group=group,
             messages=group_of_messages(group),
             mean_loss=mean_loss,
@@ -159,7 +173,7 @@ class PipelineRunner:
             overlap=overlap,
         )
         self._min_offload_bytes = min_offload_bytes
-        check_spec(self._spec)
+        check_spec(self._spec, faults)
         inner = {index: _inner(one) for index, one in self._spec.stages.items()}
         self._tied = TiedWeights(ties, inner, schedule.placement, group)
         on_gpu = self._spec.device.type == "cuda"
@@ -597,6 +611,93 @@ class PipelineRunner:
             self._spec.device,
             activity=self._activity,
         )
+
+
+# --- Stages of torch.distributed.pipelining, by its public attributes.
+
+
+def _modules_of(
+    stages: Any, placement: Sequence[int], device: torch.device, group: ProcessGroup | None
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yield this rank's modules, by index; those of `PipelineStage` objects if they fit here."""
+    if isinstance(stages, nn.Module):
+        pipe = cast("Pipe", stages)
+        _expect_made_for("Pipe", {"num_stages": (pipe.num_stages, len(placement))})
+        _expect_neighbours(pipe.info().graph)
+        rank = dist.get_rank(group)
+        stages = {s: pipe.get_stage_module(s) for s, home in enumerate(placement) if home == rank}
+    elif not isinstance(stages, Mapping):
+        stages = {one.stage_index: one for one in stages}
+    for index, stage in sorted(stages.items()):
+        module = stage
+        if not isinstance(stage, nn.Module):
+            asked = {
+                "stage_index": (stage.stage_index, index),
+                "num_stages": (stage.num_stages, len(placement)),
+                "device": (_device_for(stage.device, group), device),
+                "group": tuple(map(dist.get_process_group_ranks, (stage.group, group))),
+                "dw_builder": (stage.dw_builder, None),
+            }
+            _expect_made_for(f"PipelineStage {index}", asked)
+            if hasattr(stage, "pipe_info"):
+                _expect_neighbours(stage.pipe_info.graph)
+            module = stage.submod
+        for part in module.modules():
+            if type(part) is InterpreterModule and _is_linear(part.graph):
+                weight = cast("Tensor", part.weight)
+                if not hasattr(part, "bias"):
+                    part.register_parameter("bias", None)
+                part.__class__ = nn.Linear
+                part.out_features, part.in_features = weight.shape
+        yield index, module
+
+
+def _expect_made_for(what: str, asked: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (found, wanted) in asked.items():
+        if found != wanted:
+            raise PreflightError(
+                f"{what} has {name} {found}, but the runner and its schedule need {wanted}; make "
+                f"it with that {name}, or make a runner that fits it"
+            )
+
+
+def _expect_neighbours(graph: fx.Graph) -> None:
+    """Refuse stages that take something else than all outputs of the stage before, in order."""
+    stages = [node for node in graph.nodes if node.op == "call_module"]
+    for index, (before, stage) in enumerate(pairwise(stages), start=1):
+        parts = [one for one in before.users if one.target is operator.getitem]
+        sent = sorted(parts, key=lambda one: one.args[1]) or [before]
+        inputs = [one for one in stage.args if one.op != "placeholder"]
+        if list(stage.args[: len(sent)]) != sent or inputs != sent:
+            raise PreflightError(
+                f"stage {index} of the Pipe takes {inputs} from other stages, but stage "
+                f"{index - 1} returns {sent}: a stage takes all outputs of the stage before it, in "
+                "their order, before its own inputs; hand on through every stage in between what "
+                "a later one needs, or cut the model elsewhere"
+            )
+
+
+def _ties_in(stages: Any) -> list[Tie]:
+    """Return the parameters of which several stages of a `Pipe` have a copy each."""
+    copies: list[dict[str, str]] = getattr(stages, "replicated_params", [])
+    return [
+        Tie(tuple((int(stage.rpartition("_")[2]), name) for stage, name in one.items()))
+        for one in copies
+    ]
+
+
+def _is_linear(graph: fx.Graph) -> bool:
+    """Whether a traced module is a linear layer, and nothing else."""
+    match list(graph.nodes):
+        case [fx.Node(op="placeholder") as given, *own, product, fx.Node(op="output") as output]:
+            names = [f"{one.op} {one.target}" for one in own]
+            return (
+                names in (["get_attr weight"], ["get_attr weight", "get_attr bias"])
+                and product.target is torch.ops.aten.linear.default
+                and product.args == (given, *own)
+                and output.args == (product,)
+            )
+    return False
 
 
 def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -> torch.device:
