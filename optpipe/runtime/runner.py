@@ -18,7 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
-from optpipe.runtime.batches import NOT_SAID, GivenBatch, Microbatches, given_batch, keywords_of
+from optpipe.runtime.batches import (
+    NOT_SAID,
+    ChunkSpecs,
+    GivenBatch,
+    Microbatches,
+    given_batch,
+    keywords_of,
+)
 from optpipe.runtime.offload import (
     DEFAULT_MIN_BYTES,
     Cell,
@@ -63,8 +70,9 @@ class Evaluation(NamedTuple):
     """What an evaluation gives on the last stage's rank; both None elsewhere.
 
     ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` as the
-    last stage returns them, tensors of the whole batch, samples in dimension 0, and all else, as
-    tensors that differ in other dimensions, as lists by micro-batch.
+    last stage returns them, tensors of the whole batch, joined along dimension 0 or the runner's
+    ``output_merge_spec``, and all else, as tensors that differ in other dimensions, as lists by
+    micro-batch.
     """
 
     losses: Tensor | None
@@ -125,6 +133,14 @@ class PipelineRunner:
     hang_timeout_s
         For so long an action may last; a rank that is in one for longer has failed, as has one that
         others wait for and that does not begin its step. Compilation in a first step counts.
+    args_chunk_spec, kwargs_chunk_spec, target_chunk_spec
+        Along which dimension whole positional inputs, keyword inputs (by name) and targets are cut:
+        an int or torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share;
+        one for all tensors, or one for each in the same tuples and dicts. Without one, `step` says
+        what is cut.
+    output_merge_spec
+        Along which dimension outputs of micro-batches are joined, in the same form; None for what
+        is returned as a list.
 
     Raises
     ------
@@ -149,6 +165,10 @@ class PipelineRunner:
         mesh: DeviceMesh | None = None,
         overlap: Overlap | None = None,
         hang_timeout_s: float = 300.0,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        target_chunk_spec: Any = None,
+        output_merge_spec: Any = 0,
     ) -> None:
         found_on = _device_for(device, group)
         faults: list[str] = []
@@ -188,6 +208,12 @@ class PipelineRunner:
         self._pool: MessageSlots | None = None
         self._gradients = gradients
         self._is_closed = False
+        self._chunk_specs = ChunkSpecs(
+            args=NOT_SAID if args_chunk_spec is None else args_chunk_spec,
+            kwargs=kwargs_chunk_spec or {},
+            target=NOT_SAID if target_chunk_spec is None else target_chunk_spec,
+        )
+        self._merge_spec = output_merge_spec
         self._keywords = {index: keywords_of(one) for index, one in self._spec.stages.items()}
         self._watch = watch_over(
             group, self._spec.messages, schedule.placement, self._activity, hang_timeout_s
@@ -325,8 +351,10 @@ class PipelineRunner:
         target_mbs: Sequence[Any] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
         bucket: Hashable = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
         **kwargs: Any,
-    ) -> Tensor | None:
+    ) -> Any:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
         A whole batch is cut into micro-batches along dimension 0 of its tensors. A keyword tensor
@@ -348,6 +376,12 @@ class PipelineRunner:
         bucket
             Names the shapes of this step, the same on all ranks. The first step of a bucket agrees
             on them, as the first of all does; later ones must keep to them.
+        losses
+            On the last stage's rank, has the loss of each micro-batch afterwards, and nothing else.
+        return_outputs
+            Whether to return what the last stage returned, in place of the losses, as a step of
+            torch's schedules does. That stays until the end of the step, which takes memory that no
+            plan counts: the outputs of all micro-batches, and while they are joined twice that.
         **kwargs
             For every stage of this rank whose ``forward`` names them. They travel to no other rank
             and get no gradients. A tensor that all micro-batches share, and whose dimension 0 is by
@@ -357,7 +391,8 @@ class PipelineRunner:
         Returns
         -------
         Tensor or None
-            The losses by micro-batch, shape (num_microbatches,), on the last stage's rank.
+            The losses by micro-batch, shape (num_microbatches,), on the last stage's rank. With
+            ``return_outputs`` there the outputs, without their graph, as in `Evaluation`.
 
         Raises
         ------
@@ -376,9 +411,13 @@ class PipelineRunner:
             target_mbs=target_mbs,
             loss_kwargs=loss_kwargs,
         )
-        losses, _ = self._run_batch(given, bucket, trains=True)
+        found, outputs = self._run_batch(given, bucket, trains=True, keeps_outputs=return_outputs)
         self._num_steps += 1
-        return torch.stack(losses) if self.holds_last else None
+        if not self.holds_last:
+            return None
+        if losses is not None:
+            losses[:] = found
+        return _joined(outputs, self._merge_spec) if return_outputs else torch.stack(found)
 
     def eval(
         self,
@@ -389,6 +428,7 @@ class PipelineRunner:
         target_mbs: Sequence[Any] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
         bucket: Hashable = None,
+        losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> Evaluation:
         """Run the forwards of one batch, without gradients and keeping nothing.
@@ -398,7 +438,7 @@ class PipelineRunner:
 
         Parameters
         ----------
-        *args, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, bucket, **kwargs
+        *args, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, bucket, losses, **kwargs
             As for `step`; the target may be left out.
 
         Raises
@@ -416,8 +456,10 @@ class PipelineRunner:
             loss_kwargs=loss_kwargs,
         )
         with torch.no_grad():
-            losses, outputs = self._run_batch(given, bucket, trains=False)
-        return Evaluation(torch.stack(losses) if losses else None, _joined(outputs))
+            found, outputs = self._run_batch(given, bucket, trains=False, keeps_outputs=True)
+        if losses is not None and self.holds_last:
+            losses[:] = found
+        return Evaluation(torch.stack(found) if found else None, _joined(outputs, self._merge_spec))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks to a common norm, and return it; see `clip_together`."""
@@ -474,7 +516,7 @@ class PipelineRunner:
         self._is_closed = True
 
     def _run_batch(
-        self, given: GivenBatch, bucket: Hashable, *, trains: bool
+        self, given: GivenBatch, bucket: Hashable, *, trains: bool, keeps_outputs: bool
     ) -> tuple[list[Tensor], list[Any]]:
         passes = self._passes if trains else self._forwards
         pipeline = self._pipelines.get((trains, bucket))
@@ -489,12 +531,13 @@ class PipelineRunner:
             self._pool.drop()
         if trains:
             self._training = pipeline
-        return self._run(pipeline, passes, given)
+        return self._run(pipeline, passes, given, keeps_outputs=keeps_outputs)
 
     def _start(self, given: GivenBatch, bucket: Hashable, *, trains: bool) -> Pipeline:
         """Build the pipeline of a bucket, once all ranks find that it can run."""
         faults: list[str] = []
-        said = gather(given.num_samples() if self.holds_first else None, self._spec.group)
+        own = self.holds_first and attempt(lambda: given.num_samples(self._chunk_specs), faults)
+        said = gather(own, self._spec.group)
         num_samples = said[self.schedule.placement[0]]
         cut = attempt(lambda: self._cut(given, num_samples, trains=trains), faults)
         kwargs = attempt(lambda: self._kwargs_of(cut), faults) if cut is not None else {}
@@ -517,6 +560,7 @@ class PipelineRunner:
         cut = given.cut(
             self._spec.num_microbatches,
             num_samples,
+            self._chunk_specs,
             first=self.holds_first,
             last=self.holds_last,
             needs_target=needs_target,
@@ -544,7 +588,7 @@ class PipelineRunner:
         }
 
     def _run(
-        self, pipeline: Pipeline, passes: Passes, given: GivenBatch
+        self, pipeline: Pipeline, passes: Passes, given: GivenBatch, *, keeps_outputs: bool
     ) -> tuple[list[Tensor], list[Any]]:
         trains = passes is self._passes
         what = f"step {self._num_steps}" if trains else "evaluation"
@@ -554,7 +598,7 @@ class PipelineRunner:
                 pipeline.expect(cut)
                 if trains:
                     self._tied.begin()
-                found = pipeline.runtime.run(cut, self._kwargs_of(cut))
+                found = pipeline.runtime.run(cut, self._kwargs_of(cut), keeps_outputs=keeps_outputs)
                 if trains:
                     passes.check_recomputed(self._spec.rank)
                     self._tied.add_up()
@@ -742,15 +786,22 @@ def _cells(program: Program, kind: ActionType) -> frozenset[Cell]:
     return frozenset((action.stage, action.microbatch) for action in program if action.type is kind)
 
 
-def _joined(outputs: list[Any]) -> Any:
+def _joined(outputs: list[Any], spec: Any) -> Any:
     """Return the outputs of all micro-batches as one batch."""
     if not outputs:
         return None
-    return tree_map(_joined_parts, *outputs)
+    if isinstance(spec, tuple | list | dict):
+        return tree_map(_joined_parts, *outputs, spec)
+    return tree_map(lambda *parts: _joined_parts(*parts, spec), *outputs)
 
 
-def _joined_parts(*parts: Any) -> Any:
-    """Return one batch of tensors with samples; of all else a list by micro-batch."""
-    has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0
-    fits = has_samples and len({part.shape[1:] for part in parts}) == 1
-    return torch.cat(parts) if fits else list(parts)
+def _joined_parts(*parts_and_spec: Any) -> Any:
+    """Return one batch of tensors that have the dimension of samples; of all else a list."""
+    *parts, spec = parts_and_spec
+    dimension = getattr(spec, "split_dim", spec)
+    tensors = [one for one in parts if isinstance(one, Tensor)]
+    has_dimension = all(dimension in range(-one.dim(), one.dim()) for one in tensors)
+    if len(tensors) < len(parts) or not has_dimension:
+        return parts
+    sides = {one.narrow(dimension, 0, 0).shape for one in tensors}
+    return torch.cat(tensors, dimension) if len(sides) == 1 else parts

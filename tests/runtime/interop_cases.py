@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, pipeline
+from torch.distributed.pipelining import (
+    Pipe,
+    PipelineStage,
+    Schedule1F1B,
+    SplitPoint,
+    pipeline,
+)
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -57,7 +64,7 @@ from tests.runtime.small_model import (
 from tests.runtime.trainers.language_model import NUM_BLOCKS, WORDS, language_model, tokens
 from tests.runtime.trainers.language_model import token_loss as token_loss_of_words
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-from tests.runtime.watching import counted, gradient_of, refusal, sent_by
+from tests.runtime.watching import counted, gradient_of, gradients_apart, refusal, sent_by
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -178,6 +185,89 @@ def refused_made_by_torch(schedule: Schedule) -> list[str]:
     ]
     dist.destroy_process_group(alone[rank])
     return found
+
+
+class _Sequences(nn.Module):
+    """A layer of which positions come first, then samples; all samples share a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, state: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        changed: Tensor = state + torch.tanh(self.layer(state) + bias) * mask.unsqueeze(-1)
+        return changed
+
+
+class Alike(NamedTuple):
+    """Whether a step gave what one of torch's own schedules gave, and what it was."""
+
+    outputs: bool
+    losses: bool
+    gradients: float
+    later: bool
+    """Whether a step that is not asked for outputs returns its losses."""
+
+
+def step_as_torch_does(schedule: Schedule, problem: Problem) -> Alike:
+    """Run the same batch by a schedule of torch's and by ours, in the same words."""
+    rank, count, length = dist.get_rank(), num_microbatches_of(schedule), 3
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        ours = [_Sequences() for _ in schedule.placement][rank]
+        batch, wanted = torch.rand(2, length, 2 * count, WIDTH, dtype=torch.float64)
+        mask = torch.rand(length, 2 * count, dtype=torch.float64)
+        bias = torch.rand(length, 1, WIDTH, dtype=torch.float64)
+        weight = torch.rand(length, 1, 1, dtype=torch.float64)
+    theirs = copy.deepcopy(ours)
+
+    def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return ((output - target[0]).square() * target[1]).mean()
+
+    device, specs = torch.device("cpu"), {"args_chunk_spec": (TensorChunkSpec(1),)}
+    torchs = Schedule1F1B(
+        PipelineStage(theirs, rank, len(schedule.placement), device),
+        count,
+        lambda output, target: loss(output, (target.transpose(0, 1), weight)),
+        kwargs_chunk_spec={"mask": TensorChunkSpec(1), "bias": _Replicate()},  # type: ignore[dict-item]
+        output_merge_spec=TensorChunkSpec(1),  # type: ignore[arg-type]
+        **specs,
+    )
+    runner = PipelineRunner(
+        [PipelineStage(ours, rank, len(schedule.placement), device)],
+        schedule,
+        loss,
+        problem,
+        kwargs_chunk_spec={"mask": TensorChunkSpec(1), "bias": None},
+        target_chunk_spec=[1, None],
+        output_merge_spec=TensorChunkSpec(1),
+        min_offload_bytes=1,
+        **specs,
+    )
+    args = (batch,) if rank == 0 else ()
+    their_losses, our_losses = list[Tensor](), [torch.zeros(())]
+    their_outputs, our_outputs = (
+        one.step(*args, target=target, mask=mask, bias=bias, losses=losses, return_outputs=True)
+        for one, target, losses in (
+            (torchs, wanted.transpose(0, 1), their_losses),
+            (runner, [wanted, weight], our_losses),
+        )
+    )
+    gradients = gradients_apart(ours, theirs)
+    again: list[Tensor] = []
+    later = runner.step(*args, target=(wanted, weight), mask=mask, bias=bias, losses=again)
+    runner.close()
+    if not runner.holds_last:
+        assert their_outputs is our_outputs is later is None
+        assert len(our_losses) == 1
+        return Alike(True, True, gradients, True)
+    assert not our_outputs.requires_grad
+    return Alike(
+        torch.equal(our_outputs, their_outputs),
+        len(our_losses) == count and all(map(torch.equal, our_losses, their_losses)),
+        gradients,
+        torch.equal(later, torch.stack(again)) and torch.equal(later, torch.stack(our_losses)),
+    )
 
 
 def train_on_mesh(

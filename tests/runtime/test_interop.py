@@ -94,6 +94,20 @@ def test_stages_of_torch_that_do_not_fit_are_refused_on_all_ranks(ranks):
             assert wanted in text, text
 
 
+def test_a_step_gives_what_a_step_of_torchs_schedules_gives(ranks):
+    """Cut along another dimension, with shared tensors: losses, outputs, gradients.
+
+    Also where the last stage is recomputed, which makes losses and outputs again.
+    """
+    problem = schedules.make_problem(schedules.LINEAR, 5)
+    programs = schedules.random_programs(problem, 1, offload=0.3, recompute=0.4, in_order=True)
+    kinds = {action.type for action in programs[3]}
+    assert {ActionType.OFFLOAD, ActionType.RECOMPUTE} <= kinds
+    schedule = schedules.make_schedule(problem, programs)
+    for found in ranks.run(interop_cases.step_as_torch_does, schedule, problem):
+        assert found == (True, True, pytest.approx(0, abs=1e-15), True)
+
+
 @pytest.mark.parametrize(
     ("way", "model", "offload", "fused"),
     [
