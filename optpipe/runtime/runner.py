@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Program, Schedule
 
-__all__ = ["Evaluation", "Pipeline", "PipelineRunner", "PipelineSpec"]
+__all__ = ["Evaluation", "Pipeline", "PipelineRunner", "PipelineSpec", "StepRecord"]
 
 
 class Evaluation(NamedTuple):
@@ -77,6 +78,29 @@ class Evaluation(NamedTuple):
 
     losses: Tensor | None
     outputs: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What a step took on one rank, the way loggers of training take it.
+
+    Nothing is waited for: on a GPU each step ends with its device anyway, so that a failure of
+    another rank is found.
+    """
+
+    step: int
+    """From 0 on."""
+    ms: float
+    """From the batch to the last action; before the first step of a bucket ranks also agree."""
+    bubble: float
+    """Share of that in which no F, I, W or B ran: waiting, copies and recomputation."""
+    mfu: float | None
+    """Model FLOPs over peak FLOPs of all GPUs of the pipeline; None where the problem's context
+    does not have ``tokens_per_microbatch``, ``flops_per_token`` and ``peak_flops``."""
+    peak_bytes: int | None
+    """Of the device's allocator, since ``torch.cuda.reset_peak_memory_stats``; None on a CPU."""
+    offloaded_bytes: int
+    """Moved to the host in this step."""
 
 
 class PipelineRunner:
@@ -141,6 +165,11 @@ class PipelineRunner:
     output_merge_spec
         Along which dimension outputs of micro-batches are joined, in the same form; None for what
         is returned as a list.
+
+    Attributes
+    ----------
+    last_step
+        What the last step took on this rank; None before the first.
 
     Raises
     ------
@@ -220,6 +249,7 @@ class PipelineRunner:
         )
         weakref.finalize(self, self._watch.close)
         self._num_steps = 0
+        self.last_step: StepRecord | None = None
         self._moved_before = (0, 0)
 
     @property
@@ -592,6 +622,7 @@ class PipelineRunner:
     ) -> tuple[list[Tensor], list[Any]]:
         trains = passes is self._passes
         what = f"step {self._num_steps}" if trains else "evaluation"
+        began, offloaded_bytes = time.perf_counter(), self.offloaded_bytes
         try:
             with self._watch.over(what):
                 cut = self._cut(given, pipeline.num_samples, trains=trains)
@@ -602,11 +633,31 @@ class PipelineRunner:
                 if trains:
                     passes.check_recomputed(self._spec.rank)
                     self._tied.add_up()
-                return found
         except BaseException:
             # After Ctrl-C a user may begin another step.
             passes.reset()
             raise
+        if trains:
+            self.last_step = self._recorded(1e3 * (time.perf_counter() - began), offloaded_bytes)
+        return found
+
+    def _recorded(self, ms: float, offloaded_before: int) -> StepRecord:
+        """Return what the step that just ended took."""
+        context = self.problem.context if self.problem is not None else None
+        mfu = None
+        if context is not None and context.peak_flops:
+            tokens = context.tokens_per_microbatch * self._spec.num_microbatches
+            num_gpus = context.gpus_per_device * len(self.schedule.programs)
+            mfu = tokens * context.flops_per_token / (num_gpus * context.peak_flops * ms / 1e3)
+        on_gpu = self.device.type == "cuda"
+        return StepRecord(
+            step=self._num_steps,
+            ms=ms,
+            bubble=max(0.0, 1 - self._activity.busy_ms() / ms),
+            mfu=mfu or None,
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
+            offloaded_bytes=self.offloaded_bytes - offloaded_before,
+        )
 
     def _prepare(
         self, spec: PipelineSpec, pool: HostPool | None = None

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from optpipe.errors import RankError
 from optpipe.runtime.preflight import describe, gather
 from optpipe.runtime.torch_names import backends, further_connection
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,8 @@ _LONELY_S = 30.0
 """The same where no connection broke, as over NCCL."""
 _GRACE_S = 4.0
 _STORE_TIMEOUT = timedelta(seconds=30)
+_BUSY = frozenset(kind for kind in ActionType if kind.is_compute) - {ActionType.RECOMPUTE}
+"""Of bubble rates: what recomputation and copies take is overhead."""
 
 
 # --- What the thread that trains does, told to the one beside it at the price of an assignment.
@@ -102,13 +105,17 @@ class DeviceMarks:
         """Mark what the device does when it gets here."""
         count = len(self._set)
         if count == len(self._events):
-            self._events.append(self._cuda.Event())
+            self._events.append(self._cuda.Event(enable_timing=True))
         self._events[count].record(self._cuda.current_stream(self._device))
         self._set.append(doing)
 
     def wait(self) -> None:
         """Wait until the device has passed the last mark."""
         self._events[len(self._set) - 1].synchronize()
+
+    def ms_after(self, index: int) -> float:
+        """Return the time from a mark to the next one, both of which the device has passed."""
+        return float(self._events[index].elapsed_time(self._events[index + 1]))
 
     def seen(self) -> Doing:
         """Return what the device does since when, as far as has been seen by looking here."""
@@ -128,6 +135,7 @@ class Activity:
         self.what = "the start"
         self.num_begun = self.num_left = self.num_actions = 0
         self.now = Doing(None, False, time.monotonic())
+        self._done: list[Doing] = []
 
     @property
     def is_inside(self) -> bool:
@@ -139,6 +147,7 @@ class Activity:
         self.what = what
         self.num_actions = 0
         self.now = Doing(None, False, time.monotonic())
+        self._done = []
         if self.marks is not None:
             self.marks.clear()
         self.num_begun += 1
@@ -163,6 +172,20 @@ class Activity:
             self.end()
             self.marks.wait()
 
+    def busy_ms(self) -> float:
+        """Return for how long F, I, W and B ran since `enter`, two of a pair once; after `finish`.
+
+        On a GPU that is the time on the device, from the marks that are there for the watchdog.
+        """
+        total, running = 0.0, 0
+        for index, (doing, following) in enumerate(pairwise(self._done)):
+            if doing.action is not None and doing.action.type in _BUSY:
+                running += 1 if doing.computes else -1
+            if running > 0:
+                host_ms = 1e3 * (following.since - doing.since)
+                total += host_ms if self.marks is None else self.marks.ms_after(index)
+        return total
+
     def seen(self, patience_s: float) -> Doing:
         """Return what is done; by the device, once the host has stood still for so long.
 
@@ -182,6 +205,7 @@ class Activity:
 
     def _set(self, doing: Doing) -> None:
         self.now = doing
+        self._done.append(doing)
         if self.marks is not None:
             self.marks.set(doing)
 
