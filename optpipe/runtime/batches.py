@@ -6,7 +6,7 @@ last one's; keyword inputs go to every stage of the rank whose ``forward`` names
 
 A keyword tensor is cut only if its dimension 0 has as many entries as the batch has samples. Any
 other, such as a bias by head or a table by position, goes whole to all micro-batches. `ChunkSpecs`
-say otherwise, tensor by tensor.
+replace this rule, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _NotSaid:
-    """Stands for what was not given, where None means something."""
+    """The type of a value that was not given, where None has a meaning."""
 
 
 NOT_SAID = _NotSaid()
@@ -47,11 +47,11 @@ NOT_SAID = _NotSaid()
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpecs:
-    """Along which dimensions whole batches are cut.
+    """The dimensions along which whole batches are cut.
 
-    Each is a specification for all tensors, or a tree of them in the form of the values: an int, a
-    ``TensorChunkSpec`` of torch, or None for a tensor that all micro-batches share. `NOT_SAID`
-    stands for the rules above.
+    A dimension is an int or a ``TensorChunkSpec`` of torch; None is for a tensor that all
+    micro-batches share. Each field has one for all tensors, or a tree of them in the form of the
+    values. `NOT_SAID`, and a name that is missing, leave the choice to the rules above.
     """
 
     args: Any = NOT_SAID
@@ -320,7 +320,7 @@ class _Cuttable:
 def _laid_out(
     values: Any, spec: Any, default: Callable[[Tensor], int | None], what: str = ""
 ) -> Any:
-    """Return the tree of values with what is cut of each; ``default`` is where nothing is said."""
+    """Return the tree of values, each with its dimension; ``default`` is for those without one."""
 
     def cuttable(value: Any, own: Any) -> _Cuttable:
         if not isinstance(value, Tensor):

@@ -53,6 +53,7 @@ from optpipe.runtime.torch_names import backends, group_alike
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from optpipe.measurements import Measurements
@@ -169,7 +170,7 @@ class Follower:
         if self.poller is not None:
             self.poller.close()
 
-    def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Any:
+    def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Tensor | Any:
         """Switch to a newer version where there is one, and run a step: `PipelineRunner.step`.
 
         Parameters

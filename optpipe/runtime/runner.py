@@ -68,12 +68,12 @@ __all__ = ["Evaluation", "Pipeline", "PipelineRunner", "PipelineSpec", "StepReco
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation gives on the last stage's rank; both None elsewhere.
+    """The results of an evaluation on the last stage's rank; both are None elsewhere.
 
-    ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` as the
-    last stage returns them, tensors of the whole batch, joined along dimension 0 or the runner's
-    ``output_merge_spec``, and all else, as tensors that differ in other dimensions, as lists by
-    micro-batch.
+    ``losses`` are by micro-batch, shape (num_microbatches,); None without a target. ``outputs``
+    have the form that the last stage returns. Their tensors are joined along dimension 0, or along
+    the runner's ``output_merge_spec``. Everything else is a list by micro-batch, and so are
+    tensors that differ in other dimensions.
     """
 
     losses: Tensor | None
@@ -82,25 +82,26 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a step took on one rank, the way loggers of training take it.
+    """The time and the memory of one step on one rank, for loggers of training.
 
-    Nothing is waited for: on a GPU each step ends with its device anyway, so that a failure of
-    another rank is found.
+    A record costs no synchronisation: on a GPU each step waits for its device anyway, to find
+    failures of other ranks.
     """
 
     step: int
-    """From 0 on."""
+    """Number of the step, from 0 on."""
     ms: float
-    """From the batch to the last action; before the first step of a bucket ranks also agree."""
+    """Time from cutting the batch to the last action, on the host."""
     bubble: float
-    """Share of that in which no F, I, W or B ran: waiting, copies and recomputation."""
+    """Share of ``ms`` in which no F, I, W or B ran: waiting, copies and recomputation."""
     mfu: float | None
-    """Model FLOPs over peak FLOPs of all GPUs of the pipeline; None where the problem's context
-    does not have ``tokens_per_microbatch``, ``flops_per_token`` and ``peak_flops``."""
+    """Model FLOPs over the peak FLOPs of all GPUs of the pipeline in ``ms``. None if the problem's
+    context has no ``tokens_per_microbatch``, ``flops_per_token`` or ``peak_flops``."""
     peak_bytes: int | None
-    """Of the device's allocator, since ``torch.cuda.reset_peak_memory_stats``; None on a CPU."""
+    """Peak of torch's CUDA allocator since ``torch.cuda.reset_peak_memory_stats``; None on a CPU.
+    The runner does not reset it, because others may read it."""
     offloaded_bytes: int
-    """Moved to the host in this step."""
+    """Bytes that the step moved to the host."""
 
 
 class PipelineRunner:
@@ -119,10 +120,10 @@ class PipelineRunner:
     stages
         The stages of this rank, by index; each takes and returns a tensor, a tuple of tensors, or,
         for the next one's keyword inputs, a dict of them. What the last one returns may be
-        anything. Or what torch.distributed.pipelining makes: `PipelineStage` objects, by index or
-        in a list, of which the runner runs the ``submod``; or a whole `Pipe`, of which it takes
-        this rank's stages and, without ``ties``, the parameters that stages share. Linear layers
-        that torch has traced become ``nn.Linear`` in place, and stay that.
+        anything. `PipelineStage` objects of torch.distributed.pipelining are taken, too, by index
+        or in a list: the runner runs their ``submod``. Of a whole `Pipe` the runner takes this
+        rank's stages and, without ``ties``, the parameters that its stages share. Linear layers
+        that torch has traced become ``nn.Linear`` in place, and remain so.
     schedule
         What to run; rank i of the group runs program i.
     loss_fn
@@ -158,18 +159,18 @@ class PipelineRunner:
         For so long an action may last; a rank that is in one for longer has failed, as has one that
         others wait for and that does not begin its step. Compilation in a first step counts.
     args_chunk_spec, kwargs_chunk_spec, target_chunk_spec
-        Along which dimension whole positional inputs, keyword inputs (by name) and targets are cut:
-        an int or torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share;
-        one for all tensors, or one for each in the same tuples and dicts. Without one, `step` says
-        what is cut.
+        The dimension along which whole positional inputs, keyword inputs (by name) and targets are
+        cut: an int, torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share.
+        Give one for all tensors, or one for each in the same tuples and dicts. `step` says what is
+        cut without them.
     output_merge_spec
-        Along which dimension outputs of micro-batches are joined, in the same form; None for what
-        is returned as a list.
+        The dimension along which the outputs of micro-batches are joined, in the same form; None
+        returns a list.
 
     Attributes
     ----------
     last_step
-        What the last step took on this rank; None before the first.
+        The time and the memory of the last step on this rank; None before the first.
 
     Raises
     ------
@@ -384,7 +385,7 @@ class PipelineRunner:
         losses: list[Tensor] | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Tensor | Any:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
         A whole batch is cut into micro-batches along dimension 0 of its tensors. A keyword tensor
@@ -407,11 +408,12 @@ class PipelineRunner:
             Names the shapes of this step, the same on all ranks. The first step of a bucket agrees
             on them, as the first of all does; later ones must keep to them.
         losses
-            On the last stage's rank, has the loss of each micro-batch afterwards, and nothing else.
+            A list that the last stage's rank fills with the loss of each micro-batch; what was in
+            it is dropped.
         return_outputs
-            Whether to return what the last stage returned, in place of the losses, as a step of
-            torch's schedules does. That stays until the end of the step, which takes memory that no
-            plan counts: the outputs of all micro-batches, and while they are joined twice that.
+            Whether to return the outputs of the last stage instead of the losses, as torch's
+            schedules do. They take memory that no plan counts until the step has returned: the
+            outputs of all micro-batches, and twice that while they are joined.
         **kwargs
             For every stage of this rank whose ``forward`` names them. They travel to no other rank
             and get no gradients. A tensor that all micro-batches share, and whose dimension 0 is by
@@ -422,7 +424,7 @@ class PipelineRunner:
         -------
         Tensor or None
             The losses by micro-batch, shape (num_microbatches,), on the last stage's rank. With
-            ``return_outputs`` there the outputs, without their graph, as in `Evaluation`.
+            ``return_outputs`` the outputs there, detached and joined as in `Evaluation`.
 
         Raises
         ------
@@ -717,8 +719,8 @@ def _modules_of(
     """Yield this rank's modules, by index; those of `PipelineStage` objects if they fit here."""
     if isinstance(stages, nn.Module):
         pipe = cast("Pipe", stages)
-        _expect_made_for("Pipe", {"num_stages": (pipe.num_stages, len(placement))})
-        _expect_neighbours(pipe.info().graph)
+        _check_values("Pipe", {"num_stages": (pipe.num_stages, len(placement))})
+        _check_neighbours(pipe.info().graph)
         rank = dist.get_rank(group)
         stages = {s: pipe.get_stage_module(s) for s, home in enumerate(placement) if home == rank}
     elif not isinstance(stages, Mapping):
@@ -726,16 +728,16 @@ def _modules_of(
     for index, stage in sorted(stages.items()):
         module = stage
         if not isinstance(stage, nn.Module):
-            asked = {
+            values = {
                 "stage_index": (stage.stage_index, index),
                 "num_stages": (stage.num_stages, len(placement)),
                 "device": (_device_for(stage.device, group), device),
                 "group": tuple(map(dist.get_process_group_ranks, (stage.group, group))),
                 "dw_builder": (stage.dw_builder, None),
             }
-            _expect_made_for(f"PipelineStage {index}", asked)
+            _check_values(f"PipelineStage {index}", values)
             if hasattr(stage, "pipe_info"):
-                _expect_neighbours(stage.pipe_info.graph)
+                _check_neighbours(stage.pipe_info.graph)
             module = stage.submod
         for part in module.modules():
             if type(part) is InterpreterModule and _is_linear(part.graph):
@@ -747,8 +749,8 @@ def _modules_of(
         yield index, module
 
 
-def _expect_made_for(what: str, asked: Mapping[str, tuple[Any, Any]]) -> None:
-    for name, (found, wanted) in asked.items():
+def _check_values(what: str, values: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (found, wanted) in values.items():
         if found != wanted:
             raise PreflightError(
                 f"{what} has {name} {found}, but the runner and its schedule need {wanted}; make "
@@ -756,7 +758,7 @@ def _expect_made_for(what: str, asked: Mapping[str, tuple[Any, Any]]) -> None:
             )
 
 
-def _expect_neighbours(graph: fx.Graph) -> None:
+def _check_neighbours(graph: fx.Graph) -> None:
     """Refuse stages that take something else than all outputs of the stage before, in order."""
     stages = [node for node in graph.nodes if node.op == "call_module"]
     for index, (before, stage) in enumerate(pairwise(stages), start=1):

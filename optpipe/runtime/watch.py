@@ -72,7 +72,7 @@ _LONELY_S = 30.0
 _GRACE_S = 4.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 _BUSY = frozenset(kind for kind in ActionType if kind.is_compute) - {ActionType.RECOMPUTE}
-"""Of bubble rates: what recomputation and copies take is overhead."""
+"""The actions that count as busy in bubble rates; recomputation and copies are overhead."""
 
 
 # --- What the thread that trains does, told to the one beside it at the price of an assignment.
@@ -173,9 +173,10 @@ class Activity:
             self.marks.wait()
 
     def busy_ms(self) -> float:
-        """Return for how long F, I, W and B ran since `enter`, two of a pair once; after `finish`.
+        """Return how long F, I, W and B ran since `enter`; call it after `finish`.
 
-        On a GPU that is the time on the device, from the marks that are there for the watchdog.
+        Two passes of a pair that run together count once. On a GPU it is the time on the device,
+        between the marks that the watchdog needs anyway.
         """
         total, running = 0.0, 0
         for index, (doing, following) in enumerate(pairwise(self._done)):

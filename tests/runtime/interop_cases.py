@@ -224,14 +224,14 @@ def step_as_torch_does(schedule: Schedule, problem: Problem) -> Alike:
     def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
         return ((output - target[0]).square() * target[1]).mean()
 
-    device, specs = torch.device("cpu"), {"args_chunk_spec": (TensorChunkSpec(1),)}
+    device = torch.device("cpu")
     torchs = Schedule1F1B(
         PipelineStage(theirs, rank, len(schedule.placement), device),
         count,
         lambda output, target: loss(output, (target.transpose(0, 1), weight)),
         kwargs_chunk_spec={"mask": TensorChunkSpec(1), "bias": _Replicate()},  # type: ignore[dict-item]
         output_merge_spec=TensorChunkSpec(1),  # type: ignore[arg-type]
-        **specs,
+        args_chunk_spec=(TensorChunkSpec(1),),
     )
     runner = PipelineRunner(
         [PipelineStage(ours, rank, len(schedule.placement), device)],
@@ -242,7 +242,7 @@ def step_as_torch_does(schedule: Schedule, problem: Problem) -> Alike:
         target_chunk_spec=[1, None],
         output_merge_spec=TensorChunkSpec(1),
         min_offload_bytes=1,
-        **specs,
+        args_chunk_spec=(TensorChunkSpec(1),),
     )
     args = (batch,) if rank == 0 else ()
     their_losses, our_losses = list[Tensor](), [torch.zeros(())]

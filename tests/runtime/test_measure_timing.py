@@ -108,8 +108,8 @@ def test_the_trace_shows_the_plan_above_what_ran(timed) -> None:
              if e["ph"] == "C" and e["pid"] == pid]
             for pid in (2 * device, 2 * device + 1)
         )  # fmt: skip
-        assert [held for _, held in bytes_then] == [held for _, held in planned_bytes]
-        assert max(held for _, held in bytes_then) == schedule.peak_bytes[device]
+        assert [size for _, size in bytes_then] == [size for _, size in planned_bytes]
+        assert max(size for _, size in bytes_then) == schedule.peak_bytes[device]
         assert bytes_then == sorted(bytes_then, key=lambda one: one[0])
         # The first F and the last W or B of the measured row, where something is held.
         lasted = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2 * device + 1]
