@@ -120,16 +120,16 @@ class GivenBatch:
     def num_samples(self, specs: ChunkSpecs) -> int | None:
         """Return how many samples the batch has, as the first stage's rank knows it.
 
-        All positional inputs must agree on the size of the dimension that is cut; it is summed if
-        they are by micro-batch. Without positional inputs, all keyword inputs of which no
-        specification says how they are cut must. None if they do not agree.
+        All positional inputs that are cut must agree on the size of that dimension; it is summed if
+        they are by micro-batch. Without such inputs, all keyword inputs without a specification
+        must. None if they do not agree.
         """
         if self.arg_mbs is not None:
             sizes = [_sizes_of(_laid_out(one, NOT_SAID, _first)) for one in self.arg_mbs]
             return sum(map(sum, sizes)) if all(len(one) == 1 for one in sizes) else None
         own = {name: one for name, one in self.kwargs.items() if name not in specs.kwargs}
-        layout = _laid_out(self.args or own, specs.args if self.args else NOT_SAID, _first)
-        found = _sizes_of(layout)
+        args = _laid_out(self.args, specs.args, _first, "the batch") if self.args else ()
+        found = _sizes_of(args) or _sizes_of(_laid_out(own, NOT_SAID, _first))
         return found.pop() if len(found) == 1 else None
 
     def cut(
@@ -297,7 +297,7 @@ def _cut(values: Any, what: str, count: int, spec: Any) -> list[Any]:
             "give tensors of equal length, or a list by micro-batch (arg_mbs=, kwarg_mbs=, "
             "target_mbs=)"
         )
-    if tensors_in(values):
+    if sizes or (spec is NOT_SAID and tensors_in(values)):
         _check_divides(what, sizes.pop() if sizes else 0, count)
     return _pieces(layout, count)
 

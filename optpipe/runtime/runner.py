@@ -644,7 +644,7 @@ class PipelineRunner:
         return found
 
     def _recorded(self, ms: float, offloaded_before: int) -> StepRecord:
-        """Return what the step that just ended took."""
+        """Return the record of the step that has just ended."""
         context = self.problem.context if self.problem is not None else None
         mfu = None
         if context is not None and context.peak_flops:
@@ -778,7 +778,7 @@ def _ties_in(stages: Any) -> list[Tie]:
     """Return the parameters of which several stages of a `Pipe` have a copy each."""
     copies: list[dict[str, str]] = getattr(stages, "replicated_params", [])
     return [
-        Tie(tuple((int(stage.rpartition("_")[2]), name) for stage, name in one.items()))
+        Tie(tuple(sorted((int(stage.rpartition("_")[2]), name) for stage, name in one.items())))
         for one in copies
     ]
 
@@ -852,9 +852,8 @@ def _joined_parts(*parts_and_spec: Any) -> Any:
     """Return one batch of tensors that have the dimension of samples; of all else a list."""
     *parts, spec = parts_and_spec
     dimension = getattr(spec, "split_dim", spec)
-    tensors = [one for one in parts if isinstance(one, Tensor)]
-    has_dimension = all(dimension in range(-one.dim(), one.dim()) for one in tensors)
-    if len(tensors) < len(parts) or not has_dimension:
-        return parts
-    sides = {one.narrow(dimension, 0, 0).shape for one in tensors}
-    return torch.cat(tensors, dimension) if len(sides) == 1 else parts
+    for one in parts:
+        if not isinstance(one, Tensor) or dimension not in range(-one.dim(), one.dim()):
+            return parts
+    others = {one.shape[:dimension] + one.shape[dimension:][1:] for one in parts}
+    return torch.cat(parts, dimension) if len(others) == 1 else parts

@@ -202,6 +202,16 @@ def test_a_chunk_specification_that_does_not_fit_is_refused(args, kwargs, expect
         )
 
 
+def test_positional_inputs_that_all_microbatches_share_leave_the_batch_to_keywords():
+    table, tokens = torch.zeros(3, 4), torch.arange(6)
+    given = GivenBatch(args=(table,), kwargs={"tokens": tokens})
+    specs = ChunkSpecs(args=(None,))
+    assert given.num_samples(specs) == 6
+    found = given.cut(2, 6, specs, first=True, last=False, needs_target=False)
+    assert [args[0] is table for args in found.args] == [True, True]
+    assert torch.equal(torch.stack([one["tokens"] for one in found.kwargs]), tokens.view(2, 3))
+
+
 class _Plan(NamedTuple):
     problem: Problem
     schedule: Schedule
