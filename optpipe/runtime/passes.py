@@ -26,7 +26,9 @@ from optpipe.runtime.torch_names import (
     has_gradient_hooks,
     is_compiled,
     is_grouped_product,
+    is_transformed,
     makes_gradient,
+    note_accumulator_hooks,
     parts_with_memory,
     running_accumulators,
     sharded_in_forward,
@@ -506,10 +508,12 @@ def _nothing() -> None:
 def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     """Turn every plain ``nn.Linear`` of a module into a `SplitLinear`, in place; return how many.
 
-    The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses
-    and parametrised layers are left alone. Experts with grouped products become `SplitExperts`.
-    Modules that delay their weight gradients by themselves stay as they are.
+    The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses,
+    parametrised layers and those with a ``forward`` of their own are left alone. Experts with
+    grouped products become `SplitExperts`. Modules that delay their weight gradients by themselves
+    stay as they are.
     """
+    note_accumulator_hooks(module.parameters())
     layers = _linears(module)
     for layer in layers:
         layer.__class__ = _split_class_of(type(layer)) or type(layer)
@@ -560,7 +564,9 @@ def deferred_bytes(module: nn.Module) -> int:
     waiting = {
         parameter: sum(part.nbytes for part in parts_with_memory(parameter))
         for layer in _linears(module)
-        if _defers(layer) and not (layer in compiled and layer.weight in sharded)
+        if "forward" not in vars(layer)
+        and _defers(layer)
+        and not (layer in compiled and layer.weight in sharded)
         for parameter in layer.parameters()
         if parameter.requires_grad
     }
@@ -580,7 +586,8 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
     found = [
         layer
         for layer in module.modules()
-        if isinstance(layer, SplitLinear) or _split_class_of(type(layer)) is not None
+        if isinstance(layer, SplitLinear)
+        or (_split_class_of(type(layer)) is not None and "forward" not in vars(layer))
     ]
     return cast("list[nn.Linear]", found)
 
@@ -616,7 +623,7 @@ class SplitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is nn.Linear's
         """Apply the layer; shapes (..., in) -> (..., out)."""
-        if not (torch.is_grad_enabled() and _defers(self)):
+        if not (torch.is_grad_enabled() and _defers(self)) or is_transformed(input):
             return super().forward(input)
         if not torch.compiler.is_compiling():
             output = _LinearFunction.apply(  # type: ignore[no-untyped-call]
@@ -676,11 +683,23 @@ class _LinearFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer_input, weight = ctx.saved_tensors
         input_gradient = _input_gradient(ctx, weight, output_gradient)
         bias = ctx.bias if ctx.needs_input_grad[2] else None
+        if torch.is_grad_enabled():
+            # With create_graph=True, gradients are part of the forward, and have gradients.
+            if layer_input.dtype != ctx.input_dtype:
+                raise PreflightError(
+                    "create_graph=True differentiates a linear layer under autocast, which cast "
+                    f"its input from {ctx.input_dtype} to {layer_input.dtype}; a split stage "
+                    "cannot differentiate that cast twice: run this layer with "
+                    "autocast(enabled=False)"
+                )
+            product = _Deferred(ctx.weight, bias, layer_input, output_gradient)
+            weight_gradient = _weight_gradient(product) if ctx.needs_input_grad[1] else None
+            bias_gradient = None if bias is None else _bias_gradient(product)
+            return input_gradient, weight_gradient, bias_gradient, None
         # Without its place in the graph, which would hold the stage's input until W.
         deferred = _Deferred(ctx.weight, bias, layer_input.detach(), output_gradient)
         # The nodes of weight and bias; the sink has none.
@@ -691,6 +710,14 @@ class _LinearFunction(torch.autograd.Function):
         bias_gradient = None if bias is None else _bias_gradient(deferred)
         weight_gradient = _weight_gradient(deferred) if ctx.needs_input_grad[1] else None
         return input_gradient, weight_gradient, bias_gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        del ctx
+        raise PreflightError(
+            "torch.autograd.forward_ad runs through a linear layer of a split stage, which has no "
+            "forward-mode derivative there; use torch.func.jvp"
+        )
 
 
 # Each product conjugates the factor that is not a gradient, because torch defines gradients of

@@ -30,6 +30,7 @@ from optpipe.runtime.preflight import (
 )
 from optpipe.runtime.slices import SliceStates
 from optpipe.runtime.stage_executor import StageExecutor
+from optpipe.runtime.torch_names import note_accumulator_hooks
 from optpipe.runtime.treatments import treatments_of
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ def start_pipeline(
     if trains:
         # Not earlier: a runner ties the weights of its stages after it has checked its spec.
         attempt(lambda: preflight.check_reduced(spec.stages), faults)
+        for module in spec.stages.values():
+            note_accumulator_hooks(module.parameters())
     agree({}, faults, group)
     runtime = attempt(lambda: _build(spec, hooks, shapes, pool, trains=trains), faults)
     orders = runtime.orders if runtime is not None else ()
@@ -226,7 +229,7 @@ class Crossing(NamedTuple):
         """Return the bytes of a message."""
         boundaries = self.by_kind[self.kinds[message.microbatch]]
         crossed = boundaries[message.stage if message.backward else message.stage + 1]
-        sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
+        sent = [shape for shape in crossed if shape.gets_gradient or not message.backward]
         return sum(shape.num_bytes for shape in sent)
 
 

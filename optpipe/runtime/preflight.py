@@ -11,7 +11,8 @@ import socket
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
@@ -29,9 +31,11 @@ from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
 from optpipe.runtime.offload import count_slots, host_memory_bytes
 from optpipe.runtime.torch_names import (
     backends,
-    buffers_of,
+    dependencies_of,
+    fsdp_parts,
+    parts_with_memory,
     reduced_by_ddp,
-    replaced,
+    tree_leaves,
     tree_map,
 )
 from optpipe.schedule import Action, ActionType, parse_action
@@ -514,9 +518,9 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
 class TensorShape(NamedTuple):
     """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
 
-    ``requires_grad`` says whether a gradient of it is sent back. ``name`` is that by which a stage
-    returned it in a dict, and by which the next one takes it; "" = by position. With a ``layout``
-    it is this rank's shard of a DTensor.
+    ``is_used`` says whether the loss depends on it. ``name`` is that by which a stage returned it
+    in a dict, and by which the next one takes it; "" = by position. With a ``layout`` it is this
+    rank's shard of a DTensor.
     """
 
     size: tuple[int, ...]
@@ -524,6 +528,12 @@ class TensorShape(NamedTuple):
     requires_grad: bool = False
     name: str = ""
     layout: Layout | None = None
+    is_used: bool = True
+
+    @property
+    def gets_gradient(self) -> bool:
+        """Whether a gradient of it is sent back."""
+        return self.requires_grad and self.is_used
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this shape for metadata."""
@@ -617,10 +627,11 @@ def probe_pipeline(
     All ranks of the group call this together, each with its own ``stages``. ``first``, the input
     shapes of one micro-batch, are looked at on the first stage's rank; ``kwargs`` are the keyword
     inputs of a micro-batch, by stage; ``mesh`` is this rank's own, if one was given. Gradients are
-    sent of what requires grad where it is made, if ``trains``.
+    sent of the tensors that require grad and that the loss depends on, if ``trains``.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
+    dependencies: list[Dependencies] = []
     for index, home in enumerate(placement):
         is_last = index == len(placement) - 1
         probe = partial(
@@ -634,14 +645,28 @@ def probe_pipeline(
             is_last=is_last,
             trains=trains,
         )
-        outputs, faults = made_on(home, probe, device, group)
+        found, faults = made_on(home, probe, device, group)
         if faults:
             sizes = [shape.size for shape in boundaries[index]]
             raise PreflightError(
                 f"rank {home}: stage {index} cannot run on inputs of size {sizes}: {faults[0]}"
             )
-        boundaries.append(outputs)
+        boundaries.append(found[0])
+        dependencies.append(found[1])
+    # The loss may depend on any output of the last stage.
+    uses = [True] * len(dependencies[-1])
+    for index in reversed(range(1, len(placement))):
+        uses = [any(one) for one in zip(*compress(dependencies[index], uses), strict=True)]
+        uses = uses or [False] * len(boundaries[index])
+        boundaries[index] = tuple(
+            shape._replace(is_used=is_used or not trains)
+            for shape, is_used in zip(boundaries[index], uses, strict=True)
+        )
     return boundaries
+
+
+Dependencies = list[list[bool]]
+"""Of each output of a stage, whether it depends on each input."""
 
 
 def _probe_stage(
@@ -654,7 +679,7 @@ def _probe_stage(
     mesh: DeviceMesh | None,
     is_last: bool,
     trains: bool,
-) -> Shapes:
+) -> tuple[Shapes, Dependencies]:
     """Return the shapes of what a stage sends; the last one's output is the loss's alone."""
     module = stages[index]
     spread = spread_of(inputs, meshes_of(index, stages, mesh))
@@ -662,10 +687,13 @@ def _probe_stage(
     forgets = saved_tensors_hooks(_forget, _forget)
     with torch.set_grad_enabled(trains), forgets, alone, untouched(module, device):
         taken = [shape.name for shape in inputs]
-        zeros = received((shape.zeros(device) for shape in inputs), spread)
-        output = called(module, taken, zeros, tree_map(partial(_zeros, device), kwargs))
+        zeros = [shape.zeros(device) for shape in inputs]
+        given = tree_map(partial(_zeros, device), kwargs)
+        output = called(module, taken, received(zeros, spread), given)
+        tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        depends = [dependencies_of(one, zeros) for one in tensors]
     if is_last:
-        return ()
+        return (), depends
     names, outputs = named_tensors(output, f"the output of stage {index}")
     layouts = [
         layout_of(output, f"output {position} of stage {index}")
@@ -680,10 +708,11 @@ def _probe_stage(
                 "return it through .contiguous()"
             )
     found = zip(shapes_of(outputs), outputs, names, layouts, strict=True)
-    return tuple(
+    shapes = tuple(
         shape._replace(requires_grad=one.requires_grad, name=name, layout=layout)
         for shape, one, name, layout in found
     )
+    return shapes, depends
 
 
 Spread = tuple[tuple[Layout, "DeviceMesh"] | None, ...]
@@ -718,12 +747,72 @@ def _forget(_: Tensor | None) -> None:
 
 @contextmanager
 def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give buffers and random states, Python's too, back as they were."""
-    copies = {place: buffer.clone() for place, buffer in buffers_of(module).items()}
+    """Restore a module and the random states, Python's included, at the end.
+
+    Restored are parameters, buffers and attributes: tensors, lists, dictionaries and sets with what
+    they held. Other objects that a forward changes stay changed.
+    """
     devices = [device] if device.type == "cuda" else []
     state = random.getstate()
+    copies, containers = _copies_of(module)
     try:
-        with replaced(copies), torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(state)
+        for part in fsdp_parts(module):
+            part.reshard()
+        for container, before in containers:
+            if not _holds_the_same(container, before):
+                container.clear()
+                # Lists and the others name it differently.
+                getattr(container, "extend" if isinstance(container, list) else "update")(before)
+        with torch.no_grad():
+            for tensor, copy in copies:
+                there = copy.to(tensor.device)
+                if not torch.equal(tensor, there):
+                    tensor.copy_(there)
+
+
+_Container = dict[Any, Any] | list[Any] | set[Any]
+
+
+def _copies_of(
+    module: nn.Module,
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[_Container, _Container]]]:
+    """Return the tensors and containers in a module's attributes, each with a copy.
+
+    DDP and lazy modules prepare themselves in their first forward, and keep the result. The copy of
+    a parameter takes the memory that its gradient will need, if it gets one, and else the host's.
+    """
+    copies, containers, seen = list[tuple[Tensor, Tensor]](), list[Any](), set[int]()
+    left: list[Any] = [
+        vars(part)
+        for part in module.modules()
+        if not isinstance(part, DistributedDataParallel | LazyModuleMixin)
+    ]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            has_room = value.requires_grad and value.is_leaf and value.grad is None
+            for part in parts_with_memory(value):
+                if part.layout is torch.strided and not part.is_meta:
+                    home = part.device if has_room else torch.device("cpu")
+                    copies.append((part.detach(), part.detach().to(home, copy=True)))
+        elif isinstance(value, dict | list | set | tuple):
+            left += value.values() if isinstance(value, dict) else value
+            if not isinstance(value, tuple):
+                containers.append((value, value.copy()))
+    return copies, containers
+
+
+def _holds_the_same(one: _Container, other: _Container) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    entries = [
+        chain.from_iterable(each.items()) if isinstance(each, dict) else each
+        for each in (one, other)
+    ]
+    return len(one) == len(other) and all(map(is_, *entries))

@@ -164,7 +164,7 @@ class StageExecutor:
                     for output, gradient in zip(
                         self._outputs.pop(microbatch), gradients, strict=True
                     )
-                    if output.requires_grad
+                    if output.requires_grad and gradient is not None
                 ]
                 roots = [output for output, _ in pairs]
                 from_roots = [gradient for _, gradient in pairs]
@@ -174,6 +174,7 @@ class StageExecutor:
             inputs = self._inputs.pop(microbatch)
             if not self.is_first:
                 self._input_gradients[microbatch] = tuple(one.grad for one in inputs)
+                self._check_sent_back(microbatch)
                 for one in inputs:
                     one.grad = None
             weights = self._passes.weight_runner()
@@ -258,6 +259,19 @@ class StageExecutor:
                     f"output {position} of stage {self.index} requires grad, but did not "
                     "before the first step, when it was agreed what is sent back; unfreeze "
                     "parameters before that, or make another runner"
+                )
+
+    def _check_sent_back(self, microbatch: int) -> None:
+        """Refuse gradients that are not sent, because the first forward used no such input."""
+        agreed = self._sent_back[self._kinds[microbatch]]
+        pairs = zip(self._input_gradients[microbatch], agreed, strict=True)
+        for position, (gradient, blank) in enumerate(pairs):
+            if gradient is not None and blank is None:
+                raise PreflightError(
+                    f"input {position} of stage {self.index} has a gradient, but no output "
+                    "depended on it in the forward on zeros before the first step, when the ranks "
+                    "agreed what is sent back; use it in every forward, for example by adding 0 "
+                    "times its sum to an output"
                 )
 
     # --- Boundary tensors.
@@ -347,7 +361,7 @@ def _blanks_of(shapes: Sequence[Shapes]) -> tuple[_Blanks, _Blanks]:
         blanks = tuple((torch.Size(shape.size), shape.dtype) for shape in one)
         ahead.append(blanks)
         pairs = zip(one, blanks, strict=True)
-        back.append(tuple(blank if shape.requires_grad else None for shape, blank in pairs))
+        back.append(tuple(blank if shape.gets_gradient else None for shape, blank in pairs))
     return ahead, back
 
 

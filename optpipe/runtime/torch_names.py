@@ -7,6 +7,7 @@ with the code.
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import contextmanager
 from types import MethodType
@@ -49,6 +50,7 @@ __all__ = [
     "buffers_of",
     "copy_all",
     "default_store",
+    "dependencies_of",
     "detached",
     "dtensor_of",
     "effect",
@@ -61,7 +63,9 @@ __all__ = [
     "is_compiled",
     "is_grouped_product",
     "is_profiled",
+    "is_transformed",
     "makes_gradient",
+    "note_accumulator_hooks",
     "parts_with_memory",
     "prepare_ddp_reduction",
     "reduce_by_ddp",
@@ -109,6 +113,8 @@ PRIVATE_NAMES: Final = {
     "_current_graph_task_id": "whether a backward is running",
     "_current_autograd_node": "the parameters of the node that is running",
     "_will_engine_execute_node": "whether the running backward adds to a parameter's gradient",
+    "_are_functorch_transforms_active": "whether a function of torch.func runs (`vmap`, `jvp`,"
+    " `grad`); without it: these fail in split layers",
     # Compiled code. Without these, a compiled stage gets fused B.
     "torch._dynamo.eval_frame": "which modules are compiled",
     "_compiled_call_impl": "which modules are compiled",
@@ -135,9 +141,30 @@ _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody (DDP, a user) waits for autograd to make this parameter's gradient."""
-    return bool(getattr(parameter, "_backward_hooks", None)) or bool(
-        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return (
+        bool(getattr(parameter, "_backward_hooks", None))
+        or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        or hasattr(parameter, _HOOKED)
     )
+
+
+def note_accumulator_hooks(parameters: Iterable[Tensor]) -> None:
+    """Let `has_gradient_hooks` know the hooks on the autograd nodes that add to ``.grad``.
+
+    ``torch.distributed.optim`` puts optimizers there. Such a node shows its hooks to the garbage
+    collector, and only while no graph holds the node. So call this before a step.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and gc.get_referents(accumulator_of(parameter)):
+            setattr(parameter, _HOOKED, True)
+
+
+_HOOKED: Final = "optpipe_has_accumulator_hooks"
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor is nested, or torch.func transforms the functions that are called."""
+    return tensor.is_nested or torch._C._are_functorch_transforms_active()  # noqa: SLF001
 
 
 def reduce_by_ddp(module: DistributedDataParallel) -> None:
@@ -391,6 +418,17 @@ def in_backward() -> bool:
 def accumulator_of(parameter: Tensor) -> Any:
     """Return the node of autograd that adds gradients to a parameter's ``.grad``."""
     return get_gradient_edge(parameter).node
+
+
+def dependencies_of(output: Tensor, inputs: Sequence[Tensor]) -> list[bool]:
+    """Return whether the graph of a tensor leads to each of these leaves."""
+    left = [get_gradient_edge(output).node] if output.requires_grad else []
+    seen = set(left)
+    while left:
+        nodes = {node for node, _ in left.pop().next_functions if node is not None} - seen
+        seen |= nodes
+        left += nodes
+    return [one.requires_grad and accumulator_of(one) in seen for one in inputs]
 
 
 def running_accumulators() -> dict[Tensor, Any]:

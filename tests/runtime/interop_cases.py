@@ -299,6 +299,13 @@ def train_on_mesh(
             step_alone(whole, small_data(num_microbatches, _seed(step, column)), num_microbatches)
     wanted = [gradient_of(parameter) / num_columns for parameter in whole.parameters()]
     found.compare(own, modules, wanted)
+    whole_norm = torch.stack([one.norm() for one in wanted]).norm()
+    norm = runner.clip_grad_norm_(float(whole_norm) / 2)
+    torch.testing.assert_close(norm, whole_norm, rtol=1e-12, atol=0)
+    clipped = Trained()
+    clipped.compare(own, modules, [one / 2 for one in wanted])
+    # torch adds 1e-6 to the norm that it divides by.
+    assert clipped.worst_difference < 1e-5 * clipped.largest_gradient
     if way == "tensor parallel":
         for module in own.values():
             module.compile()

@@ -137,6 +137,22 @@ def _with_unused(block: Any) -> nn.Module:
     return block  # type: ignore[no-any-return]
 
 
+class _SendsMore(nn.Module):
+    """A stage that sends an output which the next stage does not use."""
+
+    def __init__(self, stage: Any) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *given: Tensor) -> Any:
+        output = self.stage(*given[:2])
+        return output if self.stage.last else (*output, self.stage.blocks[-1].spare(output[0]))
+
+
+def _stages_that_send_more(num_stages: int) -> list[nn.Module]:
+    return [_SendsMore(one) for one in changed_stages(_with_unused, num_stages)]
+
+
 def _selectively_checkpointed(block: Any, *, hooks_see: bool) -> nn.Module:
     """Products are kept, the rest is made again in the backward."""
     whole = block.forward
@@ -175,6 +191,7 @@ MODELS = {
         name: Model(functools.partial(changed_stages, change), small_data, small_loss)
         for name, change in CHANGES.items()
     },
+    "an output that no stage uses": Model(_stages_that_send_more, small_data, small_loss),
     "delaying": Model(delaying_stages, small_data, small_loss),
     "small": Model(small_stages, small_data, small_loss),
     "compiled": Model(compiled_stages, small_data, small_loss),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from optpipe.errors import InputError
 from optpipe.measurements import Given
 from optpipe.runtime import PreflightError
-from optpipe.runtime.measuring import Effort, measure
+from optpipe.runtime.measuring import Effort, measure, memory
 from optpipe.runtime.measuring.times import measure_bandwidths, message_sizes
 from tests.runtime import measured
 from tests.runtime.delaying import DelayingLinear
@@ -172,6 +172,44 @@ def test_what_autograd_does_not_see_counts_and_stays_on_the_device() -> None:
     assert stage.activation_bytes == 5 * 64 * 8 * FLOAT + FLOAT
     assert stage.offload_bytes == 0
     assert any("besides what autograd saves" in note for note in profile.measurements.notes)
+
+
+class _Routed(nn.Module):
+    """Experts that get the rows that are meant for them; the gates are drawn with noise, too."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(measured.deep(8, depth) for depth in (1, 3))
+        self.noise = noise
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        gate = given.mean(-1) + self.noise * torch.randn(given.shape[:-1])
+        output = torch.zeros_like(given)
+        for expert, mine in zip(self.experts, (gate < 0, gate >= 0), strict=True):
+            output[mine] = expert(given[mine])
+        return output
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_stage_that_depends_on_data_is_measured_with_its_largest_input(
+    noise, monkeypatch
+) -> None:
+    torch.manual_seed(0)
+    sample = torch.randn(64, 8)
+    stages = [measured.deep(8, 1), _Routed(noise), measured.deep(8, 1)]
+    profile = quick(stages, sample, effort=Effort(repeats=2, warmups=1))
+    (note,) = (one for one in profile.measurements.notes if "data-dependent" in one)
+    assert note.startswith("Stage 1 is data-dependent: between inputs of one shape")
+    routed = profile.results[1]
+    assert 0.0 < routed.spread < 0.5
+    assert [profile.results[0].spread, profile.results[2].spread] == [0.0, 0.0]
+    monkeypatch.setattr(memory, "_SAMPLES", 0)
+    if noise:
+        with pytest.raises(InputError, match="a plan must be right within 3"):
+            quick(stages, sample)
+    else:
+        alone = quick(stages, sample).results[1]
+        assert alone.footprint.held_bytes < routed.footprint.held_bytes
 
 
 def test_workspaces_are_what_only_lives_inside_a_pass() -> None:

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor import Replicate
 
@@ -18,7 +19,14 @@ from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import BoundaryLevel, Layout
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline
-from optpipe.runtime.preflight import Needs, called, check_needs, check_split, needs_of
+from optpipe.runtime.preflight import (
+    Needs,
+    called,
+    check_needs,
+    check_split,
+    needs_of,
+    untouched,
+)
 from optpipe.runtime.stage_executor import StageExecutor
 from tests.building import bus, offloadable, programs, stage
 from tests.building import problem as built_problem
@@ -101,6 +109,56 @@ def test_a_name_that_the_stage_before_sends_is_no_keyword_input():
     assert called(dict, ("state",), [mask], {"mask": mask}) == {"state": mask, "mask": mask}
     with pytest.raises(PreflightError, match=r"^mask comes from the stage before and is a keyword"):
         called(dict, ("mask", "state"), [mask, mask], {"mask": mask})
+
+
+class _Remembering(nn.Module):
+    """Keeps something of every input, in each place where a module can."""
+
+    running: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.average = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("running", torch.ones(2))
+        self.plain = torch.ones(2)
+        self.is_ready = False
+        self.later: nn.Module | None = None
+        self.seen: list[Any] = []
+        self.cache: dict[str, Any] = {"inner": {1}}
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.scale.data.copy_(given.mean(0))
+            self.is_ready, self.later = True, nn.Linear(2, 2)
+        for one in (self.average, self.running, self.plain):
+            one.mul_(0.5).add_(given.mean(0))
+        self.seen.append(given)
+        self.cache["inner"].add(2)
+        self.cache["shape"] = given.shape
+        return given * self.scale
+
+
+def test_a_forward_on_zeros_leaves_no_trace_in_a_module():
+    module = _Remembering()
+    parts = [*module.parameters(), module.running, module.plain]
+    with untouched(module, torch.device("cpu")):
+        module(torch.zeros(3, 2))
+        assert not any(map(torch.equal, parts, [torch.ones(2)] * 4))
+    assert all(map(torch.equal, parts, [torch.ones(2)] * 4))
+    assert [module.running, module.plain] == parts[2:]
+    assert (module.is_ready, module.later, module.seen) == (False, None, [])
+    assert module.cache == {"inner": {1}}
+
+
+def test_an_input_that_is_used_later_for_the_first_time_is_refused():
+    stage = StageExecutor.__new__(StageExecutor)
+    stage.index, stage._kinds, stage._sent_back = 3, [0], [((torch.Size([2]), torch.float32), None)]
+    stage._input_gradients = {0: (torch.ones(2), None)}
+    stage._check_sent_back(0)
+    stage._input_gradients = {0: (None, torch.ones(2))}
+    with pytest.raises(PreflightError, match="input 1 of stage 3 has a gradient, but no output"):
+        stage._check_sent_back(0)
 
 
 def test_a_dtensor_that_is_placed_otherwise_later_is_refused():

@@ -115,7 +115,7 @@ def test_modules_that_delay_their_weight_gradients_make_them_at_w(ranks):
     "change",
     [
         pytest.param(name, marks=[needs_hooked_checkpoints] if "hooks see" in name else [])
-        for name in small_cases.CHANGES
+        for name in (*small_cases.CHANGES, "an output that no stage uses")
     ],
 )
 def test_models_as_users_change_them_train_alike(ranks, change):

@@ -1,5 +1,6 @@
 """The split backward in one process: right where torch's own I and W are not (TORCH.md 2)."""
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -273,6 +276,43 @@ def _double_gradient(parameter: torch.Tensor) -> None:
     gradient_of(parameter).mul_(2)
 
 
+def _hook_node(parameter: torch.Tensor) -> None:
+    """Put the hook where torch.distributed.optim puts optimizers: on the node of autograd."""
+    node: Any = get_gradient_edge(parameter).node
+    node.register_hook(lambda *_: _double_gradient(parameter))
+    # A node lives as long as a graph, or somebody, holds it.
+    parameter.node = node  # type: ignore[attr-defined]
+
+
+def _replaced_forward() -> nn.Module:
+    """Wrap a forward on the instance, as libraries do that move weights."""
+    layer = nn.Linear(6, 6)
+    inner = layer.forward
+    layer.forward = lambda input: 2 * inner(input)  # type: ignore[method-assign] # noqa: A006
+    return layer
+
+
+class _Inside(nn.Module):
+    """Linear layers that a function of torch transforms, or whose output is differentiated."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.way = way
+
+    def forward(self, x):
+        if self.way == "vmap":
+            return torch.func.vmap(self.layers)(x)
+        if self.way == "jvp":
+            return torch.func.jvp(self.layers, (x,), (torch.cos(x),))[1]
+        if self.way == "nested":
+            ragged = [x[0], x[1, :2], x[2]]
+            return self.layers(torch.nested.as_nested_tensor(ragged, layout=torch.jagged)).values()
+        energy = self.layers(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "an output that is a view": (lambda: nn.Linear(6, 7), _floats),
     "a parameter used twice": (_Tied, _floats),
@@ -287,6 +327,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "a checkpoint": (lambda: _Checkpointed(reentrant=False), _floats),
     "a reentrant checkpoint": (lambda: _Checkpointed(reentrant=True), _floats),
     "a layer with a gradient hook": (_hooked, _floats),
+    "a layer with a hook on its node": (lambda: nn.Linear(6, 6), _floats),
+    "vmap": (lambda: _Inside("vmap"), _floats),
+    "jvp": (lambda: _Inside("jvp"), _floats),
+    "nested tensors": (lambda: _Inside("nested"), _floats),
+    "a gradient in the forward": (lambda: _Inside("grad"), _floats),
     "complex numbers": (_Complex, lambda: _complex(4, 3, 6)),
     "complex rows": (_Complex, lambda: _complex(4, 6)),
     "operations in place": (_InPlace, _floats),
@@ -317,6 +362,11 @@ def _double():
     torch.set_default_dtype(torch.float32)
 
 
+# Forward-mode derivatives and optimizers of torch.distributed use what torch deprecates.
+_scripted = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+@_scripted
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fused"])
 @pytest.mark.parametrize("name", CASES)
 def test_split_backward_equals_the_unsplit_one(name, is_split):
@@ -327,6 +377,9 @@ def test_split_backward_equals_the_unsplit_one(name, is_split):
         # deepcopy leaves hooks behind.
         assert isinstance(split, nn.Linear)
         split.weight.register_post_accumulate_grad_hook(_double_gradient)
+    if name == "a layer with a hook on its node":
+        for layer in (plain, split):
+            _hook_node(next(layer.parameters()))
     split_linears(split, gradients)
     given = make_input()
     for _ in range(2):
@@ -343,6 +396,51 @@ def test_split_backward_equals_the_unsplit_one(name, is_split):
     for parameter, wanted in zip(split.parameters(), plain.parameters(), strict=True):
         _assert_same(parameter, wanted)
     assert getattr(split, "calls", 4) == 4
+
+
+def test_a_layer_whose_forward_is_replaced_promises_no_bytes():
+    """Also where it is replaced after the split."""
+    early, late, gradients = _replaced_forward(), nn.Linear(6, 6), WeightGradients()
+    module = nn.Sequential(early, late)
+    assert split_linears(module, gradients) == 1
+    assert deferred_bytes(module) == 8 * (36 + 6)
+    late.forward = early.forward  # type: ignore[method-assign]
+    assert deferred_bytes(module) == 0
+    given = _floats()
+    with gradients.collect():
+        early(given).sum().backward()
+        assert gradients.held_bytes() == 0
+    assert early.weight.grad is not None
+
+
+@_scripted
+def test_an_optimizer_inside_the_backward_steps_with_the_gradient():
+    optim = importlib.import_module("torch.distributed.optim")
+    layer, plain, gradients = nn.Linear(6, 6), nn.Linear(6, 6), WeightGradients()
+    plain.load_state_dict(layer.state_dict())
+    for one in (layer, plain):
+        optim._apply_optimizer_in_backward(torch.optim.SGD, one.parameters(), {"lr": 0.1})
+    split_linears(layer, gradients)
+    assert deferred_bytes(layer) == 0
+    given = _floats()
+    plain(given).square().sum().backward()
+    with gradients.collect():
+        gradients.run_backward([layer(given).square().sum()], None)
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@_scripted
+def test_what_cannot_be_differentiated_twice_or_forwards_is_refused_with_a_fix():
+    layer, given = nn.Linear(6, 6).float(), torch.randn(4, 6, dtype=torch.float32)
+    split_linears(layer, WeightGradients())
+    given.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(given).float().sum()
+    with pytest.raises(PreflightError, match=r"autocast, which cast its input from torch.float32"):
+        torch.autograd.grad(output, given, create_graph=True)
+    with forward_ad.dual_level(), pytest.raises(PreflightError, match=r"use torch\.func\.jvp"):
+        layer(forward_ad.make_dual(given.detach(), torch.ones_like(given)))
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -494,6 +592,20 @@ def test_a_nested_grad_through_a_compiled_block_is_right_or_refused(wanted, is_s
         [ours, *split.parameters()], [theirs, *plain.parameters()], strict=True
     ):
         _assert_same(one, expected)
+
+
+@_traced
+def test_outside_of_a_step_a_compiled_block_adds_only_what_was_asked_for():
+    torch.compiler.reset()
+    layer, given = nn.Linear(6, 6), _floats()
+    layer.compile(backend="aot_eager")
+    split_linears(layer, WeightGradients())
+    (wanted,) = torch.autograd.grad(layer(given).sum(), given)
+    layer(given).sum().backward(inputs=[given])
+    assert torch.equal(gradient_of(given), wanted)
+    assert layer.weight.grad is None
+    with pytest.raises(PreflightError, match="do not compile this block"):
+        torch.autograd.grad(layer(given).sum(), layer.weight)
 
 
 @pytest.mark.parametrize(

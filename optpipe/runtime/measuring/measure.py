@@ -21,6 +21,7 @@ from optpipe.runtime.measuring.memory import (
     measure_footprint,
     measure_memory,
     measure_menu,
+    with_largest_inputs,
 )
 from optpipe.runtime.measuring.times import (
     Bandwidths,
@@ -44,7 +45,7 @@ from optpipe.runtime.passes import WeightGradients, check_delaying, deferred_byt
 from optpipe.runtime.preflight import as_tensors, meshes_of
 from optpipe.schedule import ActionType
 from optpipe.stage import Mode
-from optpipe.units import format_bytes
+from optpipe.units import format_bytes, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ class StageResult(NamedTuple):
 
     ``bandwidths`` is None where nothing can be offloaded; ``deferred_bytes`` is the weight gradient
     that a W makes, 0 where the stage cannot be split. ``menu`` is None where none was asked for.
+    ``spread`` is by which share the bytes that autograd saves depend on the values of the inputs.
     """
 
     footprint: Footprint
@@ -81,6 +83,7 @@ class StageResult(NamedTuple):
     bandwidths: Bandwidths | None
     deferred_bytes: int
     menu: StageMenu | None = None
+    spread: float = 0.0
 
 
 _ADAM_MOMENTS = 2.0
@@ -269,6 +272,7 @@ def _measure_stage(
     split_linears(stage.module, stage.gradients)
     stage = _with_inputs(stage, received, device)
     with _moved_to(stage.module, device), undisturbed(stage.module, device):
+        stage = with_largest_inputs(stage)
         footprint = measure_footprint(stage, min_bytes)
         memory = measure_memory(stage, footprint.held_bytes)
         waiting = deferred_bytes(stage.module)
@@ -301,7 +305,7 @@ def _measure_stage(
                 recompute=recompute,
             )
         sent = stage.forward(stage.receive())
-    result = StageResult(footprint, memory, durations, bandwidths, waiting, menu)
+    result = StageResult(footprint, memory, durations, bandwidths, waiting, menu, stage.spread)
     shards = [shard.detach().cpu() for shard in sent.outputs]
     return result, tuple(zip(sent.layouts, shards, strict=True))
 
@@ -532,6 +536,12 @@ def _notes_on(
                 f"Stage {index} cannot be split: I does all of the backward and W nothing. "
                 "Only weight gradients of nn.Linear layers, grouped experts and modules with "
                 "delay_wgrad_compute are put aside for W."
+            )
+        if result.spread:
+            yield (
+                f"Stage {index} is data-dependent: between inputs of one shape, what autograd "
+                f"saves differs by up to {format_share(result.spread)}. The largest of several was "
+                "measured, and others may save more: leave that share of the memory free."
             )
         yield from result.menu.notes if result.menu is not None else ()
         counted, saved = result.memory.activation_bytes, result.footprint.held_bytes

@@ -77,7 +77,8 @@ class ForwardResult(NamedTuple):
 class StageUnderTest:
     """A stage with one micro-batch's inputs: from the stage before, or the batch.
 
-    ``loss`` and its ``target``, which belongs to the batch, are those of the last stage.
+    ``loss`` and its ``target``, which belongs to the batch, are those of the last stage. ``spread``
+    is by which share what is saved differs between inputs with other values.
     """
 
     index: int
@@ -86,6 +87,7 @@ class StageUnderTest:
     gradients: WeightGradients
     loss: Callable[[Any, Any], Tensor] | None = None
     target: Tensor | None = None
+    spread: float = 0.0
 
     @property
     def is_first(self) -> bool:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "Passed",
@@ -690,19 +691,25 @@ def clip_together(
     Tensor
         The norm before, of all ranks' gradients together, in float64 and the same on all.
     """
-    own = list(parameters)
-    given = {one: None for one in own if one.grad is not None}
-    elsewhere = set(counted_elsewhere)
-    gradients = [one.grad for one in given if one not in elsewhere and one.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, norm_type)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    own, elsewhere = list(parameters), set(counted_elsewhere)
+    # torch takes gradients of one mesh together, or plain ones.
+    on_mesh: dict[DeviceMesh | None, dict[Tensor, None]] = {}
+    for one in own:
+        if one.grad is not None:
+            on_mesh.setdefault(getattr(one.grad, "device_mesh", None), {})[one] = None
     # Of one type and on the device that sends: other ranks may have gradients of another, or none.
-    norm = norm.to(own[0].device if own else None, torch.float64)
+    norms = [torch.zeros((), device=own[0].device if own else None, dtype=torch.float64)]
+    for given in on_mesh.values():
+        gradients = [one.grad for one in given if one not in elsewhere and one.grad is not None]
+        found = nn.utils.get_total_norm(gradients, norm_type)
+        norms.append((found.full_tensor() if isinstance(found, DTensor) else found).to(norms[0]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if norm_type == float("inf"):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
     else:
         norm = norm**norm_type
         dist.all_reduce(norm, group=group)
         norm = norm ** (1.0 / norm_type)
-    nn.utils.clip_grads_with_norm_(list(given), max_norm, norm)
+    for given in on_mesh.values():
+        nn.utils.clip_grads_with_norm_(list(given), max_norm, norm)
     return norm
