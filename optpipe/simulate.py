@@ -34,7 +34,7 @@ from optpipe.schedule import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
@@ -55,6 +55,7 @@ __all__ = [
     "link_loads",
     "link_warnings",
     "make_timeline",
+    "memory_curve",
     "side_by_side",
     "simulate",
     "timeline_of",
@@ -604,7 +605,8 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
     return Timeline(
         intervals=tuple(intervals),
         memory=tuple(
-            _memory_curve(problem, device, programs, run) for device in range(len(programs))
+            memory_curve(problem, device, program, times)
+            for device, (program, times) in enumerate(zip(programs, run.times, strict=True))
         ),
         makespan_ms=run.makespan_ms,
         span_ms=run.span_ms,
@@ -612,12 +614,16 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
     )
 
 
-def _memory_curve(
-    problem: Problem, device: int, programs: Programs, run: Simulation
+def memory_curve(
+    problem: Problem, device: int, program: Program, times: Iterable[Times]
 ) -> tuple[tuple[float, int], ...]:
+    """Return what a device holds from which moment on, in the form of `Timeline.memory`.
+
+    The bytes are the program's under all times; ``times`` of its actions may be measured ones.
+    """
     curve = [(0.0, problem.static_bytes_of(device))]
-    steps = memory_walk(problem, device, programs[device])
-    for action, step, at in zip(programs[device], steps, run.times[device], strict=True):
+    steps = memory_walk(problem, device, program)
+    for action, step, at in zip(program, steps, times, strict=True):
         if step.after == step.before:
             continue
         if action.type is ActionType.RELOAD:

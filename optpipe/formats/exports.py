@@ -47,14 +47,14 @@ from optpipe.schedule import (
     parse_cell,
     pass_of,
 )
-from optpipe.simulate import make_timeline, simulate
+from optpipe.simulate import Times, make_timeline, memory_curve, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program
-    from optpipe.simulate import Interval, Lane, Simulation, Timeline, Times
+    from optpipe.simulate import Interval, Lane, Simulation, Timeline
 
 __all__ = [
     "check_num_layers",
@@ -704,7 +704,9 @@ def dump_planned_beside_measured(
 ) -> str:
     """Return the text of a trace with two rows per device: simulated, and below it as it ran.
 
-    * ``measured``: what each device did, in ms from the first start of all.
+    Both have a counter of memory: the bytes of the plan, which depend on no times.
+
+    * ``measured``: what each device did, all of its program, in ms from the first start of all.
     * ``label``: what the measured rows are called, e.g. "measured, step 50".
     """
     timeline = make_timeline(problem, programs)
@@ -712,7 +714,10 @@ def dump_planned_beside_measured(
     planned = [_TraceProcess(2 * index, f"{name} planned") for index, name in enumerate(names)]
     events = list(_events(planned, timeline))
     for index, (name, row) in enumerate(zip(names, measured, strict=True)):
-        events += _trace_row(_TraceProcess(2 * index + 1, f"{name} {label}"), row)
+        process = _TraceProcess(2 * index + 1, f"{name} {label}")
+        times = _times_of(programs[index], row)
+        events += _trace_row(process, row)
+        events += _counter(process, memory_curve(problem, index, programs[index], times))
     end = max((item.end for row in measured for item in row), default=0.0)
     return _dump(problem, events, _lengths(timeline) | {"measured_ms": end})
 
@@ -737,15 +742,30 @@ def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, flo
 def _events(rows: Sequence[_TraceProcess], timeline: Timeline) -> Iterator[dict[str, Any]]:
     for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
         yield from _trace_row(row, intervals)
-        for moment, held_bytes in memory:
-            yield {
-                "name": "memory",
-                "ph": "C",
-                "ts": _microseconds(moment),
-                "pid": row.pid,
-                "tid": 0,
-                "args": {"bytes": held_bytes},
-            }
+        yield from _counter(row, memory)
+
+
+def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterator[dict[str, Any]]:
+    for moment, held_bytes in memory:
+        yield {
+            "name": "memory",
+            "ph": "C",
+            "ts": _microseconds(moment),
+            "pid": row.pid,
+            "tid": 0,
+            "args": {"bytes": held_bytes},
+        }
+
+
+def _times_of(program: Program, row: Sequence[Interval]) -> Iterator[Times]:
+    """Yield when the actions of a program ran; one is issued when the compute before has ended."""
+    ran = {item.action: item for item in row}
+    issued = 0.0
+    for action in program:
+        item = ran[action.bare]
+        yield Times(issued, item.start, item.end)
+        if item.lane == "compute":
+            issued = item.end
 
 
 def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from optpipe.errors import MissingExtraError, OffloadError, PreflightError, Rank
 if TYPE_CHECKING:
     from optpipe.runtime.follower import Follower, follow
     from optpipe.runtime.measuring import measure
-    from optpipe.runtime.runner import Evaluation, PipelineRunner
+    from optpipe.runtime.runner import Evaluation, PipelineRunner, StepRecord
     from optpipe.runtime.timing import ActionTimer
     from optpipe.runtime.treatments import groups, modes
 
@@ -27,6 +27,7 @@ __all__ = [
     "PipelineRunner",
     "PreflightError",
     "RankError",
+    "StepRecord",
     "follow",
     "groups",
     "measure",
@@ -81,6 +82,7 @@ _HOMES = {
     "Evaluation": "runner",
     "Follower": "follower",
     "PipelineRunner": "runner",
+    "StepRecord": "runner",
     "follow": "follower",
     "groups": "treatments",
     "measure": "measuring",

@@ -5,7 +5,8 @@ per micro-batch, which are taken as they are. Positional inputs are the first st
 last one's; keyword inputs go to every stage of the rank whose ``forward`` names them.
 
 A keyword tensor is cut only if its dimension 0 has as many entries as the batch has samples. Any
-other, such as a bias by head or a table by position, goes whole to all micro-batches.
+other, such as a bias by head or a table by position, goes whole to all micro-batches. `ChunkSpecs`
+replace this rule, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,36 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["NOT_SAID", "GivenBatch", "Microbatches", "given_batch", "keywords_of", "tensors_in"]
+__all__ = [
+    "NOT_SAID",
+    "ChunkSpecs",
+    "GivenBatch",
+    "Microbatches",
+    "given_batch",
+    "keywords_of",
+    "tensors_in",
+]
+
+
+class _NotSaid:
+    """The type of a value that was not given, where None has a meaning."""
+
+
+NOT_SAID = _NotSaid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSpecs:
+    """The dimensions along which whole batches are cut.
+
+    A dimension is an int or a ``TensorChunkSpec`` of torch; None is for a tensor that all
+    micro-batches share. Each field has one for all tensors, or a tree of them in the form of the
+    values. `NOT_SAID`, and a name that is missing, leave the choice to the rules above.
+    """
+
+    args: Any = NOT_SAID
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = NOT_SAID
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +117,26 @@ class GivenBatch:
     target_mbs: Sequence[Any] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def num_samples(self) -> int | None:
-        """Return the size of dimension 0 of the batch, as the first stage's rank knows it.
+    def num_samples(self, specs: ChunkSpecs) -> int | None:
+        """Return how many samples the batch has, as the first stage's rank knows it.
 
-        All positional inputs must agree on it; it is summed if they are by micro-batch. Without
-        positional inputs, all keyword inputs must. None if they do not agree.
+        All positional inputs that are cut must agree on the size of that dimension; it is summed if
+        they are by micro-batch. Without such inputs, all keyword inputs without a specification
+        must. None if they do not agree.
         """
         if self.arg_mbs is not None:
-            sizes = [_sizes_of(one) for one in self.arg_mbs]
+            sizes = [_sizes_of(_laid_out(one, NOT_SAID, _first)) for one in self.arg_mbs]
             return sum(map(sum, sizes)) if all(len(one) == 1 for one in sizes) else None
-        found = _sizes_of(self.args or dict(self.kwargs))
+        own = {name: one for name, one in self.kwargs.items() if name not in specs.kwargs}
+        args = _laid_out(self.args, specs.args, _first, "the batch") if self.args else ()
+        found = _sizes_of(args) or _sizes_of(_laid_out(own, NOT_SAID, _first))
         return found.pop() if len(found) == 1 else None
 
     def cut(
         self,
         count: int,
         num_samples: int | None,
+        specs: ChunkSpecs,
         *,
         first: bool,
         last: bool,
@@ -119,9 +153,9 @@ class GivenBatch:
             If something is missing, given twice, or does not divide, or if a keyword tensor may
             be the batch's or shared.
         """
-        args = self._cut_args(count) if first else []
-        targets = self._cut_targets(count, needed=needs_target) if last else []
-        kwargs = self._cut_kwargs(count, num_samples)
+        args = self._cut_args(count, specs.args) if first else []
+        targets = self._cut_targets(count, specs.target, needed=needs_target) if last else []
+        kwargs = self._cut_kwargs(count, num_samples, specs.kwargs)
         if first and not any(args) and not any(kwargs):
             raise PreflightError(_missing("batch", "first"))
         for what, given, taker in (
@@ -136,46 +170,45 @@ class GivenBatch:
                 )
         return Microbatches(args=args, kwargs=kwargs, targets=targets, loss_kwargs=self.loss_kwargs)
 
-    def _cut_args(self, count: int) -> list[tuple[Any, ...]]:
+    def _cut_args(self, count: int, spec: Any) -> list[tuple[Any, ...]]:
         if self.arg_mbs is not None:
             _only_once(self.args, "positional inputs", "arg_mbs")
             _check_length(self.arg_mbs, "arg_mbs", count)
             return [one if isinstance(one, tuple) else (one,) for one in self.arg_mbs]
-        return _cut(self.args, "the batch", count) if self.args else [()] * count
+        return _cut(self.args, "the batch", count, spec) if self.args else [()] * count
 
-    def _cut_kwargs(self, count: int, num_samples: int | None) -> list[dict[str, Any]]:
+    def _cut_kwargs(
+        self, count: int, num_samples: int | None, specs: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         if self.kwarg_mbs is not None:
             _only_once(self.kwargs, "keyword inputs", "kwarg_mbs")
             _check_length(self.kwarg_mbs, "kwarg_mbs", count)
             return [dict(one) for one in self.kwarg_mbs]
+
+        def dimension(tensor: Tensor) -> int | None:
+            return 0 if tensor.dim() and tensor.size(0) == num_samples else None
+
+        layout = {}
         for name, value in self.kwargs.items():
-            for tensor in tensors_in(value):
-                if tensor.dim():
-                    _check_shared(name, tensor, count, num_samples)
+            if name not in specs:
+                for tensor in tensors_in(value):
+                    if tensor.dim():
+                        _check_shared(name, tensor, count, num_samples)
+            layout[name] = _laid_out(value, specs.get(name, NOT_SAID), dimension, name)
+            for size in _sizes_of(layout[name]):
+                _check_divides(name, size, count)
+        return _pieces(layout, count)
 
-        def is_cut(tensor: Tensor) -> bool:
-            return tensor.dim() > 0 and tensor.size(0) == num_samples
-
-        return _pieces(dict(self.kwargs), count, is_cut)
-
-    def _cut_targets(self, count: int, *, needed: bool) -> list[Any]:
+    def _cut_targets(self, count: int, spec: Any, *, needed: bool) -> list[Any]:
         if self.target_mbs is not None:
             _only_once(self.target is not None, "a target", "target_mbs")
             _check_length(self.target_mbs, "target_mbs", count)
             return list(self.target_mbs)
         if self.target is not None:
-            target = tuple(self.target) if isinstance(self.target, list) else self.target
-            return _cut(target, "the target", count)
+            return _cut(_tuple_of(self.target), "the target", count, _tuple_of(spec))
         if needed:
             raise PreflightError(_missing("target", "last"))
         return []
-
-
-class _NotSaid:
-    """Stands for a target that was not named."""
-
-
-NOT_SAID = _NotSaid()
 
 
 def given_batch(
@@ -254,41 +287,81 @@ def _check_divides(what: str, size: int, count: int) -> None:
         )
 
 
-def _cut(values: Any, what: str, count: int) -> list[Any]:
-    """Cut tensors along dimension 0; numbers, tensors of no dimension and None go to all whole."""
-    sizes = _sizes_of(values)
+def _cut(values: Any, what: str, count: int, spec: Any) -> list[Any]:
+    """Cut tensors along dimension 0, or as a specification says; all else goes to all whole."""
+    layout = _laid_out(values, spec, _first, what)
+    sizes = _sizes_of(layout)
     if len(sizes) > 1:
         raise PreflightError(
-            f"the tensors of {what} have {sorted(sizes)} samples in dimension 0; give tensors of "
-            "equal length, or a list by micro-batch (arg_mbs=, kwarg_mbs=, target_mbs=)"
+            f"the tensors of {what} have {sorted(sizes)} samples in the dimension that is cut; "
+            "give tensors of equal length, or a list by micro-batch (arg_mbs=, kwarg_mbs=, "
+            "target_mbs=)"
         )
-    if tensors_in(values):
+    if sizes or (spec is NOT_SAID and tensors_in(values)):
         _check_divides(what, sizes.pop() if sizes else 0, count)
-    return _pieces(values, count, lambda tensor: tensor.dim() > 0)
-
-
-def _pieces(values: Any, count: int, is_cut: Callable[[Tensor], bool]) -> list[Any]:
-    """Return a tree for each micro-batch, with parts of the tensors that are cut."""
-
-    def parts(value: Any) -> Any:
-        return _Parts(
-            value.chunk(count) if _is_tensor(value) and is_cut(value) else [value] * count
-        )
-
-    cut = tree_map(parts, values)
-    return [tree_map(lambda one: one.parts[index], cut) for index in range(count)]  # noqa: B023
+    return _pieces(layout, count)
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """The pieces of one value, which no tree looks into."""
+class _Cuttable:
+    """A value of a batch, which no tree looks into, and its dimension that is cut, if any."""
 
-    parts: Sequence[Any]
+    value: Any
+    dimension: int | None
+
+    def part(self, index: int, count: int) -> Any:
+        """Return what a micro-batch gets."""
+        if self.dimension is None:
+            return self.value
+        size = self.value.size(self.dimension) // count
+        return self.value.narrow(self.dimension, index * size, size)
 
 
-def _sizes_of(values: Any) -> set[int]:
-    """Return all sizes of dimension 0 in a tree of values."""
-    return {one.size(0) for one in tensors_in(values) if one.dim()}
+def _laid_out(
+    values: Any, spec: Any, default: Callable[[Tensor], int | None], what: str = ""
+) -> Any:
+    """Return the tree of values, each with its dimension; ``default`` is for those without one."""
+
+    def cuttable(value: Any, own: Any) -> _Cuttable:
+        if not isinstance(value, Tensor):
+            return _Cuttable(value, None)
+        dimension = default(value) if own is NOT_SAID else getattr(own, "split_dim", own)
+        if dimension is not None and dimension not in range(-value.dim(), value.dim()):
+            raise PreflightError(
+                f"the chunk specification of {what} says {own}, but its tensor has shape "
+                f"{tuple(value.shape)}; give a dimension of the tensor, torch's "
+                "TensorChunkSpec(dimension), or None where all micro-batches share it"
+            )
+        return _Cuttable(value, dimension)
+
+    if not isinstance(spec, tuple | list | dict):
+        return tree_map(lambda value: cuttable(value, spec), values)
+    try:
+        return tree_map(cuttable, values, spec)
+    except ValueError as error:
+        raise PreflightError(
+            f"the chunk specification of {what} is {spec}, and has another form: {error}; give one "
+            "for all tensors, or one for each in the same tuples, lists and dicts"
+        ) from None
+
+
+def _pieces(layout: Any, count: int) -> list[Any]:
+    """Return a tree for each micro-batch, with parts of the tensors that are cut."""
+    return [tree_map(lambda one: one.part(index, count), layout) for index in range(count)]  # noqa: B023
+
+
+def _sizes_of(layout: Any) -> set[int]:
+    """Return all sizes of dimensions that are cut."""
+    leaves = tree_leaves(layout)
+    return {one.value.size(one.dimension) for one in leaves if one.dimension is not None}
+
+
+def _first(tensor: Tensor) -> int | None:
+    return 0 if tensor.dim() else None
+
+
+def _tuple_of(values: Any) -> Any:
+    return tuple(values) if isinstance(values, list) else values
 
 
 def _is_tensor(value: object) -> bool:

@@ -35,7 +35,7 @@ from optpipe.runtime.messages import (
     window_of,
 )
 from optpipe.runtime.overlap import PairedPass
-from optpipe.runtime.torch_names import fsdp_parts, is_profiled
+from optpipe.runtime.torch_names import fsdp_parts, is_profiled, tree_map
 from optpipe.schedule import Action, ActionType, Pass, input_of
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class _RunningStep:
     args: Sequence[Any]
     targets: Sequence[Any]
     loss_kwargs: Mapping[str, Any]
+    keeps_outputs: bool
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     sends: dict[Pass, list[Work]] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class _RunningStep:
     """Index of the running instruction."""
 
 
-_NOTHING = _RunningStep((), (), {})
+_NOTHING = _RunningStep((), (), {}, False)
 
 
 class Executor:
@@ -225,16 +226,20 @@ class Executor:
         )
 
     def run(
-        self, microbatches: Microbatches, kwargs: Mapping[int, Sequence[dict[str, Any]]]
+        self,
+        microbatches: Microbatches,
+        kwargs: Mapping[int, Sequence[dict[str, Any]]],
+        *,
+        keeps_outputs: bool,
     ) -> tuple[list[Tensor], list[Any]]:
         """Run the program once; ``kwargs`` are the keyword inputs of each stage, by micro-batch.
 
         Return losses by micro-batch where the last stage is and there are any, else []; outputs
-        by micro-batch where the last stage is and nothing is trained, else [].
+        without their graph by micro-batch where the last stage is, if they are kept, else [].
         """
         self.slots.begin()
         step = self._step = _RunningStep(
-            microbatches.args, microbatches.targets, microbatches.loss_kwargs
+            microbatches.args, microbatches.targets, microbatches.loss_kwargs, keeps_outputs
         )
         for index, stage in self._stages.items():
             stage.clear()
@@ -353,8 +358,8 @@ class Executor:
 
     def _make_loss(self, stage: StageExecutor, output: Any, microbatch: int) -> None:
         step = self._step
-        if not self._trains:
-            step.outputs[microbatch] = output
+        if step.keeps_outputs:
+            step.outputs[microbatch] = tree_map(_without_graph, output)
         if step.targets:
             target = step.targets[microbatch]
             given = tensors_in((target, step.loss_kwargs))
@@ -448,3 +453,7 @@ class Executor:
             f"in instruction {position} of {len(self._instructions)} of this rank's program, "
             f"marked by brackets: {', '.join(shown)}"
         )
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

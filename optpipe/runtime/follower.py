@@ -172,7 +172,7 @@ class Follower:
         if self.poller is not None:
             self.poller.close()
 
-    def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Tensor | None:
+    def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Tensor | Any:
         """Switch to a newer version if there is one, then run a step: `PipelineRunner.step`.
 
         Parameters

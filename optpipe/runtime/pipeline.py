@@ -113,12 +113,16 @@ class Pipeline:
                 )
 
 
-def check_spec(spec: PipelineSpec) -> None:
-    """Refuse what does not fit together before anything is built; all ranks together."""
-    faults: list[str] = []
+def check_spec(spec: PipelineSpec, found: Sequence[str] = ()) -> None:
+    """Refuse what does not fit together before anything is built; all ranks together.
+
+    ``found`` are the faults of this rank that are known already.
+    """
+    faults = list(found)
     schedule, problem = spec.schedule, spec.problem
     num_ranks = dist.get_world_size(spec.group)
-    attempt(lambda: preflight.check_cells(schedule), faults)
+    if not faults:
+        attempt(lambda: preflight.check_cells(schedule), faults)
     if not faults:
         attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
     if not faults:

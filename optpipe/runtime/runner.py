@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import operator
+import time
 import weakref
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.export.unflatten import InterpreterModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
-from optpipe.runtime.batches import NOT_SAID, GivenBatch, Microbatches, given_batch, keywords_of
+from optpipe.runtime.batches import (
+    NOT_SAID,
+    ChunkSpecs,
+    GivenBatch,
+    Microbatches,
+    given_batch,
+    keywords_of,
+)
 from optpipe.runtime.offload import (
     DEFAULT_MIN_BYTES,
     Cell,
@@ -34,37 +46,62 @@ from optpipe.runtime.passes import (
 from optpipe.runtime.pipeline import KnownShapes, Pipeline, PipelineSpec, check_spec, start_pipeline
 from optpipe.runtime.preflight import Shapes, agree, attempt, gather
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
-from optpipe.runtime.trainers.split import TiedWeights, clip_together
+from optpipe.runtime.trainers.split import Tie, TiedWeights, clip_together
 from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import Pipe, PipelineStage
 
     from optpipe.problem import Problem
     from optpipe.runtime.messages import MessageSlots
     from optpipe.runtime.overlap import Overlap
-    from optpipe.runtime.trainers.split import Tie
     from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Program, Schedule
 
-__all__ = ["Evaluation", "Pipeline", "PipelineRunner", "PipelineSpec"]
+__all__ = ["Evaluation", "Pipeline", "PipelineRunner", "PipelineSpec", "StepRecord"]
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation gives on the last stage's rank; both None elsewhere.
+    """The results of an evaluation on the last stage's rank; both are None elsewhere.
 
-    ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` as the
-    last stage returns them, tensors of the whole batch, samples in dimension 0, and all else, as
-    tensors that differ in other dimensions, as lists by micro-batch.
+    ``losses`` are by micro-batch, shape (num_microbatches,); None without a target. ``outputs``
+    have the form that the last stage returns. Their tensors are joined along dimension 0, or along
+    the runner's ``output_merge_spec``. Everything else is a list by micro-batch, and so are
+    tensors that differ in other dimensions.
     """
 
     losses: Tensor | None
     outputs: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The time and the memory of one step on one rank, for loggers of training.
+
+    A record costs no synchronisation: on a GPU each step waits for its device anyway, to find
+    failures of other ranks.
+    """
+
+    step: int
+    """Number of the step, from 0 on."""
+    ms: float
+    """Time from cutting the batch to the last action, on the host."""
+    bubble: float
+    """Share of ``ms`` in which no F, I, W or B ran: waiting, copies and recomputation."""
+    mfu: float | None
+    """Model FLOPs over the peak FLOPs of all GPUs of the pipeline in ``ms``. None if the problem's
+    context has no ``tokens_per_microbatch``, ``flops_per_token`` or ``peak_flops``."""
+    peak_bytes: int | None
+    """Peak of torch's CUDA allocator since ``torch.cuda.reset_peak_memory_stats``; None on a CPU.
+    The runner does not reset it, because others may read it."""
+    offloaded_bytes: int
+    """Bytes that the step moved to the host."""
 
 
 class PipelineRunner:
@@ -83,7 +120,10 @@ class PipelineRunner:
     stages
         The stages of this rank, by index; each takes and returns a tensor, a tuple of tensors, or,
         for the next one's keyword inputs, a dict of them. What the last one returns may be
-        anything.
+        anything. `PipelineStage` objects of torch.distributed.pipelining are taken, too, by index
+        or in a list: the runner runs their ``submod``. Of a whole `Pipe` the runner takes this
+        rank's stages and, without ``ties``, the parameters that its stages share. Linear layers
+        that torch has traced become ``nn.Linear`` in place, and remain so.
     schedule
         What to run; rank i of the group runs program i.
     loss_fn
@@ -118,6 +158,19 @@ class PipelineRunner:
     hang_timeout_s
         For so long an action may last; a rank that is in one for longer has failed, as has one that
         others wait for and that does not begin its step. Compilation in a first step counts.
+    args_chunk_spec, kwargs_chunk_spec, target_chunk_spec
+        The dimension along which whole positional inputs, keyword inputs (by name) and targets are
+        cut: an int, torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share.
+        Give one for all tensors, or one for each in the same tuples and dicts. `step` says what is
+        cut without them.
+    output_merge_spec
+        The dimension along which the outputs of micro-batches are joined, in the same form; None
+        returns a list.
+
+    Attributes
+    ----------
+    last_step
+        The time and the memory of the last step on this rank; None before the first.
 
     Raises
     ------
@@ -127,7 +180,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, nn.Module | PipelineStage] | Iterable[PipelineStage] | Pipe,
         schedule: Schedule,
         loss_fn: Callable[..., Tensor] | None,
         problem: Problem | None = None,
@@ -142,14 +195,25 @@ class PipelineRunner:
         mesh: DeviceMesh | None = None,
         overlap: Overlap | None = None,
         hang_timeout_s: float = 300.0,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        target_chunk_spec: Any = None,
+        output_merge_spec: Any = 0,
     ) -> None:
+        found_on = _device_for(device, group)
+        faults: list[str] = []
+        modules = attempt(
+            lambda: dict(_modules_of(stages, schedule.placement, found_on, group)), faults
+        )
+        if not faults and not ties:
+            ties = _ties_in(stages)
         self._spec = PipelineSpec(
-            stages=dict(sorted(stages.items())),
+            stages=modules or {},
             schedule=schedule,
             loss_fn=loss_fn,
             problem=problem,
             rank=dist.get_rank(group),
-            device=_device_for(device, group),
+            device=found_on,
             group=group,
             messages=group_of_messages(group),
             mean_loss=mean_loss,
@@ -159,7 +223,7 @@ class PipelineRunner:
             overlap=overlap,
         )
         self._min_offload_bytes = min_offload_bytes
-        check_spec(self._spec)
+        check_spec(self._spec, faults)
         inner = {index: _inner(one) for index, one in self._spec.stages.items()}
         self._tied = TiedWeights(ties, inner, schedule.placement, group)
         on_gpu = self._spec.device.type == "cuda"
@@ -174,12 +238,19 @@ class PipelineRunner:
         self._pool: MessageSlots | None = None
         self._gradients = gradients
         self._is_closed = False
+        self._chunk_specs = ChunkSpecs(
+            args=NOT_SAID if args_chunk_spec is None else args_chunk_spec,
+            kwargs=kwargs_chunk_spec or {},
+            target=NOT_SAID if target_chunk_spec is None else target_chunk_spec,
+        )
+        self._merge_spec = output_merge_spec
         self._keywords = {index: keywords_of(one) for index, one in self._spec.stages.items()}
         self._watch = watch_over(
             group, self._spec.messages, schedule.placement, self._activity, hang_timeout_s
         )
         weakref.finalize(self, self._watch.close)
         self._num_steps = 0
+        self.last_step: StepRecord | None = None
         self._moved_before = (0, 0)
 
     @property
@@ -311,8 +382,10 @@ class PipelineRunner:
         target_mbs: Sequence[Any] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
         bucket: Hashable = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
         **kwargs: Any,
-    ) -> Tensor | None:
+    ) -> Tensor | Any:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
         A whole batch is cut into micro-batches along dimension 0 of its tensors. A keyword tensor
@@ -334,6 +407,13 @@ class PipelineRunner:
         bucket
             Names the shapes of this step, the same on all ranks. The first step of a bucket agrees
             on them, as the first of all does; later ones must keep to them.
+        losses
+            A list that the last stage's rank fills with the loss of each micro-batch; what was in
+            it is dropped.
+        return_outputs
+            Whether to return the outputs of the last stage instead of the losses, as torch's
+            schedules do. They take memory that no plan counts until the step has returned: the
+            outputs of all micro-batches, and twice that while they are joined.
         **kwargs
             For every stage of this rank whose ``forward`` names them. They travel to no other rank
             and get no gradients. A tensor that all micro-batches share, and whose dimension 0 is by
@@ -343,7 +423,8 @@ class PipelineRunner:
         Returns
         -------
         Tensor or None
-            The losses by micro-batch, shape (num_microbatches,), on the last stage's rank.
+            The losses by micro-batch, shape (num_microbatches,), on the last stage's rank. With
+            ``return_outputs`` the outputs there, detached and joined as in `Evaluation`.
 
         Raises
         ------
@@ -362,9 +443,13 @@ class PipelineRunner:
             target_mbs=target_mbs,
             loss_kwargs=loss_kwargs,
         )
-        losses, _ = self._run_batch(given, bucket, trains=True)
+        found, outputs = self._run_batch(given, bucket, trains=True, keeps_outputs=return_outputs)
         self._num_steps += 1
-        return torch.stack(losses) if self.holds_last else None
+        if not self.holds_last:
+            return None
+        if losses is not None:
+            losses[:] = found
+        return _joined(outputs, self._merge_spec) if return_outputs else torch.stack(found)
 
     def eval(
         self,
@@ -375,6 +460,7 @@ class PipelineRunner:
         target_mbs: Sequence[Any] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
         bucket: Hashable = None,
+        losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> Evaluation:
         """Run the forwards of one batch, without gradients and keeping nothing.
@@ -384,7 +470,7 @@ class PipelineRunner:
 
         Parameters
         ----------
-        *args, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, bucket, **kwargs
+        *args, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, bucket, losses, **kwargs
             As for `step`; the target may be left out.
 
         Raises
@@ -402,8 +488,10 @@ class PipelineRunner:
             loss_kwargs=loss_kwargs,
         )
         with torch.no_grad():
-            losses, outputs = self._run_batch(given, bucket, trains=False)
-        return Evaluation(torch.stack(losses) if losses else None, _joined(outputs))
+            found, outputs = self._run_batch(given, bucket, trains=False, keeps_outputs=True)
+        if losses is not None and self.holds_last:
+            losses[:] = found
+        return Evaluation(torch.stack(found) if found else None, _joined(outputs, self._merge_spec))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks to a common norm, and return it; see `clip_together`."""
@@ -460,7 +548,7 @@ class PipelineRunner:
         self._is_closed = True
 
     def _run_batch(
-        self, given: GivenBatch, bucket: Hashable, *, trains: bool
+        self, given: GivenBatch, bucket: Hashable, *, trains: bool, keeps_outputs: bool
     ) -> tuple[list[Tensor], list[Any]]:
         passes = self._passes if trains else self._forwards
         pipeline = self._pipelines.get((trains, bucket))
@@ -475,12 +563,13 @@ class PipelineRunner:
             self._pool.drop()
         if trains:
             self._training = pipeline
-        return self._run(pipeline, passes, given)
+        return self._run(pipeline, passes, given, keeps_outputs=keeps_outputs)
 
     def _start(self, given: GivenBatch, bucket: Hashable, *, trains: bool) -> Pipeline:
         """Build the pipeline of a bucket, once all ranks find that it can run."""
         faults: list[str] = []
-        said = gather(given.num_samples() if self.holds_first else None, self._spec.group)
+        own = self.holds_first and attempt(lambda: given.num_samples(self._chunk_specs), faults)
+        said = gather(own, self._spec.group)
         num_samples = said[self.schedule.placement[0]]
         cut = attempt(lambda: self._cut(given, num_samples, trains=trains), faults)
         kwargs = attempt(lambda: self._kwargs_of(cut), faults) if cut is not None else {}
@@ -503,6 +592,7 @@ class PipelineRunner:
         cut = given.cut(
             self._spec.num_microbatches,
             num_samples,
+            self._chunk_specs,
             first=self.holds_first,
             last=self.holds_last,
             needs_target=needs_target,
@@ -530,25 +620,46 @@ class PipelineRunner:
         }
 
     def _run(
-        self, pipeline: Pipeline, passes: Passes, given: GivenBatch
+        self, pipeline: Pipeline, passes: Passes, given: GivenBatch, *, keeps_outputs: bool
     ) -> tuple[list[Tensor], list[Any]]:
         trains = passes is self._passes
         what = f"step {self._num_steps}" if trains else "evaluation"
+        began, offloaded_bytes = time.perf_counter(), self.offloaded_bytes
         try:
             with self._watch.over(what):
                 cut = self._cut(given, pipeline.num_samples, trains=trains)
                 pipeline.expect(cut)
                 if trains:
                     self._tied.begin()
-                found = pipeline.runtime.run(cut, self._kwargs_of(cut))
+                found = pipeline.runtime.run(cut, self._kwargs_of(cut), keeps_outputs=keeps_outputs)
                 if trains:
                     passes.check_recomputed(self._spec.rank)
                     self._tied.add_up()
-                return found
         except BaseException:
             # After Ctrl-C a user may begin another step.
             passes.reset()
             raise
+        if trains:
+            self.last_step = self._recorded(1e3 * (time.perf_counter() - began), offloaded_bytes)
+        return found
+
+    def _recorded(self, ms: float, offloaded_before: int) -> StepRecord:
+        """Return the record of the step that has just ended."""
+        context = self.problem.context if self.problem is not None else None
+        mfu = None
+        if context is not None and context.peak_flops:
+            tokens = context.tokens_per_microbatch * self._spec.num_microbatches
+            num_gpus = context.gpus_per_device * len(self.schedule.programs)
+            mfu = tokens * context.flops_per_token / (num_gpus * context.peak_flops * ms / 1e3)
+        on_gpu = self.device.type == "cuda"
+        return StepRecord(
+            step=self._num_steps,
+            ms=ms,
+            bubble=max(0.0, 1 - self._activity.busy_ms() / ms),
+            mfu=mfu or None,
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
+            offloaded_bytes=self.offloaded_bytes - offloaded_before,
+        )
 
     def _prepare(
         self, spec: PipelineSpec, pool: HostPool | None = None
@@ -599,6 +710,93 @@ class PipelineRunner:
         )
 
 
+# --- Stages of torch.distributed.pipelining, by its public attributes.
+
+
+def _modules_of(
+    stages: Any, placement: Sequence[int], device: torch.device, group: ProcessGroup | None
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yield this rank's modules, by index; those of `PipelineStage` objects if they fit here."""
+    if isinstance(stages, nn.Module):
+        pipe = cast("Pipe", stages)
+        _check_values("Pipe", {"num_stages": (pipe.num_stages, len(placement))})
+        _check_neighbours(pipe.info().graph)
+        rank = dist.get_rank(group)
+        stages = {s: pipe.get_stage_module(s) for s, home in enumerate(placement) if home == rank}
+    elif not isinstance(stages, Mapping):
+        stages = {one.stage_index: one for one in stages}
+    for index, stage in sorted(stages.items()):
+        module = stage
+        if not isinstance(stage, nn.Module):
+            values = {
+                "stage_index": (stage.stage_index, index),
+                "num_stages": (stage.num_stages, len(placement)),
+                "device": (_device_for(stage.device, group), device),
+                "group": tuple(map(dist.get_process_group_ranks, (stage.group, group))),
+                "dw_builder": (stage.dw_builder, None),
+            }
+            _check_values(f"PipelineStage {index}", values)
+            if hasattr(stage, "pipe_info"):
+                _check_neighbours(stage.pipe_info.graph)
+            module = stage.submod
+        for part in module.modules():
+            if type(part) is InterpreterModule and _is_linear(part.graph):
+                weight = cast("Tensor", part.weight)
+                if not hasattr(part, "bias"):
+                    part.register_parameter("bias", None)
+                part.__class__ = nn.Linear
+                part.out_features, part.in_features = weight.shape
+        yield index, module
+
+
+def _check_values(what: str, values: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (found, wanted) in values.items():
+        if found != wanted:
+            raise PreflightError(
+                f"{what} has {name} {found}, but the runner and its schedule need {wanted}; make "
+                f"it with that {name}, or make a runner that fits it"
+            )
+
+
+def _check_neighbours(graph: fx.Graph) -> None:
+    """Refuse stages that take something else than all outputs of the stage before, in order."""
+    stages = [node for node in graph.nodes if node.op == "call_module"]
+    for index, (before, stage) in enumerate(pairwise(stages), start=1):
+        parts = [one for one in before.users if one.target is operator.getitem]
+        sent = sorted(parts, key=lambda one: one.args[1]) or [before]
+        inputs = [one for one in stage.args if one.op != "placeholder"]
+        if list(stage.args[: len(sent)]) != sent or inputs != sent:
+            raise PreflightError(
+                f"stage {index} of the Pipe takes {inputs} from other stages, but stage "
+                f"{index - 1} returns {sent}: a stage takes all outputs of the stage before it, in "
+                "their order, before its own inputs; hand on through every stage in between what "
+                "a later one needs, or cut the model elsewhere"
+            )
+
+
+def _ties_in(stages: Any) -> list[Tie]:
+    """Return the parameters of which several stages of a `Pipe` have a copy each."""
+    copies: list[dict[str, str]] = getattr(stages, "replicated_params", [])
+    return [
+        Tie(tuple(sorted((int(stage.rpartition("_")[2]), name) for stage, name in one.items())))
+        for one in copies
+    ]
+
+
+def _is_linear(graph: fx.Graph) -> bool:
+    """Whether a traced module is a linear layer, and nothing else."""
+    match list(graph.nodes):
+        case [fx.Node(op="placeholder") as given, *own, product, fx.Node(op="output") as output]:
+            names = [f"{one.op} {one.target}" for one in own]
+            return (
+                names in (["get_attr weight"], ["get_attr weight", "get_attr bias"])
+                and product.target is torch.ops.aten.linear.default
+                and product.args == (given, *own)
+                and output.args == (product,)
+            )
+    return False
+
+
 def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -> torch.device:
     if device is None:
         device = "cuda" if backends(group).get("cuda") == dist.Backend.NCCL else "cpu"
@@ -641,15 +839,21 @@ def _cells(program: Program, kind: ActionType) -> frozenset[Cell]:
     return frozenset((action.stage, action.microbatch) for action in program if action.type is kind)
 
 
-def _joined(outputs: list[Any]) -> Any:
+def _joined(outputs: list[Any], spec: Any) -> Any:
     """Return the outputs of all micro-batches as one batch."""
     if not outputs:
         return None
-    return tree_map(_joined_parts, *outputs)
+    if isinstance(spec, tuple | list | dict):
+        return tree_map(_joined_parts, *outputs, spec)
+    return tree_map(lambda *parts: _joined_parts(*parts, spec), *outputs)
 
 
-def _joined_parts(*parts: Any) -> Any:
-    """Return one batch of tensors with samples; of all else a list by micro-batch."""
-    has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0
-    fits = has_samples and len({part.shape[1:] for part in parts}) == 1
-    return torch.cat(parts) if fits else list(parts)
+def _joined_parts(*parts_and_spec: Any) -> Any:
+    """Return one batch of tensors that have the dimension of samples; of all else a list."""
+    *parts, spec = parts_and_spec
+    dimension = getattr(spec, "split_dim", spec)
+    for one in parts:
+        if not isinstance(one, Tensor) or dimension not in range(-one.dim(), one.dim()):
+            return parts
+    others = {one.shape[:dimension] + one.shape[dimension:][1:] for one in parts}
+    return torch.cat(parts, dimension) if len(others) == 1 else parts

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from optpipe.errors import RankError
 from optpipe.runtime.preflight import describe, gather
 from optpipe.runtime.torch_names import backends, further_connection
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,9 @@ __all__ = [
 
 EXIT_CODE = 70
 """The exit code of a process that its watchdog ends."""
+
+_BUSY = frozenset(kind for kind in ActionType if kind.is_compute) - {ActionType.RECOMPUTE}
+"""The actions that count as busy in bubble rates; recomputation and copies are overhead."""
 
 
 # --- The state of the training thread; an update costs little more than an assignment.
@@ -95,7 +99,7 @@ class DeviceMarks:
         """Record an event that the device passes when it reaches this state."""
         count = len(self._states)
         if count == len(self._events):
-            self._events.append(self._cuda.Event())
+            self._events.append(self._cuda.Event(enable_timing=True))
         self._events[count].record(self._cuda.current_stream(self._device))
         self._states.append(state)
 
@@ -112,6 +116,10 @@ class DeviceMarks:
         state = states[count - 1] if count else ActionState(None, False, 0.0)
         return state._replace(since=self._last_seen[1])
 
+    def ms_after(self, index: int) -> float:
+        """Return the time from an event to the next one, both of which the device has passed."""
+        return float(self._events[index].elapsed_time(self._events[index + 1]))
+
 
 class Activity:
     """The state of a rank: the training thread writes it, the watchdog thread reads it.
@@ -124,6 +132,7 @@ class Activity:
         self.phase = "the start"
         self.num_started = self.num_ended = self.num_actions = 0
         self.now = ActionState(None, False, time.monotonic())
+        self._states: list[ActionState] = []
 
     @property
     def is_in_phase(self) -> bool:
@@ -135,6 +144,7 @@ class Activity:
         self.phase = phase
         self.num_actions = 0
         self.now = ActionState(None, False, time.monotonic())
+        self._states = []
         if self.marks is not None:
             self.marks.clear()
         self.num_started += 1
@@ -159,6 +169,21 @@ class Activity:
             self.end()
             self.marks.wait()
 
+    def busy_ms(self) -> float:
+        """Return how long F, I, W and B ran since `enter`; call it after `wait_for_device`.
+
+        Two passes of a pair that run together count once. On a GPU it is the time on the device,
+        between the marks that the watchdog needs anyway.
+        """
+        total, running = 0.0, 0
+        for index, (state, following) in enumerate(pairwise(self._states)):
+            if state.action is not None and state.action.type in _BUSY:
+                running += 1 if state.is_computing else -1
+            if running > 0:
+                host_ms = 1e3 * (following.since - state.since)
+                total += host_ms if self.marks is None else self.marks.ms_after(index)
+        return total
+
     def current_state(self, patience_s: float) -> ActionState:
         """Return the state of the host, or of the device if the host is idle for ``patience_s``.
 
@@ -178,6 +203,7 @@ class Activity:
 
     def _set(self, state: ActionState) -> None:
         self.now = state
+        self._states.append(state)
         if self.marks is not None:
             self.marks.record(state)
 

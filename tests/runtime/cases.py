@@ -423,8 +423,11 @@ class _LateCuda:
     def __init__(self) -> None:
         self.comes_at = 0.0
 
-    def Event(self) -> _LateCuda:  # noqa: N802 - torch's name
+    def Event(self, enable_timing: bool) -> _LateCuda:  # noqa: N802 - torch's name
         return _LateCuda()
+
+    def elapsed_time(self, later: _LateCuda) -> float:
+        return 1e3 * (later.comes_at - self.comes_at)
 
     def current_stream(self, _device: torch.device) -> None:
         """All is one stream."""

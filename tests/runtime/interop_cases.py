@@ -14,6 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    Pipe,
+    PipelineStage,
+    Schedule1F1B,
+    SplitPoint,
+    pipeline,
+)
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -26,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.train_gpt import MixedPrecision, token_loss
-from optpipe import Schedule
+from optpipe import Problem, Schedule
 from optpipe.errors import PreflightError
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.demo_model import make_stages, random_tokens
@@ -34,9 +42,9 @@ from optpipe.runtime.follower import _host_group
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.measuring.times import Clock, ping_pong
 from optpipe.runtime.passes import deferred_bytes
-from optpipe.runtime.preflight import check_wrappers, made_on
+from optpipe.runtime.preflight import check_wrappers, made_on, num_microbatches_of
 from optpipe.runtime.torch_names import backends, default_store
-from optpipe.runtime.trainers import split, ties_of
+from optpipe.runtime.trainers import Tie, split, ties_of
 from optpipe.schedule import Action
 from tests.runtime.cases import CONFIG
 from tests.runtime.schedules import make_problem, make_schedule, one_f_one_b
@@ -52,10 +60,10 @@ from tests.runtime.small_model import (
     step_alone,
     torch_stages,
 )
-from tests.runtime.trainers.language_model import NUM_BLOCKS, language_model, tokens
+from tests.runtime.trainers.language_model import NUM_BLOCKS, WORDS, language_model, tokens
 from tests.runtime.trainers.language_model import token_loss as token_loss_of_words
 from tests.runtime.trainers.torchtitan_cases import shim_torchtitan
-from tests.runtime.watching import counted, gradient_of, refusal, sent_by
+from tests.runtime.watching import counted, gradient_of, gradients_apart, refusal, sent_by
 
 
 def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
@@ -79,6 +87,186 @@ def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -
     modules = small_stages(len(placement))
     found.compare(own, [own.get(s, one) for s, one in enumerate(modules)], expected[0])
     return found
+
+
+class _Skipping(nn.Module):
+    """A layer in each of four stages, and an embedding that the first and the third read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        state: Tensor = self.token(given)
+        first = state
+        for index, layer in enumerate(self.layers):
+            state = layer(state + first if index == 3 else state)
+        return state
+
+
+def _traced(model: nn.Module, num_stages: int, blocks: str = "blocks", size: int = 1) -> Pipe:
+    """Return a model as torch cuts it; all stages but the first begin with a block."""
+    cuts = {f"{blocks}.{size * stage}": SplitPoint.BEGINNING for stage in range(1, num_stages)}
+    return pipeline(model, (tokens(SAMPLES, 0)[0],), split_spec=cuts)
+
+
+def _made_by_torch(kind: str, placement: Sequence[int]) -> tuple[Any, Sequence[Tie]]:
+    """Return this rank's stages of the language model as users of torch have them, and its ties."""
+    num_stages, rank, device = len(placement), dist.get_rank(), torch.device("cpu")
+    own = [stage for stage, home in enumerate(placement) if home == rank]
+    if kind == "PipelineStage":
+        modules = split(language_model(), [NUM_BLOCKS // num_stages] * num_stages, check=False)
+        stages = [PipelineStage(modules[stage], stage, num_stages, device) for stage in own]
+        return stages, ties_of(modules)
+    pipe = _traced(language_model(), num_stages, size=NUM_BLOCKS // num_stages)
+    if kind == "Pipe":
+        return pipe, ()
+    ties = [Tie(((0, "token.weight"), (num_stages - 1, "head.weight")))]
+    if kind == "build_stage":
+        return {stage: pipe.build_stage(stage, device) for stage in own}, ties
+    return {stage: pipe.get_stage_module(stage) for stage in own}, ties
+
+
+def train_made_by_torch(schedule: Schedule, problem: Problem, kind: str) -> Trained:
+    """Train two steps of the language model, and compare gradients with the whole model's."""
+    count = num_microbatches_of(schedule)
+    given, ties = _made_by_torch(kind, schedule.placement)
+    runner = PipelineRunner(
+        given, schedule, token_loss_of_words, problem, ties=ties, min_offload_bytes=1
+    )
+    found, seen = Trained(promised_bytes=sum(runner.deferred_bytes.values())), Deferred(runner)
+    whole = language_model()
+    for step in range(2):
+        data = tokens(SAMPLES * count, step)
+        losses = runner.step(data[0], target=data[1])
+        expected = step_alone(whole, data, count, token_loss_of_words)
+        if losses is not None:
+            found.losses_equal &= torch.allclose(losses, expected, rtol=0, atol=1e-13)
+    wanted = dict(whole.named_parameters(remove_duplicate=False))
+    for module in runner._spec.stages.values():
+        for name, parameter in module.named_parameters():
+            # A traced stage also has copies of tied weights that it does not use.
+            if parameter.grad is not None:
+                apart = float((parameter.grad - gradient_of(wanted[name])).abs().max())
+                found.worst_difference = max(found.worst_difference, apart)
+                found.num_gradients += 1
+    runner.close()
+    found.deferred_bytes, found.offloaded_bytes = seen.bytes, runner.offloaded_bytes
+    return found
+
+
+def refused_made_by_torch(schedule: Schedule) -> list[str]:
+    """Return how stages of torch's are refused that do not fit the schedule or this runtime."""
+    rank, cpu, four = dist.get_rank(), torch.device("cpu"), len(schedule.placement)
+    layer = nn.Linear(WIDTH, WIDTH)
+    alone = [dist.new_group([one]) for one in range(four)]
+    convolution = nn.Sequential(*(nn.Conv1d(SAMPLES, SAMPLES, 1) for _ in range(four))).double()
+    convolved = pipeline(
+        convolution,
+        (torch.ones(SAMPLES, 3, dtype=torch.float64),),
+        split_spec={str(stage): SplitPoint.BEGINNING for stage in range(1, four)},
+    )
+    given: list[Any] = [
+        {rank: PipelineStage(layer, (rank + 1) % four, four, cpu)},
+        [PipelineStage(layer, rank, four + 1, cpu)],
+        [PipelineStage(layer, rank, four, torch.device("meta"))],
+        [PipelineStage(layer, rank, four, cpu, group=alone[rank])],
+        [PipelineStage(layer, rank, four, cpu, dw_builder=lambda: lambda: None)],
+        _traced(language_model(), four - 2, size=2),
+        skipping := _traced(_Skipping(), four, "layers"),
+        [skipping.build_stage(rank, cpu)],
+        convolved,
+    ]
+    found = [
+        refusal(lambda: PipelineRunner(one, schedule, small_loss))  # noqa: B023
+        for one in given
+    ]
+    dist.destroy_process_group(alone[rank])
+    return found
+
+
+class _Sequences(nn.Module):
+    """A layer of which positions come first, then samples; all samples share a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, state: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        changed: Tensor = state + torch.tanh(self.layer(state) + bias) * mask.unsqueeze(-1)
+        return changed
+
+
+class Alike(NamedTuple):
+    """Whether a step gave what one of torch's own schedules gave, and what it was."""
+
+    outputs: bool
+    losses: bool
+    gradients: float
+    later: bool
+    """Whether a step that is not asked for outputs returns its losses."""
+
+
+def step_as_torch_does(schedule: Schedule, problem: Problem) -> Alike:
+    """Run the same batch by a schedule of torch's and by ours, in the same words."""
+    rank, count, length = dist.get_rank(), num_microbatches_of(schedule), 3
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        ours = [_Sequences() for _ in schedule.placement][rank]
+        batch, wanted = torch.rand(2, length, 2 * count, WIDTH, dtype=torch.float64)
+        mask = torch.rand(length, 2 * count, dtype=torch.float64)
+        bias = torch.rand(length, 1, WIDTH, dtype=torch.float64)
+        weight = torch.rand(length, 1, 1, dtype=torch.float64)
+    theirs = copy.deepcopy(ours)
+
+    def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return ((output - target[0]).square() * target[1]).mean()
+
+    device = torch.device("cpu")
+    torchs = Schedule1F1B(
+        PipelineStage(theirs, rank, len(schedule.placement), device),
+        count,
+        lambda output, target: loss(output, (target.transpose(0, 1), weight)),
+        kwargs_chunk_spec={"mask": TensorChunkSpec(1), "bias": _Replicate()},  # type: ignore[dict-item]
+        output_merge_spec=TensorChunkSpec(1),  # type: ignore[arg-type]
+        args_chunk_spec=(TensorChunkSpec(1),),
+    )
+    runner = PipelineRunner(
+        [PipelineStage(ours, rank, len(schedule.placement), device)],
+        schedule,
+        loss,
+        problem,
+        kwargs_chunk_spec={"mask": TensorChunkSpec(1), "bias": None},
+        target_chunk_spec=[1, None],
+        output_merge_spec=TensorChunkSpec(1),
+        min_offload_bytes=1,
+        args_chunk_spec=(TensorChunkSpec(1),),
+    )
+    args = (batch,) if rank == 0 else ()
+    their_losses, our_losses = list[Tensor](), [torch.zeros(())]
+    their_outputs, our_outputs = (
+        one.step(*args, target=target, mask=mask, bias=bias, losses=losses, return_outputs=True)
+        for one, target, losses in (
+            (torchs, wanted.transpose(0, 1), their_losses),
+            (runner, [wanted, weight], our_losses),
+        )
+    )
+    gradients = gradients_apart(ours, theirs)
+    again: list[Tensor] = []
+    later = runner.step(*args, target=(wanted, weight), mask=mask, bias=bias, losses=again)
+    runner.close()
+    if not runner.holds_last:
+        assert their_outputs is our_outputs is later is None
+        assert len(our_losses) == 1
+        return Alike(True, True, gradients, True)
+    assert not our_outputs.requires_grad
+    return Alike(
+        torch.equal(our_outputs, their_outputs),
+        len(our_losses) == count and all(map(torch.equal, our_losses, their_losses)),
+        gradients,
+        torch.equal(later, torch.stack(again)) and torch.equal(later, torch.stack(our_losses)),
+    )
 
 
 def train_on_mesh(

@@ -182,7 +182,7 @@ def time_training(
     """
     _, runner = small_runner(schedule, problem)
     timer = None if every is None else ActionTimer(runner, every=every)
-    losses = []
+    losses: list[float] = []
     for step in range(num_steps):
         found = runner.step(*small_data(problem.num_microbatches, seed=step))
         losses += [] if found is None else found.tolist()

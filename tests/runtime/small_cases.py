@@ -5,10 +5,13 @@ import functools
 import gc
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from optpipe.runtime.messages import Order
 from optpipe.runtime.offload import Cell, Offloader
 from optpipe.runtime.overlap import PairedPass, exchange, interleave
 from optpipe.runtime.preflight import num_microbatches_of
+from optpipe.schedule import Action, ActionType
 from tests.runtime.cases import CONFIG
 from tests.runtime.delaying import DelayingLinear
 from tests.runtime.live_bytes import LiveBytes
@@ -518,6 +522,77 @@ def evaluate_small(schedule: Schedule, num_samples: int, *, with_target: bool) -
         counter.peak,
         untouched,
     )
+
+
+class _Slowed:
+    """Makes each action last longer, and notes for how long passes and other actions last."""
+
+    def __init__(self) -> None:
+        self.began_s, self.passes_ms, self.others_ms = 0.0, 0.0, 0.0
+
+    def begin(self, action: Action) -> None:
+        self.began_s = time.monotonic()
+        time.sleep(0.02)
+
+    def end(self, action: Action) -> None:
+        ms = 1e3 * (time.monotonic() - self.began_s)
+        if action.type.is_compute and action.type is not ActionType.RECOMPUTE:
+            self.passes_ms += ms
+        else:
+            self.others_ms += ms
+
+
+class Logged(NamedTuple):
+    """What an example of the documentation logged in its steps, and what is known of the last."""
+
+    steps: list[dict[str, Any]]
+    offloaded_bytes: int
+    passes_ms: float
+    others_ms: float
+
+
+def run_logging(schedule: Schedule, problem: Problem, code: str) -> Logged:
+    """Train by an example of the documentation, with writers that look like those it asks for."""
+    steps: dict[int, dict[str, Any]] = defaultdict(dict)
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str) -> None:
+            assert log_dir == f"runs/rank{dist.get_rank()}"
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            steps[global_step][tag] = scalar_value
+
+    class Run:
+        def log(self, data: dict[str, Any], step: int) -> None:
+            steps[step] = data
+
+    def init(*, project: str, group: str, name: str) -> Run:
+        return Run()
+
+    modules: dict[str, Any] = {
+        "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=SummaryWriter),
+        "wandb": SimpleNamespace(init=init),
+    }
+    own, runner = small_runner(schedule, problem)
+    parameters = [one for module in own.values() for one in module.parameters()]
+    slowed = _Slowed()
+
+    def data() -> Iterator[tuple[Tensor, Tensor]]:
+        yield small_data(problem.num_microbatches, 0)
+        runner.observe(slowed)
+        yield small_data(problem.num_microbatches, 1)
+
+    given = {
+        "runner": runner,
+        "rank": dist.get_rank(),
+        "data": data(),
+        "optimizer": torch.optim.SGD(parameters, 0.1),
+    }
+    with mock.patch.dict("sys.modules", modules):
+        exec(code, given)
+    runner.close()
+    found = [steps[step] for step in sorted(steps)]
+    return Logged(found, runner.offloaded_bytes, slowed.passes_ms, slowed.others_ms)
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -51,6 +51,63 @@ def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks
     assert max(found.worst_difference / found.largest_gradient for found in outcomes) > 0.01
 
 
+@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE])
+@pytest.mark.parametrize("kind", ["PipelineStage", "Pipe", "build_stage", "get_stage_module"])
+def test_stages_made_by_torchs_pipelining_train_as_one_process(ranks, kind, placement):
+    """Modules and traced ones, tied, with all kinds of actions; W makes what linear layers have."""
+    problem = schedules.make_problem(placement, 4)
+    programs = schedules.random_programs(problem, 4, offload=0.4, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    blocks, head = 8 * 8 * (2 * 8 * 16 + 16 + 8), 8 * 19 * 8
+    outcomes = ranks.run(interop_cases.train_made_by_torch, schedule, problem, kind, timeout=120)
+    assert sum(found.promised_bytes for found in outcomes) == blocks + head
+    assert sum(found.num_gradients for found in outcomes) == 8 * 6 + 4
+    for found in outcomes:
+        assert found.losses_equal
+        assert found.worst_difference < 1e-14
+        assert found.deferred_bytes > 0
+        assert found.offloaded_bytes > 0
+
+
+NEIGHBOURS = (
+    "stage 1 of the Pipe takes [getitem] from other stages, but stage 0 returns [getitem, "
+    "getitem_1]: a stage takes all outputs of the stage before it"
+)
+OF_TORCH = (
+    "PipelineStage 2 has stage_index 3, but the runner and its schedule need 2; make it with that",
+    "PipelineStage 2 has num_stages 5, but the runner and its schedule need 4",
+    "PipelineStage 2 has device meta, but the runner and its schedule need cpu",
+    "PipelineStage 2 has group [2], but the runner and its schedule need [0, 1, 2, 3]",
+    "PipelineStage 2 has dw_builder <function",
+    "Pipe has num_stages 2, but the runner and its schedule need 4",
+    NEIGHBOURS,
+    NEIGHBOURS,
+    "0 bytes of weight gradient of stage 2 would wait for its W's",
+)
+
+
+def test_stages_of_torch_that_do_not_fit_are_refused_on_all_ranks(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, 4))
+    for texts in ranks.run(interop_cases.refused_made_by_torch, schedule, timeout=120):
+        for text, wanted in zip(texts, OF_TORCH, strict=True):
+            assert wanted in text, text
+
+
+def test_a_step_gives_what_a_step_of_torchs_schedules_gives(ranks):
+    """Cut along another dimension, with shared tensors: losses, outputs, gradients.
+
+    Also where the last stage is recomputed, which makes losses and outputs again.
+    """
+    problem = schedules.make_problem(schedules.LINEAR, 5)
+    programs = schedules.random_programs(problem, 1, offload=0.3, recompute=0.4, in_order=True)
+    kinds = {action.type for action in programs[3]}
+    assert {ActionType.OFFLOAD, ActionType.RECOMPUTE} <= kinds
+    schedule = schedules.make_schedule(problem, programs)
+    for found in ranks.run(interop_cases.step_as_torch_does, schedule, problem):
+        assert found == (True, True, pytest.approx(0, abs=1e-15), True)
+
+
 @pytest.mark.parametrize(
     ("way", "model", "offload", "fused"),
     [

@@ -86,8 +86,9 @@ def test_the_value_to_post_has_all_samples_and_a_json_form(timed) -> None:
 
 
 def test_the_trace_shows_the_plan_above_what_ran(timed) -> None:
-    """Two processes per device, with the same actions in both."""
-    trace = json.loads(timed[2][0][2])
+    """Two processes per device, with the same actions, and bytes at the times of each, in both."""
+    _, schedule, found = timed
+    trace = json.loads(found[0][2])
     names = {
         event["pid"]: event["args"]["name"]
         for event in trace["traceEvents"]
@@ -102,6 +103,19 @@ def test_the_trace_shows_the_plan_above_what_ran(timed) -> None:
             for pid in (2 * device, 2 * device + 1)
         )
         assert planned == {name for name in ran if "RELEASE" not in name}
+        planned_bytes, bytes_then = (
+            [(e["ts"], e["args"]["bytes"]) for e in trace["traceEvents"]
+             if e["ph"] == "C" and e["pid"] == pid]
+            for pid in (2 * device, 2 * device + 1)
+        )  # fmt: skip
+        assert [size for _, size in bytes_then] == [size for _, size in planned_bytes]
+        assert max(size for _, size in bytes_then) == schedule.peak_bytes[device]
+        assert bytes_then == sorted(bytes_then, key=lambda one: one[0])
+        # The first F and the last W or B of the measured row, where something is held.
+        lasted = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2 * device + 1]
+        ends = [e["ts"] + e["dur"] for e in lasted if "OFFLOAD" not in e["name"]]
+        assert bytes_then[1][0] == min(e["ts"] for e in lasted)
+        assert bytes_then[-1] == (pytest.approx(max(ends)), 0)
     assert trace["otherData"]["measured_ms"] > 0
     assert trace["otherData"]["span_ms"] > 0
 

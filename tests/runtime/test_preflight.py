@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor import Replicate
 
 from optpipe import Problem, Schedule, parse_action
 from optpipe.errors import MissingExtraError, OffloadError, PreflightError
 from optpipe.runtime import require_torch
-from optpipe.runtime.batches import GivenBatch, Microbatches
+from optpipe.runtime.batches import ChunkSpecs, GivenBatch, Microbatches
 from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import BoundaryLevel, Layout
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
@@ -225,7 +226,7 @@ def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):
 def test_a_later_batch_of_another_shape_is_refused_with_both():
     def cut(samples: int) -> Microbatches:
         given = GivenBatch(args=(torch.zeros(samples, 3),))
-        return given.cut(2, samples, first=True, last=False, needs_target=True)
+        return given.cut(2, samples, ChunkSpecs(), first=True, last=False, needs_target=True)
 
     pipeline = Pipeline(
         runtime=cast("Executor", None),
@@ -237,6 +238,36 @@ def test_a_later_batch_of_another_shape_is_refused_with_both():
     pipeline.expect(cut(16))
     with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
         pipeline.expect(cut(8))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        (TensorChunkSpec(2), {}, "the batch says TensorChunkSpec(2), but its tensor has shape (4"),
+        ((0, (1, 0)), {}, "of the batch is (0, (1, 0)), and has another form: "),
+        ((0, 1), {}, "of the batch have [4, 6] samples in the dimension that is cut"),
+        (1, {"mask": 1}, "mask has 5 samples, which do not divide into 2 micro-batches"),
+        (1, {"mask": "rows"}, "of mask says rows, but its tensor has shape (4, 5); give a dim"),
+    ],
+)  # fmt: skip
+def test_a_chunk_specification_that_does_not_fit_is_refused(args, kwargs, expected):
+    given = GivenBatch(
+        args=(torch.zeros(4, 6), torch.zeros(4, 6)), kwargs={"mask": torch.ones(4, 5)}
+    )
+    with pytest.raises(PreflightError, match=re.escape(expected)):
+        given.cut(
+            2, 6, ChunkSpecs(args=args, kwargs=kwargs), first=True, last=False, needs_target=False
+        )
+
+
+def test_positional_inputs_that_all_microbatches_share_leave_the_batch_to_keywords():
+    table, tokens = torch.zeros(3, 4), torch.arange(6)
+    given = GivenBatch(args=(table,), kwargs={"tokens": tokens})
+    specs = ChunkSpecs(args=(None,))
+    assert given.num_samples(specs) == 6
+    found = given.cut(2, 6, specs, first=True, last=False, needs_target=False)
+    assert [args[0] is table for args in found.args] == [True, True]
+    assert torch.equal(torch.stack([one["tokens"] for one in found.kwargs]), tokens.view(2, 3))
 
 
 class _Plan(NamedTuple):

@@ -14,11 +14,12 @@ from torch import nn
 import optpipe.runtime
 from optpipe.measurements.kineto import read_kineto
 from optpipe.measurements.trace_file import read_trace
-from optpipe.problem import LicensedPair
+from optpipe.problem import Context, LicensedPair
 from optpipe.runtime.overlap import PairedPass
 from optpipe.runtime.runner import Evaluation
 from optpipe.schedule import Action, ActionType, parse_cell
 from optpipe_solver.families.classic import build_dualpipe_v
+from tests.docs_console import ROOT, blocks
 from tests.runtime import batch_cases, cases, schedules, small_cases
 from tests.runtime.ranks import Ranks, fork_ranks
 from tests.runtime.small_cases import Trained
@@ -257,6 +258,34 @@ def test_the_runtimes_public_names_are_found_where_they_are_promised():
         )
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         optpipe.runtime.nothing  # noqa: B018
+
+
+LOGGING = [code for code in blocks((ROOT / "docs/trainers.md").read_text(), "python")
+           if "last_step" in code]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", LOGGING, ids=["TensorBoard", "Weights & Biases"])
+def test_the_examples_of_logging_log_what_each_step_took(ranks, code):
+    """A rank is busy while F, I, W and B run, and not while it copies, waits or recomputes."""
+    context = {"tokens_per_microbatch": 100, "flops_per_token": 3e9, "peak_flops": 2e12}
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    form = {"format": "optpipe/problem/v2", "context": Context(**context, gpus_per_device=2)}
+    problem = problem.model_copy(update=form)
+    programs = schedules.random_programs(problem, 6, offload=0.4, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    outcomes = ranks.run(small_cases.run_logging, schedule, problem, code)
+    for rank, found in enumerate(outcomes):
+        first, second = found.steps
+        assert (first["step"], second["step"]) == (0, 1)
+        assert ("loss" in first) == ("loss" in second) == (rank == 3)
+        assert second.get("peak_bytes") is None
+        assert second["offloaded_bytes"] == first["offloaded_bytes"] == found.offloaded_bytes / 2
+        assert second["mfu"] == pytest.approx(4 * 100 * 3e9 / (4 * 2 * 2e12 * second["ms"] / 1e3))
+        busy_ms = (1 - second["bubble"]) * second["ms"]
+        assert found.others_ms > 20
+        assert found.passes_ms <= busy_ms < found.passes_ms + found.others_ms / 2
+        assert second["ms"] > found.passes_ms + found.others_ms
+    assert sum(found.offloaded_bytes for found in outcomes) > 0
 
 
 REFUSALS = (

@@ -284,7 +284,7 @@ class _LateEvent:
     gates: dict[int, threading.Event]
     is_free: bool
 
-    def __init__(self):
+    def __init__(self, enable_timing):
         self.gate = threading.Event()
         if self.is_free:
             self.gate.set()
@@ -329,6 +329,59 @@ def test_a_step_ends_with_its_device_and_not_with_what_a_cut_connection_left(wor
     thread.start()
     assert str(first.runs(body)) == f"{OTHER}rank 1, step 3: ValueError: boom"
     thread.join()
+
+
+class _TimedEvent:
+    """The device gets there when its clock says so."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, _stream):
+        self.at_ms = _TimedEvent.now_ms
+
+    def elapsed_time(self, later):
+        return later.at_ms - self.at_ms
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_rank_is_busy_while_passes_run(on_gpu, monkeypatch):
+    """Copies, waiting and recomputation are none; the two of a pair run at the same time."""
+    cuda = SimpleNamespace(Event=_TimedEvent, current_stream=lambda _device: None)
+    activity = Activity(DeviceMarks(torch.device("cpu"), cuda) if on_gpu else None)
+    now_s = [0.0]
+    monkeypatch.setattr("optpipe.runtime.watch.time.monotonic", lambda: now_s[0])
+
+    def later(ms):
+        now_s[0] += ms / 1e3 / (2 if on_gpu else 1)
+        _TimedEvent.now_ms += ms
+
+    for _ in range(2):
+        activity.enter("step 0")
+        for cell, ms in (
+            ("0F0", 1),
+            ("0OFFLOAD0", 32),
+            ("0RECOMPUTE1", 64),
+            ("0I0", 2),
+            ("0W0", 4),
+        ):
+            later(128)
+            activity.begin(parse_action(cell))
+            later(ms)
+            activity.end()
+        activity.begin(parse_action("0F2"))
+        later(8)
+        activity.begin(parse_action("0B1"))
+        later(16)
+        activity.end()
+        later(256)
+        activity.end()
+        later(512)
+        activity.end()  # as `finish` does
+        activity.leave()
+        assert activity.busy_ms() == pytest.approx(1 + 2 + 4 + 8 + 16 + 256)
 
 
 @pytest.mark.parametrize(

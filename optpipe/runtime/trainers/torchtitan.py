@@ -154,19 +154,15 @@ class TitanSchedule:
         found: ProcessGroup = self._settings["group"]
         return found
 
-    def step(self, *args: Any, losses: list[Tensor] | None = None, **given: Any) -> None:
-        """Run forward and backward; add the losses by micro-batch to the list."""
-        found = self._ready().step(*args, **_known(given))
-        if losses is not None and found is not None:
-            losses.extend(found.unbind())
+    def step(self, *args: Any, **given: Any) -> Any:
+        """Run forward and backward, as `PipelineRunner.step`; return outputs only if asked to."""
+        found = self._ready().step(*args, **{"target": None} | given)
+        return found if given.get("return_outputs") else None
 
-    def eval(self, *args: Any, losses: list[Tensor] | None = None, **given: Any) -> Any:
+    def eval(self, *args: Any, return_outputs: bool = True, **given: Any) -> Any:
         """Run forwards alone; return the outputs where the last stage is."""
-        returns_outputs = given.get("return_outputs", True)
-        found = self._ready().eval(*args, **_known(given))
-        if losses is not None and found.losses is not None:
-            losses.extend(found.losses.unbind())
-        return found.outputs if returns_outputs else None
+        found = self._ready().eval(*args, **{"target": None} | given)
+        return found.outputs if return_outputs else None
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -179,13 +175,6 @@ class TitanSchedule:
                 self.parts, self._schedule, self._loss_fn, self._problem, **self._settings
             )
         return self.runner
-
-
-def _known(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what a runner's step takes: targets by name, without what only torch's asks."""
-    known = {key: value for key, value in given.items() if key != "return_outputs"}
-    known.setdefault("target", None)
-    return known
 
 
 def _require_torchtitan() -> None:
