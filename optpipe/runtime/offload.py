@@ -402,7 +402,7 @@ class SavedActivations:
         return [storage for storage in found if storage is not None and storage.moves]
 
     @property
-    def tells_groups(self) -> bool:
+    def needs_groups(self) -> bool:
         """Whether the caller must report, with `within`, which groups' modules run."""
         return not self._moves_all
 
@@ -531,7 +531,7 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
 # --- Copies between a device and its host, and the fences that wait for them.
 # On CUDA each direction has a side stream. A copy starts when all earlier work on the compute
 # stream has ended, and a `Fence` makes the compute stream wait for its end. So every reuse of
-# memory is ordered: of a device block freed after its OFFLOAD's fence, and of a host slot given back
+# memory is ordered: of a device block freed after its OFFLOAD's fence, and of a host slot returned
 # after its RELOAD's fence. ``record_stream`` would free a block whenever its copy happens to end,
 # and peak memory would depend on timing.
 
@@ -649,9 +649,9 @@ class _EventFence(NamedTuple):
 
 
 # --- Host memory for offloaded activations: slots that are allocated once and reused.
-# Page-locking takes milliseconds per call, and each stage needs the same sizes for all micro-batches
-# and steps. The program determines how many micro-batches of a stage are on the host at one time, so
-# a stage's first OFFLOAD allocates all its slots in one arena.
+# Page-locking takes milliseconds per call, and a stage's sizes repeat in all micro-batches and steps.
+# The program determines how many micro-batches of a stage are on the host at one time, so a stage's
+# first OFFLOAD allocates all its slots in one arena.
 
 
 def count_slots(program: Program) -> dict[int, int]:
@@ -699,8 +699,8 @@ class HostPool:
     ``copies`` page-locks. ``allocated_bytes`` counts all arenas.
 
     With ``unequal`` micro-batches each slot is an arena of its own. If no free slot is large
-    enough, a larger one replaces all free slots of the stage. After some steps all slots are as large as
-    the largest micro-batch, and allocation stops.
+    enough, a larger one replaces all free slots of the stage. After some steps all slots are as
+    large as the largest micro-batch, and allocation stops.
     """
 
     def __init__(
