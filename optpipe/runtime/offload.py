@@ -649,7 +649,7 @@ class _EventFence(NamedTuple):
 
 
 # --- Host memory for offloaded activations: slots that are allocated once and reused.
-# Page-locking takes milliseconds per call, and a stage's sizes repeat in all micro-batches and steps.
+# Page-locking takes milliseconds per call, and a stage's sizes repeat in each micro-batch and step.
 # The program determines how many micro-batches of a stage are on the host at one time, so a stage's
 # first OFFLOAD allocates all its slots in one arena.
 

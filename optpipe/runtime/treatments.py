@@ -733,7 +733,7 @@ class GroupCalls:
                 checks.add(call, label, output)
             return output
 
-        # All tensors go by position: checkpoint does not pass keyword tensors to saved-tensor hooks.
+        # By position: saved-tensor hooks do not see the keyword tensors of a checkpoint.
         contexts = partial(self._contexts, part)
         with nullcontext() if checks is None else set_checkpoint_early_stop(False):
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
