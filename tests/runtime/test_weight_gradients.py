@@ -638,7 +638,7 @@ FAULTS: dict[str, Callable[[Any], object]] = {
     "has no wgrad_store": lambda one: one.__dict__.update(
         wgrad_store=None, need_backward_dw=lambda: True
     ),
-    "its wgrad_store.context is a list and no queue": lambda one: setattr(
+    "its wgrad_store.context is a list instead of a queue": lambda one: setattr(
         one.wgrad_store, "context", []
     ),
     "its parameters are sharded": _sharded,
