@@ -138,8 +138,8 @@ class Offloader:
         # Listed once: traversing the modules in each F would cost more than copying a small cell.
         self._parts = {stage: list(module.modules()) for stage, module in modules.items()}
         self._device = device
-        is_mapping = isinstance(cells, Mapping)
-        self._cells = dict(cells) if is_mapping else dict.fromkeys(cells, EVERYTHING)
+        given = cells if isinstance(cells, Mapping) else dict.fromkeys(cells, EVERYTHING)
+        self._cells = dict(given)
         self._min_bytes = min_bytes
         self.pool = HostPool(make_copies(device), num_slots) if pool is None else pool
         self.copies: Copies = self.pool.copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
@@ -191,10 +192,8 @@ class Passes:
         self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor]
     ) -> Iterator[None]:
         with self._offloader.capture(cell, inputs) as saved:
-            if not treatment.needs_groups:
-                yield
-                return
-            with self._groups[cell[0]].running(treatment.again, saved, cell):
+            calls = self._groups[cell[0]] if treatment.needs_groups else None
+            with _PLAIN if calls is None else calls.running(treatment.again, saved, cell):
                 yield
 
     def is_recomputed(self, stage: int, microbatch: int) -> bool:
@@ -301,8 +300,10 @@ class Passes:
         self._gradients.reset()
         self._random_states.clear()
         self._checks.reset()
-        for part in (*self._buffers.values(), *self._groups.values()):
-            part.reset()
+        for buffers in self._buffers.values():
+            buffers.reset()
+        for calls in self._groups.values():
+            calls.reset()
 
     def _begin(self, action: Action) -> None:
         self._running.action = action
@@ -324,20 +325,9 @@ class Passes:
 # torch's own I and W traverse the autograd graph twice. They are wrong or slow in several cases:
 # outputs that are views, parameters used twice, inputs without requires_grad, checkpointing. Here I
 # is one ordinary backward in which every `SplitLinear` keeps its input and output gradient, and W
-# computes the weight gradient from them. Experts with grouped products do the same, and modules that
-# delay their weight gradients themselves. All other modules do their full work in I, which is slower
-# but correct.
-
-
-class Deferral(Protocol):
-    """Deferred gradients: the tensors they need, and how to compute them."""
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors kept until then."""
-
-    def make(self) -> None:
-        """Compute the gradients and add them to the parameters' ``.grad``."""
+# computes the weight gradient from them. So do experts with grouped products, and modules that
+# delay their weight gradients themselves. All other modules do their full work in I: slower, but
+# correct.
 
 
 class _Deferred(NamedTuple):
@@ -352,24 +342,17 @@ class _Deferred(NamedTuple):
     layer_input: Tensor
     output_gradient: Tensor
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See `Deferral`."""
-        return self.layer_input, self.output_gradient
-
     def weight_gradient(self) -> Tensor:
         """Return the gradient of the weight."""
         gradient = self.output_gradient.reshape(-1, self.weight.shape[0])
         return gradient.t() @ self.layer_input.reshape(-1, self.weight.shape[1]).conj()
 
-    def bias_gradient(self) -> Tensor | None:
-        """Return the gradient of the bias, if there is one."""
-        if self.bias is None:
-            return None
+    def bias_gradient(self) -> Tensor:
+        """Return the gradient of the bias."""
         return self.output_gradient.reshape(-1, self.weight.shape[0]).sum(0)
 
     def make(self) -> None:
-        """See `Deferral`."""
+        """Compute the gradients and add them to ``.grad``."""
         with torch.no_grad():
             _add_gradient(self.weight, self.weight_gradient())
             if self.bias is not None:
@@ -399,7 +382,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.collecting = False
         """Whether the current backward is an I, which defers weight gradients."""
-        self._deferred: list[tuple[Deferral, tuple[int, ...]]] = []
+        self._deferred: list[tuple[Callable[[], None], Sequence[Tensor], tuple[int, ...]]] = []
         self.num_runners = 0
         """Number of runners of the stages whose layers defer gradients here."""
         self.delaying: list[Any] = []
@@ -454,9 +437,9 @@ class WeightGradients:
         """
         return self.defers and all(map(adds_to_grad, accumulators))
 
-    def put_aside(self, deferral: Deferral) -> None:
-        """Compute these gradients in W; their tensors must not change until then."""
-        self._deferred.append((deferral, versions_of(deferral.tensors)))
+    def put_aside(self, make: Callable[[], None], tensors: Sequence[Tensor]) -> None:
+        """Call ``make`` in W; the tensors that it needs must not change until then."""
+        self._deferred.append((make, tensors, versions_of(tensors)))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -477,15 +460,17 @@ class WeightGradients:
         for module in self.delaying:
             queue = module.wgrad_store.context
             if items := [queue.get() for _ in range(queue.qsize())]:
-                self.put_aside(_StoredDeferral(module, items))
+                leaves = tree_leaves([item[0] for item in items])
+                tensors = [one for one in leaves if isinstance(one, Tensor)]
+                self.put_aside(partial(_make_delayed, module, items), tensors)
 
     def pending_bytes(self) -> int:
         """Return the bytes kept for deferred gradients, each storage counted once."""
         self._empty_stores()
         storages = {
             part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-            for deferral, _ in self._deferred
-            for tensor in deferral.tensors
+            for _, tensors, _ in self._deferred
+            for tensor in tensors
             for part in parts_with_memory(tensor)
         }
         return sum(storages.values())
@@ -500,15 +485,16 @@ class WeightGradients:
 
         def run() -> None:
             while taken:
-                deferral, versions = taken.pop(0)
-                if versions_of(deferral.tensors) != versions:
+                make, tensors, versions = taken.pop(0)
+                if versions_of(tensors) != versions:
                     raise RuntimeError(
                         "the input or the output's gradient of a linear layer was changed in place "
                         "between its I and its W, which needs the original values (a backward or a "
                         "hook may have written into the gradient it received); change a copy, or "
                         "solve a problem in which no backward is split"
                     )
-                deferral.make()
+                del tensors  # `make` may free some of them early
+                make()
 
         return run
 
@@ -576,8 +562,8 @@ def deferred_bytes(module: nn.Module) -> int:
     """
     compiled = compiled_parts(module)
     sharded = sharded_in_forward(module)
-    bytes_of = {
-        parameter: sum(part.nbytes for part in parts_with_memory(parameter))
+    deferred = {
+        parameter
         for layer in _linears(module)
         if "forward" not in vars(layer)
         and _defers(layer)
@@ -587,14 +573,13 @@ def deferred_bytes(module: nn.Module) -> int:
     }
     gathered = types_when_gathered(module)
     for part in module.modules():
-        for weight in () if part in compiled else _grouped_weights(part, gathered):
-            bytes_of[weight] = sum(shard.nbytes for shard in parts_with_memory(weight))
+        if part not in compiled:
+            deferred |= set(_grouped_weights(part, gathered))
         if _delays(part):
-            bytes_of |= {weight: weight.nbytes for weight in _delayed_parameters(part)}
+            deferred |= set(_delayed_parameters(part))
         # Layers of frameworks that optpipe.runtime.trainers has split.
-        for parameter in getattr(part, "split_parameters", ()):
-            bytes_of[parameter] = parameter.nbytes
-    return sum(bytes_of.values())
+        deferred |= set(getattr(part, "split_parameters", ()))
+    return sum(shard.nbytes for one in deferred for shard in parts_with_memory(one))
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
@@ -704,7 +689,7 @@ class _LinearFunction(torch.autograd.Function):
             # The nodes of weight and bias; the sink has none.
             accumulators = [node for node, _ in ctx.next_functions[1:] if node is not None]
             if ctx.sink.may_defer(accumulators):
-                ctx.sink.put_aside(deferred)
+                ctx.sink.put_aside(deferred.make, (deferred.layer_input, output_gradient))
                 return input_gradient, None, None, None
         else:
             # With create_graph=True, the gradients are differentiated again.
@@ -717,7 +702,8 @@ class _LinearFunction(torch.autograd.Function):
                 )
             deferred = _Deferred(ctx.weight, bias, layer_input, output_gradient)
         weight_gradient = deferred.weight_gradient() if ctx.needs_input_grad[1] else None
-        return input_gradient, weight_gradient, deferred.bias_gradient(), None
+        bias_gradient = None if bias is None else deferred.bias_gradient()
+        return input_gradient, weight_gradient, bias_gradient, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
@@ -832,7 +818,7 @@ class _GroupedFunction(torch.autograd.Function):
         deferred = _GroupedDeferred(ctx.weight, is_transposed, layer_input.detach(), rows, ctx.ends)
         accumulator, _ = ctx.next_functions[2]
         if ctx.sink.may_defer([accumulator]):
-            ctx.sink.put_aside(deferred)
+            ctx.sink.put_aside(deferred.make, (deferred.layer_input, rows))
             return input_gradient, None, None, None, None
         weight_gradient = deferred.gradient()
         weight_gradient = weight_gradient.transpose(-2, -1) if is_transposed else weight_gradient
@@ -848,11 +834,6 @@ class _GroupedDeferred(NamedTuple):
     output_gradient: Tensor
     ends: Tensor
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See `Deferral`."""
-        return self.layer_input, self.output_gradient
-
     def gradient(self) -> Tensor:
         """Return the gradient in the weight's layout."""
         left, right = self.layer_input, self.output_gradient
@@ -861,7 +842,7 @@ class _GroupedDeferred(NamedTuple):
         return functional.grouped_mm(left.t(), right, offs=self.ends)
 
     def make(self) -> None:
-        """See `Deferral`."""
+        """Compute the gradient and add it to ``.grad``."""
         with torch.no_grad():
             _add_gradient(self.weight, self.gradient())
 
@@ -968,61 +949,49 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
     computed[0].register_hook(check)  # type: ignore[no-untyped-call]
 
 
-class _StoredDeferral(NamedTuple):
-    """The queue entries, one per product, that a module appended in one backward."""
-
-    module: Any
-    items: list[Any]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See `Deferral`."""
-        leaves = tree_leaves([item[0] for item in self.items])
-        return tuple(one for one in leaves if isinstance(one, Tensor))
-
-    def make(self) -> None:
-        """Let the module compute one gradient after another, and add them to ``.grad``."""
-        module, queue = self.module, self.module.wgrad_store.context
-        own = [
-            one
-            for one in module.parameters(recurse=False)
-            if one.requires_grad and (one.dim() > 1 or not _is_fp8(module))
-        ]
-        for item in self.items:
-            queue.put(item)
-        self.items.clear()
-        while left := queue.qsize():
-            before = [one.grad for one in own]
-            for one in own:
-                one.grad = None
-            with torch.no_grad():
-                module.backward_dw()
-                gradients = [one.grad for one in own]
-                if all(gradient is None for gradient in gradients) and not any(
-                    hasattr(one, "main_grad") for one in own
-                ):
-                    raise PreflightError(
-                        f"backward_dw() of a {type(module).__name__} made no gradient of its "
-                        "parameters, perhaps because a weight is split; turn delay_wgrad_compute "
-                        "off"
-                    )
-                for one, gradient, old in zip(own, gradients, before, strict=True):
-                    one.grad = old
-                    if gradient is not None:
-                        _add_gradient(one, gradient)
-            if queue.qsize() >= left:
+def _make_delayed(module: Any, items: list[Any]) -> None:
+    """Let a module compute the gradients of queue entries, and add them to ``.grad``."""
+    queue = module.wgrad_store.context
+    own = [
+        one
+        for one in module.parameters(recurse=False)
+        if one.requires_grad and (one.dim() > 1 or not _is_fp8(module))
+    ]
+    for item in items:
+        queue.put(item)
+    items.clear()
+    while left := queue.qsize():
+        before = [one.grad for one in own]
+        for one in own:
+            one.grad = None
+        with torch.no_grad():
+            module.backward_dw()
+            gradients = [one.grad for one in own]
+            if all(gradient is None for gradient in gradients) and not any(
+                hasattr(one, "main_grad") for one in own
+            ):
                 raise PreflightError(
-                    f"backward_dw() of a {type(module).__name__} left all {left} products in its "
-                    "wgrad_store; turn delay_wgrad_compute off"
+                    f"backward_dw() of a {type(module).__name__} made no gradient of its "
+                    "parameters, perhaps because a weight is split; turn delay_wgrad_compute "
+                    "off"
                 )
+            for one, gradient, old in zip(own, gradients, before, strict=True):
+                one.grad = old
+                if gradient is not None:
+                    _add_gradient(one, gradient)
+        if queue.qsize() >= left:
+            raise PreflightError(
+                f"backward_dw() of a {type(module).__name__} left all {left} products in its "
+                "wgrad_store; turn delay_wgrad_compute off"
+            )
 
 
 # --- Linear layers under torch.compile. The compiler traces one backward for I and B, and fixes the
-# gradients that it returns. So the traced backward returns no weight gradients, but calls an operator
-# with an effect, which the compiler neither removes nor traces. At run time the operator defers them
-# in an I, and adds them to ``.grad`` otherwise. It refuses a `torch.autograd.grad` for
-# them. Autograd still sees the parameters, without a gradient, so DDP's hooks run. The operator
-# copies its tensors, because the compiler reuses their memory.
+# gradients that it returns. So the traced backward returns no weight gradients. It calls an operator
+# with an effect, which the compiler neither removes nor traces. At run time this operator defers
+# them in an I, and adds them to ``.grad`` in a B. It refuses a `torch.autograd.grad` for them.
+# Autograd still sees the parameters, without a gradient, so DDP's hooks run. The operator copies
+# its tensors, because the compiler reuses their memory.
 
 _split_layers: WeakSet[SplitLinear] = WeakSet()
 _layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictionary()
@@ -1068,7 +1037,7 @@ def _compiled_gradients(
         return
     deferred = _Deferred(layer.weight, trained_bias, layer_input.clone(), output_gradient.clone())
     if layer.gradients.defers:
-        layer.gradients.put_aside(deferred)
+        layer.gradients.put_aside(deferred.make, deferred[2:])
     else:
         deferred.make()
 

@@ -215,7 +215,7 @@ class SliceStates:
 @untraced
 def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
-        return packed.joined.checked().as_strided(packed.size, packed.stride, packed.offset)
+        return packed.joined.again().as_strided(packed.size, packed.stride, packed.offset)
     return packed.checked() if isinstance(packed, KeptTensor) else packed
 
 

@@ -89,7 +89,7 @@ class StageResult(NamedTuple):
 _ADAM_MOMENTS = 2.0
 _DEFAULT_EFFORT = Effort()
 _NO_PAIRS = (
-    "No pair was shorter than its two passes one after the other, so none is listed. Pairs can hide "
+    "No pair was shorter than its two passes one after the other, so none is listed. Pairs hide "
     "only exchanges of experts on several ranks (optpipe.runtime.overlap.exchange), and work on "
     "other streams."
 )
@@ -408,11 +408,7 @@ def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> Stag
         offload_bytes=found.offload_bytes if modes is None else None,
         static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
         output_bytes=found.output_bytes,
-        forward_workspace_bytes=memory.workspaces[ActionType.FORWARD],
-        backward_input_workspace_bytes=memory.workspaces[ActionType.BACKWARD_INPUT],
-        backward_weight_workspace_bytes=memory.workspaces[ActionType.BACKWARD_WEIGHT],
-        backward_workspace_bytes=memory.workspaces[ActionType.FULL_BACKWARD],
-        recompute_workspace_bytes=memory.workspaces[ActionType.RECOMPUTE],
+        **memory.workspaces,
     )
 
 

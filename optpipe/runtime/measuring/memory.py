@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class StageMemory(NamedTuple):
     weight_context_bytes
         From I to W.
     workspaces
-        Workspace of each pass, without the boundary tensors that it takes and makes.
+        Workspace of each pass, without its boundary tensors, by the field of a problem's stage.
     without_graph_bytes
         Workspace of an F that will be recomputed.
     """
@@ -98,7 +98,7 @@ class StageMemory(NamedTuple):
     activation_bytes: int
     checkpoint_bytes: int
     weight_context_bytes: int
-    workspaces: dict[ActionType, int]
+    workspaces: dict[str, int]
     without_graph_bytes: int
 
 
@@ -136,18 +136,13 @@ def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
         with passes.recompute(*cell):
             recompute_peak = microbatch.forward()
         microbatch.backward()
-    held_bytes, context_bytes = levels.held_bytes, levels.context_bytes
+    held_bytes = levels.held_bytes
+    recompute_workspace = {"recompute_workspace_bytes": max(0, recompute_peak - held_bytes)}
     return StageMemory(
         activation_bytes=held_bytes,
         checkpoint_bytes=checkpoint_bytes,
-        weight_context_bytes=context_bytes,
-        workspaces={
-            ActionType.FORWARD: max(0, levels.forward_peak - held_bytes),
-            ActionType.BACKWARD_INPUT: max(0, levels.input_peak - max(held_bytes, context_bytes)),
-            ActionType.BACKWARD_WEIGHT: max(0, levels.weight_peak - context_bytes),
-            ActionType.RECOMPUTE: max(0, recompute_peak - held_bytes),
-            ActionType.FULL_BACKWARD: max(0, levels.full_peak - held_bytes),
-        },
+        weight_context_bytes=levels.context_bytes,
+        workspaces=levels.workspaces(held_bytes, held_bytes) | recompute_workspace,
         without_graph_bytes=max(0, without_graph_peak - checkpoint_bytes),
     )
 
@@ -162,22 +157,17 @@ def _measure_inside(
     """
     with _metered(stage) as meter:
         levels = _measure_levels(stage, meter, 0, running)
-    held_bytes, context_bytes = min(levels.held_bytes, kept.activation_bytes), levels.context_bytes
+    held_bytes = min(levels.held_bytes, kept.activation_bytes)
     inside_peak = min(
-        levels.input_peak - kept.workspaces[ActionType.BACKWARD_INPUT],
-        levels.full_peak - kept.workspaces[ActionType.FULL_BACKWARD],
+        levels.input_peak - kept.workspaces["backward_input_workspace_bytes"],
+        levels.full_peak - kept.workspaces["backward_workspace_bytes"],
     )
     backward_bytes = max(held_bytes, inside_peak)
     return {
         "forward_bytes": held_bytes,
         "inside_bytes": backward_bytes - held_bytes,
-        "weight_context_bytes": context_bytes,
-        "forward_workspace_bytes": max(0, levels.forward_peak - held_bytes),
-        "backward_input_workspace_bytes": max(
-            0, levels.input_peak - max(backward_bytes, context_bytes)
-        ),
-        "backward_weight_workspace_bytes": max(0, levels.weight_peak - context_bytes),
-        "backward_workspace_bytes": max(0, levels.full_peak - backward_bytes),
+        "weight_context_bytes": levels.context_bytes,
+        **levels.workspaces(held_bytes, backward_bytes),
     }
 
 
@@ -190,6 +180,19 @@ class _Levels(NamedTuple):
     input_peak: int
     weight_peak: int
     full_peak: int
+
+    def workspaces(self, held_bytes: int, backward_bytes: int) -> dict[str, int]:
+        """Return the workspaces, given the bytes counted after F and during the backward."""
+        peaks = {
+            "forward": (self.forward_peak, held_bytes),
+            "backward_input": (self.input_peak, max(backward_bytes, self.context_bytes)),
+            "backward_weight": (self.weight_peak, self.context_bytes),
+            "backward": (self.full_peak, backward_bytes),
+        }
+        return {
+            f"{name}_workspace_bytes": max(0, peak - counted_bytes)
+            for name, (peak, counted_bytes) in peaks.items()
+        }
 
 
 def _measure_levels(
@@ -296,29 +299,16 @@ def _metered(stage: StageUnderTest) -> Iterator[_Meter]:
             gc.enable()
 
 
-class _Meter(Protocol):
-    """Measures the memory of one device inside a context, in bytes above those at its start."""
-
-    def __enter__(self) -> Self:
-        """Start at 0."""
-
-    def __exit__(self, kind: object, error: object, trace: object, /) -> Any:
-        """Stop."""
-
-    def live_bytes(self) -> int:
-        """Return the live bytes."""
-
-    def watch(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """Return the result of a function, and the peak while it runs."""
-
-
 def meter_for(device: torch.device, resident: Iterable[Tensor]) -> _Meter:
     """Return the meter of a device; ``resident`` tensors exist before the context."""
     return _CudaMeter(device) if device.type == "cuda" else _StorageMeter(resident)
 
 
 class _CudaMeter:
-    """Reads the caching allocator, whose numbers follow the host's calls, not the device."""
+    """Measures bytes above those at the start of a context, by the caching allocator.
+
+    The allocator's numbers follow the host's calls, not the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -332,9 +322,11 @@ class _CudaMeter:
         """Stop."""
 
     def live_bytes(self) -> int:
+        """Return the live bytes."""
         return torch.cuda.memory_allocated(self._device) - self._before
 
     def watch(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """Return the result of a function, and the peak while it runs."""
         torch.cuda.reset_peak_memory_stats(self._device)
         result = run()
         return result, torch.cuda.max_memory_allocated(self._device) - self._before
@@ -347,7 +339,7 @@ if it does not change for this time."""
 
 
 class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations return, as long as something references them."""
+    """Measures the same by counting the referenced storages that operations in it returned."""
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -393,10 +385,13 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._max_live_bytes
 
 
+_Meter = _CudaMeter | _StorageMeter
+
+
 # --- The bytes that a stage saves for one micro-batch, counted by storage, as an OFFLOAD does.
-# `optpipe.runtime.offload` counts them. Parameters, buffers and boundary tensors are not activations,
-# and a storage shared by several tensors counts once. Tensors that a custom autograd function keeps
-# outside ``save_for_backward`` are not counted.
+# `optpipe.runtime.offload` counts them. Parameters, buffers and boundary tensors do not count. A
+# storage shared by several tensors counts once. Tensors that a custom autograd function keeps
+# outside ``save_for_backward`` do not count.
 
 
 class Split(NamedTuple):

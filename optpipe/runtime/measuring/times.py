@@ -347,8 +347,8 @@ def _run_in_turn(forward: PairedPass, backward: PairedPass) -> None:
     backward.run()
 
 
-# --- Bandwidths to the host and back: alone, both directions together, and under compute. The copies
-# equal those of the stage's OFFLOAD and RELOAD in number, size and lane. On the CPU, copies are
+# --- Bandwidths to the host and back: alone, both directions together, and under compute. Copies
+# have the number, sizes and lanes of the stage's OFFLOAD and RELOAD. On the CPU, copies are
 # synchronous: both directions and compute take turns, and compute only makes the caches cold.
 
 _DOWN, _UP = 0, 1
@@ -483,7 +483,7 @@ def local_copies(
     times: dict[int, list[float]] = {}
     for size in sorted({size for sizes in sizes_of.values() for size in sizes}):
         source, target = _zeros(size, device), _zeros(size, device)
-        times[size] = _timed(clock, partial(target.copy_, source), repeats)
+        times[size] = _timed(clock, [partial(target.copy_, source)], repeats)
     return tuple(
         Transfer(source=a, target=b, num_bytes=size, time_ms=ms)
         for (a, b), sizes in sorted(sizes_of.items())
@@ -507,40 +507,28 @@ def ping_pong(
     """
     if backends(group).get(device.type) != dist.Backend.NCCL:
         device = torch.device("cpu")
-    own: list[Transfer] = []
+    rank, own = dist.get_rank(group), list[Transfer]()
     for pair, sizes in sorted(sizes_of.items()):
         dist.barrier(group)
-        for size in sizes if dist.get_rank(group) in pair else ():
-            own += _play(pair, _zeros(size, device), group, clock, repeats)
+        for size in sizes if rank in pair else ():
+            buffer, peer = _zeros(size, device), sum(pair) - rank
+            send = partial(dist.send, buffer, group=group, group_dst=peer)
+            receive = partial(dist.recv, buffer, group=group, group_src=peer)
+            is_first = rank == pair[0]
+            steps = (send, receive) if is_first else (receive, send)
+            for ms in _timed(clock, steps, repeats):
+                transfer = Transfer(source=pair[0], target=pair[1], num_bytes=size, time_ms=ms / 2)
+                own += [transfer] if is_first else []
     return tuple(one for part in gather(own, group) for one in part)
 
 
-def _play(
-    pair: DevicePair, buffer: Tensor, group: ProcessGroup | None, clock: Clock, repeats: int
-) -> list[Transfer]:
-    """Send a buffer back and forth; return the transfers on the first rank, which times them."""
-    first, second = pair
-    if dist.get_rank(group) == second:
-        for _ in range(repeats + _WARMUPS):
-            dist.recv(buffer, group=group, group_src=first)
-            dist.send(buffer, group=group, group_dst=first)
-        return []
-
-    def send_and_receive() -> None:
-        dist.send(buffer, group=group, group_dst=second)
-        dist.recv(buffer, group=group, group_src=second)
-
-    return [
-        Transfer(source=first, target=second, num_bytes=buffer.numel(), time_ms=ms / 2)
-        for ms in _timed(clock, send_and_receive, repeats)
-    ]
-
-
-def _timed(clock: Clock, run: Callable[[], object], repeats: int) -> list[float]:
+def _timed(clock: Clock, steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the ms of some steps in each repeat, after warm-ups."""
     marks = []
     for _ in range(repeats + _WARMUPS):
         start = clock.mark()
-        run()
+        for step in steps:
+            step()
         marks.append((start, clock.mark()))
     return [clock.ms_between(start, end) for start, end in marks[_WARMUPS:]]
 
