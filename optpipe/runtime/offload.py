@@ -165,13 +165,13 @@ class Offloader:
         with saved.capture():
             yield saved
 
-    def take_in(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
+    def capture_inputs(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
         """Offload tensors that the caller keeps for a RECOMPUTE, such as a stage's inputs.
 
         RELEASE empties these tensor objects, and RELOAD fills them again.
         """
         saved = self._saved(cell, ())
-        saved.take_in(tensors)
+        saved.capture_inputs(tensors)
         self._offloaded[cell] = _OffloadedCell(saved)
 
     def keep(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
@@ -379,9 +379,10 @@ class SavedActivations:
         # Weak: if autograd drops a storage during the forward, it need not go to the host.
         self._storages: dict[int, weakref.ref[_OffloadedStorage]] = {}
         self._moved = moved
-        self._moves_all = moved == EVERYTHING
+        self.needs_groups = moved != EVERYTHING
+        """Whether the caller must report, with `within`, which groups' modules run."""
         self._scope: frozenset[str] = frozenset()
-        self._taken_in: list[tuple[Tensor, _View]] = []
+        self._captured_inputs: list[tuple[Tensor, _View]] = []
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -401,11 +402,6 @@ class SavedActivations:
         found = (ref() for ref in self._storages.values())
         return [storage for storage in found if storage is not None and storage.moves]
 
-    @property
-    def needs_groups(self) -> bool:
-        """Whether the caller must report, with `within`, which groups' modules run."""
-        return not self._moves_all
-
     @contextmanager
     def within(self, names: frozenset[str], given: object) -> Iterator[None]:  # noqa: ARG002
         """Assign what is saved inside to these groups too; ``given`` are their module's inputs."""
@@ -416,19 +412,19 @@ class SavedActivations:
         finally:
             self._scope = around
 
-    def take_in(self, tensors: Iterable[Tensor]) -> None:
+    def capture_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Capture tensors that autograd does not save."""
         pairs = [(tensor, self._pack(tensor)) for tensor in tensors]
-        self._taken_in = [(tensor, view) for tensor, view in pairs if isinstance(view, _View)]
+        self._captured_inputs = [(tensor, view) for tensor, view in pairs if type(view) is _View]
 
     def empty_inputs(self) -> None:
-        """Remove the memory of the tensors from `take_in`."""
-        for tensor, _ in self._taken_in:
+        """Remove the memory of the tensors from `capture_inputs`."""
+        for tensor, _ in self._captured_inputs:
             tensor.data = tensor.new_empty(0)
 
     def refill_inputs(self) -> None:
-        """Restore shape and memory of the tensors from `take_in`."""
-        for tensor, view in self._taken_in:
+        """Restore shape and memory of the tensors from `capture_inputs`."""
+        for tensor, view in self._captured_inputs:
             tensor.data = self._unpack(view)
 
     # Untraced: torch.compile would trace this function, and once more for every storage.
@@ -444,12 +440,12 @@ class SavedActivations:
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
-            if not self._may_leave(tensor, identity, memory.nbytes()):
+            if not self._can_offload(tensor, identity, memory.nbytes()):
                 return saved
             storage = _OffloadedStorage(memory)
             self._storages[identity] = weakref.ref(storage)
         if not storage.moves:
-            storage.moves = self._moves_all or bool((self._scope or {REST}) & self._moved)
+            storage.moves = not self.needs_groups or bool((self._scope or {REST}) & self._moved)
         saved.tensor.data = _empty_tensor_on(tensor.device)
         offset = int(tensor.storage_offset())
         return _View(storage, tensor.dtype, offset, tensor.size(), tensor.stride(), saved)
@@ -492,9 +488,9 @@ class SavedActivations:
         memory = tensor.untyped_storage() if is_plain(tensor) else None
         if memory is None:
             return False
-        return self._may_leave(tensor, storage_identity(memory), memory.nbytes())
+        return self._can_offload(tensor, storage_identity(memory), memory.nbytes())
 
-    def _may_leave(self, tensor: Tensor, identity: int, num_bytes: int) -> bool:
+    def _can_offload(self, tensor: Tensor, identity: int, num_bytes: int) -> bool:
         return (
             identity not in self._resident
             and identity not in self._kept

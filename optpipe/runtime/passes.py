@@ -185,7 +185,7 @@ class Passes:
                 "copy (.clone()), or solve a problem in which this stage is not recomputed"
             )
         if treatment.moved:
-            self._offloader.take_in(cell, inputs)
+            self._offloader.capture_inputs(cell, inputs)
 
     @contextmanager
     def _treated(
@@ -402,9 +402,9 @@ class WeightGradients:
     @property
     def defers(self) -> bool:
         """Whether the backward in this thread defers its weight gradients."""
-        return self.collecting and not self.runs_inside()
+        return self.collecting and not self.is_nested()
 
-    def runs_inside(self) -> bool:
+    def is_nested(self) -> bool:
         """Whether this thread runs a backward nested in the stage's backward.
 
         The code that started it may read ``.grad`` afterwards; a reentrant checkpoint does not. The
@@ -939,7 +939,7 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
     accumulators = [accumulator_of(parameter) for parameter in _delayed_parameters(module)]
 
     def check(_gradient: Tensor) -> None:
-        if module.gradients.runs_inside() or not all(map(adds_to_grad, accumulators)):
+        if module.gradients.is_nested() or not all(map(adds_to_grad, accumulators)):
             raise PreflightError(
                 "a hook or a custom function runs a backward inside a stage's backward, through a "
                 f"{type(module).__name__} that delays its weight gradients. They would be added to "
@@ -987,7 +987,7 @@ def _make_delayed(module: Any, items: list[Any]) -> None:
 
 
 # --- Linear layers under torch.compile. The compiler traces one backward for I and B, and fixes the
-# gradients that it returns. So the traced backward returns no weight gradients. It calls an operator
+# gradients that it returns. So the traced backward returns none for weights. It calls an operator
 # with an effect, which the compiler neither removes nor traces. At run time this operator defers
 # them in an I, and adds them to ``.grad`` in a B. It refuses a `torch.autograd.grad` for them.
 # Autograd still sees the parameters, without a gradient, so DDP's hooks run. The operator copies

@@ -213,12 +213,10 @@ class _CpuClock:
         return time.perf_counter_ns()
 
     def mark_after(self, fence: Fence, lane: int) -> Mark:  # noqa: ARG002 - lanes share the CPU
-        """Wait for the copy and return the time."""
         fence.wait()
         return self.mark()
 
     def ms_between(self, start: Mark, end: Mark) -> float:
-        """Return the difference of two times."""
         return float(end - start) / 1e6
 
 
@@ -245,7 +243,6 @@ class _CudaClock:
             return self.mark()
 
     def ms_between(self, start: Mark, end: Mark) -> float:
-        """Wait for the later event and return the device's time between them."""
         end.synchronize()
         return float(start.elapsed_time(end))
 
