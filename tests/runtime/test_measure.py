@@ -402,7 +402,7 @@ def test_frozen_and_misfit_stages_are_named() -> None:
         quick([nn.ReLU(), measured.deep(6, 1)], torch.ones(5, 6))
     with pytest.raises(PreflightError, match=r"stage 1 cannot run on inputs of size \[\(2, 3\)\]"):
         quick(*measured.misfits())
-    with pytest.raises(InputError, match="are on meta: they must lie together, and have values"):
+    with pytest.raises(InputError, match="are on meta: they must be on one device, and have"):
         quick([nn.Linear(6, 6, device="meta"), measured.deep(6, 1)], torch.ones(5, 6))
     with pytest.raises(InputError, match="no stages to measure"):
         quick([], torch.ones(1))
