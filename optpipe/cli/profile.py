@@ -166,18 +166,18 @@ def profile(
     given = _given(link_latency_ms, link_gb_per_s)
     from optpipe.runtime.measuring import (
         Effort,
-        computing_with,
-        device_named,
-        joined,
         load_function,
         load_stages,
+        select_device,
+        use_process_group,
+        use_threads,
     )
     from optpipe.runtime.measuring import measure as measure_stages
 
     homes = _homes(placement)
     runs_pairs = None if overlap is None else load_function("--overlap", overlap)
-    found, where = load_stages(stages, microbatch), device_named(device)
-    with computing_with(threads), joined(where):
+    found, where = load_stages(stages, microbatch), select_device(device)
+    with use_threads(threads), use_process_group(where):
         measured = measure_stages(
             found.stages,
             found.sample,

@@ -1,16 +1,15 @@
-"""OFFLOAD, RELEASE and RELOAD: activations go to the host and come back (DESIGN section 3).
+"""OFFLOAD, RELEASE and RELOAD: copy activations to the host and back (DESIGN section 3).
 
-What is on the device at any place of a program depends on the program alone: OFFLOAD changes
-nothing, RELEASE makes compute wait for the copy and drops the device storages, RELOAD allocates
-them again, and the backward frees them as it goes.
+The program alone determines the bytes on the device after each action. OFFLOAD frees nothing.
+RELEASE makes compute wait for the copy and drops the device storages. RELOAD allocates the storages
+again, and the backward frees them one after another.
 
-A RELOAD allocates every storage on its own, of the very sizes that the RELEASE gave back, so that
-the device's allocator has them at hand. One slab for all of them, or one for what I frees and one
-for what W frees, would be fewer allocations, but stays whole until its last tensor is free, while I
-adds the output gradients that W needs. Of a stage of four transformer blocks (51 storages) an I
-peaks at 1.13 times what lay there before it, kept or reloaded; with two slabs it is 1.59 times, and
-a plan has one number for both. So the peak depends on the program alone because all storages are
-allocated and freed by one stream, in the program's order, and not because they are few.
+A RELOAD allocates each storage separately, in the sizes that the RELEASE freed, so that the
+allocator reuses those blocks. A slab for all storages would need fewer allocations, but its memory
+stays allocated until the last tensor in it is free. Meanwhile I adds the output gradients that W
+needs. Measured on a stage of four transformer blocks (51 storages): I peaks at 1.13 times the bytes
+before it, whether kept or reloaded. With two slabs, one for I and one for W, it peaks at 1.59
+times, and a plan has one number for both cases.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ __all__ = [
     "Copies",
     "CudaCopies",
     "Fence",
-    "HostCopies",
     "HostPool",
     "KeptTensor",
     "Offloader",
@@ -72,13 +70,13 @@ __all__ = [
 
 
 DEFAULT_MIN_BYTES: Final = 1024
-"""Storages below this stay on the device: a copy of their own costs more than they weigh."""
+"""Smaller storages stay on the device: a separate copy costs more than it saves."""
 
 EVERYTHING: Final = frozenset({"*"})
-"""Stands for all groups of a stage and what none makes."""
+"""All groups of a stage and `REST`."""
 
 REST: Final = "rest"
-"""What a stage saves outside all groups."""
+"""The tensors that a stage saves outside all groups."""
 
 _ALIGNMENT = 512
 
@@ -87,7 +85,7 @@ Cell = tuple[int, int]
 
 
 class _State(Enum):
-    """Where the activations of a cell are."""
+    """The place of a cell's activations."""
 
     CAPTURED = "on the device"
     LEAVING = "on their way to the host"
@@ -96,7 +94,7 @@ class _State(Enum):
 
 
 class _OffloadedCell:
-    """The activations of one cell between its F and its backward."""
+    """The activations of one cell from its F to its backward."""
 
     def __init__(self, saved: SavedActivations) -> None:
         self.saved = saved
@@ -104,7 +102,7 @@ class _OffloadedCell:
         self.storages: list[_OffloadedStorage] = []
         self.slot: Tensor
         self.on_host: list[Tensor]
-        """The bytes of every storage in the slot."""
+        """One part of the slot for each storage."""
         self.fence: Fence
 
 
@@ -114,16 +112,16 @@ class Offloader:
     Parameters
     ----------
     modules
-        The stages of this rank; their parameters and buffers stay where they are.
+        The stages of this rank; their parameters and buffers stay on the device.
     cells
-        The (stage, micro-batch) pairs that the program offloads; others are not touched. Of each
-        the groups that move, where not `EVERYTHING` does.
+        The (stage, micro-batch) pairs that the program offloads, each with the groups that move;
+        `EVERYTHING` for all if no groups are given.
     min_bytes
-        Storages below this stay on the device.
+        Smaller storages stay on the device.
     num_slots
-        Stage -> how many of its cells are on the host at once; their memory is allocated together.
+        Stage -> maximum number of its cells on the host at one time, allocated together.
     pool
-        Of the host memory, in place of one of its own.
+        The host memory to use instead of a new pool.
     """
 
     def __init__(
@@ -133,37 +131,30 @@ class Offloader:
         cells: Iterable[Cell] | Mapping[Cell, frozenset[str]],
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
-        copies: HostCopies | None = None,
         num_slots: Mapping[int, int] | None = None,
         pool: HostPool | None = None,
     ) -> None:
         self.modules = modules
-        # Walked once: in each F a walk would cost more than the copies of a small cell.
+        # Listed once: traversing the modules in each F would cost more than copying a small cell.
         self._parts = {stage: list(module.modules()) for stage, module in modules.items()}
         self._device = device
         given = cells if isinstance(cells, Mapping) else dict.fromkeys(cells, EVERYTHING)
         self._cells = dict(given)
         self._min_bytes = min_bytes
-        if pool is None:
-            pool = HostPool(copies if copies is not None else make_copies(device), num_slots)
-        self.pool = pool
-        self.copies: Copies = pool.copies
+        self.pool = HostPool(make_copies(device), num_slots) if pool is None else pool
+        self.copies: Copies = self.pool.copies
         self._offloaded: dict[Cell, _OffloadedCell] = {}
         self._resident_of: dict[int, tuple[list[int], dict[int, StorageWeakRef]]] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
 
-    def holds(self, cell: Cell) -> bool:
-        """Whether this cell is offloaded."""
-        return cell in self._cells
-
     @contextmanager
     def capture(
         self, cell: Cell, boundary: Sequence[Tensor] = ()
     ) -> Iterator[SavedActivations | None]:
-        """Take over what autograd saves for a cell inside the context (its F, its loss).
+        """Capture what autograd saves for a cell inside the context, in its F or its loss.
 
-        ``boundary``, the stage's inputs, stays.
+        The tensors in ``boundary``, the stage's inputs, stay on the device.
         """
         if cell not in self._cells:
             yield None
@@ -174,27 +165,27 @@ class Offloader:
         with saved.capture():
             yield saved
 
-    def take_in(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
-        """Take over tensors that somebody keeps for a RECOMPUTE, a stage's inputs.
+    def capture_inputs(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
+        """Offload tensors that the caller keeps for a RECOMPUTE, such as a stage's inputs.
 
-        They stay where they are held, without memory while the host has it.
+        RELEASE empties these tensor objects, and RELOAD fills them again.
         """
         saved = self._saved(cell, ())
-        saved.take_in(tensors)
+        saved.capture_inputs(tensors)
         self._offloaded[cell] = _OffloadedCell(saved)
 
     def keep(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
-        """Leave these tensors, the stage's outputs, on the device."""
+        """Keep these tensors, the stage's outputs, on the device."""
         if cell in self._offloaded:
             self._offloaded[cell].saved.keep(tensors)
 
     def storages(self, cell: Cell) -> list[_OffloadedStorage]:
-        """Return the storages of a cell that can go, or have gone, to the host."""
+        """Return the storages of a cell that an OFFLOAD moves or has moved."""
         offloaded = self._offloaded[cell]
         return offloaded.storages or offloaded.saved.storages()
 
     def offload(self, cell: Cell) -> None:
-        """Issue the copies to the host; the device memory stays taken."""
+        """Issue the copies to the host; the device memory stays allocated."""
         offloaded = self._expect(cell, _State.CAPTURED, "OFFLOAD")
         offloaded.storages = offloaded.saved.storages()
         sizes = tuple(storage.num_bytes for storage in offloaded.storages)
@@ -204,34 +195,34 @@ class Offloader:
         pairs = list(zip(sources, offloaded.on_host, strict=True))
         offloaded.fence = self.copies.to_host(pairs)
         offloaded.state = _State.LEAVING
-        self.offloaded_bytes += sum(storage.num_bytes for storage in offloaded.storages)
+        self.offloaded_bytes += sum(sizes)
 
     def release(self, cell: Cell) -> None:
-        """Make compute wait for the copies, and give the device memory back."""
+        """Make compute wait for the copies to the host, and free the device memory."""
         offloaded = self._expect(cell, _State.LEAVING, "RELEASE")
         offloaded.fence.wait()
         for storage in offloaded.storages:
             storage.on_device = None
-        offloaded.saved.hollow_out()
+        offloaded.saved.empty_inputs()
         offloaded.state = _State.RELEASED
 
     def reload(self, cell: Cell) -> None:
-        """Take device memory and issue the copies back."""
+        """Allocate device memory and issue the copies back."""
         offloaded = self._expect(cell, _State.RELEASED, "RELOAD")
-        # Allocated here, on the compute stream, by which they will also be freed.
+        # Allocated on the compute stream, which will also free this memory.
         targets = [torch.empty_like(one, device=self._device) for one in offloaded.on_host]
         for storage, target in zip(offloaded.storages, targets, strict=True):
             storage.on_device = target.untyped_storage()
-        offloaded.saved.fill_again()
+        offloaded.saved.refill_inputs()
         pairs = list(zip(offloaded.on_host, targets, strict=True))
         offloaded.fence = self.copies.to_device(pairs)
         offloaded.state = _State.RETURNING
         self.reloaded_bytes += sum(storage.num_bytes for storage in offloaded.storages)
 
     def before_backward(self, cell: Cell) -> None:
-        """Make compute wait for a reload that is under way, and let go of the cell.
+        """Make compute wait for the reload, and drop all references to the cell.
 
-        From here on only the autograd graph holds the activations, and frees them as it goes.
+        Then only the autograd graph references the activations, and frees each after its last use.
         """
         if cell not in self._cells:
             return
@@ -241,7 +232,7 @@ class Offloader:
         del self._offloaded[cell]
 
     def reset(self) -> None:
-        """Forget what an interrupted step left behind."""
+        """Drop the cells of an interrupted step."""
         self._offloaded.clear()
 
     def _saved(self, cell: Cell, boundary: Sequence[Tensor]) -> SavedActivations:
@@ -254,25 +245,26 @@ class Offloader:
         return saved
 
     def _resident(self, stage: int) -> Mapping[int, StorageWeakRef]:
-        """Return the storages of a stage's parameters and buffers as they are now.
+        """Return the storages of a stage's current parameters and buffers.
 
-        Those of the cell before, where none has changed: a reference to each costs more.
+        The weak references of the previous cell are reused if no storage changed: to create them
+        again would cost more than this comparison.
         """
         tensors = [one for part in self._parts[stage] for one in tensors_of(part)]
         if not all(type(one) in _OF_ONE_STORAGE for one in tensors):
             return _storages(tensors)
-        found = [storage_identity(one.untyped_storage()) for one in tensors]
-        if self._resident_of.get(stage, (None,))[0] != found:
-            # What is known keeps its identities from being another storage's.
-            self._resident_of[stage] = found, _storages(tensors)
+        identities = [storage_identity(one.untyped_storage()) for one in tensors]
+        if self._resident_of.get(stage, (None,))[0] != identities:
+            # A storage cannot get a known identity: the weak references reserve them.
+            self._resident_of[stage] = identities, _storages(tensors)
         return self._resident_of[stage][1]
 
-    def _expect(self, cell: Cell, state: _State, what: str) -> _OffloadedCell:
+    def _expect(self, cell: Cell, state: _State, action: str) -> _OffloadedCell:
         offloaded = self._offloaded.get(cell)
         if offloaded is None or offloaded.state is not state:
             found = "not captured" if offloaded is None else offloaded.state.value
             raise OffloadError(
-                f"{what} of stage {cell[0]}, micro-batch {cell[1]}: its activations are {found}, "
+                f"{action} of stage {cell[0]}, micro-batch {cell[1]}: its activations are {found}, "
                 f"but must be {state.value}; check the program's OFFLOAD, RELEASE, RELOAD order"
             )
         return offloaded
@@ -282,26 +274,26 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# --- What autograd saves for one (stage, micro-batch), held in a form that can leave the device.
-# While a stage runs forward, ``saved_tensors_hooks`` hands us every tensor autograd wants to keep.
-# We keep its storage and how to see the tensor in it, never the tensor: a tensor that knows the
-# node which saved it would be a reference cycle. One storage seen by several tensors is one
-# `_OffloadedStorage`. Nor would autograd see any more what is changed in place after it was saved:
-# it compares how often a tensor was changed only where no hooks are.
+# --- Saved tensors of one (stage, micro-batch), in a form that can leave the device.
+# During a forward, ``saved_tensors_hooks`` passes us every tensor that autograd saves. We keep its
+# storage and its view of that storage, never the tensor itself: a tensor that references the node
+# which saved it would be a reference cycle. Tensors that share a storage share one
+# `_OffloadedStorage`. With hooks, autograd does not check for changes in place after the save, so
+# `KeptTensor` checks the version counter.
 
 
 class _OffloadedStorage:
-    """One storage that autograd needs again; ``on_device`` is None while the host holds it."""
+    """A storage that autograd saved; ``on_device`` is None while the bytes are on the host."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.on_device: torch.UntypedStorage | None = storage
         self.num_bytes = storage.nbytes()
         self.device = storage.device
         self.moves = False
-        """Whether a group that is offloaded has saved it."""
+        """Whether a group whose activations are offloaded saved this storage."""
 
     def bytes_on_device(self) -> Tensor:
-        """Return its bytes as a one-dimensional tensor."""
+        """Return the storage's bytes as a one-dimensional tensor."""
         if self.on_device is None:
             raise OffloadError("a copy was issued for a storage that is not on the device")
         view = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -309,34 +301,34 @@ class _OffloadedStorage:
 
 
 class KeptTensor(NamedTuple):
-    """What autograd saved, and how often it, or what shares its memory, was changed before."""
+    """A saved tensor and its version counter at the time of the save."""
 
     tensor: Tensor
     num_changes: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> KeptTensor:
-        """Keep a tensor, its graph aside."""
+        """Keep a tensor without its autograd graph."""
         return cls(detached(tensor), version_of(tensor))
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise RuntimeError if it was changed in place since; of this shape, as it was saved."""
+        """Raise RuntimeError if the tensor, saved with this shape, was changed in place since."""
         if version_of(self.tensor) != self.num_changes:
             raise RuntimeError(
                 f"a tensor of shape {tuple(shape)} that a backward needs was changed in place "
                 "after autograd had saved it; change a copy"
             )
 
-    def again(self) -> Tensor:
-        """Return the tensor; RuntimeError as `check`."""
+    def checked(self) -> Tensor:
+        """Return the tensor; raise RuntimeError as `check` does."""
         self.check(self.tensor.shape)
         return self.tensor
 
 
 class _View(NamedTuple):
-    """How to see a saved tensor in its storage.
+    """The position of a saved tensor in its storage.
 
-    ``saved`` has no memory: it counts changes together with all that share the storage's.
+    ``saved`` has no memory. It shares the version counter of all tensors on the storage.
     """
 
     storage: _OffloadedStorage
@@ -348,23 +340,26 @@ class _View(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A saved DTensor: how to see this rank's shard, and what makes it whole."""
+    """A saved DTensor: the position of this rank's shard, and a function that rebuilds it."""
 
     view: _View
     whole: Callable[[Tensor], Tensor]
 
 
 class SavedActivations:
-    """The offloadable storages autograd saved for one (stage, micro-batch), named by ``label``.
+    """The offloadable storages that autograd saved for one (stage, micro-batch).
 
-    Left alone are the storages of ``resident`` tensors (parameters, buffers and boundary tensors,
-    which live longer anyway), those below ``min_bytes``, those of other devices, and tensors that
-    are more than strided memory; of a DTensor this rank's shard moves. Also every parameter that is
-    made meanwhile, and its views: FSDP2 gathers weights when a module begins, and with
-    ``reshard_after_forward`` takes their memory away at its end and gives it back before the
-    module's backward, in the storage that autograd saved.
+    These tensors stay on the device:
 
-    ``moved`` are the groups of modules that are offloaded; what others save, too, moves with them.
+    * ``resident`` ones (parameters, buffers, boundary tensors), which live longer anyway;
+    * storages smaller than ``min_bytes`` and those on other devices;
+    * tensors with a layout other than strided. Of a DTensor this rank's shard moves.
+    * parameters created during the forward, and their views. FSDP2 gathers weights when a module
+      starts. With ``reshard_after_forward`` it frees them after the module's forward, and restores
+      them before its backward in the storage that autograd saved.
+
+    ``moved`` names the groups whose saved storages are offloaded, also if other groups save them
+    too. ``label`` names the cell in errors.
     """
 
     def __init__(
@@ -378,42 +373,38 @@ class SavedActivations:
         self._label = label
         self._device = device
         self._min_bytes = max(1, min_bytes)
-        # By identity: the address of a weight that is freed meanwhile may be an activation's next.
+        # By identity, not address: an activation may reuse the address of a freed weight.
         self._resident = resident if isinstance(resident, Mapping) else _storages(resident)
         self._kept: dict[int, StorageWeakRef] = {}
-        # Weak: what autograd lets go of during the forward need not go to the host.
+        # Weak: if autograd drops a storage during the forward, it need not go to the host.
         self._storages: dict[int, weakref.ref[_OffloadedStorage]] = {}
         self._moved = moved
-        self._moves_all = moved == EVERYTHING
+        self.needs_groups = moved != EVERYTHING
+        """Whether the caller must report, with `within`, which groups' modules run."""
         self._scope: frozenset[str] = frozenset()
-        self._taken_in: list[tuple[Tensor, _View]] = []
+        self._captured_inputs: list[tuple[Tensor, _View]] = []
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Take over what autograd saves inside the context."""
+        """Capture what autograd saves inside the context."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the storages of these tensors on the device after all."""
+        """Keep the storages of these tensors on the device."""
         kept = _storages(tensors)
         self._kept |= kept
         for identity in kept:
             self._storages.pop(identity, None)
 
     def storages(self) -> list[_OffloadedStorage]:
-        """Return what moves of what autograd still holds, in the order in which it was saved."""
+        """Return the storages to move that autograd still references, in the order of saving."""
         found = (ref() for ref in self._storages.values())
         return [storage for storage in found if storage is not None and storage.moves]
 
-    @property
-    def tells_groups(self) -> bool:
-        """Whether it must hear which groups' modules run."""
-        return not self._moves_all
-
     @contextmanager
     def within(self, names: frozenset[str], given: object) -> Iterator[None]:  # noqa: ARG002
-        """Count what is saved inside to these groups, too; ``given`` is what their module takes."""
+        """Assign what is saved inside to these groups too; ``given`` are their module's inputs."""
         around = self._scope
         self._scope = around | names
         try:
@@ -421,25 +412,22 @@ class SavedActivations:
         finally:
             self._scope = around
 
-    def take_in(self, tensors: Iterable[Tensor]) -> None:
-        """Hold tensors that nobody saves."""
+    def capture_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Capture tensors that autograd does not save."""
         pairs = [(tensor, self._pack(tensor)) for tensor in tensors]
-        self._taken_in = [(tensor, view) for tensor, view in pairs if isinstance(view, _View)]
+        self._captured_inputs = [(tensor, view) for tensor, view in pairs if type(view) is _View]
 
-    def hollow_out(self) -> None:
-        """Take the memory from the tensors that were taken in."""
-        for tensor, _ in self._taken_in:
+    def empty_inputs(self) -> None:
+        """Remove the memory of the tensors from `capture_inputs`."""
+        for tensor, _ in self._captured_inputs:
             tensor.data = tensor.new_empty(0)
 
-    def fill_again(self) -> None:
-        """Give them shape and memory again, that of the storages they lay in."""
-        for tensor, view in self._taken_in:
+    def refill_inputs(self) -> None:
+        """Restore shape and memory of the tensors from `capture_inputs`."""
+        for tensor, view in self._captured_inputs:
             tensor.data = self._unpack(view)
 
-    def _moves_here(self) -> bool:
-        return bool(self._scope & self._moved) or (not self._scope and REST in self._moved)
-
-    # Compiled code would trace what it calls, and once more for every storage.
+    # Untraced: torch.compile would trace this function, and once more for every storage.
     @untraced
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _View | _Shard:
         if type(tensor) is DTensor:
@@ -452,13 +440,13 @@ class SavedActivations:
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
-            if not self._may_leave(tensor, identity, memory.nbytes()):
+            if not self._can_offload(tensor, identity, memory.nbytes()):
                 return saved
             storage = _OffloadedStorage(memory)
             self._storages[identity] = weakref.ref(storage)
         if not storage.moves:
-            storage.moves = self._moves_all or self._moves_here()
-        saved.tensor.data = _nothing_on(tensor.device)
+            storage.moves = not self.needs_groups or bool((self._scope or {REST}) & self._moved)
+        saved.tensor.data = _empty_tensor_on(tensor.device)
         offset = int(tensor.storage_offset())
         return _View(storage, tensor.dtype, offset, tensor.size(), tensor.stride(), saved)
 
@@ -483,7 +471,7 @@ class SavedActivations:
         if type(packed) is _Shard:
             return packed.whole(self._unpack(packed.view))
         if type(packed) is KeptTensor:
-            return packed.again()
+            return packed.checked()
         if type(packed) is not _View:
             return cast("Tensor", packed)
         packed.saved.check(packed.size)
@@ -500,9 +488,9 @@ class SavedActivations:
         memory = tensor.untyped_storage() if is_plain(tensor) else None
         if memory is None:
             return False
-        return self._may_leave(tensor, storage_identity(memory), memory.nbytes())
+        return self._can_offload(tensor, storage_identity(memory), memory.nbytes())
 
-    def _may_leave(self, tensor: Tensor, identity: int, num_bytes: int) -> bool:
+    def _can_offload(self, tensor: Tensor, identity: int, num_bytes: int) -> bool:
         return (
             identity not in self._resident
             and identity not in self._kept
@@ -513,12 +501,12 @@ class SavedActivations:
 
 
 @cache
-def _nothing_on(device: torch.device) -> Tensor:
+def _empty_tensor_on(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its memory, seen through a stride, and nothing more."""
+    """Whether a tensor is an ordinary strided view of its storage."""
     is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_strided and not (tensor.is_conj() or tensor.is_neg())
 
@@ -532,27 +520,26 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
-    """Return a reference that does not keep a tensor's memory."""
+    """Return a reference that does not keep a tensor's storage alive."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-# --- Copies between a device and its host, and what it takes to wait for them.
-# On CUDA a copy runs on a side stream, one per direction: it starts when everything issued before
-# it on the compute stream has ended, and a `Fence` makes the compute stream wait for its end. That
-# gives every reuse of memory its edge: a device block freed after the fence of its OFFLOAD, and a
-# host slot given back after the fence of its RELOAD, are reused by work that is ordered behind the
-# compute stream. ``record_stream`` would free blocks when a copy happens to have ended, and peak
-# memory would depend on timing.
+# --- Copies between a device and its host, and the fences that wait for them.
+# On CUDA each direction has a side stream. A copy starts when all earlier work on the compute
+# stream has ended, and a `Fence` makes the compute stream wait for its end. So every reuse of
+# memory is ordered: of a device block freed after its OFFLOAD's fence, and of a host slot returned
+# after its RELOAD's fence. ``record_stream`` would free a block whenever its copy happens to end,
+# and peak memory would depend on timing.
 
 Pair = tuple[Tensor, Tensor]
-"""(from, to): two byte tensors of one length."""
+"""(source, target): two byte tensors of equal length."""
 
 
 class Fence(Protocol):
     """The end of some copies."""
 
     def wait(self) -> None:
-        """Make compute that is issued from now on wait for that end."""
+        """Make all compute issued after this call wait for the copies."""
 
 
 class Copies(Protocol):
@@ -568,49 +555,39 @@ class Copies(Protocol):
         """Issue copies from the host to the device."""
 
 
-class HostCopies(Copies, Protocol):
-    """Copy lanes that also see to the host memory at their other end."""
-
-    def pin(self, memory: Tensor) -> None:
-        """Page-lock host memory, if it must be."""
-
-    def unpin(self, memories: Sequence[Tensor]) -> None:
-        """Wait for all copies and undo `pin`."""
-
-
 def make_copies(device: torch.device) -> HostCopies:
     """Return the copy lanes of a device."""
     return CudaCopies(device) if device.type == "cuda" else PlainCopies()
 
 
 class PlainCopies:
-    """Copies that have ended when they return; for devices that share the host's memory."""
+    """Synchronous copies, for devices that share the host's memory; each is its own fence."""
 
     pinned = False
 
     def pin(self, memory: Tensor) -> None:
-        """Do nothing: the device is the host."""
+        """Do nothing: device memory is host memory."""
 
     def unpin(self, memories: Sequence[Tensor]) -> None:
         """Do nothing."""
 
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
-        """Copy now."""
+        """Copy synchronously."""
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
             copy_all(targets, sources)
         return self
 
     def to_device(self, pairs: Sequence[Pair]) -> Fence:
-        """Copy now."""
+        """Copy synchronously."""
         return PlainCopies.to_host(self, pairs)
 
     def wait(self) -> None:
-        """Return at once: be the fence of copies that have ended."""
+        """Return immediately: the copies have ended."""
 
 
 class CudaCopies:
-    """Asynchronous copies on two side streams; ``cuda`` is the module that makes them."""
+    """Asynchronous copies on two side streams; ``cuda`` is torch.cuda or a test's replacement."""
 
     pinned = True
 
@@ -621,12 +598,13 @@ class CudaCopies:
         self._up = cuda.Stream(device)
 
     def pin(self, memory: Tensor) -> None:
-        """Page-lock what ``pin_memory`` would round up to a power of two."""
+        """Page-lock memory in place: ``pin_memory`` would round its size up to a power of two."""
         error = self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(error):
             raise OffloadError(
-                f"CUDA refuses to page-lock {memory.numel()} bytes of host memory (error "
-                f"{int(error)}); offload fewer micro-batches at once, or raise what the host allows"
+                f"CUDA cannot page-lock {memory.numel()} bytes of host memory (error "
+                f"{int(error)}); offload fewer micro-batches at a time, or raise the host's limit "
+                "on locked memory (ulimit -l)"
             )
 
     def unpin(self, memories: Sequence[Tensor]) -> None:
@@ -650,28 +628,30 @@ class CudaCopies:
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             event = stream.record_event()
-        return _EventFence(lambda: self._cuda.current_stream(self._device), event)
+        return _EventFence(self._cuda, self._device, event)
 
 
-class _EventFence:
-    def __init__(self, compute: Callable[[], Any], event: Any) -> None:
-        self._compute = compute
-        self._event = event
+HostCopies = PlainCopies | CudaCopies
+
+
+class _EventFence(NamedTuple):
+    cuda: Any
+    device: torch.device
+    event: Any
 
     def wait(self) -> None:
-        """Make the compute stream wait; the host goes on."""
-        self._compute().wait_event(self._event)
+        """Make the compute stream wait; the host does not wait."""
+        self.cuda.current_stream(self.device).wait_event(self.event)
 
 
 # --- Host memory for offloaded activations: slots that are allocated once and reused.
-# Page-locking costs milliseconds a call, and the sizes of a stage repeat with every micro-batch and
-# step. How many micro-batches of a stage are on the host at once is known from the program: the
-# first OFFLOAD of a stage allocates all its slots in one arena, and after it nothing is allocated
-# any more.
+# Page-locking takes milliseconds per call, and a stage's sizes repeat in each micro-batch and step.
+# The program determines how many micro-batches of a stage are on the host at one time, so a stage's
+# first OFFLOAD allocates all its slots in one arena.
 
 
 def count_slots(program: Program) -> dict[int, int]:
-    """Return, per stage, the most micro-batches that a program has on the host at once."""
+    """Return, per stage, the maximum number of micro-batches on the host at one time."""
     on_host: dict[int, set[int]] = {}
     most: dict[int, int] = {}
     for stage, kind, microbatch, *_ in program:
@@ -684,10 +664,10 @@ def count_slots(program: Program) -> dict[int, int]:
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory this process may use: the host's, or its control groups' limit.
+    """Return the host memory available to this process: the machine's, or its cgroups' limit.
 
-    The smallest limit on the way from its group to the top counts (version 1 and 2). In a container
-    the group's path may be the host's, of which only the top can be seen.
+    The smallest limit from the process's cgroup up to the root counts (cgroups v1 and v2). In a
+    container that path may be the host's, and only the root is visible.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     groups = root / "proc/self/cgroup"
@@ -706,17 +686,17 @@ def host_memory_bytes(root: Path = Path("/")) -> int:
 
 
 class HostPool:
-    """Free slots of host memory, each a one-dimensional byte tensor, by stage.
+    """Free slots of host memory by stage, each a one-dimensional byte tensor.
 
-    Whoever gives a slot back has ordered all copies from and to it before the compute issued from
-    then on, and copies are ordered behind that compute: so a slot may be reused at once.
-    ``num_slots`` of a stage, 1 where it is not named, are allocated at its first `take`, in an
-    arena that ``copies`` page-lock, as large as that and not, as torch's pinned memory, the next
-    power of two. ``allocated_bytes`` are those of all arenas.
+    A slot can be reused immediately after `give_back`: the caller has ordered its copies before all
+    later compute, and new copies start after that compute.
 
-    Of ``unequal`` micro-batches each slot is an arena by itself, and those that are free and too
-    small are given up for a larger one: there are never more than are in use at once, and after
-    some steps they are as large as the largest, and nothing is allocated any more.
+    The first `take` of a stage allocates its ``num_slots`` (default 1) in one arena, which
+    ``copies`` page-locks. ``allocated_bytes`` counts all arenas.
+
+    With ``unequal`` micro-batches each slot is an arena of its own. If no free slot is large
+    enough, a larger one replaces all free slots of the stage. After some steps all slots are as
+    large as the largest micro-batch, and allocation stops.
     """
 
     def __init__(
@@ -733,18 +713,18 @@ class HostPool:
         self._arenas: list[Tensor] = []
         self._parts: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
         self.allocated_bytes = 0
-        # Not at the process's end, which frees everything.
+        # Not at exit: the process frees all memory then.
         weakref.finalize(self, copies.unpin, self._arenas).atexit = False
 
     def take(self, stage: int, num_bytes: int) -> Tensor:
-        """Return a slot of at least that many bytes: the smallest free one, or a new one."""
+        """Return the smallest free slot of at least this size, or a new one."""
         free = self._free.setdefault(stage, [])
         fitting = [slot for slot in free if slot.numel() >= num_bytes]
         if not fitting:
             if self.unequal:
-                self._give_up(free)
+                self._unmap(free)
                 free = []
-            # Later needs are exceptions (a larger micro-batch), not worth an arena.
+            # A later shortage is an exception, such as a larger micro-batch: allocate one slot.
             fitting = self._allocate(stage, num_bytes, self._num_slots.pop(stage, 1))
             free += fitting
         best = min(fitting, key=Tensor.numel)
@@ -752,37 +732,37 @@ class HostPool:
         return best
 
     def parts_of(self, slot: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-        """Return parts of a slot of so many bytes each, made once: they repeat with every cell."""
-        known = self._parts.get((slot.data_ptr(), sizes))
-        if known is None:
+        """Return one part of a slot for each size in bytes; cached, since all cells repeat them."""
+        parts = self._parts.get((slot.data_ptr(), sizes))
+        if parts is None:
             aligned = list(map(_aligned, sizes))
-            rooms = torch.split(slot[: sum(aligned)], aligned)
-            known = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
-            self._parts[slot.data_ptr(), sizes] = known
-        return known
+            whole = torch.split(slot[: sum(aligned)], aligned)
+            parts = [part[:size] for part, size in zip(whole, sizes, strict=True)]
+            self._parts[slot.data_ptr(), sizes] = parts
+        return parts
 
     def give_back(self, stage: int, slot: Tensor) -> None:
-        """Make a slot free again."""
+        """Return a slot to the free slots of a stage."""
         self._free.setdefault(stage, []).append(slot)
 
-    def _give_up(self, slots: Sequence[Tensor]) -> None:
-        """Give the memory of slots back that are arenas by themselves."""
-        gone = {slot.data_ptr() for slot in slots}
-        arenas = [one for one in self._arenas if one.data_ptr() in gone]
+    def _unmap(self, slots: Sequence[Tensor]) -> None:
+        """Free the memory of slots, each of which is an arena of its own."""
+        addresses = {slot.data_ptr() for slot in slots}
+        arenas = [one for one in self._arenas if one.data_ptr() in addresses]
         if arenas:
             self.copies.unpin(arenas)
-        self._arenas[:] = [one for one in self._arenas if one.data_ptr() not in gone]
-        self._parts = {key: one for key, one in self._parts.items() if key[0] not in gone}
+        self._arenas[:] = [one for one in self._arenas if one.data_ptr() not in addresses]
+        self._parts = {key: one for key, one in self._parts.items() if key[0] not in addresses}
         self.allocated_bytes -= sum(one.numel() for one in arenas)
 
     def _allocate(self, stage: int, num_bytes: int, count: int) -> list[Tensor]:
-        """Return the slots of a new arena."""
+        """Allocate an arena and return its slots."""
         total, available = count * num_bytes, host_memory_bytes()
         if self.allocated_bytes + total > available:
             raise OffloadError(
-                f"stage {stage} needs {count} slots of {num_bytes} bytes on the host, this rank "
-                f"holds {self.allocated_bytes} there and the host has {available}; offload fewer "
-                "micro-batches at once"
+                f"stage {stage} needs {count} slots of {num_bytes} bytes on the host, where this "
+                f"rank has {self.allocated_bytes} bytes of {available}; offload fewer "
+                "micro-batches at a time"
             )
         if not total:
             return [torch.empty(0, dtype=torch.uint8)]

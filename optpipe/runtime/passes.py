@@ -1,10 +1,11 @@
-"""What this rank does around each pass: capture, split, recompute."""
+"""Capture, split and recompute the passes of this rank."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
@@ -25,7 +26,6 @@ from optpipe.runtime.torch_names import (
     effect,
     has_accumulator_hooks,
     has_gradient_hooks,
-    is_compiled,
     is_grouped_product,
     is_transformed,
     makes_gradient,
@@ -39,7 +39,7 @@ from optpipe.runtime.torch_names import (
     versions_of,
     viewed,
 )
-from optpipe.runtime.treatments import ChangingBuffers, GroupCalls, OutputChecks
+from optpipe.runtime.treatments import ChangingBuffers, GroupCalls, OutputChecks, compiled_parts
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ __all__ = [
     "cannot_return_gradients",
     "check_delaying",
     "deferred_bytes",
+    "save_random_state",
     "split_linears",
     "treat_as_plain",
     "unsplit_linears",
@@ -68,36 +69,55 @@ _PLAIN = nullcontext()
 
 
 class ActionObserver(Protocol):
-    """Whoever wants to see a rank's actions; F includes the loss, waiting for inputs is outside."""
+    """Observes a rank's actions; F includes the loss, and waiting for inputs is not included."""
 
     def begin(self, action: Action) -> None:
-        """Look at what stands before an action; on CUDA the device may be far behind."""
+        """Take note before an action; on CUDA the device may not have reached it yet."""
 
     def end(self, action: Action) -> None:
-        """Look at what an action has left."""
+        """Take note after an action."""
+
+
+def save_random_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that brings back the present random state of the CPU and of a GPU.
+
+    After the context, the state from before it is restored.
+    """
+    gpus = [device] if device.type == "cuda" else []
+    cpu_state, *gpu_states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
+    @contextmanager
+    def restore() -> Iterator[None]:
+        with torch.random.fork_rng(devices=gpus):
+            torch.set_rng_state(cpu_state)
+            for state in gpu_states:
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    return restore
 
 
 class Passes:
-    """What happens around the passes torch runs, and the actions it does not know.
+    """Captures, splits and recomputes the passes of a rank, and runs its other actions.
 
     Parameters
     ----------
     offloader
-        Of the stages of this rank, whose buffers a RECOMPUTE leaves alone.
+        The offloader of this rank's stages.
     treatments
-        What is done to the (stage, micro-batch) pairs that are not just kept. The F of one that is
-        recomputed apart keeps only its inputs, and what buffers it changes held before.
+        The treatments of the (stage, micro-batch) pairs that are not simply kept. The F of a pair
+        recomputed apart keeps its inputs, and the earlier values of the buffers that it changes.
     last_stage
-        Index of the stage behind whose F the loss comes.
+        Index of the stage whose F the loss follows.
     device
-        Whose random state a recomputation restores, beside the CPU's.
+        A recomputation restores the random state of this device and of the CPU.
     activity
-        Is told of every action.
+        Receives every action.
 
     Attributes
     ----------
     running
-        The action begun last, by this thread: the two of a pair may have one each.
+        The last action that this thread began: each pass of a pair may have its own thread.
     """
 
     def __init__(
@@ -119,26 +139,26 @@ class Passes:
         self._checks = OutputChecks()
         self._groups = {
             stage: GroupCalls(offloader.modules[stage], self._checks)
-            for stage in {cell[0] for cell, one in treatments.items() if one.tells_groups}
+            for stage in {cell[0] for cell, one in treatments.items() if one.needs_groups}
         }
         self._last_stage = last_stage
-        self._devices = [device] if device.type == "cuda" else []
-        self._random_states: dict[Cell, list[Tensor]] = {}
+        self._device = device
+        self._random_states: dict[Cell, Callable[[], AbstractContextManager[None]]] = {}
         self._buffers = {
             index: ChangingBuffers(module) for index, module in offloader.modules.items()
         }
 
     @property
     def running(self) -> Action | None:
-        """See above."""
+        """Return the last action that this thread began."""
         return getattr(self._running, "action", None)
 
     def forward(
         self, stage: int, microbatch: int, inputs: Sequence[Tensor], given: Sequence[Tensor] = ()
     ) -> AbstractContextManager[object]:
-        """Run an F as its mode says: captured if it will be offloaded, without a graph if apart.
+        """Run an F in its mode: captured if it is offloaded, without a graph if recomputed apart.
 
-        ``inputs`` are those that cross into the stage; ``given`` are the caller's, and stay.
+        ``inputs`` come from the stage before. ``given`` come from the caller and are not offloaded.
         """
         self._begin(Action(stage, ActionType.FORWARD, microbatch))
         treatment = self._treatments.get((stage, microbatch))
@@ -153,47 +173,45 @@ class Passes:
         self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor], given: Sequence[Tensor]
     ) -> Iterator[None]:
         stage, microbatch = cell
-        self._random_states[cell] = self._random_state()
+        self._random_states[cell] = save_random_state(self._device)
         taken = [*inputs, *given]
         versions = versions_of(taken)
-        with self._buffers[stage].noted(microbatch), torch.no_grad():
+        with self._buffers[stage].recorded(microbatch), torch.no_grad():
             yield
         if versions != versions_of(taken):
             raise PreflightError(
                 f"stage {stage} changes an input in place, but micro-batch {microbatch} is "
-                "recomputed: its second forward would read what the first one left; change a "
+                "recomputed: its second forward would read the changed values; change a "
                 "copy (.clone()), or solve a problem in which this stage is not recomputed"
             )
         if treatment.moved:
-            self._offloader.take_in(cell, inputs)
+            self._offloader.capture_inputs(cell, inputs)
 
     @contextmanager
     def _treated(
         self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor]
     ) -> Iterator[None]:
         with self._offloader.capture(cell, inputs) as saved:
-            if not treatment.tells_groups:
-                yield
-                return
-            with self._groups[cell[0]].running(treatment.again, saved, cell):
+            calls = self._groups[cell[0]] if treatment.needs_groups else None
+            with _PLAIN if calls is None else calls.running(treatment.again, saved, cell):
                 yield
 
     def is_recomputed(self, stage: int, microbatch: int) -> bool:
-        """Whether a RECOMPUTE, and not the F, makes the autograd graph of a cell."""
+        """Whether a RECOMPUTE, instead of the F, builds the autograd graph of a cell."""
         treatment = self._treatments.get((stage, microbatch))
         return treatment is not None and treatment.apart
 
     def see_outputs(self, stage: int, microbatch: int, outputs: Sequence[Any]) -> None:
-        """Compare what a RECOMPUTE returned with what its F returned; call it after both.
+        """Record the outputs of a cell's F and then of its RECOMPUTE, if it has one.
 
-        `check_recomputed` says at the end of the step whether they are equal.
+        `check_recomputed` compares them at the end of the step.
         """
         if self.is_recomputed(stage, microbatch):
-            what = f"the RECOMPUTE of stage {stage}, micro-batch {microbatch},"
-            self._checks.see((stage, microbatch), what, outputs)
+            label = f"the RECOMPUTE of stage {stage}, micro-batch {microbatch},"
+            self._checks.add((stage, microbatch), label, outputs)
 
     def check_recomputed(self, rank: int) -> None:
-        """Refuse a step in which something returned other outputs when it ran again.
+        """Refuse a step in which a recomputation returned other outputs than its F.
 
         Call it after each step, before anything uses the gradients.
         """
@@ -202,12 +220,12 @@ class Passes:
             calls.end_step()
 
     def _captures(self, stage: int, microbatch: int) -> bool:
-        """Whether what autograd saves for this cell is offloaded, and not its input."""
+        """Whether the tensors that autograd saves for this cell are offloaded."""
         treatment = self._treatments.get((stage, microbatch))
         return treatment is not None and bool(treatment.moved) and not treatment.apart
 
     def forward_done(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
-        """Leave what is sent on the device: it is no part of what the cell's plan offloads."""
+        """End an F and keep its outputs on the device: the plan does not offload them."""
         if self._captures(stage, microbatch):
             self._offloader.keep((stage, microbatch), outputs)
         self.end()
@@ -215,11 +233,8 @@ class Passes:
     def loss(
         self, stage: int, microbatch: int, given: Sequence[Tensor]
     ) -> AbstractContextManager[object]:
-        """Capture what the loss saves, like the rest of the last stage, but for what it is given.
-
-        That is the target, and whatever else the caller keeps.
-        """
-        torch.clear_autocast_cache()  # as in `end`; the stage's forward is over
+        """Capture what the loss saves, except ``given``, such as the target."""
+        torch.clear_autocast_cache()  # as in `end`: the stage's forward has ended
         cell = (stage, microbatch)
         if not self._captures(stage, microbatch):
             return _PLAIN
@@ -227,7 +242,7 @@ class Passes:
         return self._offloader.capture(cell)
 
     def backward(self, stage: int, microbatch: int, *, split: bool) -> AbstractContextManager[None]:
-        """Run an I, with weight gradients put aside, or a B."""
+        """Run an I, which defers weight gradients, or a B."""
         kind = ActionType.BACKWARD_INPUT if split else ActionType.FULL_BACKWARD
         self._begin(Action(stage, kind, microbatch))
         if self._captures(stage, microbatch):
@@ -237,16 +252,16 @@ class Passes:
     def run_backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
     ) -> None:
-        """Run the backward of the running I or B, from the stage's outputs."""
+        """Run the backward of the current I or B from the stage's outputs."""
         self._gradients.run_backward(roots, gradients)
 
     @property
     def delays_gradients(self) -> bool:
-        """Whether some module puts weight gradients aside in every backward."""
+        """Whether some module delays its weight gradients in every backward."""
         return bool(self._gradients.delaying)
 
     def weight_runner(self) -> Callable[[], None]:
-        """Return what makes the weight gradients put aside by the I just run."""
+        """Return the function that computes the gradients deferred by the backward just run."""
         return self._gradients.take()
 
     @contextmanager
@@ -258,17 +273,13 @@ class Passes:
 
     @contextmanager
     def recompute(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Run a forward again with the random numbers and the buffers of its F."""
+        """Run a forward again, with the random numbers and the buffers of its F."""
         self._begin(Action(stage, ActionType.RECOMPUTE, microbatch))
         if self._treatments[stage, microbatch].moved:
             self._offloader.before_backward((stage, microbatch))
-        state = self._random_states.pop((stage, microbatch))
-        with torch.random.fork_rng(devices=self._devices):
-            torch.set_rng_state(state[0])
-            for device, device_state in zip(self._devices, state[1:], strict=True):
-                torch.cuda.set_rng_state(device_state, device)
-            with self._buffers[stage].put_back(microbatch):
-                yield
+        restore_random_state = self._random_states.pop((stage, microbatch))
+        with restore_random_state(), self._buffers[stage].restored(microbatch):
+            yield
         if stage != self._last_stage:
             self.end()
 
@@ -284,15 +295,15 @@ class Passes:
         self.end()
 
     def reset(self) -> None:
-        """Forget what an interrupted step left behind."""
+        """Drop the state of an interrupted step."""
         self._offloader.reset()
-        self._gradients.forget()
+        self._gradients.reset()
         self._random_states.clear()
-        self._checks.forget()
+        self._checks.reset()
         for buffers in self._buffers.values():
-            buffers.forget()
+            buffers.reset()
         for calls in self._groups.values():
-            calls.forget()
+            calls.reset()
 
     def _begin(self, action: Action) -> None:
         self._running.action = action
@@ -301,61 +312,55 @@ class Passes:
             observer.begin(action)
 
     def end(self) -> None:
-        """See that the running action is complete, and what it was given dropped."""
-        # An autocast around the whole step would keep copies of weights that no plan counts.
+        """End the current action; call it after its inputs were dropped."""
+        # With an autocast around the whole step, the cache would keep copies that no plan counts.
         torch.clear_autocast_cache()
         if self.running is not None:
             for observer in self.observers:
                 observer.end(self.running)
         self._activity.end()
 
-    def _random_state(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
-
-# --- Split backward: weight gradients of linear layers, put aside during I and made at W.
-# torch's own I and W walk the autograd graph twice and are wrong or slow in several cases (outputs
-# that are views, parameters used twice, inputs without requires_grad, checkpointing). Here I is one
-# ordinary backward in which every `SplitLinear` keeps its input and output gradient instead of
-# making the weight gradient; W makes them. So do experts whose products are grouped, and modules
-# that delay their weight gradients by themselves. Whatever is none of these, nor a plain
-# ``nn.Linear``, does its full work in I, which is slower to split but never wrong.
-
-
-class Deferral(Protocol):
-    """Gradients put aside: what they are made from, and how."""
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """What is kept until then."""
-
-    def make(self) -> None:
-        """Make the gradients and add them to the parameters'."""
+# --- Split backward: an I defers the weight gradients of linear layers, and W computes them.
+# torch's own I and W traverse the autograd graph twice. They are wrong or slow in several cases:
+# outputs that are views, parameters used twice, inputs without requires_grad, checkpointing. Here I
+# is one ordinary backward in which every `SplitLinear` keeps its input and output gradient, and W
+# computes the weight gradient from them. So do experts with grouped products, and modules that
+# delay their weight gradients themselves. All other modules do their full work in I: slower, but
+# correct.
 
 
 class _Deferred(NamedTuple):
-    """What the gradients of one linear layer are made from; shapes (..., in) and (..., out)."""
+    """The deferred gradients of a linear layer; tensors of shape (..., in) and (..., out).
+
+    Each product conjugates the factor that is not a gradient: torch defines gradients of complex
+    numbers so. `conj` returns a real tensor unchanged.
+    """
 
     weight: Tensor
     bias: Tensor | None
     layer_input: Tensor
     output_gradient: Tensor
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See `Deferral`."""
-        return self.layer_input, self.output_gradient
+    def weight_gradient(self) -> Tensor:
+        """Return the gradient of the weight."""
+        gradient = self.output_gradient.reshape(-1, self.weight.shape[0])
+        return gradient.t() @ self.layer_input.reshape(-1, self.weight.shape[1]).conj()
+
+    def bias_gradient(self) -> Tensor:
+        """Return the gradient of the bias."""
+        return self.output_gradient.reshape(-1, self.weight.shape[0]).sum(0)
 
     def make(self) -> None:
-        """Make the gradients and add them to ``.grad``."""
+        """Compute the gradients and add them to ``.grad``."""
         with torch.no_grad():
-            _add_gradient(self.weight, _weight_gradient(self))
+            _add_gradient(self.weight, self.weight_gradient())
             if self.bias is not None:
-                _add_gradient(self.bias, _bias_gradient(self))
+                _add_gradient(self.bias, self.bias_gradient())
 
 
 _AUTOGRAD = frozenset({"torch.autograd", "torch._tensor", "torch.overrides"})
-"""Modules of the functions that run a backward."""
+"""Python modules of the functions that run a backward."""
 
 _REENTRANT_CHECKPOINTS = frozenset(
     {
@@ -364,30 +369,30 @@ _REENTRANT_CHECKPOINTS = frozenset(
         "transformer_engine.pytorch.distributed",
     }
 )
-"""Modules that run a backward inside a backward, and read no parameter's ``.grad``."""
+"""Python modules that run a backward inside a backward, and do not read a ``.grad``."""
 
 
 class WeightGradients:
-    """The weight gradients put aside by the backward that is running.
+    """The weight gradients deferred by the current backward.
 
-    One backward runs at a time on a rank, so the layers need not know their micro-batch. On CUDA
-    autograd calls from threads of its own while the caller waits.
+    A rank runs one backward at a time, so the layers need not know their micro-batch. On CUDA
+    autograd calls from its own threads while the caller waits.
     """
 
     def __init__(self) -> None:
         self.collecting = False
-        """Whether the running backward is an I, so that weight gradients are put aside."""
-        self._deferred: list[tuple[Deferral, tuple[int, ...]]] = []
+        """Whether the current backward is an I, which defers weight gradients."""
+        self._deferred: list[tuple[Callable[[], None], Sequence[Tensor], tuple[int, ...]]] = []
         self.num_runners = 0
-        """Of the stages whose layers put gradients aside here."""
+        """Number of runners of the stages whose layers defer gradients here."""
         self.delaying: list[Any] = []
-        """Modules that put gradients aside in stores of their own, whatever the backward."""
+        """Modules that delay gradients in their own stores, in an I and in a B."""
         self._runs_stage = False
 
     def run_backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
     ) -> None:
-        """Run a stage's backward; a backward inside it makes its own weight gradients."""
+        """Run a stage's backward; a backward nested in it computes its own weight gradients."""
         self._runs_stage = True
         try:
             torch.autograd.backward(roots, gradients)
@@ -396,123 +401,118 @@ class WeightGradients:
 
     @property
     def defers(self) -> bool:
-        """Whether the backward that runs in this thread puts its weight gradients aside."""
-        return self.collecting and not self.runs_inside()
+        """Whether the backward in this thread defers its weight gradients."""
+        return self.collecting and not self.is_nested()
 
-    def runs_inside(self) -> bool:
-        """Whether this thread runs a backward that code inside the stage's backward started.
+    def is_nested(self) -> bool:
+        """Whether this thread runs a backward nested in the stage's backward.
 
-        Such code may read ``.grad`` afterwards; a reentrant checkpoint does not. The stack tells
-        the callers of autograd. Modes of torch functions may be between them and autograd.
+        The code that started it may read ``.grad`` afterwards; a reentrant checkpoint does not. The
+        Python stack shows the callers of autograd, with torch function modes possibly in between.
         """
         if not self._runs_stage:
             return False
-        frame, module, callers, seeks = inspect.currentframe(), "", list[str](), False
+        frame, module, callers, seeks_caller = inspect.currentframe(), "", list[str](), False
         while frame is not None and frame.f_code is not WeightGradients.run_backward.__code__:
             inner, module = module, frame.f_globals.get("__name__", "")
             if module == "torch.autograd" and inner != "torch.overrides":
                 callers.append(module)
-                seeks = True
-            elif seeks and not (
+                seeks_caller = True
+            elif seeks_caller and not (
                 module in _AUTOGRAD or frame.f_code.co_name == "__torch_function__"
             ):
                 callers[-1] = module
-                seeks = False
+                seeks_caller = False
             frame = frame.f_back
         if frame is not None and callers:
-            # The stage's own backward. On CUDA another thread called it.
+            # This is the stage's own backward. On CUDA another thread called it.
             callers.pop()
         return not _REENTRANT_CHECKPOINTS.issuperset(callers)
 
     def may_defer(self, accumulators: Iterable[Any]) -> bool:
-        """Return whether W makes the gradients of some parameters, given their autograd nodes.
+        """Return whether W computes the gradients of some parameters, given their autograd nodes.
 
-        W makes only gradients that the stage's backward would add to ``.grad``. A custom function
-        or a hook may run `torch.autograd.grad` inside an I. Autograd returns those gradients.
+        W computes only gradients that the stage's backward would add to ``.grad``. A custom
+        function or a hook may run `torch.autograd.grad` inside an I: autograd returns those.
         """
         return self.defers and all(map(adds_to_grad, accumulators))
 
-    def put_aside(self, deferral: Deferral) -> None:
-        """Make these in W; what they are made from must be then as it is now."""
-        self._deferred.append((deferral, versions_of(deferral.tensors)))
+    def put_aside(self, make: Callable[[], None], tensors: Sequence[Tensor]) -> None:
+        """Call ``make`` in W; the tensors that it needs must not change until then."""
+        self._deferred.append((make, tensors, versions_of(tensors)))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Put weight gradients aside until the end of the context."""
+        """Defer weight gradients until the end of the context."""
         self.collecting = True
         try:
             yield
         finally:
             self.collecting = False
-            self.forget()
+            self.reset()
 
-    def forget(self) -> None:
-        """Drop what a backward that failed has put aside."""
+    def reset(self) -> None:
+        """Drop the deferred gradients, such as those of a failed backward."""
         self._empty_stores()
         self._deferred.clear()
 
     def _empty_stores(self) -> None:
         for module in self.delaying:
-            if items := _taken_from(module.wgrad_store.context):
-                self.put_aside(_StoredDeferral(module, items))
+            queue = module.wgrad_store.context
+            if items := [queue.get() for _ in range(queue.qsize())]:
+                leaves = tree_leaves([item[0] for item in items])
+                tensors = [one for one in leaves if isinstance(one, Tensor)]
+                self.put_aside(partial(_make_delayed, module, items), tensors)
 
-    def held_bytes(self) -> int:
-        """Return the bytes kept for gradients that are put aside, each storage counted once."""
+    def pending_bytes(self) -> int:
+        """Return the bytes kept for deferred gradients, each storage counted once."""
         self._empty_stores()
         storages = {
             part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-            for deferral, _ in self._deferred
-            for tensor in deferral.tensors
+            for _, tensors, _ in self._deferred
+            for tensor in tensors
             for part in parts_with_memory(tensor)
         }
         return sum(storages.values())
 
     def take(self) -> Callable[[], None]:
-        """Return what makes all gradients put aside so far, and forget them; torch's dw_builder.
+        """Return the function that computes all deferred gradients, like torch's dw_builder.
 
-        Also behind a full backward: modules with stores of their own put theirs aside there, too.
+        A full backward needs it too: modules with their own stores delay gradients there as well.
         """
         self._empty_stores()
-        taken = self._deferred
-        if not taken:
-            # Of nearly every full backward.
-            return _nothing
-        self._deferred = []
+        taken, self._deferred = self._deferred, []
 
         def run() -> None:
             while taken:
-                deferral, versions = taken.pop(0)
-                if versions_of(deferral.tensors) != versions:
+                make, tensors, versions = taken.pop(0)
+                if versions_of(tensors) != versions:
                     raise RuntimeError(
                         "the input or the output's gradient of a linear layer was changed in place "
-                        "between its I and its W, which needs them as they were (a backward or a "
-                        "hook that writes into the gradient it is given does that); change a copy, "
-                        "or solve a problem in which no backward is split"
+                        "between its I and its W, which needs the original values (a backward or a "
+                        "hook may have written into the gradient it received); change a copy, or "
+                        "solve a problem in which no backward is split"
                     )
-                deferral.make()
+                del tensors  # `make` may free some of them early
+                make()
 
         return run
 
 
 def cannot_return_gradients(what: str, fix: str) -> PreflightError:
-    """Return the error for a backward that asks for gradients which can only go to ``.grad``."""
+    """Return the error for a backward that requests gradients which can only go to ``.grad``."""
     return PreflightError(
         f"torch.autograd.grad, or backward(inputs=...), runs through {what}, whose weight gradient "
         f"can only be added to .grad; {fix}, or call backward() without inputs"
     )
 
 
-def _nothing() -> None:
-    """Make no gradients: none has been put aside."""
-
-
 def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
-    """Turn every plain ``nn.Linear`` of a module into a `SplitLinear`, in place; return how many.
+    """Make every plain ``nn.Linear`` of a module a `SplitLinear`, in place; return the count.
 
-    The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses,
-    parametrised layers and those with a ``forward`` of their own are left alone. Experts with
-    grouped products become `SplitExperts`. Modules that delay their weight gradients by themselves
-    stay as they are.
+    Only the class changes: parameters, names, hooks and ``state_dict`` stay. Subclasses,
+    parametrised layers and layers with their own ``forward`` are skipped. Experts with grouped
+    products become `SplitExperts`. Modules that delay their weight gradients stay as they are.
     """
     note_accumulator_hooks(module.parameters())
     layers = _linears(module)
@@ -538,7 +538,7 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
 
 
 def unsplit_linears(module: nn.Module) -> None:
-    """Undo `split_linears`, in place; a graph that is still to run backward stays right."""
+    """Undo `split_linears`, in place; a pending backward of the present graph stays correct."""
     plain = {split: plain for plain, split in _split_class.items()}
     for layer in _linears(module):
         if isinstance(layer, SplitLinear):
@@ -556,14 +556,14 @@ def unsplit_linears(module: nn.Module) -> None:
 
 
 def deferred_bytes(module: nn.Module) -> int:
-    """Return the bytes of weight gradient, in this rank's shards, that W makes of a split stage.
+    """Return the bytes of weight gradient, in this rank's shards, that W computes of a split stage.
 
-    0 = it cannot be split: I would be the whole backward. Both `measure` and the runner ask this.
+    0 = the stage cannot be split: I would be the whole backward. `measure` and the runner use this.
     """
-    compiled = {one for part in module.modules() if is_compiled(part) for one in part.modules()}
+    compiled = compiled_parts(module)
     sharded = sharded_in_forward(module)
-    waiting = {
-        parameter: sum(part.nbytes for part in parts_with_memory(parameter))
+    deferred = {
+        parameter
         for layer in _linears(module)
         if "forward" not in vars(layer)
         and _defers(layer)
@@ -573,14 +573,13 @@ def deferred_bytes(module: nn.Module) -> int:
     }
     gathered = types_when_gathered(module)
     for part in module.modules():
-        for weight in () if part in compiled else _grouped_weights(part, gathered):
-            waiting[weight] = sum(shard.nbytes for shard in parts_with_memory(weight))
+        if part not in compiled:
+            deferred |= set(_grouped_weights(part, gathered))
         if _delays(part):
-            waiting |= {weight: weight.nbytes for weight in _delayed_parameters(part)}
-        # Layers of frameworks, which optpipe.runtime.trainers has split.
-        for parameter in getattr(part, "split_parameters", ()):
-            waiting[parameter] = parameter.nbytes
-    return sum(waiting.values())
+            deferred |= set(_delayed_parameters(part))
+        # Layers of frameworks that optpipe.runtime.trainers has split.
+        deferred |= set(getattr(part, "split_parameters", ()))
+    return sum(shard.nbytes for one in deferred for shard in parts_with_memory(one))
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
@@ -594,31 +593,26 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
 
 
 def _split_class_of(kind: type[nn.Module]) -> type[SplitLinear] | None:
-    """Return what a layer of this class becomes, if it is plain, or was before `fully_shard`."""
-    if kind not in _split_class and FSDPModule in kind.__bases__:
-        plain = kind.__mro__[2]
-        if plain in _split_class:
-            _add_split_class(cast("type[nn.Linear]", kind))
-    return _split_class.get(cast("type[nn.Linear]", kind))
-
-
-def _add_split_class(kind: type[nn.Linear]) -> None:
-    _split_class[kind] = type(f"Split{kind.__name__}", (SplitLinear, kind), {})
+    """Return the split class of a layer class that is plain, or was before `fully_shard`."""
+    kind = cast("type[nn.Linear]", kind)
+    if FSDPModule in kind.__bases__ and kind.__mro__[2] in _split_class:
+        treat_as_plain(kind)
+    return _split_class.get(kind)
 
 
 def treat_as_plain(kind: type[nn.Linear]) -> None:
-    """Let layers of a framework's subclass be split, whose forward is ``nn.Linear``'s own."""
+    """Let `split_linears` split a framework's subclass that keeps ``nn.Linear``'s forward."""
     if kind.forward is not nn.Linear.forward:
         raise PreflightError(
-            f"{kind.__name__} has a forward of its own, which may do more than a product; only "
-            "subclasses that leave nn.Linear's forward as it is can be split"
+            f"{kind.__name__} has its own forward, which may do more than a product; only "
+            "subclasses that keep nn.Linear's forward can be split"
         )
     if kind not in _split_class:
-        _add_split_class(kind)
+        _split_class[kind] = type(f"Split{kind.__name__}", (SplitLinear, kind), {})
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer that can put its weight gradient aside."""
+    """A linear layer that can defer its weight gradient."""
 
     gradients: WeightGradients
 
@@ -644,42 +638,42 @@ class SplitLinear(nn.Linear):
 
 
 _split_class: dict[type[nn.Linear], type[SplitLinear]] = {nn.Linear: SplitLinear}
-"""What a plain layer becomes, by what it is."""
+"""Layer class -> its split class."""
 
 
 def _defers(layer: nn.Linear) -> bool:
-    """Whether W may make the gradients of a layer."""
+    """Whether W may compute the gradients of a layer."""
     bias: Tensor | None = layer.bias
     return _can_defer(layer.weight) and (bias is None or not bias.requires_grad or _can_defer(bias))
 
 
 def _can_defer(parameter: Tensor) -> bool:
-    """Whether W may add to ``parameter.grad``: a leaf of a known kind that nobody watches."""
+    """Whether W may add to ``parameter.grad``: it is a leaf of a known type without hooks."""
     return (
         type(parameter) in (nn.Parameter, DTensor)
         and parameter.requires_grad
         and not has_gradient_hooks(parameter)
         and not has_accumulator_hooks(parameter)
-        # Megatron-Core's data parallelism takes gradients in hooks that cannot be seen.
+        # Megatron-Core's data parallelism reads gradients in hooks that cannot be detected.
         and not hasattr(parameter, "main_grad")
     )
 
 
 class _LinearFunction(torch.autograd.Function):
-    """``functional.linear`` whose backward asks `WeightGradients` whether to make or to defer."""
+    """``functional.linear`` whose backward lets `WeightGradients` defer the weight gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients
     ) -> Tensor:
         output = functional.linear(layer_input, weight, bias)
-        # For inputs of three dimensions `linear` returns a view. Autograd refuses operations in
-        # place on a view that a custom function returns.
+        # For three-dimensional inputs `linear` returns a view. Autograd refuses operations in place
+        # on a view that a custom function returns.
         if viewed(output) is not output:
             output = alias_no_view(output)
-        # Under autocast the output's type is the one the product was made in.
+        # Under autocast the product was computed in the output's type.
         ctx.save_for_backward(layer_input.to(output.dtype), weight)
-        # The parameters themselves, whose .grad W adds to: a leaf makes no reference cycle.
+        # W adds to the .grad of the parameters themselves. A leaf causes no reference cycle.
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         ctx.input_dtype = layer_input.dtype
         return output
@@ -689,8 +683,16 @@ class _LinearFunction(torch.autograd.Function):
         layer_input, weight = ctx.saved_tensors
         input_gradient = _input_gradient(ctx, weight, output_gradient)
         bias = ctx.bias if ctx.needs_input_grad[2] else None
-        if torch.is_grad_enabled():
-            # With create_graph=True, gradients are part of the forward, and have gradients.
+        if not torch.is_grad_enabled():
+            # Detached: its autograd graph would keep the stage's input until W.
+            deferred = _Deferred(ctx.weight, bias, layer_input.detach(), output_gradient)
+            # The nodes of weight and bias; the sink has none.
+            accumulators = [node for node, _ in ctx.next_functions[1:] if node is not None]
+            if ctx.sink.may_defer(accumulators):
+                ctx.sink.put_aside(deferred.make, (deferred.layer_input, output_gradient))
+                return input_gradient, None, None, None
+        else:
+            # With create_graph=True, the gradients are differentiated again.
             if layer_input.dtype != ctx.input_dtype:
                 raise PreflightError(
                     "create_graph=True differentiates a linear layer under autocast, which cast "
@@ -698,19 +700,9 @@ class _LinearFunction(torch.autograd.Function):
                     "cannot differentiate that cast twice: run this layer with "
                     "autocast(enabled=False)"
                 )
-            product = _Deferred(ctx.weight, bias, layer_input, output_gradient)
-            weight_gradient = _weight_gradient(product) if ctx.needs_input_grad[1] else None
-            bias_gradient = None if bias is None else _bias_gradient(product)
-            return input_gradient, weight_gradient, bias_gradient, None
-        # Without its place in the graph, which would hold the stage's input until W.
-        deferred = _Deferred(ctx.weight, bias, layer_input.detach(), output_gradient)
-        # The nodes of weight and bias; the sink has none.
-        accumulators = [node for node, _ in ctx.next_functions[1:] if node is not None]
-        if ctx.sink.may_defer(accumulators):
-            ctx.sink.put_aside(deferred)
-            return input_gradient, None, None, None
-        bias_gradient = None if bias is None else _bias_gradient(deferred)
-        weight_gradient = _weight_gradient(deferred) if ctx.needs_input_grad[1] else None
+            deferred = _Deferred(ctx.weight, bias, layer_input, output_gradient)
+        weight_gradient = deferred.weight_gradient() if ctx.needs_input_grad[1] else None
+        bias_gradient = None if bias is None else deferred.bias_gradient()
         return input_gradient, weight_gradient, bias_gradient, None
 
     @staticmethod
@@ -722,10 +714,6 @@ class _LinearFunction(torch.autograd.Function):
         )
 
 
-# Each product conjugates the factor that is not a gradient, because torch defines gradients of
-# complex numbers so. `conj` returns a real tensor as it is.
-
-
 def _input_gradient(ctx: Any, weight: Tensor, output_gradient: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[0]:
         return None
@@ -733,19 +721,8 @@ def _input_gradient(ctx: Any, weight: Tensor, output_gradient: Tensor) -> Tensor
     return product.to(ctx.input_dtype)
 
 
-def _weight_gradient(deferred: _Deferred) -> Tensor:
-    gradient = deferred.output_gradient.reshape(-1, deferred.weight.shape[0])
-    rows = deferred.layer_input.reshape(-1, deferred.weight.shape[1])
-    return gradient.t() @ rows.conj()
-
-
-def _bias_gradient(deferred: _Deferred) -> Tensor:
-    rows = deferred.output_gradient.reshape(-1, deferred.weight.shape[0])
-    return rows.sum(0)
-
-
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    # FSDP2 may ask for gradients in the type of its reduction (since torch 2.15).
+    # FSDP2 may want gradients in its reduction's type (since torch 2.15).
     gradient = gradient.to(parameter.grad_dtype or parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
@@ -757,12 +734,12 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 class SplitExperts(nn.Module):
-    """A module of experts that can put the gradients of its stacked weights aside."""
+    """A module of experts that can defer the gradients of its stacked weights."""
 
     gradients: WeightGradients
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the experts as their own class does."""
+        """Apply the experts as the original class does."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with _GroupedProducts(_grouped_weights(self), self.gradients):
@@ -772,11 +749,11 @@ class SplitExperts(nn.Module):
 def _grouped_weights(
     module: nn.Module, gathered: Mapping[Tensor, torch.dtype] = MappingProxyType({})
 ) -> list[nn.Parameter]:
-    """Return the weights of a module of experts that enter grouped products as they are.
+    """Return the weights of a module of experts that enter grouped products unchanged.
 
-    Of transformers' experts with ``experts_implementation="grouped_mm"``, and of torchtitan's in
-    bf16: it casts others, and their gradients go through the cast. ``gathered`` are the sharded
-    ones that FSDP2 gathers whole for the forward, and of which type.
+    These are the weights of transformers' experts with ``experts_implementation="grouped_mm"``, and
+    of torchtitan's experts in bf16: it casts other types, and their gradients pass through the
+    cast. ``gathered`` maps the sharded weights that FSDP2 gathers for the forward to their type.
     """
     own = module.parameters(recurse=False)
     stacked = [one for one in own if one.dim() == _STACKED and _can_defer(one)
@@ -790,11 +767,11 @@ def _grouped_weights(
 
 
 _STACKED = 3
-"""Dimensions of a weight: experts, and those of each one's matrix."""
+"""Dimensions of a stacked weight: the experts, and the two of each expert's matrix."""
 
 
 class _GroupedProducts(TorchFunctionMode):
-    """Makes grouped products with some weights ask `WeightGradients`."""
+    """Lets `WeightGradients` defer the gradients of some weights' grouped products."""
 
     def __init__(self, weights: list[nn.Parameter], gradients: WeightGradients) -> None:
         super().__init__()
@@ -819,7 +796,7 @@ class _GroupedProducts(TorchFunctionMode):
 class _GroupedFunction(torch.autograd.Function):
     """Shapes (rows, in), (experts, in, out) -> (rows, out); ``ends`` of each expert's rows.
 
-    ``factor`` is the weight, or its transpose. Rows behind the last end are nobody's.
+    ``factor`` is the weight or its transpose. No expert takes the rows after the last end.
     """
 
     @staticmethod
@@ -841,7 +818,7 @@ class _GroupedFunction(torch.autograd.Function):
         deferred = _GroupedDeferred(ctx.weight, is_transposed, layer_input.detach(), rows, ctx.ends)
         accumulator, _ = ctx.next_functions[2]
         if ctx.sink.may_defer([accumulator]):
-            ctx.sink.put_aside(deferred)
+            ctx.sink.put_aside(deferred.make, (deferred.layer_input, rows))
             return input_gradient, None, None, None, None
         weight_gradient = deferred.gradient()
         weight_gradient = weight_gradient.transpose(-2, -1) if is_transposed else weight_gradient
@@ -849,7 +826,7 @@ class _GroupedFunction(torch.autograd.Function):
 
 
 class _GroupedDeferred(NamedTuple):
-    """What the gradient of a weight of experts is made from."""
+    """The deferred gradient of a stacked weight of experts."""
 
     weight: nn.Parameter
     is_transposed: bool
@@ -857,31 +834,26 @@ class _GroupedDeferred(NamedTuple):
     output_gradient: Tensor
     ends: Tensor
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See `Deferral`."""
-        return self.layer_input, self.output_gradient
-
     def gradient(self) -> Tensor:
-        """Return it, as the weight lies."""
+        """Return the gradient in the weight's layout."""
         left, right = self.layer_input, self.output_gradient
         if self.is_transposed:
             left, right = right, left
         return functional.grouped_mm(left.t(), right, offs=self.ends)
 
     def make(self) -> None:
-        """Make it and add it to ``.grad``."""
+        """Compute the gradient and add it to ``.grad``."""
         with torch.no_grad():
             _add_gradient(self.weight, self.gradient())
 
 
-# --- Modules that delay their weight gradients by themselves, as Transformer Engine's do that were
-# made with ``delay_wgrad_compute=True`` (2.3 and later). Every backward, an I or a B, puts what a
-# product needs into the module's queue, ``wgrad_store.context``, and each ``backward_dw()`` makes
-# the gradient of what lies there longest. That queue knows no micro-batches, so it is emptied
-# behind every backward, and what it held is put back for its W: W's may come in any order. A
-# ``backward_dw()`` writes ``weight.grad`` anew, and ``bias.grad`` only where it is None, so what is
-# there already is put aside and added.
+# --- Modules that delay their weight gradients themselves, such as Transformer Engine's with
+# ``delay_wgrad_compute=True`` (2.3 and later). Every backward, an I or a B, appends a product's
+# tensors to the module's queue, ``wgrad_store.context``. Each ``backward_dw()`` computes the
+# gradient of the oldest entry. The queue does not know micro-batches, so we empty it after every
+# backward and refill it for the W: W's may come in any order. ``backward_dw()`` overwrites
+# ``weight.grad``, and sets ``bias.grad`` only if it is None. So we save earlier gradients and add
+# them afterwards.
 
 
 def _delays(module: Any) -> bool:
@@ -894,19 +866,22 @@ def _delaying(module: nn.Module) -> list[Any]:
 
 
 def _delayed_parameters(module: Any) -> list[nn.Parameter]:
-    """Return those of which W makes the gradients: as marked, or in older versions all matrices."""
+    """Return the parameters whose gradients W computes: the marked ones, or else all matrices.
+
+    Older versions of Transformer Engine mark none.
+    """
     own = [one for one in module.parameters(recurse=False) if one.requires_grad]
     marked = [one for one in own if getattr(one, "skip_backward_post_hook", False)]
     return [one for one in marked or own if one.dim() > 1 or (marked and not _is_fp8(module))]
 
 
 def _is_fp8(module: Any) -> bool:
-    """Whether its last forward was in FP8, whose backward makes the gradients of biases."""
+    """Whether the last forward was in FP8: its backward computes the gradients of biases."""
     return bool(getattr(module, "fp8", False))
 
 
 def check_delaying(stages: Mapping[int, nn.Module]) -> None:
-    """Refuse modules that delay weight gradients which would not be made, or that nobody takes."""
+    """Refuse modules that delay weight gradients in a way that the runtime cannot complete."""
     for index, stage in sorted(stages.items()):
         for name, part in stage.named_modules():
             if why := _not_delayed_because(part):
@@ -917,45 +892,45 @@ def check_delaying(stages: Mapping[int, nn.Module]) -> None:
 
 
 def _not_delayed_because(part: Any) -> str:
-    """Return what is in the way of a module's delayed weight gradients, and what to do; or ""."""
+    """Return why the runtime cannot complete a module's delayed gradients, and the fix; or ""."""
     own = [one for one in part.parameters(recurse=False) if one.requires_grad]
     if "backward_dw" in part.__dict__:
         return (
-            "it runs as a CUDA graph, which puts nothing into a queue; graph it without "
+            "it runs as a CUDA graph, which appends nothing to a queue; capture it without "
             "delay_wgrad_compute"
         )
     if not _delays(part):
         needs = getattr(part, "need_backward_dw", None)
         if needs is None or not needs():
             return ""
-        return "it has no wgrad_store, whose queue says for which micro-batch; turn the delay off"
+        return "it has no wgrad_store, whose queue separates micro-batches; turn the delay off"
     queue = getattr(part.wgrad_store, "context", None)
     if not all(hasattr(queue, method) for method in ("get", "put", "qsize")):
         return (
-            f"its wgrad_store.context is a {type(queue).__name__} and no queue of what waits; turn "
+            f"its wgrad_store.context is a {type(queue).__name__} instead of a queue; turn "
             "delay_wgrad_compute off"
         )
     if any(type(one) is not nn.Parameter for one in own):
         return (
             "its parameters are sharded (DTensors), and backward_dw() would write whole gradients; "
-            "make it without delay_wgrad_compute"
+            "create it without delay_wgrad_compute"
         )
     delayed = _delayed_parameters(part)
     if any(map(has_gradient_hooks, own)) or any(map(has_accumulator_hooks, delayed)):
-        return "a parameter has a gradient hook, which that does not call; turn the delay off"
-    takers = getattr(part, "wgrad_accumulation_and_reduce_hooks", ())
-    if any(hasattr(one, "main_grad") for one in own) and not takers:
+        return "a parameter has a gradient hook, which backward_dw() skips; turn the delay off"
+    reductions = getattr(part, "wgrad_accumulation_and_reduce_hooks", ())
+    if any(hasattr(one, "main_grad") for one in own) and not reductions:
         return (
             "its gradients are added to main_grad by hooks that backward_dw() does not call; set "
-            "delay_wgrad_compute in Megatron's DistributedDataParallelConfig, too"
+            "delay_wgrad_compute in Megatron's DistributedDataParallelConfig too"
         )
     return ""
 
 
 def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
-    """Refuse a backward inside a backward through a module that delays its weight gradients.
+    """Refuse a backward nested in a stage's backward, through a module that delays its gradients.
 
-    The module's backward fills its queue in any case, and W would add that gradient to ``.grad``.
+    The module queues the gradient in any case, and W would add it to ``.grad``.
     """
     tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
     computed = [one for one in tensors if one.grad_fn is not None]
@@ -964,87 +939,69 @@ def _check_nested_backwards(module: Any, _given: Any, output: Any) -> None:
     accumulators = [accumulator_of(parameter) for parameter in _delayed_parameters(module)]
 
     def check(_gradient: Tensor) -> None:
-        if module.gradients.runs_inside() or not all(map(adds_to_grad, accumulators)):
+        if module.gradients.is_nested() or not all(map(adds_to_grad, accumulators)):
             raise PreflightError(
                 "a hook or a custom function runs a backward inside a stage's backward, through a "
                 f"{type(module).__name__} that delays its weight gradients. They would be added to "
-                ".grad too late; make the module without delay_wgrad_compute"
+                ".grad too late; create the module without delay_wgrad_compute"
             )
 
     computed[0].register_hook(check)  # type: ignore[no-untyped-call]
 
 
-def _taken_from(queue: Any) -> list[Any]:
-    return [queue.get() for _ in range(queue.qsize())]
-
-
-class _StoredDeferral(NamedTuple):
-    """What a module put into its queue in one backward, an entry a product: tensors, and how."""
-
-    module: Any
-    items: list[Any]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See `Deferral`."""
-        leaves = tree_leaves([item[0] for item in self.items])
-        return tuple(one for one in leaves if isinstance(one, Tensor))
-
-    def make(self) -> None:
-        """Let the module make them, as often as it takes, and add them up."""
-        queue = self.module.wgrad_store.context
-        for item in self.items:
-            queue.put(item)
-        self.items.clear()
-        while left := queue.qsize():
-            self._make_next()
-            if queue.qsize() >= left:
-                raise PreflightError(
-                    f"backward_dw() of a {type(self.module).__name__} left {left} products in its "
-                    "wgrad_store, as before; turn delay_wgrad_compute off"
-                )
-
-    def _make_next(self) -> None:
-        own = [
-            one
-            for one in self.module.parameters(recurse=False)
-            if one.requires_grad and (one.dim() > 1 or not _is_fp8(self.module))
-        ]
+def _make_delayed(module: Any, items: list[Any]) -> None:
+    """Let a module compute the gradients of queue entries, and add them to ``.grad``."""
+    queue = module.wgrad_store.context
+    own = [
+        one
+        for one in module.parameters(recurse=False)
+        if one.requires_grad and (one.dim() > 1 or not _is_fp8(module))
+    ]
+    for item in items:
+        queue.put(item)
+    items.clear()
+    while left := queue.qsize():
         before = [one.grad for one in own]
         for one in own:
             one.grad = None
         with torch.no_grad():
-            self.module.backward_dw()
+            module.backward_dw()
             gradients = [one.grad for one in own]
             if all(gradient is None for gradient in gradients) and not any(
                 hasattr(one, "main_grad") for one in own
             ):
                 raise PreflightError(
-                    f"backward_dw() of a {type(self.module).__name__} made no gradient of its "
-                    "parameters, as where a weight is several; turn delay_wgrad_compute off"
+                    f"backward_dw() of a {type(module).__name__} made no gradient of its "
+                    "parameters, perhaps because a weight is split; turn delay_wgrad_compute "
+                    "off"
                 )
             for one, gradient, old in zip(own, gradients, before, strict=True):
                 one.grad = old
                 if gradient is not None:
                     _add_gradient(one, gradient)
+        if queue.qsize() >= left:
+            raise PreflightError(
+                f"backward_dw() of a {type(module).__name__} left all {left} products in its "
+                "wgrad_store; turn delay_wgrad_compute off"
+            )
 
 
-# --- Linear layers under torch.compile. What a compiled backward returns is settled when it is
-# traced, with I and B alike. So it returns no weight gradients, and calls an operator with an
-# effect, which the compiler neither drops nor looks into, and which asks at run time: in an I it
-# defers, else it adds to ``.grad``. A `torch.autograd.grad` that asks for them is refused. To
-# autograd the parameters are there, without a gradient: DDP hears of them. Tensors are copied,
-# because the compiler reuses their memory.
+# --- Linear layers under torch.compile. The compiler traces one backward for I and B, and fixes the
+# gradients that it returns. So the traced backward returns none for weights. It calls an operator
+# with an effect, which the compiler neither removes nor traces. At run time this operator defers
+# them in an I, and adds them to ``.grad`` in a B. It refuses a `torch.autograd.grad` for them.
+# Autograd still sees the parameters, without a gradient, so DDP's hooks run. The operator copies
+# its tensors, because the compiler reuses their memory.
 
 _split_layers: WeakSet[SplitLinear] = WeakSet()
 _layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictionary()
-"""Where weight and bias lay when a layer was last looked for -> the layer."""
+"""Addresses of weight and bias at the last lookup -> the layer."""
 
 
 class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # As in `_LinearFunction`, but always: the compiler cannot trace the check for a view.
+        # As in `_LinearFunction`, but always: the compiler cannot trace the check for views.
         output = alias_no_view(functional.linear(layer_input, weight, bias))
         ctx.save_for_backward(layer_input.to(output.dtype), weight, bias)
         ctx.input_dtype = layer_input.dtype
@@ -1065,8 +1022,8 @@ def _compiled_gradients(
     layer = _layer_of(weight, bias)
     if not _defers(layer):
         raise PreflightError(
-            "a gradient hook was put on a linear layer after the block around it was compiled, "
-            "and would not be called; register hooks before the first step"
+            "a gradient hook was registered on a linear layer after the block around it was "
+            "compiled, and would not be called; register hooks before the first step"
         )
     trained_bias = layer.bias if bias is not None and layer.bias.requires_grad else None
     parameters = [layer.weight] if trained_bias is None else [layer.weight, trained_bias]
@@ -1080,20 +1037,20 @@ def _compiled_gradients(
         return
     deferred = _Deferred(layer.weight, trained_bias, layer_input.clone(), output_gradient.clone())
     if layer.gradients.defers:
-        layer.gradients.put_aside(deferred)
+        layer.gradients.put_aside(deferred.make, deferred[2:])
     else:
         deferred.make()
 
 
 def _layer_of(weight: Tensor, bias: Tensor | None) -> SplitLinear:
-    """Return the layer whose parameters these are: a compiled graph knows tensors alone."""
-    place = _place(weight, bias)
-    layer = _layer_at.get(place)
-    if layer is None or _place(layer.weight, layer.bias) != place:
-        layer = next(one for one in _split_layers if _place(one.weight, one.bias) == place)
-        _layer_at[place] = layer
+    """Return the layer of these parameters: a compiled graph has only the tensors."""
+    addresses = _addresses(weight, bias)
+    layer = _layer_at.get(addresses)
+    if layer is None or _addresses(layer.weight, layer.bias) != addresses:
+        layer = next(one for one in _split_layers if _addresses(one.weight, one.bias) == addresses)
+        _layer_at[addresses] = layer
     return layer
 
 
-def _place(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
+def _addresses(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
     return weight.data_ptr(), 0 if bias is None else bias.data_ptr()

@@ -214,7 +214,7 @@ class SliceStates:
 def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
         return packed.joined.join_again().as_strided(packed.size, packed.stride, packed.offset)
-    return packed.again() if isinstance(packed, KeptTensor) else packed
+    return packed.checked() if isinstance(packed, KeptTensor) else packed
 
 
 class _AddLaterGradients(torch.autograd.Function):

@@ -1,17 +1,17 @@
-"""Modes made real: named groups of a stage's modules are kept, offloaded or recomputed.
+"""Treatments: which groups of a stage's modules a mode keeps, offloads or recomputes.
 
-A mode of a problem is a name and numbers. What it does is read from its name, whose text form
-`optpipe profile` writes and `parse_treatment` reads, or from what `modes` says that it stands for:
+A mode of a problem is a name and numbers. The name is a text form, which `optpipe profile` writes
+and `parse_treatment` reads; `modes` gives text forms to modes with other names.
 
 * ``keep``;
-* ``offload``: all that can move; ``offload mlp + norm``: what these groups save for the backward;
-* ``recompute``: the whole stage, by a RECOMPUTE action; ``recompute mlp``: these groups, inside the
-  backward; what a group needs to start again belongs to what is around it;
+* ``offload``: all that can move; ``offload mlp + norm``: the tensors that these groups save;
+* ``recompute``: the whole stage, by a RECOMPUTE action;
+* ``recompute mlp``: these groups, inside the backward. A group's inputs count to the groups around;
 * ``recompute mlp, offload attn``: both, in this order; ``recompute mlp, offload``: all that is
   left; ``recompute, offload``: the stage's received input.
 
-``rest`` is what a stage saves outside all groups. Groups may lie in one another: what is saved in
-a module of two groups belongs to both, and what is recomputed around it is recomputed with it.
+``rest`` names the tensors that a stage saves outside all groups. Groups may be nested: a tensor
+saved in a module of two groups belongs to both, and recomputing one recomputes all inside it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from optpipe.problem import CellMode, Problem
+    from optpipe.problem import Problem
     from optpipe.runtime.offload import Cell, SavedActivations
     from optpipe.schedule import Program
 
@@ -57,7 +57,7 @@ __all__ = [
     "GroupCalls",
     "OutputChecks",
     "Treatment",
-    "check_groups",
+    "compiled_parts",
     "groups",
     "groups_of",
     "modes",
@@ -68,18 +68,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What happens to the activations of a (stage, micro-batch) between F and backward.
+    """The treatment of a (stage, micro-batch)'s activations between F and backward.
+
+    ``str`` returns its text form, which `parse_treatment` reads.
 
     Parameters
     ----------
     apart
-        Whether F keeps the stage's input alone, and a RECOMPUTE restores everything.
+        Whether F keeps only the stage's input, and a RECOMPUTE restores everything.
     again
-        The groups that run again inside the backward.
+        The groups that are recomputed inside the backward.
     moved
         The groups whose storages an OFFLOAD moves; `EVERYTHING` = all that can move.
-
-    ``str`` of it is its text form, which `parse_treatment` reads.
     """
 
     apart: bool = False
@@ -88,26 +88,24 @@ class Treatment:
 
     @property
     def named(self) -> frozenset[str]:
-        """The groups it names."""
+        """The groups named in the text form."""
         return (self.again | self.moved) - {REST, *EVERYTHING}
 
     @property
-    def tells_groups(self) -> bool:
-        """Whether it matters which groups' modules run."""
+    def needs_groups(self) -> bool:
+        """Whether the treatment depends on which group's module is running."""
         return bool(self.again) or (bool(self.moved) and self.moved != EVERYTHING)
 
     def __str__(self) -> str:
-        """Write its text form, groups by name."""
-        clauses = []
-        if self.apart or self.again:
-            clauses.append(" ".join(["recompute", *_listed(self.again)]))
+        """Return the text form, with the groups sorted by name."""
+
+        def clause(verb: str, names: frozenset[str]) -> str:
+            return f"{verb} {' + '.join(sorted(names))}" if names else verb
+
+        clauses = [clause("recompute", self.again)] if self.apart or self.again else []
         if self.moved:
-            clauses.append(" ".join(["offload", *_listed(self.moved - EVERYTHING)]))
+            clauses.append(clause("offload", self.moved - EVERYTHING))
         return ", ".join(clauses) or "keep"
-
-
-def _listed(names: Collection[str]) -> list[str]:
-    return [" + ".join(sorted(names))] if names else []
 
 
 _NAME = "[A-Za-z_][A-Za-z0-9_]*"
@@ -119,36 +117,36 @@ _FORM = (
 
 
 def parse_treatment(text: str) -> Treatment:
-    """Return what a text form says; see the module's docstring.
+    """Return the treatment of a text form; the module's docstring lists the forms.
 
     Raises
     ------
     PreflightError
-        If the whole text is not exactly that.
+        If the text is not exactly one of these forms.
     """
     if text == "keep":
         return Treatment()
-    said: dict[str, frozenset[str]] = {}
+    named: dict[str, frozenset[str]] = {}
     for clause in text.split(", "):
         found = _CLAUSE.fullmatch(clause)
         if found is None:
-            raise PreflightError(f"{text!r} does not say what a mode does: {clause!r}; {_FORM}")
+            raise PreflightError(f"{text!r} is not a treatment: {clause!r} is unknown; {_FORM}")
         verb, names = found[1], found[2].split(" + ") if found[2] else []
-        if verb in said or (verb == "recompute" and said):
-            raise PreflightError(f"{text!r} says {verb} twice, or too late; {_FORM}")
+        if verb in named or (verb == "recompute" and named):
+            raise PreflightError(f"{text!r} has {verb} twice, or in the wrong order; {_FORM}")
         if len(set(names)) != len(names):
             raise PreflightError(f"{text!r} names a group twice; {_FORM}")
-        said[verb] = frozenset(names)
-    again, moved = said.get("recompute"), said.get("offload")
+        named[verb] = frozenset(names)
+    again, moved = named.get("recompute"), named.get("offload")
     if again and REST in again:
         raise PreflightError(
-            f"{text!r}: what no group makes, {REST}, cannot be recomputed alone; declare a group "
-            "for it, or recompute the whole stage"
+            f"{text!r}: {REST}, the tensors saved outside all groups, cannot be recomputed alone; "
+            "declare a group for them, or recompute the whole stage"
         )
     if moved and again is not None and (not again or again & moved):
         raise PreflightError(
-            f"{text!r} offloads what it recomputes; of recomputed groups nothing is left to "
-            'offload, and of a whole stage its input, said as "recompute, offload"'
+            f"{text!r} offloads what it recomputes: of a recomputed group nothing is left to "
+            'offload, and of a whole stage only its input; write "recompute, offload" for that'
         )
     return Treatment(
         apart=again is not None and not again,
@@ -157,16 +155,18 @@ def parse_treatment(text: str) -> Treatment:
     )
 
 
-# --- Which modules the groups of a stage are. Both tables know modules weakly: a stage that is
-# dropped takes what was said of it along.
+# --- The modules of a stage's groups. Both tables reference modules weakly, so an entry disappears
+# with its stage.
 
 Groups = dict[str, tuple[nn.Module, ...]]
-"""Name -> modules, none of which lies in another of the same group."""
+"""Name -> modules; none contains another of the same group."""
 
 _declared: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, list[Any]]]] = (
     weakref.WeakKeyDictionary()
 )
-_called: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, str]]] = weakref.WeakKeyDictionary()
+_text_forms: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 _ATTENTION = ("self_attn", "self_attention", "attn", "attention")
 _MLP = ("mlp", "feed_forward", "ffn")
@@ -180,32 +180,32 @@ _DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "moe": _MOE,
     "experts": ("experts",),
 }
-"""Attribute names in blocks shaped like Llama's, GPT's and MoE's; ``block`` is what holds them."""
+"""Attribute names in blocks like Llama's, GPT's and MoE's; their parent module is a ``block``."""
 
 
 def groups(stage: nn.Module, declared: Mapping[str, Sequence[str | nn.Module]]) -> None:
-    """Name the groups of a stage, in place of those found by attribute names.
+    """Declare the groups of a stage, instead of those found by attribute names.
 
     Parameters
     ----------
     stage
-        A stage, or a part of one: what is said of parts adds up.
+        A stage, or a part of one: the declarations of several parts add up.
     declared
-        Group -> modules of the stage, or patterns of their names: ``mlp`` is every module that is
-        its parent's attribute ``mlp``, ``attention.core*`` the attributes of an ``attention`` that
-        begin with ``core``. ``""`` is the stage itself.
+        Group -> modules of the stage, or patterns of their names. ``mlp`` matches every module that
+        is its parent's attribute ``mlp``, ``attention.core*`` the attributes of an ``attention``
+        that begin with ``core``, and ``""`` the stage itself.
 
     Raises
     ------
     PreflightError
-        If a group cannot be called so, or a module is not there.
+        If a group's name is not allowed, or no module of the stage matches.
     """
     found: dict[str, list[Any]] = {}
     for name, wanted in declared.items():
         if not re.fullmatch(_NAME, name) or name == REST:
             raise PreflightError(
                 f"a group cannot be called {name!r}: its name must be letters, digits and _, and "
-                f"not {REST!r}, which is what no group makes; give it another name"
+                f"not {REST!r}, which names the tensors outside all groups; give it another name"
             )
         parts = [part for one in wanted for part in _matching(stage, one)]
         found[name] = [weakref.ref(part) for part in _outermost(parts)]
@@ -213,25 +213,25 @@ def groups(stage: nn.Module, declared: Mapping[str, Sequence[str | nn.Module]]) 
 
 
 def modes(stage: nn.Module, meanings: Mapping[str, str]) -> None:
-    """Say what the modes of a stage do whose names do not say it themselves.
+    """Declare the treatments of modes whose names are not text forms.
 
     Parameters
     ----------
     meanings
-        Name of a mode, in the problem's menu -> its text form: ``{"half": "offload mlp"}``.
+        Name of a mode in the problem's menu -> its text form: ``{"half": "offload mlp"}``.
 
     Raises
     ------
     PreflightError
-        If a text form is none.
+        If a value is not a text form.
     """
     for text in meanings.values():
         parse_treatment(text)
-    _called[stage] = dict(meanings)
+    _text_forms[stage] = dict(meanings)
 
 
 def groups_of(stage: nn.Module) -> Groups:
-    """Return the groups declared for a stage or its parts; where none is, those found by names."""
+    """Return the groups declared for a stage or its parts, or else those found by names."""
     found: dict[str, list[nn.Module]] = {}
     for part in stage.modules():
         for name, modules in _declared.get(part, {}).items():
@@ -248,159 +248,147 @@ def groups_of(stage: nn.Module) -> Groups:
 
 
 def _matching(stage: nn.Module, wanted: str | nn.Module) -> list[nn.Module]:
-    if isinstance(wanted, nn.Module):
-        found = [wanted] if any(part is wanted for part in stage.modules()) else []
-        shown = type(wanted).__name__
-    elif wanted:
+    if wanted == "":
+        return [stage]
+    if isinstance(wanted, str):
         found, shown = _by_attribute(stage, (wanted,)), repr(wanted)
     else:
-        return [stage]
+        found, shown = [part for part in stage.modules() if part is wanted], type(wanted).__name__
     if not found:
         raise PreflightError(
             f"no module of the stage matches {shown}; write the end of a module's name, with * for "
-            "any letters, or give a module of this stage"
+            "any letters, or pass a module of this stage"
         )
     return found
 
 
 def _by_attribute(stage: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return what is called when modules of such names run: of a list its members."""
+    """Return the modules at such paths; of a module list its members, which are called instead."""
     found: list[nn.Module] = []
+    wanted = [pattern.split(".") for pattern in patterns]
     for name, part in stage.named_modules():
-        if any(_ends_like(name, pattern) for pattern in patterns):
+        path = name.split(".")
+        if name and any(
+            len(path) >= len(ends) and all(map(fnmatchcase, path[-len(ends) :], ends))
+            for ends in wanted
+        ):
             is_list = isinstance(part, nn.ModuleList | nn.ModuleDict)
             found += part.children() if is_list else [part]
     return found
 
 
-def _ends_like(name: str, pattern: str) -> bool:
-    ends, wanted = name.split("."), pattern.split(".")
-    pairs = zip(ends[-len(wanted) :], wanted, strict=False)
-    return len(ends) >= len(wanted) and bool(name) and all(fnmatchcase(*pair) for pair in pairs)
-
-
 def _outermost(parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return each module once, without those that lie in another of them."""
+    """Return each module once, without those inside another of them."""
     unique = list(dict.fromkeys(parts))
     inner = {one for part in unique for one in part.modules() if one is not part}
     return [part for part in unique if part not in inner]
 
 
-# --- What each cell of a program needs done, checked before the first step.
+def compiled_parts(module: nn.Module) -> set[nn.Module]:
+    """Return the modules that torch.compile compiled, with all their parts."""
+    return {one for part in module.modules() if is_compiled(part) for one in part.modules()}
+
+
+def hidden_groups(module: nn.Module, known: Groups) -> set[str]:
+    """Return the groups with a module that is compiled, or part of a compiled one."""
+    compiled = compiled_parts(module)
+    return {name for name, parts in known.items() if compiled & set(parts)}
+
+
+# --- The treatment of each cell of a program, checked before the first step.
 
 
 def treatments_of(
     problem: Problem | None, program: Program, stages: Mapping[int, nn.Module]
 ) -> dict[Cell, Treatment]:
-    """Return what is done to the cells of a program that are not just kept.
+    """Return the treatments of the cells of a program that are not simply kept.
 
-    Without a problem its actions tell: offload and recompute are then those of v1.
+    Without a problem the program's actions determine them: offload and recompute, as in v1.
 
     Raises
     ------
     PreflightError
-        If a mode that is used does not say what to do, says other than its numbers, or names
-        groups that its stage does not have.
+        If a used mode has no text form, contradicts its numbers, or names groups that its stage
+        does not have.
     """
     if problem is None:
-        said = {ActionType.OFFLOAD: "offload", ActionType.RECOMPUTE: "recompute"}
+        text_of = {ActionType.OFFLOAD: "offload", ActionType.RECOMPUTE: "recompute"}
         return {
-            action.cell: parse_treatment(said[action.type])
+            action.cell: parse_treatment(text_of[action.type])
             for action in program
-            if action.type in said
+            if action.type in text_of
         }
-    used = {cell: number for cell, number in modes_of(problem, program).items() if number}
-    places = {
-        (stage, j): (problem.cost_of[j], stage, number) for (stage, j), number in used.items()
+    used = {
+        (stage, j): (problem.cost_of[j], stage, number)
+        for (stage, j), number in modes_of(problem, program).items()
+        if number
     }
-    known = {
-        place: _treatment(problem, *place, stages[place[1]])
-        for place in sorted(set(places.values()))
-    }
-    return {cell: known[place] for cell, place in places.items()}
+    found = {key: _treatment(problem, *key, stages[key[1]]) for key in sorted(set(used.values()))}
+    return {cell: found[key] for cell, key in used.items()}
 
 
 def _treatment(
     problem: Problem, cost: int, stage: int, number: int, module: nn.Module
 ) -> Treatment:
     mode = problem.menus_by_cost[cost][stage][number]
-    called = f"mode {number} of stage {stage} ({mode.name!r})"
+    label = f"mode {number} of stage {stage} ({mode.name!r})"
     meanings: dict[str, str] = {}
     for part in module.modules():
-        meanings |= _called.get(part, {})
+        meanings |= _text_forms.get(part, {})
     try:
         found = parse_treatment(meanings.get(mode.name, mode.name))
     except PreflightError as error:
         raise PreflightError(
-            f"{called} cannot be run: {error}; rename it, or say what it stands for: "
+            f"{label} cannot be run: {error}; rename it, or declare its text form: "
             'optpipe.runtime.modes(stage, {"its name": "recompute mlp"})'
         ) from None
-    _check_numbers(called, mode, found)
+    by_numbers = (mode.recompute or "nothing", mode.offload_bytes > 0)
+    by_name = (
+        "apart" if found.apart else "inside" if found.again else "nothing",
+        bool(found.moved),
+    )
+    if by_numbers != by_name:
+        raise PreflightError(
+            f"{label} stands for {str(found)!r}, which recomputes {by_name[0]} and offloads "
+            f"{'something' if by_name[1] else 'nothing'}; its numbers recompute {by_numbers[0]} "
+            f"and offload {mode.offload_bytes} bytes; correct the name or the numbers"
+        )
     if found.apart and found.moved and stage == 0:
         raise PreflightError(
-            f"{called} offloads the input of the first stage, which is the batch and stays where "
-            "it is; recompute it without offload"
+            f"{label} offloads the input of the first stage, which is the batch and stays on the "
+            "device; recompute it without offload"
         )
-    check_groups(called, found, module)
+    if not found.needs_groups:
+        return found
+    known = groups_of(module)
+    if missing := sorted(found.named - known.keys()):
+        raise PreflightError(
+            f"{label} names {', '.join(missing)}, but the groups of the stage are "
+            f"{', '.join(sorted(known)) or 'none'}; declare it: "
+            'optpipe.runtime.groups(stage, {"mlp": ["mlp"]})'
+        )
+    if hidden := sorted(found.named & hidden_groups(module, known)):
+        raise PreflightError(
+            f"{label} treats {', '.join(hidden)}, which run in compiled code, where no hook can "
+            "assign a tensor to a group; compile smaller parts, or use modes of whole stages"
+        )
     return found
 
 
-def _check_numbers(called: str, mode: CellMode, found: Treatment) -> None:
-    """Refuse a mode whose numbers ask for other actions than its name for deeds."""
-    by_numbers = (mode.recompute or "nothing", mode.offload_bytes > 0)
-    done = ("apart" if found.apart else "inside" if found.again else "nothing", bool(found.moved))
-    if by_numbers != done:
-        raise PreflightError(
-            f"{called} says {str(found)!r}, which recomputes {done[0]} and offloads "
-            f"{'something' if done[1] else 'nothing'}; its numbers recompute {by_numbers[0]} and "
-            f"offload {mode.offload_bytes} bytes; correct one of them"
-        )
-
-
-def check_groups(called: str, found: Treatment, module: nn.Module) -> None:
-    """Refuse groups that a stage does not have, or that run in compiled code.
-
-    Raises
-    ------
-    PreflightError
-        With what was ``called`` so, and the groups that there are.
-    """
-    if not found.tells_groups:
-        return
-    there = groups_of(module)
-    if missing := sorted(found.named - there.keys()):
-        raise PreflightError(
-            f"{called} names {', '.join(missing)}, but the groups of the stage are "
-            f"{', '.join(sorted(there)) or 'none'}; declare it: "
-            'optpipe.runtime.groups(stage, {"mlp": ["mlp"]})'
-        )
-    if hidden := sorted(found.named & hidden_groups(module, there)):
-        raise PreflightError(
-            f"{called} treats {', '.join(hidden)}, which run in compiled code, where no hook tells "
-            "a group's tensors from others; compile smaller parts, or use modes of whole stages"
-        )
-
-
-def hidden_groups(module: nn.Module, there: Groups) -> set[str]:
-    """Return the groups of which a module is compiled, or part of one that is."""
-    compiled = {one for part in module.modules() if is_compiled(part) for one in part.modules()}
-    return {name for name, parts in there.items() if compiled & set(parts)}
-
-
-# --- Buffers that a forward changes: running statistics, counters, histories of scales. What runs
-# again reads what its F read, and leaves no second trace.
+# --- Buffers that a forward changes: running statistics, counters, histories of scales. A
+# recomputation reads the values that its F read, and its own changes are undone.
 
 
 _ALWAYS_COPIED_BYTES = 1 << 16
-"""A buffer of at most this size is copied before each F, and put back whether it changed or not."""
+"""Buffers up to this size are copied before each F and restored, changed or not."""
 
 
 class ChangingBuffers:
-    """What the changing buffers of a module were before each F that will run again.
+    """The values of a module's changing buffers before each F that will be recomputed.
 
-    They are found by comparing all buffers at the first F, and again where a module has changed
-    between training and evaluation; later ones by their version or by being another tensor. A
-    change through ``.data`` leaves no trace, so small buffers are all put back.
+    The first F, and the first after a switch between training and evaluation, compares all buffers.
+    A later F compares their versions and identities. A change through ``.data`` changes neither, so
+    small buffers are always restored.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -409,15 +397,15 @@ class ChangingBuffers:
         self._before: dict[object, dict[BufferPlace, Tensor]] = {}
 
     @contextmanager
-    def noted(self, call: object) -> Iterator[None]:
-        """Run an F; ``call`` is the key of its recomputation, such as a micro-batch."""
+    def recorded(self, call: object) -> Iterator[None]:
+        """Run an F inside; ``call`` is the key of its recomputation, such as a micro-batch."""
         found = buffers_of(self._module)
         training = tuple(owner.training for owner, _ in found)
         is_new = training not in self._changing
         changing = self._changing.setdefault(training, set())
         versions = {place: version_of(buffer) for place, buffer in found.items()}
         small = {place for place, buffer in found.items() if buffer.nbytes <= _ALWAYS_COPIED_BYTES}
-        # All of them on the host: the device has room for those alone that change.
+        # Copies of all buffers go to the host: the device may have memory only for changing ones.
         before = {
             id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
             for place, buffer in found.items()
@@ -429,7 +417,15 @@ class ChangingBuffers:
         }
         for place in written:
             if id(found[place]) not in before:
-                raise PreflightError(self._lost(place))
+                owner, name = place
+                path = next(path for path, one in self._module.named_modules() if one is owner)
+                raise PreflightError(
+                    f"buffer {f'{path}.{name}' if path else name} of {getattr(*place).nbytes} "
+                    "bytes was first written into after the first forward. No copy of its earlier "
+                    "values exists, and a recomputation would read the new ones. Write into it in "
+                    "the first forward too, or replace it by a new tensor, or solve a problem in "
+                    "which nothing is recomputed here"
+                )
         changing |= written | {
             place
             for place, buffer in found.items()
@@ -441,54 +437,44 @@ class ChangingBuffers:
             copy = before.get(id(buffer), buffer)
             before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
         self._before[call] = {place: before[id(found[place])] for place in kept}
-        # Earlier F's found a buffer that changes now for the first time as it was until now.
+        # If a buffer changes for the first time now, all earlier F's read its present value.
         for earlier in self._before.values():
             for place, copy in self._before[call].items():
                 earlier.setdefault(place, copy)
 
-    def _lost(self, place: BufferPlace) -> str:
-        owner, name = place
-        path = next(path for path, one in self._module.named_modules() if one is owner)
-        return (
-            f"buffer {f'{path}.{name}' if path else name} of {getattr(*place).nbytes} bytes was "
-            "first written into after the first forward. No copy of what it held is there, and a "
-            "recomputation would read what it holds now. Write into it in the first forward, too, "
-            "or replace it by a new tensor, or solve a problem in which nothing is recomputed here"
-        )
-
     @contextmanager
-    def put_back(self, call: object) -> Iterator[None]:
-        """Run it again."""
+    def restored(self, call: object) -> Iterator[None]:
+        """Run the recomputation inside."""
         with replaced(self._before.pop(call)):
             yield
 
-    def forget(self) -> None:
-        """Forget what an interrupted step left behind."""
+    def reset(self) -> None:
+        """Drop the values of an interrupted step."""
         self._before.clear()
 
 
-# --- Outputs of what runs again, compared with those of its F.
+# --- Outputs of recomputations, compared with those of their F's.
 
 
 class OutputChecks:
     """Compares the outputs of each recomputation with those of its F.
 
-    Of each tensor a few numbers are kept (`_summary`). `check` compares them for all recomputations
-    of a step at once, so a device is waited for once.
+    It keeps a few numbers of each tensor (`_summary`). `check` compares all recomputations of a
+    step, so the host waits for the device once.
     """
 
     def __init__(self) -> None:
         self._first: dict[object, list[tuple[_Summary, float]]] = {}
         self._pairs: list[tuple[str, float, _Summary, _Summary]] = []
-        # Of its own: the random numbers of the stages are those of a step without checks.
+        # A generator of its own, so that the stages draw the same numbers without checks.
         self._random = torch.Generator().manual_seed(0)
         self._signs: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     @torch.no_grad()
-    def see(self, call: object, what: str, outputs: object) -> None:
-        """Look at what a call returned: at first in its F, then in its recomputation.
+    def add(self, call: object, label: str, outputs: object) -> None:
+        """Record the outputs of a call: first those of its F, then those of its recomputation.
 
-        ``what`` names the recomputation in the refusal.
+        ``label`` names the recomputation in errors.
         """
         tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         parts = [part.detach() for one in tensors for part in parts_with_memory(one)]
@@ -499,18 +485,18 @@ class OutputChecks:
             return
         if len(first) != len(found):
             raise PreflightError(
-                f"{what} returned {len(found)} tensors, its F {len(first)}; {_SAME_AGAIN}"
+                f"{label} returned {len(found)} tensors, its F {len(first)}; {_SAME_AGAIN}"
             )
         for (one, rounding), (other, _) in zip(first, found, strict=True):
-            self._pairs.append((what, rounding, one, other))
+            self._pairs.append((label, rounding, one, other))
 
     def check(self, rank: int) -> None:
-        """Refuse a step in which a recomputation returned something else than its F.
+        """Refuse a step in which the outputs of a recomputation differ from those of its F.
 
         Raises
         ------
         PreflightError
-            With the recomputation that is furthest off.
+            With the recomputation that differs most.
         """
         pairs, self._pairs = self._pairs, []
         self._first.clear()
@@ -518,37 +504,37 @@ class OutputChecks:
             return
         firsts = _fetched([first for _, _, first, _ in pairs])
         others = _fetched([other for _, _, _, other in pairs])
-        # The mean square of sums with random signs is that of the whole tensor's size.
-        apart, sizes = (
+        # The mean square of sums with random signs estimates the square of the tensor's norm.
+        deviations, norms = (
             one[:, :_NUM_SUMS].square().mean(1).sqrt() for one in (firsts - others, firsts)
         )
-        shares = torch.where(apart > 0, apart / sizes, 0.0)
-        is_finite = (firsts[:, _NUM_SUMS] == others[:, _NUM_SUMS]) & apart.isfinite()
+        shares = torch.where(deviations > 0, deviations / norms, 0.0)
+        is_finite = (firsts[:, _NUM_SUMS] == others[:, _NUM_SUMS]) & deviations.isfinite()
         roundings = torch.tensor([rounding for _, rounding, _, _ in pairs], dtype=torch.float64)
         excess = torch.where(is_finite, shares / roundings, float("inf"))
         worst = int(excess.argmax())
         if excess[worst] > 1:
-            what, rounding, _, _ = pairs[worst]
+            label, rounding, _, _ = pairs[worst]
             difference = (
                 f"by about {float(shares[worst]):.2g} of their size, and rounding explains "
                 f"{rounding:.1g}"
                 if is_finite[worst]
-                else "in how many of their elements are finite"
+                else "in the number of finite elements"
             )
             raise PreflightError(
-                f"rank {rank}: the outputs of {what} differ from those of its F {difference}; "
+                f"rank {rank}: the outputs of {label} differ from those of its F {difference}; "
                 f"{_SAME_AGAIN}. The gradients of this step are wrong: do not use them"
             )
 
-    def forget(self) -> None:
-        """Forget what an interrupted step left behind."""
+    def reset(self) -> None:
+        """Drop the outputs of an interrupted step."""
         self._first.clear()
         self._pairs.clear()
 
     def _summary(self, tensor: Tensor) -> _Summary:
         """Return sums of the finite elements with random signs, and the number of the others.
 
-        A part of the tensor is copied at a time: plans count no memory for this.
+        Only a small part of the tensor is copied at a time: plans count no memory for this.
         """
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj().unsqueeze(0)).flatten(-2)
@@ -556,11 +542,11 @@ class OutputChecks:
         is_short = tensor.is_floating_point() and tensor.dtype != torch.float64
         kind = torch.float32 if is_short else torch.float64
         found = torch.zeros(_NUM_SUMS + 1, dtype=torch.float64, device=tensor.device)
-        width, at_once = rows.shape[1], _SUMMED_AT_ONCE if tensor.is_cpu else _SUMMED_BY_GPU
+        width, part_size = rows.shape[1], _PART_SIZE if tensor.is_cpu else _GPU_PART_SIZE
         signs = self._signs_of(tensor.device, kind, max(rows.shape))
         end = 0
         with torch.autocast(tensor.device.type, enabled=False):
-            for part in torch.split(rows, max(1, at_once // width)):
+            for part in torch.split(rows, max(1, part_size // width)):
                 start, end = end, end + len(part)
                 given = part.to(kind)
                 sums = given @ signs[:width]
@@ -583,18 +569,18 @@ class OutputChecks:
 
 
 _Summary = list[float] | Tensor
-"""Numbers of a tensor; where a device has yet to make them, they stay there until the check."""
+"""Numbers of a tensor; on a GPU they stay on the device until the check."""
 
 _NUM_SUMS = 8
-_SUMMED_AT_ONCE, _SUMMED_BY_GPU = 2**16, 2**22
-"""Elements of a part: small on the CPU for its memory, large on a GPU for few launches."""
+_PART_SIZE, _GPU_PART_SIZE = 2**16, 2**22
+"""Elements summed at a time: few on the CPU to save memory, many on a GPU to launch less."""
 
 
 def _fetched(summaries: Sequence[_Summary]) -> Tensor:
-    """Return the numbers on the host, in float64, a row for each summary."""
-    waiting = [one for one in summaries if isinstance(one, Tensor)]
-    there = iter(torch.stack(waiting).tolist() if waiting else ())
-    found = [next(there) if isinstance(one, Tensor) else one for one in summaries]
+    """Return the numbers on the host in float64, one row per summary."""
+    on_device = [one for one in summaries if isinstance(one, Tensor)]
+    copied = iter(torch.stack(on_device).tolist() if on_device else ())
+    found = [next(copied) if isinstance(one, Tensor) else one for one in summaries]
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -607,12 +593,12 @@ _SAME_AGAIN = (
 
 
 def _rounding_of(tensor: Tensor) -> float:
-    """Return by what share of its size an output may change without another cause than rounding.
+    """Return the share of its norm by which rounding alone may change an output.
 
     An F without a graph may run other kernels than its recomputation: an nn.LSTM on the CPU gives
-    other last digits. So 1,000 times the type's precision is allowed, and at most 1%, or 2% for
-    bfloat16, which has two digits. On a GPU outputs in single precision may be made of half
-    precision, and sums by atomic additions change from run to run. New dropout changes tens of %.
+    other last digits. So 1,000 times the type's precision is allowed, at most 1%, or 2% for
+    bfloat16, which has two digits. On a GPU, single-precision outputs may come from half-precision
+    products, and atomic additions vary from run to run. New dropout changes tens of percent.
     """
     kind = tensor.dtype
     if not kind.is_floating_point and not kind.is_complex:
@@ -622,22 +608,22 @@ def _rounding_of(tensor: Tensor) -> float:
     return min(1000 * torch.finfo(kind).eps, 0.02 if kind == torch.bfloat16 else 0.01)
 
 
-# --- Calls of groups' modules during an F. Their ``forward`` is replaced while it runs, and put
-# back at its end: what is called at other times, by a recomputation say, is the module itself.
+# --- Calls of groups' modules during an F. Each module's ``forward`` is replaced for that time, so
+# other calls, such as those of a recomputation, run the module itself.
 
 
 class GroupCalls:
-    """Follows the calls of a stage's groups through an F, and lets groups run again.
+    """Intercepts the calls of a stage's groups during an F, and recomputes groups.
 
-    ``checks`` compares what a module returned with what it returns when it runs again. A
-    recomputation usually stops as soon as all saved tensors are there, and returns nothing. Those
-    that are compared run to their end: all in the first step, and in the first one after a module
-    has changed between training and evaluation; later one a step, each in turn.
+    ``checks`` compares the outputs of a recomputation with the first ones. A recomputation normally
+    stops at the last saved tensor and returns nothing, so a compared one must run to its end. All
+    are compared in the first step, and in the first after a module switches between training and
+    evaluation. Later steps compare one recomputation each, in turn.
 
     Attributes
     ----------
-    watch
-        Gives what is around each recomputation of a module.
+    rerun_context
+        Returns the context in which a module is recomputed.
     """
 
     def __init__(self, stage: nn.Module, checks: OutputChecks | None = None) -> None:
@@ -657,8 +643,9 @@ class GroupCalls:
             for part in self._names
             if next(part.buffers(), None) is not None
         }
-        self._is_recomputed = False
-        self.watch: Callable[[nn.Module], AbstractContextManager[Any]] = lambda _: nullcontext()
+        self._is_checkpointing = False
+        self.rerun_context: Callable[[nn.Module], AbstractContextManager[Any]]
+        self.rerun_context = lambda _: nullcontext()
 
     @contextmanager
     def running(
@@ -667,17 +654,16 @@ class GroupCalls:
         saved: SavedActivations | None = None,
         cell: Cell | None = None,
     ) -> Iterator[None]:
-        """Run the F of a cell; groups ``again`` keep their inputs, ``saved`` hears of the others.
+        """Run an F inside: recompute groups ``again`` later, report the others to ``saved``.
 
-        The cell is named where a check refuses it.
+        A failed check names the cell.
         """
-        listened = self._names if saved is not None and saved.tells_groups else {}
-        parts = [
-            part for part, names in self._names.items() if part in listened or names & set(again)
-        ]
+        again = frozenset(again)
+        reports = saved is not None and saved.needs_groups
+        parts = [part for part, names in self._names.items() if reports or names & again]
         before = {part: part.__dict__.get("forward") for part in parts}
         for part in parts:
-            part.forward = partial(self._call, part, part.forward, frozenset(again), saved, cell)
+            part.forward = partial(self._call, part, part.forward, again, saved, cell)
         try:
             yield
         finally:
@@ -687,17 +673,17 @@ class GroupCalls:
                     part.forward = forward
 
     def end_step(self) -> None:
-        """Begin to count calls anew."""
+        """Restart the count of a step's calls."""
         self._step += 1
         self._num_calls, self._num_calls_before = 0, max(1, self._num_calls)
 
-    def forget(self) -> None:
-        """Forget what an interrupted step left behind."""
-        self._is_recomputed = False
+    def reset(self) -> None:
+        """Drop the calls of an interrupted step."""
+        self._is_checkpointing = False
         self._first_steps.clear()
         self.end_step()
         for buffers in self._buffers.values():
-            buffers.forget()
+            buffers.reset()
 
     def _call(
         self,
@@ -709,17 +695,16 @@ class GroupCalls:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._is_recomputed:
-            return forward(*args, **kwargs)
-        if self._names[part] & again:
-            self._is_recomputed = True
+        names = self._names[part]
+        if names & again and not self._is_checkpointing:
+            self._is_checkpointing = True
             try:
                 return self._checkpointed(part, forward, cell, args, kwargs)
             finally:
-                self._is_recomputed = False
-        if saved is None:
+                self._is_checkpointing = False
+        if saved is None or self._is_checkpointing:
             return forward(*args, **kwargs)
-        with saved.within(self._names[part], (args, kwargs)):
+        with saved.within(names, (args, kwargs)):
             return forward(*args, **kwargs)
 
     def _checkpointed(
@@ -730,46 +715,40 @@ class GroupCalls:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Run a module that will run again at the first need of what it saves."""
+        """Run a module that the backward will recompute when it needs a saved tensor."""
         leaves, form = tree_flatten((args, kwargs))
-        checks = self._checks if self._is_compared(part) else None
-        call, what = object(), f"the recomputation of {self._paths[part]}"
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        training = tuple(one.training for one in part.modules())
+        first = self._first_steps.setdefault((part, training), self._step)
+        is_compared = first == self._step or number == self._step % self._num_calls_before
+        checks = self._checks if is_compared else None
+        call, label = object(), f"the recomputation of {self._paths[part]}"
         if cell is not None:
-            what += f" of stage {cell[0]}, micro-batch {cell[1]},"
+            label += f" of stage {cell[0]}, micro-batch {cell[1]},"
 
         def run(*given: Any) -> Any:
             positional, named = tree_unflatten(given, form)
             output = forward(*positional, **named)
             if checks is not None:
-                checks.see(call, what, output)
+                checks.add(call, label, output)
             return output
 
-        # Tensors among keyword arguments, too, are saved where hooks see them.
+        # By position: saved-tensor hooks do not see the keyword tensors of a checkpoint.
         contexts = partial(self._contexts, part)
         with nullcontext() if checks is None else set_checkpoint_early_stop(False):
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
-    def _is_compared(self, part: nn.Module) -> bool:
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        first = self._first_steps.setdefault(
-            (part, tuple(one.training for one in part.modules())), self._step
-        )
-        return first == self._step or number == self._step % self._num_calls_before
-
     def _contexts(
         self, part: nn.Module
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return what is around a module's F and around its recomputation.
-
-        torch puts back the random numbers.
-        """
+        """Return the contexts of a module's F and of its recomputation; torch restores its RNG."""
         buffers = self._buffers.get(part)
         if buffers is None:
-            return nullcontext(), self.watch(part)
+            return nullcontext(), self.rerun_context(part)
         call = object()
-        return buffers.noted(call), self._restored(part, buffers, call)
+        return buffers.recorded(call), self._restored(part, buffers, call)
 
     @contextmanager
     def _restored(self, part: nn.Module, buffers: ChangingBuffers, call: object) -> Iterator[None]:
-        with self.watch(part), buffers.put_back(call):
+        with self.rerun_context(part), buffers.restored(call):
             yield

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from optpipe.runtime.measuring import computing_with
+from optpipe.runtime.measuring import use_threads
 from tests.runtime.ranks import Ranks, start_ranks
 
 
@@ -18,5 +18,5 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As a rank has; on a busy machine threads that wait for each other take seconds."""
-    with computing_with(1):
+    with use_threads(1):
         yield

@@ -366,7 +366,7 @@ class Deferred:
         take = gradients.take
 
         def watched() -> Callable[[], None]:
-            self.bytes += gradients.held_bytes()
+            self.bytes += gradients.pending_bytes()
             return take()
 
         gradients.take = watched  # type: ignore[method-assign]

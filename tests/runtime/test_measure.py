@@ -203,13 +203,13 @@ def test_a_stage_that_depends_on_data_is_measured_with_its_largest_input(
     routed = profile.results[1]
     assert 0.0 < routed.spread < 0.5
     assert [profile.results[0].spread, profile.results[2].spread] == [0.0, 0.0]
-    monkeypatch.setattr(memory, "_SAMPLES", 0)
+    monkeypatch.setattr(memory, "_NUM_REDRAWN", 0)
     if noise:
         with pytest.raises(InputError, match="a plan must be right within 3"):
             quick(stages, sample)
     else:
         alone = quick(stages, sample).results[1]
-        assert alone.footprint.held_bytes < routed.footprint.held_bytes
+        assert alone.footprint.saved_bytes < routed.footprint.saved_bytes
 
 
 def test_workspaces_are_what_only_lives_inside_a_pass() -> None:
@@ -402,7 +402,7 @@ def test_frozen_and_misfit_stages_are_named() -> None:
         quick([nn.ReLU(), measured.deep(6, 1)], torch.ones(5, 6))
     with pytest.raises(PreflightError, match=r"stage 1 cannot run on inputs of size \[\(2, 3\)\]"):
         quick(*measured.misfits())
-    with pytest.raises(InputError, match="are on meta: they must lie together, and have values"):
+    with pytest.raises(InputError, match="are on meta: they must be on one device, and have"):
         quick([nn.Linear(6, 6, device="meta"), measured.deep(6, 1)], torch.ones(5, 6))
     with pytest.raises(InputError, match="no stages to measure"):
         quick([], torch.ones(1))

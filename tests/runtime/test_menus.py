@@ -73,7 +73,7 @@ def test_a_menu_says_of_compiled_groups_that_they_cannot_be_told_apart() -> None
     compiled = stages[1].get_submodule("1")
     compiled.compile(backend="aot_eager")
     profile = measure(stages, torch.ones(5, 8), effort=Effort(1, 0), links=False, modes=8)
-    notes = [note for note in profile.measurements.notes if "no hook tells" in note]
+    notes = [note for note in profile.measurements.notes if "No hook can separate" in note]
     assert [note.split(" are compiled")[0] for note in notes] == ["Stage 1: mlp"]
     used = {
         name for mode in profile.problem(1).menus[1] for name in parse_treatment(mode.name).named

@@ -148,18 +148,21 @@ def test_the_text_form_reads_back(treatment: Treatment) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("half", "'half' does not say what a mode does"),
-        ("keep, offload mlp", "does not say what a mode does: 'keep'"),
-        ("offload  mlp", "does not say what"),
-        ("offload mlp+norm", "does not say what"),
-        ("offload mlp,norm", "does not say what"),
-        ("recompute mlp, recompute norm", "says recompute twice, or too late"),
-        ("offload mlp, recompute norm", "says recompute twice, or too late"),
+        ("half", "'half' is not a treatment"),
+        ("keep, offload mlp", "is not a treatment: 'keep' is unknown"),
+        ("offload  mlp", "is not a treatment"),
+        ("offload mlp+norm", "is not a treatment"),
+        ("offload mlp,norm", "is not a treatment"),
+        ("recompute mlp, recompute norm", "has recompute twice, or in the wrong order"),
+        ("offload mlp, recompute norm", "has recompute twice, or in the wrong order"),
         ("offload mlp + mlp", "names a group twice"),
-        ("recompute rest", "what no group makes, rest, cannot be recomputed alone"),
+        (
+            "recompute rest",
+            "rest, the tensors saved outside all groups, cannot be",
+        ),
         ("recompute mlp, offload mlp", "offloads what it recomputes"),
         ("recompute, offload mlp", "offloads what it recomputes"),
-        ("", "does not say what"),
+        ("", "is not a treatment"),
     ],
 )
 def test_what_is_no_text_form_is_refused(text: str, message: str) -> None:
@@ -273,7 +276,7 @@ _APART = {"recompute": "apart", "recompute_ms": 1}
     ("mode", "message"),
     [
         ({"name": "recompute attn", **_INSIDE}, "names attn, but the groups of the stage are"),
-        ({"name": "half", "offload_bytes": 1}, "'half' does not say what a mode does"),
+        ({"name": "half", "offload_bytes": 1}, "'half' is not a treatment"),
         ({"name": "recompute mlp", **_APART}, "recomputes inside and offloads nothing; its"),
         ({"name": "offload mlp"}, "its numbers recompute nothing and offload 0 bytes"),
         ({"name": "recompute mlp", "offload_bytes": 1, **_INSIDE}, "inside and offload 1 bytes;"),
@@ -297,7 +300,7 @@ def test_what_a_mode_is_called_may_be_said() -> None:
     modes(stage, {"half": "offload mlp"})
     found = _treated({"name": "half", "offload_bytes": 1}, nn.Sequential(stage))
     assert found == Treatment(moved=frozenset({"mlp"}))
-    with pytest.raises(PreflightError, match="'most' does not say"):
+    with pytest.raises(PreflightError, match="'most' is not a treatment"):
         modes(stage, {"half": "most"})
     with pytest.raises(PreflightError, match="the first stage, which is the batch"):
         _treated({"name": "recompute, offload", "offload_bytes": 1, **_APART}, stage, 0)
@@ -339,7 +342,7 @@ def test_what_runs_again_inside_sees_the_random_numbers_and_buffers_of_its_forwa
         groups(stage, {"all": ["first", "second"]})
         calls, results, batch = GroupCalls(stage), [], torch.randn(2, 5, 6, dtype=torch.float64)
         reruns: list[nn.Module] = []
-        calls.watch = lambda part, seen=reruns: nullcontext(seen.append(part))  # type: ignore[misc]
+        calls.rerun_context = lambda part, seen=reruns: nullcontext(seen.append(part))  # type: ignore[misc]
         for one in batch:
             with calls.running(again):
                 results.append(stage(one))
@@ -413,9 +416,12 @@ def test_what_is_infinite_is_compared(is_infinite):
     first = torch.tensor([[1.0, -torch.inf], [torch.nan, 2.0]]).repeat(1, 4)
     again = first.clone()
     again[0, 0] = torch.inf if is_infinite else 3.0
-    for other, text in ((first, ""), (again, "how many of" if is_infinite else "of their size")):
+    for other, text in (
+        (first, ""),
+        (again, "finite" if is_infinite else "of their size"),
+    ):
         for tensor in (first, other):
-            checks.see(0, "the RECOMPUTE", tensor)
+            checks.add(0, "the RECOMPUTE", tensor)
         with pytest.raises(PreflightError, match=text) if text else nullcontext():
             checks.check(0)
 
@@ -424,7 +430,7 @@ def test_a_complex_output_is_compared():
     """Of a conjugate torch makes no real numbers."""
     checks = OutputChecks()
     for factor in (1.0, 1.5):
-        checks.see(0, "the RECOMPUTE", factor * torch.ones(3, dtype=torch.complex64).conj())
+        checks.add(0, "the RECOMPUTE", factor * torch.ones(3, dtype=torch.complex64).conj())
     with pytest.raises(PreflightError, match=r"by about 0\.5 of their size"):
         checks.check(0)
 
@@ -441,7 +447,7 @@ def test_a_small_difference_in_half_precision_is_seen():
                 first,
                 first * (1 + 1e-3 * torch.randn(64, 64, generator=generator)) + noise,
             ):
-                checks.see(0, "the RECOMPUTE", tensor.half())
+                checks.add(0, "the RECOMPUTE", tensor.half())
             with pytest.raises(PreflightError, match=text) if text else nullcontext():
                 checks.check(0)
 

@@ -389,7 +389,7 @@ def test_split_backward_equals_the_unsplit_one(name, is_split):
         with gradients.collect() if is_split else nullcontext():
             gradients.run_backward([output], None)
             if is_split and name in {"a checkpoint", "a reentrant checkpoint"}:
-                assert gradients.held_bytes() > 0
+                assert gradients.pending_bytes() > 0
             run = gradients.take()
         run()
         _assert_same(ours, theirs)
@@ -409,7 +409,7 @@ def test_a_layer_whose_forward_is_replaced_promises_no_bytes():
     given = _floats()
     with gradients.collect():
         early(given).sum().backward()
-        assert gradients.held_bytes() == 0
+        assert gradients.pending_bytes() == 0
     assert early.weight.grad is not None
 
 
@@ -518,7 +518,7 @@ def test_compiled_blocks_make_their_weight_gradients_at_w(way):
         if is_split:
             with gradients.collect():
                 loss.backward()
-                assert gradients.held_bytes() >= 6 * 2 * given.nbytes
+                assert gradients.pending_bytes() >= 6 * 2 * given.nbytes
                 run = gradients.take()
             for name, p in parameters.items():
                 assert p not in at_w or p.grad is None or torch.equal(p.grad, before[name])
@@ -638,7 +638,7 @@ FAULTS: dict[str, Callable[[Any], object]] = {
     "has no wgrad_store": lambda one: one.__dict__.update(
         wgrad_store=None, need_backward_dw=lambda: True
     ),
-    "its wgrad_store.context is a list and no queue": lambda one: setattr(
+    "its wgrad_store.context is a list instead of a queue": lambda one: setattr(
         one.wgrad_store, "context", []
     ),
     "its parameters are sharded": _sharded,
@@ -698,7 +698,7 @@ def test_what_a_backward_put_into_a_queue_and_nobody_took_is_forgotten():
     split_linears(layer, gradients)
     with gradients.collect():
         layer(_floats()).sum().backward()
-    assert gradients.held_bytes() == 0
+    assert gradients.pending_bytes() == 0
     gradients.take()()
     assert layer.weight.grad is None
     unsplit_linears(layer)
@@ -714,7 +714,7 @@ def test_weight_gradients_are_made_by_w_once_and_not_before():
     output = layer(given).sum()
     with gradients.collect():
         output.backward()
-        assert gradients.held_bytes() >= given.nbytes
+        assert gradients.pending_bytes() >= given.nbytes
         run = gradients.take()
     assert given.grad is not None
     assert layer.weight.grad is None
@@ -723,7 +723,7 @@ def test_weight_gradients_are_made_by_w_once_and_not_before():
     run()
     assert torch.equal(gradient_of(layer.weight), before)
     layer(given).sum().backward()
-    assert gradients.held_bytes() == 0
+    assert gradients.pending_bytes() == 0
     torch.testing.assert_close(layer.weight.grad, 2 * before)
 
 

@@ -2,17 +2,17 @@
 
 from optpipe.runtime.measuring.measure import Effort, Profile, StageResult, measure
 from optpipe.runtime.measuring.stages import StageSet, load_function, load_stages
-from optpipe.runtime.measuring.times import computing_with, device_named, joined
+from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
 
 __all__ = [
     "Effort",
     "Profile",
     "StageResult",
     "StageSet",
-    "computing_with",
-    "device_named",
-    "joined",
     "load_function",
     "load_stages",
     "measure",
+    "select_device",
+    "use_process_group",
+    "use_threads",
 ]

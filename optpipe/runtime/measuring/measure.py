@@ -1,4 +1,4 @@
-"""`measure`: runs stages on the real thing and returns what a problem is made of."""
+"""`measure`: run stages on the real device and return the measurements for a problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, PreflightError
 from optpipe.measurements import Given, Measurements, Sample, StageFacts
 from optpipe.problem import LicensedPair
 from optpipe.runtime.measuring.memory import (
@@ -35,9 +35,9 @@ from optpipe.runtime.measuring.times import (
     measure_bandwidths,
     message_sizes,
     ping_pong,
+    preserve_state,
     time_pairs,
     time_passes,
-    undisturbed,
 )
 from optpipe.runtime.messages import max_boundary_bytes
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
@@ -63,18 +63,18 @@ __all__ = ["Effort", "Profile", "StageResult", "measure"]
 
 
 class Effort(NamedTuple):
-    """How often things are run: warm-ups are dropped, repeats are kept."""
+    """Number of measured repeats, after warm-ups that are dropped."""
 
     repeats: int = 20
     warmups: int = 5
 
 
 class StageResult(NamedTuple):
-    """All numbers of one stage.
+    """All measurements of one stage.
 
-    ``bandwidths`` is None where nothing can be offloaded; ``deferred_bytes`` is the weight gradient
-    that a W makes, 0 where the stage cannot be split. ``menu`` is None where none was asked for.
-    ``spread`` is by which share the bytes that autograd saves depend on the values of the inputs.
+    ``bandwidths`` is None if nothing can be offloaded, and ``menu`` if none was requested.
+    ``deferred_bytes`` is the weight gradient that a W computes, 0 if the stage cannot be split.
+    ``spread`` is the share by which the saved bytes depend on the values of the inputs.
     """
 
     footprint: Footprint
@@ -82,18 +82,18 @@ class StageResult(NamedTuple):
     durations: Durations
     bandwidths: Bandwidths | None
     deferred_bytes: int
-    menu: StageMenu | None = None
-    spread: float = 0.0
+    menu: StageMenu | None
+    spread: float
 
 
 _ADAM_MOMENTS = 2.0
 _DEFAULT_EFFORT = Effort()
 _NO_PAIRS = (
-    "No pair was shorter than its two passes one after the other: none is listed. Only exchanges "
-    "of experts on several ranks hide (optpipe.runtime.overlap.exchange), or what runs on streams "
-    "of its own."
+    "No pair was shorter than its two passes one after the other, so none is listed. Pairs hide "
+    "only exchanges of experts on several ranks (optpipe.runtime.overlap.exchange), and work on "
+    "other streams."
 )
-_NO_LOSS = "There was no loss: the last stage's output was summed up in its place."
+_NO_LOSS = "There was no loss: the sum of the last stage's output replaced it."
 
 
 def measure(
@@ -117,55 +117,55 @@ def measure(
 ) -> Profile:
     """Measure stages one after another, each alone, on its rank or on this process's device.
 
-    Linear layers become `SplitLinear`, as in `PipelineRunner`; all else is left as it was:
-    gradients, buffers, random states and devices.
+    Linear layers become `SplitLinear`, as in `PipelineRunner`. Gradients, buffers, random states
+    and devices stay the same.
 
     Parameters
     ----------
     stages
-        In model order; under torch.distributed the same on all ranks. They may be on the CPU: each
-        is moved to the device while it is measured.
+        The stages in model order, under torch.distributed the same on all ranks. Each moves to the
+        device while it is measured, for example from the CPU.
     sample
         The first stage's input, one micro-batch.
     loss_fn, target
-        From (the last stage's output, target) to a scalar; without it the output is summed up.
+        From (the last stage's output, target) to a scalar; the output's sum by default.
     placement
-        Device of each stage; if None one device each, or in a loop over the ranks.
+        Device of each stage; one device each by default, or in a loop over the ranks.
     device
-        Where this rank measures.
+        The device of this rank.
     group
         One rank per device; all ranks by default.
     effort
-        How often everything is run.
+        How often everything runs.
     min_offload_bytes
-        Storages below this are not offloaded.
+        Smaller storages are not offloaded.
     state_copies
-        Optimizer state in copies of the parameters; 2 for Adam in the parameters' own type. Static
-        bytes are weights, gradients and these.
+        Optimizer state in copies of the parameters: 2 for Adam in the parameters' type. Static
+        bytes are the weights, their gradients and this state.
     memory_bytes
-        Of each device; None = the GPU's, or an equal part of the host's.
+        Memory of each device; None = the GPU's, or an equal part of the host's.
     recompute
-        Whether a schedule may recompute whole micro-batches. An F without a graph has a workspace
-        of its own, which v1 cannot say: the stage has a menu then, as with ``modes``.
+        Whether a schedule may recompute whole micro-batches. Their F has another workspace, which
+        v1 cannot express, so the stage gets a menu, as with ``modes``.
     modes
-        How many modes a stage may have at most, keep counted: groups of its modules
-        (`optpipe.runtime.groups`) are then measured, and the modes worth having make its menu. 0 =
-        keep, offload and recompute, each of everything.
+        Maximum number of modes per stage, keep included. Groups of its modules
+        (`optpipe.runtime.groups`) are measured, and the useful modes make its menu. 0 = keep,
+        offload and recompute, each of everything.
     links
-        Whether links are measured: between ranks, or as copies on the one device there is.
+        Whether to measure links: between ranks, or as copies on the only device.
     overlap
-        Who runs pairs, as `PipelineRunner` takes it: an F and a B or I of stages of one device are
-        then run as pairs, too. Those that are shorter than one after the other, in 19 of 20 rounds,
-        are listed with what that hides. Experts on several ranks: each has a ``group`` of its own,
-        and all measure together.
+        Runs pairs, as in `PipelineRunner`. An F and a B or I of one device's stages then also run
+        as pairs. The problem lists those that are shorter than their passes in 19 of 20 rounds.
+        With experts on several ranks, each rank has a ``group`` of its own, and all measure
+        together.
     clock
-        Takes the times; that of the device if None.
+        Measures the times; the device's clock by default.
 
     Raises
     ------
     InputError
-        If the placement does not fit, a stage cannot be run backward, or its micro-batches do not
-        hold what a plan adds up for them.
+        If the placement does not fit, a stage cannot run backward, or the bytes of its
+        micro-batches do not add up.
     PreflightError
         On every rank, if one rank could not measure.
     """
@@ -173,10 +173,9 @@ def measure(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = MeasuringRanks(group, device)
-    homes = _checked(placement, len(stages), ranks.size)
-    ranks.check_devices(1 + max(homes))
+    homes = _check_placement(placement, len(stages), ranks.num_ranks)
     clock = clock if clock is not None else clock_for(device)
-    flowing: tuple[_Crossing, ...] = tuple(
+    crossing: tuple[_Crossing, ...] = tuple(
         (None, tensor) for tensor in as_tensors(sample, "the sample")
     )
     results, bare = [], []
@@ -190,21 +189,12 @@ def measure(
             loss=(loss_fn or _sum) if is_last else None,
             target=target if is_last else None,
         )
-        bare.append((stage, flowing))
-        result, flowing = ranks.tell(
-            home,
-            partial(
-                _measure_stage,
-                stage,
-                flowing,
-                device,
-                clock,
-                effort,
-                min_bytes=min_offload_bytes,
-                modes=modes,
-                recompute=recompute,
-            ),
-        )
+        bare.append((stage, crossing))
+        run = partial(
+            _measure_stage, stage, crossing, device, clock, effort,
+            min_bytes=min_offload_bytes, modes=modes, recompute=recompute,
+        )  # fmt: skip
+        result, crossing = ranks.run_on(home, run)
         results.append(result)
     transfers = _transfers(ranks, homes, results, clock, effort) if links else ()
     notes = [*_notes_on(ranks, homes, results), *([] if loss_fn is not None else [_NO_LOSS])]
@@ -216,14 +206,25 @@ def measure(
         )  # fmt: skip
         for home in range(1 + max(homes)):
             own = [one for one, at in zip(bare, homes, strict=True) if at == home]
-            pairs += ranks.tell(home, partial(_measure_pairs, own, results, timed, device))
+            pairs += ranks.run_on(home, partial(_measure_pairs, own, results, timed, device))
         notes += [] if pairs else [_NO_PAIRS]
+    # Each device gets the bandwidths of its stage that offloads most.
+    largest: dict[int, StageResult] = {}
+    for home, result in zip(homes, results, strict=True):
+        both = (largest.get(home, result), result)
+        largest[home] = max(both, key=lambda one: one.footprint.offload_bytes)
+    bandwidths = [largest[home].bandwidths for home in sorted(largest)]
     measurements = Measurements(
         source=f"{len(stages)} stages on {device_name(device)}",
-        samples=tuple(_samples(homes, results)),
+        samples=tuple(
+            Sample(stage=index, action=kind.value, time_ms=ms, rank=home)
+            for index, (home, result) in enumerate(zip(homes, results, strict=True))
+            for kind, times in result.durations.items()
+            for ms in times
+        ),
         placement=homes,
         stages=tuple(_facts(result, state_copies, recompute=recompute) for result in results),
-        devices=device_facts(ranks, _bandwidths(homes, results), memory_bytes),
+        devices=device_facts(ranks, bandwidths, memory_bytes),
         transfers=transfers,
         notes=tuple(notes),
     )
@@ -234,7 +235,7 @@ def _sum(output: Any, _target: Any) -> Tensor:
     return torch.stack([one.sum() for one in as_tensors(output, "the last output")]).sum()
 
 
-def _checked(
+def _check_placement(
     placement: Sequence[int] | None, num_stages: int, num_ranks: int | None
 ) -> tuple[int, ...]:
     if num_stages == 0:
@@ -249,11 +250,16 @@ def _checked(
             "each device from 0 up at least once; give e.g. "
             f"{list(range(num_stages))}"
         )
+    if num_ranks not in (None, 1 + max(homes)):
+        raise PreflightError(
+            f"the placement names {1 + max(homes)} devices, but {num_ranks} ranks measure: there "
+            "must be one rank per device, or one process for all; start that many"
+        )
     return homes
 
 
 _Crossing: TypeAlias = "tuple[Layout | None, Tensor]"
-"""What crosses a boundary: of a DTensor the shard, and how all of it lies."""
+"""A tensor that crosses a boundary; of a DTensor the shard and its layout."""
 
 
 def _measure_stage(
@@ -267,17 +273,17 @@ def _measure_stage(
     modes: int,
     recompute: bool,
 ) -> tuple[StageResult, tuple[_Crossing, ...]]:
-    """Return a stage's numbers and, on the CPU, what it sends on; the module is left as it was."""
+    """Return a stage's measurements, and its outputs on the CPU; restore the module afterwards."""
     check_delaying({stage.index: stage.module})
     split_linears(stage.module, stage.gradients)
     stage = _with_inputs(stage, received, device)
-    with _moved_to(stage.module, device), undisturbed(stage.module, device):
+    with _moved_to(stage.module, device), preserve_state(stage.module, device):
         stage = with_largest_inputs(stage)
         footprint = measure_footprint(stage, min_bytes)
-        memory = measure_memory(stage, footprint.held_bytes)
-        waiting = deferred_bytes(stage.module)
+        memory = measure_memory(stage, footprint.saved_bytes)
+        deferred = deferred_bytes(stage.module)
         durations = time_passes(
-            stage, clock, repeats=effort.repeats, warmups=effort.warmups, can_split=waiting > 0
+            stage, clock, repeats=effort.repeats, warmups=effort.warmups, can_split=deferred > 0
         )
         bandwidths = None
         if footprint.offload_sizes:
@@ -300,12 +306,12 @@ def _measure_stage(
                 memory=memory,
                 durations=durations,
                 bandwidths=bandwidths,
-                most=modes,
+                max_modes=modes,
                 min_offload_bytes=min_bytes,
                 recompute=recompute,
             )
         sent = stage.forward(stage.receive())
-    result = StageResult(footprint, memory, durations, bandwidths, waiting, menu, stage.spread)
+    result = StageResult(footprint, memory, durations, bandwidths, deferred, menu, stage.spread)
     shards = [shard.detach().cpu() for shard in sent.outputs]
     return result, tuple(zip(sent.layouts, shards, strict=True))
 
@@ -313,7 +319,7 @@ def _measure_stage(
 def _with_inputs(
     stage: StageUnderTest, received: Sequence[_Crossing], device: torch.device
 ) -> StageUnderTest:
-    """Return the stage with what it receives, and its target, on a device."""
+    """Return the stage with its inputs and target on a device."""
     target = None if stage.target is None else stage.target.to(device)
     meshes = meshes_of(stage.index, {stage.index: stage.module}, None)
     shards = [shard.to(device) for _, shard in received]
@@ -330,52 +336,47 @@ def _measure_pairs(
     timed: Callable[..., tuple[float, ...]],
     device: torch.device,
 ) -> list[LicensedPair]:
-    """Return which passes of one device's stages are shorter together, and by how much."""
+    """Return the passes of one device's stages that are shorter as pairs, with the hidden ms."""
     found = []
+    letters: tuple[Literal["B", "I"], ...] = ("B", "I")
     with ExitStack() as moved:
         stages = []
         for stage, received in own:
             split_linears(stage.module, stage.gradients)
             moved.enter_context(_moved_to(stage.module, device))
-            moved.enter_context(undisturbed(stage.module, device))
+            moved.enter_context(preserve_state(stage.module, device))
             stages.append(_with_inputs(stage, received, device))
-        for forward, backward in product(stages, repeat=2):
-            for letter in _letters(results[backward.index]):
-                hidden = sorted(timed(forward, backward, letter))
-                if hidden[len(hidden) // 20] > 0:
-                    kinds = (ActionType.FORWARD, ActionType(letter))
-                    passes = zip((forward, backward), kinds, strict=True)
-                    shorter = min(
-                        statistics.median(results[one.index].durations[kind])
-                        for one, kind in passes
-                    )
-                    found.append(
-                        LicensedPair(
-                            forward=forward.index,
-                            backward=backward.index,
-                            with_=letter,
-                            hidden_ms=round(min(shorter, statistics.median(hidden)), 6),
-                        )
-                    )
+        for forward, backward, letter in product(stages, stages, letters):
+            after = results[backward.index]
+            if letter == "I" and not after.deferred_bytes:
+                continue
+            hidden = sorted(timed(forward, backward, letter))
+            if hidden[len(hidden) // 20] > 0:
+                shorter_ms = min(
+                    statistics.median(results[forward.index].durations[ActionType.FORWARD]),
+                    statistics.median(after.durations[ActionType(letter)]),
+                )
+                pair = LicensedPair(
+                    forward=forward.index,
+                    backward=backward.index,
+                    with_=letter,
+                    hidden_ms=round(min(shorter_ms, statistics.median(hidden)), 6),
+                )
+                found.append(pair)
     return found
-
-
-def _letters(result: StageResult) -> tuple[Literal["B", "I"], ...]:
-    """Return the backwards of a stage: I only where it leaves something to W."""
-    return ("B", "I") if result.deferred_bytes else ("B",)
 
 
 @contextmanager
 def _moved_to(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Hold a module on a device inside the context, and where it was afterwards."""
+    """Move a module to a device inside the context, and back after it."""
     homes = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if homes <= {device}:
         yield
         return
     if len(homes) > 1 or any(home.type == "meta" for home in homes):
         raise InputError(
-            f"a stage's tensors are on {', '.join(sorted(map(str, homes)))}: they must lie "
-            "together, and have values; put the module on the CPU or on one GPU"
+            f"a stage's tensors are on {', '.join(sorted(map(str, homes)))}: they must be on one "
+            "device, and have values; put the module on the CPU or on one GPU"
         )
     module.to(device)
     try:
@@ -384,20 +385,22 @@ def _moved_to(module: nn.Module, device: torch.device) -> Iterator[None]:
         module.to(homes.pop())
 
 
-def _samples(homes: Sequence[int], results: Sequence[StageResult]) -> Iterator[Sample]:
-    for index, (home, result) in enumerate(zip(homes, results, strict=True)):
-        for kind, times in result.durations.items():
-            for ms in times:
-                yield Sample(stage=index, action=kind.value, time_ms=ms, rank=home)
-
-
 def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> StageFacts:
     found, memory = result.footprint, result.memory
-    # Where buffers that change are larger than the activations, nothing is gained.
+    # If the changing buffers are larger than the activations, recomputation frees nothing.
     recompute = recompute and memory.checkpoint_bytes <= memory.activation_bytes
     modes = None if result.menu is None else result.menu.modes
     if recompute and modes is None:
-        modes = _whole_modes(result)
+        # A menu, because an F without a graph has its own workspace.
+        again = Mode(
+            name="recompute",
+            forward_bytes=memory.checkpoint_bytes,
+            recompute="apart",
+            recompute_ms=statistics.median(result.durations[ActionType.RECOMPUTE]),
+            forward_workspace_bytes=memory.without_graph_bytes,
+        )
+        offload = Mode(name="offload", offload_bytes=found.offload_bytes)
+        modes = (Mode(name="keep"), *([offload] if found.offload_bytes else []), again)
     return StageFacts(
         activation_bytes=memory.activation_bytes,
         weight_context_bytes=memory.weight_context_bytes,
@@ -405,40 +408,8 @@ def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> Stag
         offload_bytes=found.offload_bytes if modes is None else None,
         static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
         output_bytes=found.output_bytes,
-        forward_workspace_bytes=memory.workspaces[ActionType.FORWARD],
-        backward_input_workspace_bytes=memory.workspaces[ActionType.BACKWARD_INPUT],
-        backward_weight_workspace_bytes=memory.workspaces[ActionType.BACKWARD_WEIGHT],
-        backward_workspace_bytes=memory.workspaces[ActionType.FULL_BACKWARD],
-        recompute_workspace_bytes=memory.workspaces[ActionType.RECOMPUTE],
+        **memory.workspaces,
     )
-
-
-def _whole_modes(result: StageResult) -> tuple[Mode, ...]:
-    """Return keep, offload and recompute, of everything: an F without a graph has its own room."""
-    found, memory = result.footprint, result.memory
-    modes = [Mode(name="keep")]
-    if found.offload_bytes:
-        modes.append(Mode(name="offload", offload_bytes=found.offload_bytes))
-    again = Mode(
-        name="recompute",
-        forward_bytes=memory.checkpoint_bytes,
-        recompute="apart",
-        recompute_ms=statistics.median(result.durations[ActionType.RECOMPUTE]),
-        forward_workspace_bytes=memory.without_graph_bytes,
-    )
-    return (*modes, again)
-
-
-def _bandwidths(homes: Sequence[int], results: Sequence[StageResult]) -> list[Bandwidths | None]:
-    """Return each device's: those of its stage that offloads most."""
-    most: dict[int, StageResult] = {}
-    for home, result in zip(homes, results, strict=True):
-        most[home] = max(most.get(home, result), result, key=_offload_bytes)
-    return [most[home].bandwidths for home in sorted(most)]
-
-
-def _offload_bytes(result: StageResult) -> int:
-    return result.footprint.offload_bytes
 
 
 def _transfers(
@@ -459,20 +430,20 @@ def _transfers(
     return local_copies(sizes_of, clock, ranks.device, effort.repeats)
 
 
-# --- What measuring gave, and the problem it makes.
+# --- The measurements, and the problem made of them.
 
 
 class Profile(NamedTuple):
-    """What was measured; `problem` makes a problem of it.
+    """Measurements, from which `problem` makes a problem.
 
     Attributes
     ----------
     measurements
         Samples, sizes, devices and transfers, without the batch.
     results
-        Per stage, everything, also what no problem has a place for.
+        All measurements of each stage, also those that a problem does not have.
     pairs
-        What may run together, where that was measured.
+        The passes that may run as pairs, if measured.
     """
 
     measurements: Measurements
@@ -480,30 +451,30 @@ class Profile(NamedTuple):
     pairs: tuple[LicensedPair, ...] = ()
 
     def problem(self, num_microbatches: int, given: Given | None = None) -> Problem:
-        """Return the problem of training with so many micro-batches.
+        """Return the problem of training with this number of micro-batches.
 
         Parameters
         ----------
         given
-            What was not measured: links of a single process, objective, name.
+            Values that were not measured: links of a single process, objective, name.
 
         Raises
         ------
         MeasurementError
-            If something is missing that a problem needs.
+            If a value that a problem needs is missing.
         """
         given = (given or Given()).model_copy(update={"num_microbatches": num_microbatches})
         found = self.with_reserved(num_microbatches).problem(given)
         return found.with_pairs(self.pairs) if self.pairs else found
 
     def with_reserved(self, num_microbatches: int) -> Measurements:
-        """Return the measurements with bytes reserved on each device for what is no activation.
+        """Return the measurements with the bytes reserved for other tensors than activations.
 
-        That is the whole batch, where it lies all step long, and boundary tensors in flight. How
-        many these are depends on the schedule that is still to be found; there is room for every
-        one (`optpipe.runtime.messages.max_boundary_bytes`). A schedule that needs less leaves the
-        rest unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts
-        what the schedule at hand needs, says before the first step if they are too few.
+        These are the whole batch, which stays for the step, and boundary tensors in flight. Their
+        number depends on the schedule, so enough is reserved for any
+        (`optpipe.runtime.messages.max_boundary_bytes`). Other schedules leave some of it unused;
+        for those, reduce ``reserved_bytes``. The runtime counts what a schedule needs, and reports before the
+        first step if too few bytes are reserved.
         """
         measurements, num_stages = self.measurements, len(self.results)
         reserved = [facts.reserved_bytes or 0 for facts in measurements.devices]
@@ -524,39 +495,39 @@ class Profile(NamedTuple):
         return measurements.replaced(devices=devices)
 
 
-# --- What a reader of the numbers must know, in whole sentences.
+# --- Notes for the reader of the report.
 
 
 def _notes_on(
     ranks: MeasuringRanks, homes: Sequence[int], results: Sequence[StageResult]
 ) -> Iterator[str]:
-    """Yield what was assumed, and what could not be measured as it will run."""
+    """Yield assumptions, and differences between measuring and training."""
     for index, result in enumerate(results):
         if not result.deferred_bytes:
             yield (
                 f"Stage {index} cannot be split: I does all of the backward and W nothing. "
-                "Only weight gradients of nn.Linear layers, grouped experts and modules with "
-                "delay_wgrad_compute are put aside for W."
+                "Only nn.Linear layers, grouped experts and modules with delay_wgrad_compute "
+                "defer weight gradients to W."
             )
         if result.spread:
             yield (
-                f"Stage {index} is data-dependent: between inputs of one shape, what autograd "
-                f"saves differs by up to {format_share(result.spread)}. The largest of several was "
-                "measured, and others may save more: leave that share of the memory free."
+                f"Stage {index} is data-dependent: between inputs of one shape, the bytes that "
+                f"autograd saves differ by up to {format_share(result.spread)}. We measured the "
+                "largest of several; others may save more, so leave that share of memory free."
             )
         yield from result.menu.notes if result.menu is not None else ()
-        counted, saved = result.memory.activation_bytes, result.footprint.held_bytes
+        counted, saved = result.memory.activation_bytes, result.footprint.saved_bytes
         if counted > 1.03 * saved:
             yield (
                 f"Stage {index} holds {format_bytes(counted - saved)} per micro-batch besides what "
-                "autograd saves, as selective checkpointing does: counted, but an OFFLOAD leaves "
-                "it on the device."
+                "autograd saves, as selective checkpointing does. They are counted, but an "
+                "OFFLOAD leaves them on the device."
             )
     if not ranks.are_many and max(homes) > 0:
         yield (
-            "One process measured all stages on one device, one after another. Links are copies "
-            "on it unless given: for messages between devices start one rank per device."
+            "One process measured all stages on one device, one after another. Links are copies on "
+            "it unless given. To measure messages between devices, start one rank per device."
         )
     if ranks.device.type == "cpu":
-        yield "Copies on the CPU run on the thread that computes: they overlap with nothing."
+        yield "Copies on the CPU run on the thread that computes, so they overlap with nothing."
         yield f"Unless given, a device's memory is the host's divided by {1 + max(homes)}."

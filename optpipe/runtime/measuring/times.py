@@ -1,4 +1,4 @@
-"""One stage as the runtime runs it, alone; and what is known of devices: memory, copies, links."""
+"""Time one stage's passes, copies and messages, as the runtime runs them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from optpipe.runtime.demo_model import join_ranks, leave_ranks
 from optpipe.runtime.messages import layout_of, shard_of
 from optpipe.runtime.offload import host_memory_bytes
 from optpipe.runtime.overlap import PairedPass
+from optpipe.runtime.passes import save_random_state
 from optpipe.runtime.preflight import as_tensors, describe, gather, made_on, untouched
 from optpipe.runtime.torch_names import backends
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
@@ -46,26 +48,26 @@ __all__ = [
     "MeasuringRanks",
     "StageUnderTest",
     "clock_for",
-    "computing_with",
     "device_facts",
     "device_name",
-    "device_named",
-    "forget_gradients",
-    "joined",
+    "drop_gradients",
     "local_copies",
     "measure_bandwidths",
     "message_sizes",
     "ping_pong",
+    "preserve_state",
+    "select_device",
     "time_pairs",
     "time_passes",
-    "undisturbed",
+    "use_process_group",
+    "use_threads",
 ]
 
 
 class ForwardResult(NamedTuple):
-    """What a forward leaves: what is sent on, and what the backward starts from.
+    """The outputs that a forward sends, and the roots of its backward; of DTensors the shards.
 
-    Of DTensors the shards, and how they lie.
+    ``layouts`` describe the DTensors.
     """
 
     outputs: tuple[Tensor, ...]
@@ -75,10 +77,10 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageUnderTest:
-    """A stage with one micro-batch's inputs: from the stage before, or the batch.
+    """A stage with the inputs of one micro-batch: from the stage before, or the batch.
 
-    ``loss`` and its ``target``, which belongs to the batch, are those of the last stage. ``spread``
-    is by which share what is saved differs between inputs with other values.
+    Only the last stage has a ``loss`` and its ``target``, a part of the batch. ``spread`` is the
+    share by which the saved bytes differ between inputs with other values.
     """
 
     index: int
@@ -91,16 +93,16 @@ class StageUnderTest:
 
     @property
     def is_first(self) -> bool:
-        """Whether the inputs are the batch, of which nobody wants gradients."""
+        """Whether the inputs are the batch, which needs no gradients."""
         return self.index == 0
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs are."""
+        """The device of the inputs."""
         return self.inputs[0].device
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Return the inputs as they arrive: copies that collect gradients, or the batch itself."""
+        """Return the inputs as received: copies that collect gradients, or the batch itself."""
         if self.is_first:
             return tuple(tensor.detach() for tensor in self.inputs)
         arrived = tuple(
@@ -113,34 +115,34 @@ class StageUnderTest:
         return arrived
 
     def forward(self, received: tuple[Tensor, ...]) -> ForwardResult:
-        """Run F, the loss included where the stage is the last; refuse a stage that fails."""
+        """Run F, with the loss in the last stage; refuse a stage that fails."""
         try:
             output = self.module(*received)
-            # Copies of weights that an autocast around it all would keep, as in `Passes`.
+            # As in `Passes`: an autocast around the step would keep copies of weights.
             torch.clear_autocast_cache()
             if self.loss is not None:
                 return ForwardResult((), (self.loss(output, self.target),))
-            what = f"the output of stage {self.index}"
-            whole = as_tensors(output, what)
+            label = f"the output of stage {self.index}"
+            whole = as_tensors(output, label)
             outputs = tuple(map(shard_of, whole))
             return ForwardResult(
                 outputs,
                 tuple(out for out in outputs if out.requires_grad),
-                tuple(layout_of(out, what) for out in whole),
+                tuple(layout_of(out, label) for out in whole),
             )
         except Exception as error:
             sizes = [tuple(tensor.size()) for tensor in received]
             raise PreflightError(
                 f"stage {self.index} cannot run on inputs of size {sizes}: {describe(error)}; "
-                "correct the stage, or the sample"
+                "correct the stage or the sample"
             ) from error
 
     def backward(self, result: ForwardResult, gradients: Sequence[Tensor] | None = None) -> None:
-        """Run the backward, an I or a B, with these output gradients, or with ones."""
+        """Run I or B with these output gradients, or with ones."""
         if not any(root.requires_grad for root in result.roots):
             raise InputError(
-                f"no output of stage {self.index} requires a gradient, but its backward is to be "
-                "measured; are its parameters frozen, or its output detached?"
+                f"no output of stage {self.index} requires a gradient, but measuring runs its "
+                "backward; do not freeze all its parameters or detach its output"
             )
         if gradients is None:
             gradients = [torch.ones_like(root) for root in result.roots]
@@ -150,16 +152,16 @@ class StageUnderTest:
 
 
 def _end_collective(received: Tensor) -> None:
-    """Read a gradient, as who sends it back does: until then its collective holds its memory."""
+    """Read a gradient as its sender does: until then its collective keeps memory."""
     if received.grad is not None:
         shard_of(received.grad)
 
 
 @contextmanager
-def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give gradients, buffers and random states back as they were; inside, gradients are None."""
+def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Drop gradients inside the context; restore them, buffers and random states after it."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    forget_gradients(module)
+    drop_gradients(module)
     try:
         with untouched(module, device):
             yield
@@ -168,35 +170,34 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def forget_gradients(module: nn.Module) -> None:
+def drop_gradients(module: nn.Module) -> None:
     """Drop the gradients of all parameters."""
     for parameter in module.parameters():
         parameter.grad = None
 
 
-# --- How long something took on a device: events on CUDA, the processor's clock elsewhere.
-# A mark stands behind everything issued before it on the compute lane; on CUDA it is an event that
-# the stream passes when it gets there, so that taking it costs the host about a microsecond and
-# makes nobody wait. Only `Clock.ms_between` waits.
+# --- Clocks: events on CUDA, the processor's clock elsewhere. A mark is the moment at which all
+# compute issued before it has ended. On CUDA it is an event in the stream: recording it takes the
+# host about a microsecond, and only `Clock.ms_between` waits.
 
 Mark = Any
-"""A moment on one clock; only that clock can read it."""
+"""A moment on one clock, which only that clock can read."""
 
 
 class Clock(Protocol):
-    """Takes moments on a device and says what lies between them."""
+    """Marks moments on a device and measures the time between them."""
 
     def mark(self) -> Mark:
         """Return the moment at which all compute issued so far ends."""
 
     def mark_after(self, fence: Fence, lane: int) -> Mark:
-        """Return the moment at which a copy ends, without making compute wait for it.
+        """Return the moment at which a copy ends; compute does not wait for it.
 
-        Lane 0 is that of copies to the host, 1 that of those to the device: each ends in its order.
+        Lane 0 copies to the host and lane 1 to the device, each in order.
         """
 
     def ms_between(self, start: Mark, end: Mark) -> float:
-        """Return the milliseconds from one moment to a later one, waiting until it has passed."""
+        """Wait for the later of two moments and return the milliseconds between them."""
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -205,19 +206,17 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class _CpuClock:
-    """For devices on which work has ended when its call returns."""
+    """For devices whose work has ended when its call returns."""
 
     def mark(self) -> Mark:
-        """Return the processor's monotonic clock in nanoseconds."""
+        """Return the processor's monotonic clock in ns."""
         return time.perf_counter_ns()
 
-    def mark_after(self, fence: Fence, lane: int) -> Mark:  # noqa: ARG002 - both lanes are this one
-        """Wait for the copy and return the time."""
+    def mark_after(self, fence: Fence, lane: int) -> Mark:  # noqa: ARG002 - lanes share the CPU
         fence.wait()
         return self.mark()
 
     def ms_between(self, start: Mark, end: Mark) -> float:
-        """Return the difference of two times."""
         return float(end - start) / 1e6
 
 
@@ -238,72 +237,59 @@ class _CudaClock:
         return event
 
     def mark_after(self, fence: Fence, lane: int) -> Mark:
-        """Record an event on the lane's probe stream, which waits in the place of compute."""
+        """Record an event on the lane's probe stream, which waits instead of compute."""
         with torch.cuda.stream(self._probes[lane]):
             fence.wait()
             return self.mark()
 
     def ms_between(self, start: Mark, end: Mark) -> float:
-        """Wait for the later event and return the device's own difference."""
         end.synchronize()
         return float(start.elapsed_time(end))
 
 
-# --- What the passes of a stage take: every sample, in milliseconds.
+# --- Durations of a stage's passes.
 
 Durations = dict[ActionType, tuple[float, ...]]
-"""Pass -> its samples in ms, in the order in which they were taken."""
+"""Pass -> its samples in ms, in order."""
 
 
 def time_passes(
     stage: StageUnderTest, clock: Clock, *, repeats: int, warmups: int, can_split: bool
 ) -> Durations:
-    """Run F, I, W, then F, RECOMPUTE, B, again and again, and return what each took.
+    """Run F, I, W, then F as a RECOMPUTE, then B, repeatedly; return the durations.
 
-    Gradients add up from repeat to repeat, as they do over micro-batches. ``warmups`` rounds come
-    first and are not kept. Where nothing can be split, I is the whole backward and W takes 0.
+    Gradients add up over the rounds, as over micro-batches. The first ``warmups`` rounds are
+    dropped. If the stage cannot be split, I is the whole backward and W takes 0.
     """
-    rounds = [_run(stage, clock) for _ in range(warmups + repeats)][warmups:]
-    samples: dict[ActionType, list[float]] = {}
-    for intervals in rounds:
-        for kind, start, end in intervals:
-            samples.setdefault(kind, []).append(clock.ms_between(start, end))
-    if not can_split:
-        samples[ActionType.BACKWARD_WEIGHT] = [0.0] * repeats
-    return {kind: tuple(values) for kind, values in samples.items()}
+    marks: list[tuple[ActionType, Mark, Mark]] = []
 
-
-def _run(stage: StageUnderTest, clock: Clock) -> list[tuple[ActionType, Mark, Mark]]:
-    """Take the marks of one round; they are read later, so that no pass waits for another's end."""
-    taken = []
-
-    def timed(kind: ActionType, run: Callable[[], Any]) -> Any:
+    def timed(
+        kind: ActionType,
+        run: Callable[[], Any],
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Any:
         start = clock.mark()
-        result = run()
-        taken.append((kind, start, clock.mark()))
+        with context():
+            result = run()
+        marks.append((kind, start, clock.mark()))
         return result
 
-    received = stage.receive()
-    result = timed(ActionType.FORWARD, partial(stage.forward, received))
-    with stage.gradients.collect():
-        timed(ActionType.BACKWARD_INPUT, partial(stage.backward, result))
-        make_weight_gradients = stage.gradients.take()
-    timed(ActionType.BACKWARD_WEIGHT, make_weight_gradients)
-    devices = [stage.device] if stage.device.type == "cuda" else []
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    received = stage.receive()
-
-    def recompute() -> ForwardResult:
-        """Run a forward with the random states put back, as a RECOMPUTE does."""
-        with torch.random.fork_rng(devices=devices):
-            torch.set_rng_state(states[0])
-            for device, state in zip(devices, states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            return stage.forward(received)
-
-    result = timed(ActionType.RECOMPUTE, recompute)
-    timed(ActionType.FULL_BACKWARD, partial(stage.backward, result))
-    return taken
+    for _ in range(warmups + repeats):
+        result = timed(ActionType.FORWARD, partial(stage.forward, stage.receive()))
+        with stage.gradients.collect():
+            timed(ActionType.BACKWARD_INPUT, partial(stage.backward, result))
+            make_weight_gradients = stage.gradients.take()
+        timed(ActionType.BACKWARD_WEIGHT, make_weight_gradients)
+        again = partial(stage.forward, stage.receive())
+        result = timed(ActionType.RECOMPUTE, again, save_random_state(stage.device))
+        timed(ActionType.FULL_BACKWARD, partial(stage.backward, result))
+    # Read after all rounds, so that no pass waits for another's end.
+    samples: dict[ActionType, list[float]] = {}
+    for kind, start, end in marks:
+        samples.setdefault(kind, []).append(clock.ms_between(start, end))
+    if not can_split:
+        samples[ActionType.BACKWARD_WEIGHT] = [0.0] * (warmups + repeats)
+    return {kind: tuple(values[warmups:]) for kind, values in samples.items()}
 
 
 def time_pairs(
@@ -316,15 +302,15 @@ def time_pairs(
     repeats: int,
     warmups: int,
 ) -> tuple[float, ...]:
-    """Run an F and a backward one after the other and then as a pair, again and again.
+    """Run an F and a backward one after the other and then as a pair, repeatedly.
 
-    Returns by how many ms the pair was shorter, in each of the rounds that are kept.
+    Return by how many ms the pair was shorter, in each round after the warm-ups.
     """
     kind = ActionType.BACKWARD_INPUT if letter == "I" else ActionType.FULL_BACKWARD
     rounds = []
     for _ in range(warmups + repeats):
         marks = []
-        for run in (_in_turn, overlap):
+        for run in (_run_in_turn, overlap):
             result = backward.forward(backward.receive())
             received = forward.receive()
             with backward.gradients.collect() if letter == "I" else nullcontext():
@@ -353,19 +339,18 @@ def time_pairs(
     )
 
 
-def _in_turn(forward: PairedPass, backward: PairedPass) -> None:
+def _run_in_turn(forward: PairedPass, backward: PairedPass) -> None:
     forward.run()
     backward.run()
 
 
-# --- How fast activations go to the host and come back: alone, both ways together, and under
-# compute. The copies are those of an OFFLOAD and a RELOAD of the stage: as many, as large, on the
-# same lanes. On the CPU a copy has ended when it was issued: both directions and compute take
-# turns, and what "under compute" adds is that the caches are cold.
+# --- Bandwidths to the host and back: alone, both directions together, and under compute. Copies
+# have the number, sizes and lanes of the stage's OFFLOAD and RELOAD. On the CPU, copies are
+# synchronous: both directions and compute take turns, and compute only makes the caches cold.
 
 _DOWN, _UP = 0, 1
 _CUDA_BYTES = 256 * 2**20
-"""On CUDA that much is copied at once, so that the host's issuing is hidden."""
+"""Bytes issued together on CUDA, to hide the host's time to issue copies."""
 
 
 class Rate(NamedTuple):
@@ -376,7 +361,7 @@ class Rate(NamedTuple):
 
 
 class Bandwidths(NamedTuple):
-    """Medians; ``under_compute`` is with both directions busy, as DESIGN section 3 wants them."""
+    """Median bandwidths; ``under_compute`` has both directions busy, as DESIGN section 3 asks."""
 
     alone: Rate
     together: Rate
@@ -393,26 +378,32 @@ def measure_bandwidths(
     compute_ms: float,
     repeats: int,
 ) -> Bandwidths:
-    """Copy buffers of some sizes, in bytes, to the host and back.
+    """Copy buffers of these sizes in bytes to the host and back, and return the median bandwidths.
 
-    ``compute`` runs some passes of the stage that take about ``compute_ms``. Medians are taken of
-    ``repeats`` copies; one more comes before them.
+    ``compute`` runs passes of the stage that take about ``compute_ms``. The medians are of
+    ``repeats`` copies after one warm-up.
     """
     rounds = max(1, round(_CUDA_BYTES / sum(sizes))) if copies.pinned else 1
     num_bytes = sum(sizes) * rounds
-    # Both lanes have buffers of their own, as two different cells have them.
-    lanes = [[_pair(size, device, pinned=copies.pinned) for size in sizes] for _ in (_DOWN, _UP)]
-    back = [(host, there) for there, host in lanes[_UP]]
+    # Each lane has its own buffers, as two cells do.
+    lanes = [
+        [
+            (_zeros(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=copies.pinned))
+            for size in sizes
+        ]
+        for _ in (_DOWN, _UP)
+    ]
+    reloads = [(on_host, on_device) for on_device, on_host in lanes[_UP]]
 
     def issue(lane: int) -> tuple[Mark, Mark]:
-        """Start a lane's copies; return the moments of their start and end."""
+        """Issue a lane's copies; return the moments of their start and end."""
         start = clock.mark()
         for _ in range(rounds):
-            fence = copies.to_host(lanes[_DOWN]) if lane == _DOWN else copies.to_device(back)
+            fence = copies.to_host(lanes[_DOWN]) if lane == _DOWN else copies.to_device(reloads)
         return start, clock.mark_after(fence, lane)
 
     def rates(used: Sequence[int], passes: int | None = None) -> list[float]:
-        """Return the lanes' medians; compute runs once before them, and ``passes`` times beside."""
+        """Return the median GB/s of lanes, with ``passes`` of compute if not None."""
         samples = []
         for _ in range(repeats + 1):
             if passes is not None:
@@ -431,72 +422,65 @@ def measure_bandwidths(
     return Bandwidths(Rate(*alone), Rate(*together), Rate(*rates([_DOWN, _UP], passes)))
 
 
-def _pair(size: int, device: torch.device, *, pinned: bool) -> tuple[Tensor, Tensor]:
-    """Return buffers on the device and on the host."""
-    return (
-        torch.zeros(size, dtype=torch.uint8, device=device),
-        torch.zeros(size, dtype=torch.uint8, pin_memory=pinned),
-    )
-
-
 def device_facts(
     ranks: MeasuringRanks, bandwidths: Sequence[Bandwidths | None], memory_bytes: int | None
 ) -> tuple[DeviceFacts, ...]:
-    """Return the facts of every device; each is asked for its own.
+    """Return the facts of every device, each read on its own rank.
 
-    ``memory_bytes`` of each; None = the GPU's own, or an equal part of the host's.
+    ``memory_bytes`` is the memory of each; None = the GPU's, or an equal part of the host's.
     """
+
+    def own_facts() -> dict[str, Any]:
+        facts: dict[str, Any] = {"host": socket.gethostname()} if ranks.are_many else {}
+        if ranks.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(ranks.device)
+            reserved = total - free - torch.cuda.memory_reserved(ranks.device)
+            facts |= {"memory_bytes": total, "reserved_bytes": max(0, reserved)}
+        else:
+            facts["memory_bytes"] = host_memory_bytes() // len(bandwidths)
+        return facts | ({"memory_bytes": memory_bytes} if memory_bytes else {})
+
     found = []
     for index, rates in enumerate(bandwidths):
-        make = partial(_own_facts, ranks, len(bandwidths), memory_bytes)
-        own: dict[str, Any] = ranks.tell(index, make)
+        facts = ranks.run_on(index, own_facts)
         if rates is not None:
-            own |= rates.under_compute._asdict()
-        found.append(DeviceFacts(**own))
+            facts |= rates.under_compute._asdict()
+        found.append(DeviceFacts(**facts))
     return tuple(found)
 
 
-def _own_facts(ranks: MeasuringRanks, num_devices: int, memory_bytes: int | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {"host": socket.gethostname()} if ranks.are_many else {}
-    if ranks.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(ranks.device)
-        taken = total - free - torch.cuda.memory_reserved(ranks.device)
-        return facts | {"memory_bytes": memory_bytes or total, "reserved_bytes": max(0, taken)}
-    return facts | {"memory_bytes": memory_bytes or host_memory_bytes() // num_devices}
-
-
 def device_name(device: torch.device) -> str:
-    """Return what people call a device."""
+    """Return the name of a device for reports."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-# --- What messages between devices take: ping-pong between ranks, or copies on the one there is.
+# --- Messages between devices: ping-pong between ranks, or copies on the only device.
 
 _WARMUPS = 2
 
-Pair = tuple[int, int]
+DevicePair = tuple[int, int]
 """(lower, higher) device."""
 
 
 def message_sizes(boundary_bytes: int) -> tuple[int, ...]:
-    """Return the sizes that are sent: a short one for the latency, the boundary's, and larger.
+    """Return the sizes to send: a short one for the latency, the boundary's, and larger ones.
 
-    The larger ones, up to 16 times the boundary where that is not more than 256 MiB, tell the
-    bandwidth of links on which the boundary's own is as fast as a short message.
+    If the boundary's message takes no longer than a short one, only larger ones show the bandwidth.
+    They are up to 16 times as large, but at most 256 MiB or the boundary's size.
     """
-    most = max(boundary_bytes, 2**28)
-    sizes = {1024, *(min(most, factor * boundary_bytes) for factor in (1, 4, 16))}
+    max_bytes = max(boundary_bytes, 2**28)
+    sizes = {1024, *(min(max_bytes, factor * boundary_bytes) for factor in (1, 4, 16))}
     return tuple(sorted(size for size in sizes if size > 0))
 
 
 def local_copies(
-    sizes_of: Mapping[Pair, Sequence[int]], clock: Clock, device: torch.device, repeats: int
+    sizes_of: Mapping[DevicePair, Sequence[int]], clock: Clock, device: torch.device, repeats: int
 ) -> tuple[Transfer, ...]:
-    """Copy on one device in place of messages between devices that are not there."""
+    """Time copies on one device, instead of messages between devices that do not exist."""
     times: dict[int, list[float]] = {}
     for size in sorted({size for sizes in sizes_of.values() for size in sizes}):
-        source, target = _buffer(size, device), _buffer(size, device)
-        times[size] = _timed(clock, partial(target.copy_, source), repeats)
+        source, target = _zeros(size, device), _zeros(size, device)
+        times[size] = _timed(clock, [partial(target.copy_, source)], repeats)
     return tuple(
         Transfer(source=a, target=b, num_bytes=size, time_ms=ms)
         for (a, b), sizes in sorted(sizes_of.items())
@@ -506,100 +490,79 @@ def local_copies(
 
 
 def ping_pong(
-    sizes_of: Mapping[Pair, Sequence[int]],
+    sizes_of: Mapping[DevicePair, Sequence[int]],
     clock: Clock,
     device: torch.device,
     group: ProcessGroup | None,
     repeats: int,
 ) -> tuple[Transfer, ...]:
-    """Send messages to and fro between pairs of ranks, one pair at a time.
+    """Send messages back and forth between pairs of ranks, one pair at a time.
 
     A message's time is half of its round trip. All ranks call this together and get all times.
-    ``sizes_of`` has the bytes of each pair's messages, the same on all ranks; of each size
-    ``repeats`` round trips are kept, and two more come before them. Over gloo messages start and
-    end in the host's memory.
+    ``sizes_of`` has the bytes of each pair's messages, the same on all ranks. Each size has
+    ``repeats`` round trips after two warm-ups. Over gloo, messages are in the host's memory.
     """
     if backends(group).get(device.type) != dist.Backend.NCCL:
         device = torch.device("cpu")
-    own: list[Transfer] = []
+    rank, own = dist.get_rank(group), list[Transfer]()
     for pair, sizes in sorted(sizes_of.items()):
         dist.barrier(group)
-        for size in sizes if dist.get_rank(group) in pair else ():
-            own += _play(pair, _buffer(size, device), group, clock, repeats)
+        for size in sizes if rank in pair else ():
+            buffer, peer = _zeros(size, device), sum(pair) - rank
+            send = partial(dist.send, buffer, group=group, group_dst=peer)
+            receive = partial(dist.recv, buffer, group=group, group_src=peer)
+            is_first = rank == pair[0]
+            steps = (send, receive) if is_first else (receive, send)
+            for ms in _timed(clock, steps, repeats):
+                transfer = Transfer(source=pair[0], target=pair[1], num_bytes=size, time_ms=ms / 2)
+                own += [transfer] if is_first else []
     return tuple(one for part in gather(own, group) for one in part)
 
 
-def _play(
-    pair: Pair, buffer: Tensor, group: ProcessGroup | None, clock: Clock, repeats: int
-) -> list[Transfer]:
-    """Send a buffer to and fro; return the transfers on the first rank, which times them."""
-    first, second = pair
-    if dist.get_rank(group) == second:
-        for _ in range(repeats + _WARMUPS):
-            dist.recv(buffer, group=group, group_src=first)
-            dist.send(buffer, group=group, group_dst=first)
-        return []
-
-    def there_and_back() -> None:
-        dist.send(buffer, group=group, group_dst=second)
-        dist.recv(buffer, group=group, group_src=second)
-
-    return [
-        Transfer(source=first, target=second, num_bytes=buffer.numel(), time_ms=ms / 2)
-        for ms in _timed(clock, there_and_back, repeats)
-    ]
-
-
-def _timed(clock: Clock, run: Callable[[], object], repeats: int) -> list[float]:
+def _timed(clock: Clock, steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the ms of some steps in each repeat, after warm-ups."""
     marks = []
     for _ in range(repeats + _WARMUPS):
         start = clock.mark()
-        run()
+        for step in steps:
+            step()
         marks.append((start, clock.mark()))
     return [clock.ms_between(start, end) for start, end in marks[_WARMUPS:]]
 
 
-def _buffer(size: int, device: torch.device) -> Tensor:
+def _zeros(size: int, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-# --- The ranks that measure together, or the one process that measures alone.
+# --- The ranks that measure together, or the only process.
 
 
 class MeasuringRanks:
-    """Runs a part of the measuring on one rank and tells all others what came out.
+    """Runs each part of the measuring on one rank, and sends its result to all ranks.
 
-    Without torch.distributed there is one process, which plays all devices.
+    Without torch.distributed one process measures for all devices.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
         self.are_many = dist.is_initialized() and dist.get_world_size(group) > 1
-        self.size = dist.get_world_size(group) if self.are_many else None
-        """Number of ranks, or None where one process plays all devices."""
+        self.num_ranks = dist.get_world_size(group) if self.are_many else None
+        """None if one process measures for all devices."""
 
-    def check_devices(self, num_devices: int) -> None:
-        """Refuse another number of ranks than devices."""
-        if self.size not in (None, num_devices):
-            raise PreflightError(
-                f"the placement names {num_devices} devices, but {self.size} ranks measure: there "
-                "must be one rank per device, or one process for all; start that many"
-            )
-
-    def tell(self, home: int, make: Callable[[], Any]) -> Any:
-        """Return what a function gives on rank ``home``; a failure there fails all ranks."""
+    def run_on(self, home: int, function: Callable[[], Any]) -> Any:
+        """Return the result of a function on rank ``home``; a failure there fails all ranks."""
         if not self.are_many:
-            return make()
-        value, faults = made_on(home, make, self.device, self.group)
+            return function()
+        value, faults = made_on(home, function, self.device, self.group)
         if faults:
             raise PreflightError(f"rank {home} could not measure: {faults[0]}")
         return value
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[None]:
-    """Meet the other ranks where torchrun, or `optpipe.runtime.demo_model`, started some."""
+def use_process_group(device: torch.device) -> Iterator[None]:
+    """Join the other ranks inside, if torchrun or `optpipe.runtime.demo_model` started some."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         yield
         return
@@ -612,8 +575,8 @@ def joined(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def computing_with(threads: int) -> Iterator[None]:
-    """Let the CPU's operations use so many threads, as many as a rank will have."""
+def use_threads(threads: int) -> Iterator[None]:
+    """Let CPU operations use this many threads inside the context, as a rank would."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -622,8 +585,8 @@ def computing_with(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def device_named(name: str | None) -> torch.device:
-    """Return the device to measure on: the one named, else this rank's GPU, else the CPU."""
+def select_device(name: str | None) -> torch.device:
+    """Return the device of this name, or this rank's GPU, or the CPU; make a GPU current."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -632,14 +595,10 @@ def device_named(name: str | None) -> torch.device:
         raise InputError(
             f"--device {name}: torch knows no such device; write cuda or cpu"
         ) from None
-    return _own_gpu(device) if device.type == "cuda" else device
-
-
-def _own_gpu(device: torch.device) -> torch.device:
-    """Return the GPU that is named, or that torchrun gave this rank, and make it current."""
-    if not torch.cuda.is_available():
-        raise InputError(f"--device {device}: torch finds no GPU here; write cpu")
-    if ":" not in str(device):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(f"--device {device}: torch finds no GPU here; write cpu")
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     return device

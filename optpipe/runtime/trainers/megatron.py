@@ -145,7 +145,7 @@ class _ParallelProduct(torch.autograd.Function):
                 "a parallel layer of Megatron-Core", "use a plain nn.Linear there"
             )
         if ctx.sink.defers:
-            ctx.sink.put_aside(deferred)
+            ctx.sink.put_aside(deferred.make, (deferred.layer_input, output_gradient))
         else:
             deferred.make()
         return input_gradient, None, None, None, None
@@ -158,11 +158,6 @@ class _Deferral(NamedTuple):
     bias: Tensor | None
     layer_input: Tensor
     output_gradient: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What is kept until W."""
-        return self.layer_input, self.output_gradient
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Return those of weight and bias."""
