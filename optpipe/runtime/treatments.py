@@ -376,7 +376,8 @@ def _treatment(
 
 
 # --- Buffers that a forward changes: running statistics, counters, histories of scales. A
-# recomputation reads the values that its F read, and its own changes are undone.
+# recomputation reads the values that its F read, and its own changes are undone. It keeps a change
+# that a module makes with gradients alone, as Megatron's routers count tokens: the F made none.
 
 
 _ALWAYS_COPIED_BYTES = 1 << 16
@@ -389,12 +390,15 @@ class ChangingBuffers:
     The first F, and the first after a switch between training and evaluation, compares all buffers.
     A later F compares their versions and identities. A change through ``.data`` changes neither, so
     small buffers are always restored.
+
+    If a recomputation writes into a buffer that its F left alone, the buffer gets the difference.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._changing: dict[tuple[bool, ...], set[BufferPlace]] = {}
         self._before: dict[object, dict[BufferPlace, Tensor]] = {}
+        self._written: dict[object, set[BufferPlace]] = {}
 
     @contextmanager
     def recorded(self, call: object) -> Iterator[None]:
@@ -426,17 +430,19 @@ class ChangingBuffers:
                     "the first forward too, or replace it by a new tensor, or solve a problem in "
                     "which nothing is recomputed here"
                 )
-        changing |= written | {
+        written |= {
             place
             for place, buffer in found.items()
             if getattr(*place) is not buffer
             or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
         }
+        changing |= written
         kept = changing | small
         for buffer in (found[place] for place in kept):
             copy = before.get(id(buffer), buffer)
             before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
         self._before[call] = {place: before[id(found[place])] for place in kept}
+        self._written[call] = written
         # If a buffer changes for the first time now, all earlier F's read its present value.
         for earlier in self._before.values():
             for place, copy in self._before[call].items():
@@ -445,12 +451,32 @@ class ChangingBuffers:
     @contextmanager
     def restored(self, call: object) -> Iterator[None]:
         """Run the recomputation inside."""
-        with replaced(self._before.pop(call)):
+        copies, written = self._before.pop(call), self._written.pop(call)
+        starts = {place: one.clone() for place, one in copies.items() if place not in written}
+        versions = {place: version_of(copies[place]) for place in starts}
+        with replaced(copies):
             yield
+            ends = {place: getattr(*place) for place in starts}
+        # By their memory: a buffer of two modules has changed once.
+        changed = {
+            id(copies[place]): place
+            for place, end in ends.items()
+            if end is not copies[place] or version_of(end) != versions[place]
+        }
+        for place in changed.values():
+            owner, name = place
+            buffer, end = getattr(owner, name), ends[place].detach()
+            if end.shape != buffer.shape:
+                setattr(owner, name, end)
+            elif end.dtype == torch.bool:
+                buffer.copy_(end)
+            else:
+                buffer += end - starts[place]
 
     def reset(self) -> None:
         """Drop the values of an interrupted step."""
         self._before.clear()
+        self._written.clear()
 
 
 # --- Outputs of recomputations, compared with those of their F's.

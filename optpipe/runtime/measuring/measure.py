@@ -473,8 +473,8 @@ class Profile(NamedTuple):
         These are the whole batch, which stays for the step, and boundary tensors in flight. Their
         number depends on the schedule, so enough is reserved for any
         (`optpipe.runtime.messages.max_boundary_bytes`). Other schedules leave some of it unused;
-        for those, reduce ``reserved_bytes``. The runtime counts what a schedule needs, and reports before the
-        first step if too few bytes are reserved.
+        for those, reduce ``reserved_bytes``. The runtime counts what a schedule needs, and reports
+        before the first step if too few bytes are reserved.
         """
         measurements, num_stages = self.measurements, len(self.results)
         reserved = [facts.reserved_bytes or 0 for facts in measurements.devices]
