@@ -282,8 +282,8 @@ def models_of(job: Job) -> list[nn.Module]:
             vp_stage=chunk if job.chunks > 1 else None,
         )
         if job.delays:
-            layers: Any = model.decoder.layers
-            for layer in layers:
+            decoder: Any = model.decoder
+            for layer in decoder.layers:
                 for name in ("linear_fc1", "linear_fc2"):
                     setattr(layer.mlp, name, _DelayingParallel(getattr(layer.mlp, name)))
         if job.half:
