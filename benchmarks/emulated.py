@@ -34,9 +34,9 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
@@ -56,10 +56,10 @@ from optpipe.simulate import duration_ms
 from optpipe_solver import solve
 from optpipe_solver.families.registry import FAMILIES
 from tests.runtime.measured import WorkClock, mean_square
-from tests.runtime.ranks import Ranks, start_ranks
+from tests.runtime.ranks import start_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from concurrent.futures import Future
 
     from optpipe.runtime.offload import Pair
@@ -78,7 +78,7 @@ _BLOCK_MS = 60.0
 """F of one block of a stage of average speed."""
 _UNEVEN = (1.0, 0.85, 1.1, 0.9, 1.15, 0.95)
 """Relative time of the stages of the model, in turn; a model has one stage per rank."""
-_COPY_MS = 100.0
+_COPY_MS = 200.0
 """Of all activations of a stage of two blocks, to the host or back."""
 _LATENCY_MS = 1.0
 _PLENTY = 2**40
@@ -108,17 +108,21 @@ CASES = {
     "ZB-V": EmulatedCase("v", "zb-v"),
     "PipeOffload": EmulatedCase("loop", "po-h"),
     "solved, menus": EmulatedCase("line", modes=(), kept=1),
-    "solved, offload": EmulatedCase("line", kept=1),
-    "1F1B, queueing links": EmulatedCase("line", "1f1b", message_ms=150.0),
-    "solved, queueing links": EmulatedCase("line", message_ms=150.0),
+    "solved, offload": EmulatedCase("line", kept=0),
+    "1F1B, queueing links": EmulatedCase("line", "1f1b", message_ms=200.0),
+    "GPipe, queueing links": EmulatedCase("line", "gpipe", message_ms=200.0),
+    "solved, queueing links": EmulatedCase("line", message_ms=200.0),
 }
-_MICROBATCHES = {4: 8}
-"""Of a step, by the number of ranks; 16 where it is not named."""
+_MOST_MICROBATCHES = 16
+"""Of a step; few ranks have two micro-batches each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedRow:
-    """One line of the table: times in ms, differences of gains in percentage points."""
+    """One line of the table: times in ms, gains in percent of the step of 1F1B.
+
+    ``load`` is the load of the machine, averaged over a minute.
+    """
 
     ranks: int
     schedule: str
@@ -127,17 +131,35 @@ class EmulatedRow:
     measured_ms: float
     lowest_ms: float
     highest_ms: float
-    longer_percent: float
-    planned_gain: float
-    measured_gain: float
-    gain_points: float
-    stamp: str = ""
+    longer_percent: float = 0.0
+    planned_gain: float = 0.0
+    measured_gain: float = 0.0
+    gain_points: float = 0.0
+    load: float
+    stamp: str
+
+    def compared_with(self, base: EmulatedRow | None) -> EmulatedRow:
+        """Return the row with its differences; ``base`` None: it is the row of 1F1B."""
+        base = base or self
+        planned_gain = 100 * (1 - self.planned_ms / base.planned_ms)
+        measured_gain = 100 * (1 - self.measured_ms / base.measured_ms)
+        return replace(
+            self,
+            longer_percent=100 * (self.measured_ms / self.planned_ms - 1),
+            planned_gain=planned_gain,
+            measured_gain=measured_gain,
+            gain_points=measured_gain - planned_gain,
+        )
 
     @property
     def is_as_planned(self) -> bool:
         """Whether both differences are within their limits."""
         close = abs(self.longer_percent) <= MOST_STEP_PERCENT
         return close and abs(self.gain_points) <= MOST_GAIN_POINTS
+
+    def __str__(self) -> str:
+        cells = [f"{one:.2f}" if isinstance(one, float) else str(one) for one in astuple(self)[:-1]]
+        return f"| {' | '.join(cells)} |"
 
 
 # --- Modules, and the problem that describes them.
@@ -195,11 +217,11 @@ def make_problem(num_ranks: int, case: EmulatedCase, *, share: float = 1.0) -> P
     if case.kept is not None:
         most = case.kept + num_ranks // 2
         limit = whole.static_bytes + most * whole.activation_bytes
-    pairs = {(a, b) for a, b in zip(homes, homes[1:], strict=False) if a != b}
+    pairs = {(a, b) for a, b in pairwise(homes) if a != b}
     bandwidth = middle.output_bytes / (share * case.message_ms * 1e6)
     return Problem(
         format="optpipe/problem/v2",
-        num_microbatches=_MICROBATCHES.get(num_ranks, 16),
+        num_microbatches=min(2 * num_ranks, _MOST_MICROBATCHES),
         devices=(Device(memory_bytes=limit, d2h_gb_per_s=rate, h2d_gb_per_s=rate),) * num_ranks,
         stages=tuple(stages),
         links=tuple(
@@ -253,76 +275,29 @@ def _sleep_until(moment: float) -> None:
         time.sleep(left)
 
 
-class EmulatedDevice(PlainCopies):
-    """Lets a rank's passes and copies last as long as the problem says.
+class EmulatedLane:
+    """A link, or a direction of copies: it carries one message or copy at a time."""
 
-    It observes the actions of a runner and is the copy lanes of the runner's offloader. With
-    ``pace`` 0 nothing waits.
-    """
-
-    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
-        program, device = schedule.programs[rank], problem.devices[rank]
-        modes = modes_of(problem, program)
-        self._pass_s = {
-            action.bare: duration_ms(problem, action, modes[action.cell]) / 1e3
-            for action in program
-            if action.type.is_compute
-        }
-        self._to_host = _CopyLane(self, device.d2h_gb_per_s or 0.0)
-        self._to_device = _CopyLane(self, device.h2d_gb_per_s or 0.0)
-        self._pass_ends_at = 0.0
-        self.pace = 0.0
-
-    def begin(self, action: Action) -> None:
-        """Note when the pass has to end."""
-        lasts_s = self.pace * self._pass_s.get(action, 0.0)
-        self._pass_ends_at = time.monotonic() + lasts_s
-
-    def end(self, action: Action) -> None:  # noqa: ARG002
-        """Wait for the end of the pass."""
-        _sleep_until(self._pass_ends_at)
-
-    def to_host(self, pairs: Sequence[Pair]) -> CopyEnd:
-        """Copy, and occupy the lane."""
-        super().to_host(pairs)
-        return self._to_host.issue(pairs)
-
-    def to_device(self, pairs: Sequence[Pair]) -> CopyEnd:
-        """Copy, and occupy the lane."""
-        super().to_device(pairs)
-        return self._to_device.issue(pairs)
-
-    def wait_for_copy(self, moment: float) -> None:
-        """Wait for the end of a copy; the running pass starts after it."""
-        before = time.monotonic()
-        _sleep_until(moment)
-        self._pass_ends_at += time.monotonic() - before
-
-
-class _CopyLane:
-    """A direction in which one copy runs at a time."""
-
-    def __init__(self, device: EmulatedDevice, gb_per_s: float) -> None:
-        self._device = device
-        self._bytes_per_s = gb_per_s * 1e9
+    def __init__(self) -> None:
         self._free_at = 0.0
 
-    def issue(self, pairs: Sequence[Pair]) -> CopyEnd:
-        num_bytes = sum(source.nbytes for source, _ in pairs)
-        starts_at = max(time.monotonic(), self._free_at)
-        self._free_at = starts_at + self._device.pace * num_bytes / self._bytes_per_s
-        return CopyEnd(self._device, self._free_at)
+    def occupy(self, seconds: float) -> float:
+        """Queue a message or a copy; return the moment of its end."""
+        self._free_at = max(time.monotonic(), self._free_at) + seconds
+        return self._free_at
 
 
 class CopyEnd(NamedTuple):
-    """The end of a copy, as the offloader waits for it."""
+    """The end of a copy, for which the offloader waits."""
 
-    device: EmulatedDevice
+    rank: EmulatedRank
     moment: float
 
     def wait(self) -> None:
-        """Let compute wait for the end."""
-        self.device.wait_for_copy(self.moment)
+        """Wait for the end; the running pass starts after it."""
+        before = time.monotonic()
+        _sleep_until(self.moment)
+        self.rank.pass_ends_at += time.monotonic() - before
 
 
 class LateSend(NamedTuple):
@@ -335,33 +310,71 @@ class LateSend(NamedTuple):
         self.started.result().wait()
 
 
-class EmulatedLinks:
-    """The links from a rank to others, in place of ``dist.isend``."""
+class EmulatedRank(PlainCopies):
+    """Lets the passes, copies and messages of a rank last as long as the problem says.
 
-    def __init__(self, problem: Problem, rank: int) -> None:
-        self._links = {one.target: one for one in problem.links if one.source == rank}
-        self._threads = {target: ThreadPoolExecutor(1) for target in self._links}
-        self._free_at = dict.fromkeys(self._links, 0.0)
-        self._send = dist.isend
+    It observes the actions of a runner, is the copy lanes of the runner's offloader, and sends in
+    place of ``dist.isend``. With ``pace`` 0 nothing waits.
+    """
+
+    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
+        program, modes = schedule.programs[rank], modes_of(problem, schedule.programs[rank])
+        self._device = problem.devices[rank]
+        self._pass_ms = {
+            action.bare: duration_ms(problem, action, modes[action.cell])
+            for action in program
+            if action.type.is_compute
+        }
+        self._down, self._up = EmulatedLane(), EmulatedLane()
+        self._links = {
+            link.target: (link, EmulatedLane(), ThreadPoolExecutor(1))
+            for link in problem.links
+            if link.source == rank
+        }
+        self._send_now = dist.isend
+        self.pass_ends_at = 0.0
         self.pace = 0.0
 
+    def begin(self, action: Action) -> None:
+        """Note when the pass has to end."""
+        self.pass_ends_at = time.monotonic() + self._seconds(self._pass_ms.get(action, 0.0))
+
+    def end(self, action: Action) -> None:  # noqa: ARG002
+        """Wait for the end of the pass."""
+        _sleep_until(self.pass_ends_at)
+
+    def to_host(self, pairs: Sequence[Pair]) -> CopyEnd:
+        """Copy, and occupy the lane to the host."""
+        super().to_host(pairs)
+        return self._copied(self._down, pairs, self._device.d2h_gb_per_s)
+
+    def to_device(self, pairs: Sequence[Pair]) -> CopyEnd:
+        """Copy, and occupy the lane to the device."""
+        super().to_device(pairs)
+        return self._copied(self._up, pairs, self._device.h2d_gb_per_s)
+
+    def _copied(self, lane: EmulatedLane, pairs: Sequence[Pair], rate: float | None) -> CopyEnd:
+        num_bytes = sum(source.nbytes for source, _ in pairs)
+        return CopyEnd(self, lane.occupy(self._seconds(num_bytes / (1e6 * (rate or 1.0)))))
+
     def send(self, tensor: Tensor, group: Any, group_dst: int) -> LateSend:
-        """Queue a message on its link, which carries one at a time."""
-        link = self._links[group_dst]
-        departs_at = max(time.monotonic(), self._free_at[group_dst])
-        left_at = departs_at + self.pace * link.occupied_ms(tensor.nbytes) / 1e3
-        self._free_at[group_dst] = left_at
-        arrives_at = left_at + self.pace * link.latency_ms / 1e3
+        """Queue a message on its link; a thread sends it when the link has carried it."""
+        link, lane, thread = self._links[group_dst]
+        left_at = lane.occupy(self._seconds(link.occupied_ms(tensor.nbytes)))
+        arrives_at = left_at + self._seconds(link.latency_ms)
 
         def deliver() -> Any:
             _sleep_until(arrives_at)
-            return self._send(tensor, group=group, group_dst=group_dst)
+            return self._send_now(tensor, group=group, group_dst=group_dst)
 
-        return LateSend(self._threads[group_dst].submit(deliver))
+        return LateSend(thread.submit(deliver))
+
+    def _seconds(self, ms: float) -> float:
+        return self.pace * ms / 1e3
 
     def close(self) -> None:
         """End the threads."""
-        for thread in self._threads.values():
+        for _, _, thread in self._links.values():
             thread.shutdown()
 
 
@@ -376,31 +389,35 @@ class RankSteps(NamedTuple):
 def run_steps(problem: Problem, schedule: Schedule, num_steps: int) -> RankSteps:
     """Run a step without waits, then ``num_steps`` emulated ones, on this rank with all others."""
     faulthandler.cancel_dump_traceback_later()
-    rank, placement = dist.get_rank(), schedule.placement
+    placement = schedule.placement
     stages = make_stages(len(placement), 2 * len(schedule.programs) // len(placement))
-    own = {index: stages[index] for index, home in enumerate(placement) if home == rank}
+    own = {index: stages[index] for index, home in enumerate(placement) if home == dist.get_rank()}
     runner = PipelineRunner(own, schedule, mean_square, problem, min_offload_bytes=1)
-    device, links = EmulatedDevice(problem, schedule, rank), EmulatedLinks(problem, rank)
-    runner.observe(device)
-    runner.offloader.copies = device
+    emulated = EmulatedRank(problem, schedule, dist.get_rank())
+    runner.observe(emulated)
+    runner.offloader.copies = emulated
     torch.manual_seed(0)
     batch = torch.randn(problem.num_microbatches * _SAMPLES, _WIDTH)
-    steps = RankSteps([], [], [])
-    with patch.object(dist, "isend", links.send), _without_collection():
+    started_at, ended_at = [], []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    with patch.object(dist, "isend", emulated.send):
         losses = runner.step(batch, target=batch)
-        device.pace = links.pace = 1.0
+        emulated.pace = 1.0
         for _ in range(num_steps):
-            steps.started_at.append(_agree_on_start())
+            started_at.append(_agree_on_start())
             losses = runner.step(batch, target=batch)
-            steps.ended_at.append(time.monotonic())
-    steps.losses.extend([] if losses is None else losses.tolist())
-    links.close()
+            ended_at.append(time.monotonic())
+    gc.enable()
+    gc.unfreeze()
+    emulated.close()
     runner.close()
-    return steps
+    return RankSteps(started_at, ended_at, [] if losses is None else losses.tolist())
 
 
 def _agree_on_start() -> float:
-    """Wait until all ranks start a step; return when they do."""
+    """Wait until all ranks start a step together; return that moment."""
     dist.barrier()
     moment = [time.monotonic() + 0.1]
     dist.broadcast_object_list(moment)
@@ -408,87 +425,57 @@ def _agree_on_start() -> float:
     return moment[0]
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
-
-
 # --- The measurement.
 
 
 def measure_cases(
-    num_ranks: int, names: Sequence[str], *, num_steps: int, work: float, share: float = 1.0
-) -> list[EmulatedRow]:
-    """Return a row for each case.
+    num_ranks: int, names: Collection[str], *, num_steps: int, work: float, share: float = 1.0
+) -> Iterator[EmulatedRow]:
+    """Yield a row for each case, and for the 1F1B to which its gain refers.
 
     Raises
     ------
     RuntimeError
         If two schedules train the same model to different losses.
     """
-    wanted = [name for name in CASES if name in {*names, *map(_baseline_of, names)}]
-    made = {name: make_case(num_ranks, CASES[name], work, share=share) for name in wanted}
+    wanted = {*names, *map(_baseline_of, names)}
+    cases = {
+        name: make_case(num_ranks, case, work, share=share)
+        for name, case in CASES.items()
+        if name in wanted
+    }
     rows: dict[str, EmulatedRow] = {}
-    losses: list[Tensor] = []
+    first_losses: Tensor | None = None
     with start_ranks(num_ranks) as ranks:
-        for name, (problem, schedule) in made.items():
+        for name, (problem, schedule) in cases.items():
             planned_ms = simulate(problem, schedule.programs).makespan_ms
-            steps, found = _measure_steps(ranks, problem, schedule, num_steps, planned_ms)
-            losses.append(found)
-            if not torch.allclose(losses[0], losses[-1], rtol=1e-4):
-                raise RuntimeError(f"{name} trains to losses {losses[-1]}, but not {losses[0]}")
-            measured_ms = statistics.median(steps)
-            base = rows.get(_baseline_of(name))
-            planned_gain = 100 * (1 - planned_ms / base.planned_ms) if base else 0.0
-            measured_gain = 100 * (1 - measured_ms / base.measured_ms) if base else 0.0
+            timeout_s = 60 + 3 * num_steps * planned_ms / 1e3
+            found = ranks.run(run_steps, problem, schedule, num_steps, timeout=timeout_s)
+            losses = torch.tensor(found[schedule.placement[-1]].losses)
+            first_losses = losses if first_losses is None else first_losses
+            if not torch.allclose(losses, first_losses, rtol=1e-4):
+                raise RuntimeError(f"{name} trains to losses {losses}, but not {first_losses}")
+            last_ends = map(max, zip(*(rank.ended_at for rank in found), strict=True))
+            starts = found[0].started_at
+            steps = [1e3 * (end - start) for start, end in zip(starts, last_ends, strict=True)]
             rows[name] = EmulatedRow(
                 ranks=num_ranks,
                 schedule=name,
                 microbatches=problem.num_microbatches,
-                planned_ms=round(planned_ms, 1),
-                measured_ms=round(measured_ms, 1),
-                lowest_ms=round(min(steps), 1),
-                highest_ms=round(max(steps), 1),
-                longer_percent=round(100 * (measured_ms / planned_ms - 1), 2),
-                planned_gain=round(planned_gain, 2),
-                measured_gain=round(measured_gain, 2),
-                gain_points=round(measured_gain - planned_gain, 2),
+                planned_ms=planned_ms,
+                measured_ms=statistics.median(steps),
+                lowest_ms=min(steps),
+                highest_ms=max(steps),
+                load=os.getloadavg()[0],
                 stamp=stamp(),
-            )
-            load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-            print(f"{num_ranks} ranks, {name}: {rows[name]} (load {load})", flush=True)
-    return list(rows.values())
+            ).compared_with(rows.get(_baseline_of(name)))
+            yield rows[name]
 
 
 def _baseline_of(name: str) -> str:
     """Return the case of 1F1B on the same links."""
     queueing = "1F1B, queueing links"
     return queueing if CASES[name].message_ms == CASES[queueing].message_ms else "1F1B"
-
-
-def _measure_steps(
-    ranks: Ranks, problem: Problem, schedule: Schedule, num_steps: int, planned_ms: float
-) -> tuple[list[float], Tensor]:
-    """Return the ms of each step, from the common start to the end of the last rank; the losses."""
-    timeout_s = 60 + 3 * num_steps * planned_ms / 1e3
-    found = ranks.run(run_steps, problem, schedule, num_steps, timeout=timeout_s)
-    ends = zip(*(rank.ended_at for rank in found), strict=True)
-    starts = found[0].started_at
-    steps = [1e3 * (max(end) - start) for start, end in zip(starts, ends, strict=True)]
-    return steps, torch.tensor(found[schedule.placement[-1]].losses)
-
-
-def table(rows: Sequence[EmulatedRow]) -> str:
-    """Return the rows as a Markdown table."""
-    names = [field.name for field in fields(EmulatedRow) if field.name != "stamp"]
-    lines = [f"| {' | '.join(names)} |", "|--:|---|" + "--:|" * (len(names) - 2)]
-    lines += [f"| {' | '.join(str(getattr(row, name)) for name in names)} |" for row in rows]
-    return "\n".join([rows[0].stamp, "", *lines])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -498,20 +485,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each schedule")
     parser.add_argument("--work", type=float, default=2.0, help="units of work of each solve")
-    parser.add_argument("--share", type=float, default=1.0, help="of the planned times")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    rows: list[EmulatedRow] = []
+    names = [field.name for field in fields(EmulatedRow)][:-1]
+    print(f"{stamp()}\n\n| {' | '.join(names)} |\n|--:|---|{'--:|' * (len(names) - 2)}")
+    missed = []
     for num_ranks in options.ranks:
-        rows += measure_cases(
-            num_ranks, options.schedules, num_steps=options.steps, work=options.work,
-            share=options.share,
-        )  # fmt: skip
-    print(table(rows))
-    write_rows(rows, options.out)
-    missed = [f"{row.schedule} on {row.ranks} ranks" for row in rows if not row.is_as_planned]
-    limits = f"{MOST_STEP_PERCENT:g}% of its plan and {MOST_GAIN_POINTS:g} points of its gain"
-    print(f"\n{len(rows) - len(missed)} of {len(rows)} steps are within {limits}", *missed, sep="\n")
+        for row in measure_cases(
+            num_ranks, options.schedules, num_steps=options.steps, work=options.work
+        ):
+            print(row, flush=True)
+            write_rows([row], options.out)
+            missed += [] if row.is_as_planned else [f"{row.schedule} on {row.ranks} ranks"]
+    print(
+        f"\nsteps within {MOST_STEP_PERCENT:g}% of their plan, gains within "
+        f"{MOST_GAIN_POINTS:g} points: " + (f"all but {'; '.join(missed)}" if missed else "all")
+    )
     return 1 if missed else 0
 
 
