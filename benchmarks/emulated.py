@@ -34,7 +34,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -157,9 +157,10 @@ class EmulatedRow:
         close = abs(self.longer_percent) <= MOST_STEP_PERCENT
         return close and abs(self.gain_points) <= MOST_GAIN_POINTS
 
-    def __str__(self) -> str:
-        cells = [f"{one:.2f}" if isinstance(one, float) else str(one) for one in astuple(self)[:-1]]
-        return f"| {' | '.join(cells)} |"
+    def rounded(self) -> EmulatedRow:
+        """Return the row with two decimals."""
+        numbers = {name: one for name, one in asdict(self).items() if isinstance(one, float)}
+        return replace(self, **{name: round(one, 2) for name, one in numbers.items()})
 
 
 # --- Modules, and the problem that describes them.
@@ -494,8 +495,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in measure_cases(
             num_ranks, options.schedules, num_steps=options.steps, work=options.work
         ):
-            print(row, flush=True)
-            write_rows([row], options.out)
+            print(f"| {' | '.join(map(str, astuple(row.rounded())[:-1]))} |", flush=True)
+            write_rows([row.rounded()], options.out)
             missed += [] if row.is_as_planned else [f"{row.schedule} on {row.ranks} ranks"]
     print(
         f"\nsteps within {MOST_STEP_PERCENT:g}% of their plan, gains within "
