@@ -159,7 +159,9 @@ class EmulatedRow:
 
     def rounded(self) -> EmulatedRow:
         """Return the row with two decimals."""
-        numbers = {name: one for name, one in asdict(self).items() if isinstance(one, float)}
+        numbers: dict[str, Any] = {
+            name: one for name, one in asdict(self).items() if isinstance(one, float)
+        }
         return replace(self, **{name: round(one, 2) for name, one in numbers.items()})
 
 
