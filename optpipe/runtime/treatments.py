@@ -388,7 +388,8 @@ def hidden_groups(module: nn.Module, there: Groups) -> set[str]:
 
 
 # --- Buffers that a forward changes: running statistics, counters, histories of scales. What runs
-# again reads what its F read, and leaves no second trace.
+# again reads what its F read, and leaves no second trace. It leaves the only trace of a change that
+# a module makes with gradients alone, as Megatron's routers count tokens: its F had none.
 
 
 _ALWAYS_COPIED_BYTES = 1 << 16
@@ -401,12 +402,15 @@ class ChangingBuffers:
     They are found by comparing all buffers at the first F, and again where a module has changed
     between training and evaluation; later ones by their version or by being another tensor. A
     change through ``.data`` leaves no trace, so small buffers are all put back.
+
+    What a recomputation adds to a buffer into which its F did not write is added once it is over.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._changing: dict[tuple[bool, ...], set[BufferPlace]] = {}
         self._before: dict[object, dict[BufferPlace, Tensor]] = {}
+        self._written: dict[object, set[BufferPlace]] = {}
 
     @contextmanager
     def noted(self, call: object) -> Iterator[None]:
@@ -430,17 +434,19 @@ class ChangingBuffers:
         for place in written:
             if id(found[place]) not in before:
                 raise PreflightError(self._lost(place))
-        changing |= written | {
+        written |= {
             place
             for place, buffer in found.items()
             if getattr(*place) is not buffer
             or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
         }
+        changing |= written
         kept = changing | small
         for buffer in (found[place] for place in kept):
             copy = before.get(id(buffer), buffer)
             before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
         self._before[call] = {place: before[id(found[place])] for place in kept}
+        self._written[call] = written
         # Earlier F's found a buffer that changes now for the first time as it was until now.
         for earlier in self._before.values():
             for place, copy in self._before[call].items():
@@ -459,12 +465,30 @@ class ChangingBuffers:
     @contextmanager
     def put_back(self, call: object) -> Iterator[None]:
         """Run it again."""
-        with replaced(self._before.pop(call)):
+        copies, written = self._before.pop(call), self._written.pop(call)
+        starts = {place: one.clone() for place, one in copies.items() if place not in written}
+        versions = {place: version_of(copies[place]) for place in starts}
+        with replaced(copies):
             yield
+            ends = {place: getattr(*place) for place in starts}
+        # By their memory: a buffer of two modules has changed once.
+        changed = {
+            id(copies[place]): place
+            for place, end in ends.items()
+            if end is not copies[place] or version_of(end) != versions[place]
+        }
+        for place in changed.values():
+            owner, name = place
+            buffer, end = getattr(owner, name), ends[place].detach()
+            if end.shape == buffer.shape and end.dtype != torch.bool:
+                buffer += end - starts[place]
+            else:
+                setattr(owner, name, end)
 
     def forget(self) -> None:
         """Forget what an interrupted step left behind."""
         self._before.clear()
+        self._written.clear()
 
 
 # --- Outputs of what runs again, compared with those of its F.

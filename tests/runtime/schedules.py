@@ -67,6 +67,7 @@ def random_programs(
     recompute: float = 0.0,
     fused: float = 0.3,
     in_order: bool = False,
+    forwards_in_order: bool = False,
 ) -> Programs:
     """Return legal programs in a random order that respects all waits.
 
@@ -79,11 +80,13 @@ def random_programs(
     in_order
         Whether every stage makes its gradients in the order of the micro-batches, so that they are
         added up as in one process.
+    forwards_in_order
+        Whether every stage runs its forwards in that order, as what draws random numbers must.
     """
     chooser = random.Random(seed)
     waits = _random_waits(problem, chooser, offload, recompute, fused)
-    if in_order:
-        _keep_order(problem, waits)
+    for kinds in [("IB", "WB")] * in_order + [("F",)] * forwards_in_order:
+        _keep_order(problem, waits, kinds)
     programs: list[list[Action]] = [[] for _ in problem.devices]
     done: set[str] = set()
     while waits:
@@ -127,10 +130,12 @@ def _random_waits(
     return waits
 
 
-def _keep_order(problem: Problem, waits: dict[str, set[str]]) -> None:
+def _keep_order(
+    problem: Problem, waits: dict[str, set[str]], kinds_of: Sequence[str]
+) -> None:
     for s in range(len(problem.stages)):
         for j in range(1, problem.num_microbatches):
-            for kinds in ("IB", "WB"):
+            for kinds in kinds_of:
                 before, after = (
                     next(f"{s}{kind}{k}" for kind in kinds if f"{s}{kind}{k}" in waits)
                     for k in (j - 1, j)

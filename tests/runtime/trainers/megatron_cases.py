@@ -1,7 +1,7 @@
 """What the ranks run with Megatron-Core's own model, data parallelism and training loop."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ class Job:
     distributed: bool = False
     pairs: bool = False
     delays: bool = False
+    half: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
     width: int = 16
     length: int = LENGTH
 
@@ -48,6 +50,8 @@ class Compared:
     losses: float | None
     gradients: float
     parameters: float
+    buffers: float
+    logged: float
     evaluated: float | None
     num_gradients: int
     offloaded_bytes: int
@@ -62,6 +66,8 @@ class _Trained:
     evaluated: list[float]
     gradients: list[Tensor]
     parameters: list[Tensor]
+    buffers: list[Tensor]
+    logged: list[Tensor]
 
 
 def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
@@ -90,6 +96,8 @@ def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
         _worst(found.losses, wanted.losses),
         _worst_of(found.gradients, wanted.gradients),
         _worst_of(found.parameters, wanted.parameters),
+        _worst_of(found.buffers, wanted.buffers),
+        _worst_of(found.logged, wanted.logged),
         _worst(found.evaluated, wanted.evaluated),
         len(found.gradients),
         offloaded,
@@ -107,23 +115,25 @@ def _worst(ours: list[float], theirs: list[float]) -> float | None:
 
 def _worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
     pairs = list(zip(ours, theirs, strict=True))
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
+    doubled = [(a.double(), b.double()) for a, b in pairs]
+    return max((float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in doubled), default=0.0)
 
 
 def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.Module]]:
     models = models_of(job)
     parameters = [one for model in models for one in model.parameters()]
     optimizer = _optimizer(models, job)
-    found = _Trained([], [], [], [])
+    found = _Trained([], [], [], [], [], [])
     for step in range(STEPS):
         for model in models:
             model.zero_grad_buffer()  # type: ignore[operator]
         given = run(**arguments_of(models, job, step))
         found.losses += [float(one["lm loss"]) for one in given]
+        found.logged += _take_logged()
         for parameter in parameters:
             gradient = parameter.main_grad.clone()  # type: ignore[attr-defined]
             found.gradients.append(gradient)
-            if not job.distributed:
+            if not (job.distributed or job.half):
                 parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
@@ -131,18 +141,40 @@ def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.M
         given = run(**arguments_of(models, job, STEPS), forward_only=True)
     found.evaluated = [float(one["lm loss"]) for one in given]
     found.parameters = [one.detach().clone() for one in parameters]
+    found.buffers = [one.clone() for model in models for _, one in model.named_buffers()]
     return found, models
 
 
+def _take_logged() -> list[Tensor]:
+    """Return what the routers have logged of their losses since the last call."""
+    from megatron.core.transformer.moe import moe_utils
+
+    logged = moe_utils.get_moe_layer_wise_logging_tracker()
+    values = [logged[name]["values"].clone() for name in sorted(logged)]
+    moe_utils.clear_aux_losses_tracker()
+    return values
+
+
 def _optimizer(models: list[nn.Module], job: Job) -> Any:
-    if not job.distributed:
+    if not (job.distributed or job.half):
         return torch.optim.Adam([one for model in models for one in model.parameters()], lr=1e-3)
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0
+        optimizer="adam",
+        lr=1e-3,
+        use_distributed_optimizer=job.distributed,
+        clip_grad=1.0,
+        fp16=job.half,
+        params_dtype=torch.half if job.half else torch.float32,
+        # The scale doubles after the first step.
+        initial_loss_scale=2.0**10,
+        loss_scale_window=1,
     )
-    return get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
+    if job.half:
+        models[0].config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
+    return optimizer
 
 
 def arguments_of(models: list[nn.Module], job: Job, step: int) -> dict[str, Any]:
@@ -191,7 +223,9 @@ def models_of(job: Job) -> list[nn.Module]:
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
 
     experts: dict[str, Any] = {}
     if job.experts:
@@ -203,35 +237,38 @@ def models_of(job: Job) -> list[nn.Module]:
             "moe_token_dispatcher_type": "allgather",
             "add_bias_linear": False,
         }
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=job.width,
-        num_attention_heads=2,
-        ffn_hidden_size=2 * job.width,
-        use_cpu_initialization=True,
-        pipeline_model_parallel_size=job.pipeline,
-        virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
-        pipeline_dtype=torch.float32,
+    kind = torch.half if job.half else torch.float32
+    settings: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": job.width,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 2 * job.width,
+        "use_cpu_initialization": True,
+        "pipeline_model_parallel_size": job.pipeline,
+        "virtual_pipeline_model_parallel_size": job.chunks if job.chunks > 1 else None,
+        "fp16": job.half,
+        "params_dtype": kind,
+        "pipeline_dtype": kind,
         # In one batch, messages of two chunks between the same two ranks would be mixed up.
-        overlap_p2p_comm=job.chunks > 1,
-        batch_p2p_comm=job.chunks == 1,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        calculate_per_token_loss=job.per_token,
-        tensor_model_parallel_size=job.tensor,
-        **experts,
-    )
+        "overlap_p2p_comm": job.chunks > 1,
+        "batch_p2p_comm": job.chunks == 1,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": job.per_token,
+        "tensor_model_parallel_size": job.tensor,
+    }
+    config = TransformerConfig(**(settings | experts | job.settings))
     stage, pipeline = parallel_state.get_pipeline_model_parallel_rank(), job.pipeline
-    torch.manual_seed(7 + stage)
+    model_parallel_cuda_manual_seed(7 + stage)
     models: list[Any] = []
     for chunk in range(job.chunks):
         first = stage == 0 and chunk == 0
         last = stage == pipeline - 1 and chunk == job.chunks - 1
-        model = GPTModel(
+        model: nn.Module = GPTModel(
             config,
             get_gpt_layer_local_spec(4 if job.experts else None),
             vocab_size=_WORDS,
@@ -245,14 +282,16 @@ def models_of(job: Job) -> list[nn.Module]:
             for layer in model.decoder.layers:
                 for name in ("linear_fc1", "linear_fc2"):
                     setattr(layer.mlp, name, _DelayingParallel(getattr(layer.mlp, name)))
-        settings = DistributedDataParallelConfig(
+        if job.half:
+            model = Float16Module(config, model)
+        reduction = DistributedDataParallelConfig(
             delay_wgrad_compute=job.delays,
             overlap_grad_reduce=job.overlap,
             grad_reduce_in_fp32=True,
             bucket_size=1000,
             use_distributed_optimizer=job.distributed,
         )
-        models.append(DistributedDataParallel(config, settings, model, disable_bucketing=chunk > 0))
+        models.append(DistributedDataParallel(config, reduction, model, disable_bucketing=chunk > 0))
     config.finalize_model_grads_func = finalize_model_grads
     if job.overlap:
         functions = [model.no_sync for model in models]

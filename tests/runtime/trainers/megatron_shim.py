@@ -1,6 +1,7 @@
 """What Megatron-Core asks of CUDA, answered by a CPU; its own code is not changed."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ class _OnTheCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _causal_mask(size: int) -> torch.Tensor:
+    return torch.ones(size, size).triu(1).bool()
+
+
 @contextlib.contextmanager
 def megatron_on_cpu(pipeline: int, chunks: int, tensor: int = 1) -> Iterator[None]:
     """Let this rank be one of a job with so many pipeline ranks, chunks on each, tensor ranks."""
@@ -32,18 +37,29 @@ def megatron_on_cpu(pipeline: int, chunks: int, tensor: int = 1) -> Iterator[Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        from megatron.core.fusions import fused_softmax
+        from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
 
-    kept = {
-        name: getattr(torch.cuda, name) for name in ("current_device", "set_device", "synchronize")
+    # Its tracker keeps random states of CUDA; here they are states of the CPU's generator.
+    answers: dict[tuple[Any, str], Callable[..., Any]] = {
+        (torch.cuda, "current_device"): lambda: "cpu",
+        (torch.cuda, "set_device"): lambda *_: None,
+        (torch.cuda, "synchronize"): lambda *_: None,
+        (torch.cuda, "manual_seed"): torch.manual_seed,
+        (torch.cuda, "get_rng_state"): torch.get_rng_state,
+        (random, "_get_cuda_rng_state"): lambda **_: torch.get_rng_state(),
+        (random, "_set_cuda_rng_state"): lambda state, **_: torch.set_rng_state(state),
     }
+    # Modes are off inside a backward, where a recomputed layer asks for its mask.
+    answers[fused_softmax, "get_default_causal_mask"] = _causal_mask
+    kept = {place: getattr(*place) for place in answers}
     # Without Transformer Engine it is not there, and is compared with None.
     moe_utils.te_general_gemm = None
-    fork = CudaRNGStatesTracker.fork
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.set_device = torch.cuda.synchronize = lambda *_: None
-    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    for place, answer in answers.items():
+        setattr(*place, answer)
+    # A warning each time that a generator of the tracker draws from the CPU's.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     parallel_state.initialize_model_parallel(
         tensor, pipeline, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
     )
@@ -53,6 +69,5 @@ def megatron_on_cpu(pipeline: int, chunks: int, tensor: int = 1) -> Iterator[Non
             yield
     finally:
         parallel_state.destroy_model_parallel()
-        CudaRNGStatesTracker.fork = fork
-        for name, value in kept.items():
-            setattr(torch.cuda, name, value)
+        for place, value in kept.items():
+            setattr(*place, value)
