@@ -480,10 +480,12 @@ class ChangingBuffers:
         for place in changed.values():
             owner, name = place
             buffer, end = getattr(owner, name), ends[place].detach()
-            if end.shape == buffer.shape and end.dtype != torch.bool:
-                buffer += end - starts[place]
-            else:
+            if end.shape != buffer.shape:
                 setattr(owner, name, end)
+            elif end.dtype == torch.bool:
+                buffer.copy_(end)
+            else:
+                buffer += end - starts[place]
 
     def forget(self) -> None:
         """Forget what an interrupted step left behind."""

@@ -130,9 +130,7 @@ def _random_waits(
     return waits
 
 
-def _keep_order(
-    problem: Problem, waits: dict[str, set[str]], kinds_of: Sequence[str]
-) -> None:
+def _keep_order(problem: Problem, waits: dict[str, set[str]], kinds_of: Sequence[str]) -> None:
     for s in range(len(problem.stages)):
         for j in range(1, problem.num_microbatches):
             for kinds in kinds_of:

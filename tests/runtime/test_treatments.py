@@ -18,6 +18,7 @@ from optpipe.runtime import PreflightError, groups, modes
 from optpipe.runtime.offload import EVERYTHING, REST, Offloader
 from optpipe.runtime.passes import Passes, WeightGradients
 from optpipe.runtime.treatments import (
+    ChangingBuffers,
     GroupCalls,
     OutputChecks,
     Treatment,
@@ -477,6 +478,46 @@ def test_a_large_buffer_that_first_changes_later_is_refused_by_name(ranks, mode)
     assert ranks.run(cases.run_again, *given, [True, True])[0].differences == [0.0] * 2
     found = ranks.run(cases.run_again, *given, [False, True])[0]
     assert "table of 131072 bytes was first written into after the first" in found.refusals[1]
+
+
+class Counting(nn.Module):
+    """Counts its calls, if gradients are recorded, as Megatron's routers count tokens."""
+
+    count: Tensor
+    seen: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+
+    def forward(self, given: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self._kind == "replaced":
+            self.count = self.count + 1
+        elif torch.is_grad_enabled():
+            self.count += 1
+            self.seen.fill_(1)
+        return given
+
+
+@pytest.mark.parametrize("kind", ["replaced", "added", "shared"])
+def test_what_a_module_counts_with_gradients_alone_is_counted_once(kind):
+    """By the recomputations, whose F's had none, and by the F between them that is kept."""
+    modules = [Counting(kind), Counting(kind)]
+    if kind == "shared":
+        modules[1].count = modules[0].count
+    model = nn.Sequential(*modules)
+    buffers = ChangingBuffers(model)
+    for call in range(2):
+        with buffers.noted(call), torch.no_grad():
+            model(torch.ones(1))
+    model(torch.ones(1))
+    for call in range(2):
+        with buffers.put_back(call):
+            model(torch.ones(1))
+    assert [int(one.count) for one in modules] == [6 if kind == "shared" else 3] * 2
+    assert all(bool(one.seen) == (kind != "replaced") for one in modules)
 
 
 def test_another_rounding_of_a_recomputation_is_no_fault(ranks):

@@ -367,13 +367,9 @@ class ScheduledForwardBackward:
         return self.runner
 
     def _plan_chunks(self) -> None:
-        cells = [cell for program in self._schedule.programs for cell in program]
+        recomputed = _recomputed_by(self._schedule)
         for stage, chunk in self._chunks.items():
-            chunk.recomputed = {
-                cell.microbatch
-                for cell in cells
-                if cell.stage == stage and cell.type is ActionType.RECOMPUTE
-            }
+            chunk.recomputed = {microbatch for one, microbatch in recomputed if one == stage}
 
     @contextmanager
     def _reducing_at_the_end(
@@ -414,6 +410,15 @@ def _check(
                 f"{name} is set to {getattr(config, name)} in Megatron's configuration, which a "
                 f"schedule cannot have beside it: {why}; unset it"
             )
+    balancing = getattr(config, "moe_router_load_balancing_type", "")
+    recomputed = sorted(_recomputed_by(schedule))
+    if getattr(config, "num_moe_experts", None) and "global_aux_loss" in balancing and recomputed:
+        raise PreflightError(
+            f"moe_router_load_balancing_type is {balancing}, and the schedule recomputes stage "
+            f"{recomputed[0][0]}: a router counts tokens in the RECOMPUTE, after later "
+            "micro-batches have read the counts, so its global loss would differ from Megatron's; "
+            "set aux_loss or seq_aux_loss, or solve a problem in which nothing is recomputed"
+        )
     planned = num_microbatches_of(schedule)
     if num_microbatches != planned:
         raise PreflightError(
@@ -425,6 +430,12 @@ def _check(
             f"{num_iterators} data iterators were given for {num_chunks} model chunks; give "
             "one each"
         )
+
+
+def _recomputed_by(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return the stages and micro-batches that a RECOMPUTE restores."""
+    actions = (action for program in schedule.programs for action in program)
+    return {action.cell for action in actions if action.type is ActionType.RECOMPUTE}
 
 
 def _check_ends(model: nn.Module, stage: int, num_stages: int) -> None:

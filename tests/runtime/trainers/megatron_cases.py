@@ -25,7 +25,10 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A Megatron job: pipeline ranks, chunks on each, and what else its flags say."""
+    """A Megatron job: pipeline ranks, chunks on each, and what else its flags say.
+
+    With ``half``, it trains in fp16 with a loss scaler. ``settings`` are of its configuration.
+    """
 
     pipeline: int
     chunks: int = 1
@@ -291,7 +294,9 @@ def models_of(job: Job) -> list[nn.Module]:
             bucket_size=1000,
             use_distributed_optimizer=job.distributed,
         )
-        models.append(DistributedDataParallel(config, reduction, model, disable_bucketing=chunk > 0))
+        models.append(
+            DistributedDataParallel(config, reduction, model, disable_bucketing=chunk > 0)
+        )
     config.finalize_model_grads_func = finalize_model_grads
     if job.overlap:
         functions = [model.no_sync for model in models]
@@ -386,6 +391,15 @@ def refused_by_megatron(schedule: Schedule, job: Job) -> list[str]:
         inner: Any = models[0].module
         inner.pre_process = not inner.pre_process
         said.append(_said(forward_backward_func(schedule), given))
+    return said
+
+
+def started_by_megatron(schedule: Schedule, job: Job) -> str:
+    """What is said of a first step."""
+    with megatron_on_cpu(job.pipeline, job.chunks):
+        run = forward_backward_func(schedule)
+        said = _said(run, arguments_of(models_of(job), job, 0))
+        run.close()
     return said
 
 
