@@ -27,7 +27,7 @@ MICROBATCHES = 4
 def six_schedules() -> tuple[Problem, list[Schedule]]:
     """A problem and schedules of every kind for it; all keep the micro-batches' order."""
     problem = schedules.make_problem(schedules.V_SHAPE, MICROBATCHES)
-    shares: tuple[dict[str, float], ...] = (
+    shares: tuple[dict[str, Any], ...] = (
         {},
         {"offload": 0.5},
         {"recompute": 0.5},
