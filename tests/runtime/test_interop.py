@@ -15,6 +15,7 @@ from optpipe.runtime.stage_executor import hollow
 from optpipe.schedule import ActionType
 from tests.runtime import interop_cases, schedules
 from tests.runtime.ranks import fork_ranks
+from tests.runtime.small_model import needs_torch_2_13
 
 MICROBATCHES = 6
 TWO_RANKS = (0, 1, 1, 0)
@@ -28,6 +29,7 @@ PROGRAMS = {
 }
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_torchs_own_runtime_trains_by_our_csv(ranks, name):
     """Losses and gradients are those of one process; torchtitan loads a CSV in the same way."""
@@ -39,6 +41,7 @@ def test_torchs_own_runtime_trains_by_our_csv(ranks, name):
         assert found.worst_difference < 1e-12 * found.largest_gradient
 
 
+@needs_torch_2_13
 def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks):
     """Why docs/runtime.md warns: torch takes another micro-batch's loss, and says nothing."""
     programs = schedules.one_f_one_b(4, MICROBATCHES)
@@ -188,7 +191,10 @@ def test_a_parameter_that_ddp_would_not_reduce_is_refused(ranks, way, find_unuse
         assert text in found
 
 
-@pytest.mark.parametrize(("layout", "fused"), [(Shard(1), 0.0), (Replicate(), 0.3)])
+@pytest.mark.parametrize(
+    ("layout", "fused"),
+    [pytest.param(Shard(1), 0.0, marks=needs_torch_2_13), (Replicate(), 0.3)],
+)
 def test_dtensors_cross_stages_as_shards(ranks, layout, fused):
     """A V on two pipeline ranks, times two tensor-parallel ones; a sequence of three is uneven."""
     count = 3

@@ -271,7 +271,7 @@ def models_of(job: Job) -> list[nn.Module]:
     for chunk in range(job.chunks):
         first = stage == 0 and chunk == 0
         last = stage == pipeline - 1 and chunk == job.chunks - 1
-        model: nn.Module = GPTModel(
+        model: Any = GPTModel(
             config,
             get_gpt_layer_local_spec(4 if job.experts else None),
             vocab_size=_WORDS,
@@ -282,8 +282,7 @@ def models_of(job: Job) -> list[nn.Module]:
             vp_stage=chunk if job.chunks > 1 else None,
         )
         if job.delays:
-            decoder: Any = model.decoder
-            for layer in decoder.layers:
+            for layer in model.decoder.layers:
                 for name in ("linear_fc1", "linear_fc2"):
                     setattr(layer.mlp, name, _DelayingParallel(getattr(layer.mlp, name)))
         if job.half:

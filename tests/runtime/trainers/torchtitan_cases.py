@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import inspect
 import json
 import random
 import shutil
@@ -354,7 +355,8 @@ def shim_torchtitan(*, on_cpu: bool = True) -> None:
     torchtitan.trainer.time = types.SimpleNamespace(
         sleep=lambda _: None, perf_counter=time.perf_counter
     )
-    # Of a torch that is newer than 2.13: `set_timeout`, and schedules that are handed lists.
+    # Of a torch that is newer than 2.13: `set_timeout`, and schedules that are handed lists; of one
+    # that is newer than 2.12: `loss_kwargs`.
     torchtitan.trainer.dist_utils.set_pg_timeouts = lambda **_: None  # type: ignore[assignment,unused-ignore]
     for kind in (theirs.PipelineScheduleSingle, theirs.PipelineScheduleMulti):
         kind.step = _by_lists(kind.step)  # type: ignore[method-assign,unused-ignore]
@@ -384,6 +386,13 @@ def _by_lists(step: Callable[..., Any]) -> Callable[..., Any]:
             args = tuple(torch.cat(one) for one in zip(*(arg_mbs or ()), strict=True))
             given |= {name: torch.cat([one[name] for one in kwarg_mbs]) for name in kwarg_mbs[0]}
             given["target"] = torch.cat(target_mbs) if target_mbs else None
-        return step(self, *args, **given)
+        if "loss_kwargs" in inspect.signature(step).parameters:
+            return step(self, *args, **given)
+        loss_fn = self._loss_fn
+        self._loss_fn = partial(loss_fn, **(given.pop("loss_kwargs", None) or {}))
+        try:
+            return step(self, *args, **given)
+        finally:
+            self._loss_fn = loss_fn
 
     return run
