@@ -41,7 +41,7 @@ from torch.distributed.pipelining import (
 from optpipe import Provenance, Schedule, evaluate, parse_action
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime import PipelineRunner
-from optpipe.runtime.demo_model import RENDEZVOUS_VARIABLE, launch_ranks
+from optpipe.runtime.launch import RENDEZVOUS_VARIABLE, launch_ranks
 from optpipe.runtime.offload import Offloader
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from torch.nn import functional
 from optpipe import OptPipeError, Problem, Schedule, dump_schedule, load_schedule
 from optpipe.client import Client
 from optpipe.runtime import PipelineRunner, measure
-from optpipe.runtime.demo_model import ModelConfig, make_stages
+from optpipe.runtime.demo import ModelConfig, make_stages
 from optpipe.runtime.preflight import num_microbatches_of
 
 __all__ = [

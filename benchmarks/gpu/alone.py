@@ -30,7 +30,7 @@ from optpipe.memory import device_peak_bytes, modes_of
 from optpipe.presets import ModelShape, Training, estimate, find_gpu, find_model
 from optpipe.problem import LicensedPair, Problem
 from optpipe.runtime import PipelineRunner, PreflightError, measure, slices
-from optpipe.runtime.demo_model import ModelConfig, make_stages
+from optpipe.runtime.demo import ModelConfig, make_stages
 from optpipe.runtime.measuring import Effort
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.times import clock_for

@@ -45,17 +45,15 @@ from benchmarks.gpu.alone import (
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv, parse_action
 from optpipe.problem import Microbatch
 from optpipe.runtime import PipelineRunner, executor, follow
-from optpipe.runtime.demo_model import (
-    RENDEZVOUS_VARIABLE,
+from optpipe.runtime.demo import (
     ModelConfig,
     chain,
-    launch_ranks,
-    leave_ranks,
     make_stages,
     random_tokens,
     step_alone,
     token_loss,
 )
+from optpipe.runtime.launch import RENDEZVOUS_VARIABLE, launch_ranks, leave_ranks
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.trainers.megatron import forward_backward_func

@@ -157,7 +157,7 @@ def profile(
     \b
     Examples:
       optpipe profile --stages my_model:stages --microbatch 4 -o problem.json
-      optpipe profile --stages optpipe.runtime.measuring.stages:tiny_gpt
+      optpipe profile --stages optpipe.runtime.demo:tiny_gpt
       torchrun --nproc-per-node 4 -m optpipe.cli profile --stages my_model:stages -o problem.json
     """
     check_writable(output)

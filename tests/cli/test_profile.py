@@ -10,13 +10,13 @@ import pytest
 
 from optpipe import load_problem
 from optpipe.measurements import Measurements
-from optpipe.runtime.demo_model import launch_ranks
+from optpipe.runtime.launch import launch_ranks
 from optpipe.runtime.measuring import load_stages
 from optpipe.runtime.treatments import parse_treatment
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
-TINY = "optpipe.runtime.measuring.stages:tiny_gpt"
+TINY = "optpipe.runtime.demo:tiny_gpt"
 QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
 
 

@@ -25,13 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, demo, executor, groups, offload
-from optpipe.runtime.demo_model import (
-    ModelConfig,
-    join_ranks,
-    make_stages,
-    random_tokens,
-    token_loss,
-)
+from optpipe.runtime.demo import ModelConfig, make_stages, random_tokens, token_loss
+from optpipe.runtime.launch import join_ranks
 from optpipe.runtime.lowering import messages_of
 from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of

@@ -37,7 +37,7 @@ from examples.train_gpt import MixedPrecision, token_loss
 from optpipe import Problem, Schedule
 from optpipe.errors import PreflightError
 from optpipe.runtime import PipelineRunner, passes
-from optpipe.runtime.demo_model import make_stages, random_tokens
+from optpipe.runtime.demo import make_stages, random_tokens
 from optpipe.runtime.follower import _host_group
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.measuring.times import Clock, ping_pong

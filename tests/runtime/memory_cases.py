@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from examples.train_gpt import MixedPrecision
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner
-from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
+from optpipe.runtime.demo import ModelConfig, make_stages, random_tokens, token_loss
 from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import Action
 from tests.runtime.live_bytes import LiveBytes, Moment

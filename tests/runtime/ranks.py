@@ -130,7 +130,7 @@ def fork_ranks(
 def _run_main(main: Callable[[], int], rank: int, num_ranks: int, folder: Path) -> None:
     import torch
 
-    from optpipe.runtime.demo_model import RENDEZVOUS_VARIABLE
+    from optpipe.runtime.launch import RENDEZVOUS_VARIABLE
 
     with (folder / f"rank{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)

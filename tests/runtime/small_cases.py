@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from optpipe import Problem, Schedule
 from optpipe.runtime import PipelineRunner, overlap
-from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.demo import chain, make_stages, random_tokens, token_loss
 from optpipe.runtime.executor import Executor
 from optpipe.runtime.messages import Order
 from optpipe.runtime.offload import Cell, Offloader

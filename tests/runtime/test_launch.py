@@ -2,18 +2,16 @@
 
 import re
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from optpipe import dump_schedule, load_problem
 from optpipe.runtime import demo
-from optpipe.runtime.demo_model import launch_ranks
+from optpipe.runtime.launch import launch_ranks
 from optpipe.runtime.watch import EXIT_CODE
 from tests.runtime import cases, schedules
 from tests.runtime.ranks import Ended, fork_ranks, free_port
@@ -35,18 +33,10 @@ def offloading(problem):
 
 
 @pytest.fixture
-def service(offloading, tmp_path):
-    """Serve that schedule as the service does, for job 7; every other path is 404."""
-    schedule = tmp_path / "v1" / "jobs" / "7" / "schedule"
-    schedule.parent.mkdir(parents=True)
-    schedule.write_text(offloading)
-    files = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    with HTTPServer(("127.0.0.1", 0), files) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+def schedule(offloading, tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(offloading)
+    return str(path)
 
 
 def arguments(*more: str) -> list[str]:
@@ -61,10 +51,8 @@ def test_the_problem_cannot_hold_all_activations(problem):
 
 
 @pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_the_demo_trains_by_a_schedule_from_the_service(
-    service, problem, capfd, tmp_path, is_forked
-):
-    given = arguments("--url", service, "--job", "7")
+def test_the_demo_trains_by_a_schedule(schedule, problem, capfd, tmp_path, is_forked):
+    given = arguments("--schedule", schedule)
     if is_forked:
         first, *others = fork_ranks(partial(demo.main, given), 4, tmp_path)
         assert [one.code for one in (first, *others)] == [0] * 4
@@ -79,18 +67,16 @@ def test_the_demo_trains_by_a_schedule_from_the_service(
     assert "losses and all gradients agree" in out
 
 
-def test_the_demo_says_when_there_is_no_such_job(service, tmp_path):
-    given = arguments("--url", service, "--job", "8")
+def test_the_demo_says_once_what_is_wrong_with_its_input(tmp_path):
+    given = arguments("--schedule", str(PROBLEM))
     first, second = fork_ranks(partial(demo.main, given), 2, tmp_path)
-    assert (first.code, second.code) == (1, 1)
-    assert "answered 404" in first.output
+    assert (first.code, second.code) == (2, 2)
+    assert first.output.startswith("rank 0: ")
     assert second.output == ""
 
 
-def test_the_demo_fails_when_host_copies_are_wrong(offloading, tmp_path):
-    schedule = tmp_path / "schedule.json"
-    schedule.write_text(offloading)
-    main = partial(cases.demo_with_wrong_copies, arguments("--schedule", str(schedule)))
+def test_the_demo_fails_when_host_copies_are_wrong(schedule, tmp_path):
+    main = partial(cases.demo_with_wrong_copies, arguments("--schedule", schedule))
     ended = fork_ranks(main, 4, tmp_path)
     assert [one.code for one in ended] == [1] * 4
     assert "DISAGREES" in ended[0].output
@@ -161,7 +147,7 @@ def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(tmp_path):
 
 def test_ranks_that_stay_behind_a_failed_one_are_ended(monkeypatch):
     """Two processes without torch: one fails at once, the other sleeps."""
-    monkeypatch.setattr("optpipe.runtime.demo_model._GRACE_S", 0.1)
+    monkeypatch.setattr("optpipe.runtime.launch._GRACE_S", 0.1)
     statement = "1 / 0 if os.environ['RANK'] == '1' else time.sleep(60)"
     given = ["-n", "1", "-r", "1", "-s", "import os, time", statement]
     assert launch_ranks("timeit", given, 2) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from optpipe import Problem, Programs
 from optpipe.memory import memory_walk, modes_of
-from optpipe.runtime.demo_model import random_tokens, token_loss
+from optpipe.runtime.demo import random_tokens, token_loss
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import ActionType

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optpipe import Problem
 from optpipe.runtime import PipelineRunner, slices
-from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.demo import ModelConfig, chain, make_stages, random_tokens, token_loss
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.families.classic import build_seq1f1b, build_slimpipe
 from tests.runtime import schedules

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
-from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["StageSet", "load_function", "load_stages", "tiny_gpt"]
+__all__ = ["StageSet", "load_function", "load_stages"]
 
 
 _FORM = "module:function, as in --stages my_model:stages"
@@ -131,13 +130,3 @@ def _shown(found: Any) -> str:
     if isinstance(found, tuple):
         return f"a tuple of {len(found)}"
     return f"something of type {type(found).__name__}"
-
-
-# --- The demo's small transformer, for ``optpipe profile --stages`` to try.
-
-
-def tiny_gpt(microbatch: int = 2) -> StageSet:
-    """Return four stages of two blocks each, and a micro-batch of so many samples."""
-    config = ModelConfig(microbatch_size=microbatch)
-    tokens, target = random_tokens(config, num_microbatches=1, seed=0)
-    return StageSet(make_stages(config, num_stages=4), tokens, token_loss, target)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError, PreflightError
 from optpipe.measurements import DeviceFacts, Transfer
-from optpipe.runtime.demo_model import join_ranks, leave_ranks
+from optpipe.runtime.launch import join_ranks, leave_ranks
 from optpipe.runtime.messages import layout_of, shard_of
 from optpipe.runtime.offload import host_memory_bytes
 from optpipe.runtime.overlap import PairedPass
@@ -562,7 +562,7 @@ class MeasuringRanks:
 
 @contextmanager
 def use_process_group(device: torch.device) -> Iterator[None]:
-    """Join the other ranks inside, if torchrun or `optpipe.runtime.demo_model` started some."""
+    """Join the other ranks inside, if torchrun or `optpipe.runtime.launch` started some."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         yield
         return
