@@ -56,7 +56,7 @@ from optpipe.runtime.offload import PlainCopies
 from optpipe.simulate import duration_ms
 from optpipe_solver import solve
 from optpipe_solver.families.registry import FAMILIES
-from tests.runtime.measured import WorkClock, mean_square
+from tests.runtime.measured import WorkClock, mean_square, with_clock
 from tests.runtime.ranks import start_ranks
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def _measured_stages(num_blocks: int) -> tuple[Stage, Stage, Stage]:
     with clock.counter:
         profile = measure(
             make_stages(3, num_blocks), sample, loss_fn=mean_square, target=sample,
-            effort=Effort(1, 0), links=False, clock=clock, min_offload_bytes=1, modes=8,
+            effort=Effort(1, 0), links=False, instruments=with_clock(clock),
+            min_offload_bytes=1, modes=8,
         )  # fmt: skip
     first, middle, last = profile.problem(1).stages
     return first, middle, last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.utils.flop_counter import flop_registry
 from optpipe import Problem, Schedule
 from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer, PreflightError, overlap
-from optpipe.runtime.measuring import Effort, measure
+from optpipe.runtime.measuring import Effort, instruments_of, measure
+from optpipe.runtime.measuring.times import Instruments
 from optpipe.runtime.offload import PlainCopies
 from tests.runtime.small_model import small_data, small_runner
 from tests.runtime.watching import counted
@@ -33,6 +35,11 @@ class _Multiplications(TorchDispatchMode):
         if count is not None:
             self.total += count(*args, **(kwargs or {}), out_val=result) // 2
         return result
+
+
+def with_clock(clock: Any) -> Instruments:
+    """Return what measures the CPU, with another clock."""
+    return replace(instruments_of(torch.device("cpu")), clock=clock)
 
 
 class WorkClock:

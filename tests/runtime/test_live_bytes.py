@@ -14,7 +14,7 @@ from optpipe.runtime.messages import BoundaryLevel
 from optpipe.schedule import ActionType
 from optpipe_solver import solve
 from tests.runtime import memory_cases, schedules
-from tests.runtime.measured import WorkClock
+from tests.runtime.measured import WorkClock, with_clock
 from tests.runtime.memory_cases import Counted
 from tests.runtime.small_model import (
     needs_hooked_checkpoints,
@@ -57,7 +57,7 @@ def _measured(
             min_offload_bytes=1,
             recompute=recompute or modes > 0,
             modes=modes,
-            clock=clock,
+            instruments=with_clock(clock),
             memory_bytes=2**40,
             links=False,
         )

@@ -243,7 +243,7 @@ def test_times_follow_the_work() -> None:
     clock = measured.WorkClock()
     stages = [measured.deep(6, layers) for layers in (2, 2, 4)]
     with clock.counter:
-        profile = quick(stages, torch.ones(5, 6), clock=clock)
+        profile = quick(stages, torch.ones(5, 6), instruments=measured.with_clock(clock))
     first, two, four = profile.problem(1).stages
     layer = 5 * 6 * 6
     assert (two.forward_ms, two.backward_input_ms, two.backward_weight_ms) == (2 * layer,) * 3
@@ -293,9 +293,13 @@ def test_modules_that_delay_their_weight_gradients_have_a_w() -> None:
     clock = measured.WorkClock()
     stages = [measured.perceptron(6, 12), measured.perceptron(6, 12)]
     with clock.counter:
-        wanted = quick(stages, torch.ones(3, 6), clock=clock, recompute=False)
+        wanted = quick(
+            stages, torch.ones(3, 6), instruments=measured.with_clock(clock), recompute=False
+        )
         delayed = list(map(delaying, stages))
-        found = quick(delayed, torch.ones(3, 6), clock=clock, recompute=False)
+        found = quick(
+            delayed, torch.ones(3, 6), instruments=measured.with_clock(clock), recompute=False
+        )
     ours, theirs = (
         [stage.model_copy(update={"backward_workspace_bytes": 0}) for stage in problem.stages]
         for problem in (found.problem(1), wanted.problem(1))
@@ -357,7 +361,8 @@ def _measure_paced(saved_ms: float):
         clock.now -= saved_ms if forward.action.stage == 0 else 0
 
     return measure(
-        [Paced(clock) for _ in range(3)], torch.ones(2), placement=(0, 1, 0), clock=clock,
+        [Paced(clock) for _ in range(3)], torch.ones(2), placement=(0, 1, 0),
+        instruments=measured.with_clock(clock),
         effort=Effort(3, 1), links=False, overlap=overlap,
     )  # fmt: skip
 

@@ -37,7 +37,8 @@ def test_every_byte_and_every_product_of_a_group_is_counted() -> None:
     clock = WorkClock()
     with clock.counter:
         profile = measure(
-            _stages(), torch.ones(5, 8), effort=Effort(2, 1), links=False, clock=clock,
+            _stages(), torch.ones(5, 8), effort=Effort(2, 1), links=False,
+            instruments=measured.with_clock(clock),
             min_offload_bytes=1, modes=64,
         )  # fmt: skip
     narrow, wide = FLOAT * 5 * 8, FLOAT * 5 * 16

@@ -1,6 +1,12 @@
 """Measures stages on the real thing: times, bytes, copies and links, as a problem needs them."""
 
-from optpipe.runtime.measuring.measure import Effort, Profile, StageResult, measure
+from optpipe.runtime.measuring.measure import (
+    Effort,
+    Profile,
+    StageResult,
+    instruments_of,
+    measure,
+)
 from optpipe.runtime.measuring.stages import StageSet, load_function, load_stages
 from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
 
@@ -9,6 +15,7 @@ __all__ = [
     "Profile",
     "StageResult",
     "StageSet",
+    "instruments_of",
     "load_function",
     "load_stages",
     "measure",

@@ -21,11 +21,13 @@ from optpipe.runtime.measuring.memory import (
     measure_footprint,
     measure_memory,
     measure_menu,
+    meter_for,
     with_largest_inputs,
 )
 from optpipe.runtime.measuring.times import (
     Bandwidths,
     Durations,
+    Instruments,
     MeasuringRanks,
     StageUnderTest,
     clock_for,
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.messages import Layout
     from optpipe.runtime.overlap import Overlap
 
-__all__ = ["Effort", "Profile", "StageResult", "measure"]
+__all__ = ["Effort", "Profile", "StageResult", "instruments_of", "measure"]
 
 
 class Effort(NamedTuple):
@@ -113,7 +115,7 @@ def measure(
     modes: int = 0,
     links: bool = True,
     overlap: Overlap | None = None,
-    clock: Clock | None = None,
+    instruments: Instruments | None = None,
 ) -> Profile:
     """Measure stages one after another, each alone, on its rank or on this process's device.
 
@@ -158,8 +160,8 @@ def measure(
         as pairs. The problem lists those that are shorter than their passes in 19 of 20 rounds.
         With experts on several ranks, each rank has a ``group`` of its own, and all measure
         together.
-    clock
-        Measures the times; the device's clock by default.
+    instruments
+        Measure the device; those of `instruments_of` by default.
 
     Raises
     ------
@@ -174,7 +176,8 @@ def measure(
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = MeasuringRanks(group, device)
     homes = _check_placement(placement, len(stages), ranks.num_ranks)
-    clock = clock if clock is not None else clock_for(device)
+    instruments = instruments or instruments_of(device)
+    clock = instruments.clock
     crossing: tuple[_Crossing, ...] = tuple(
         (None, tensor) for tensor in as_tensors(sample, "the sample")
     )
@@ -186,12 +189,13 @@ def measure(
             module=module,
             inputs=(),
             gradients=WeightGradients(),
+            instruments=instruments,
             loss=(loss_fn or _sum) if is_last else None,
             target=target if is_last else None,
         )
         bare.append((stage, crossing))
         run = partial(
-            _measure_stage, stage, crossing, device, clock, effort,
+            _measure_stage, stage, crossing, device, effort,
             min_bytes=min_offload_bytes, modes=modes, recompute=recompute,
         )  # fmt: skip
         result, crossing = ranks.run_on(home, run)
@@ -231,6 +235,13 @@ def measure(
     return Profile(measurements, tuple(results), tuple(pairs))
 
 
+def instruments_of(device: torch.device) -> Instruments:
+    """Return the clock, the allocator and the host copies of a device."""
+    return Instruments(
+        clock=clock_for(device), meter_for=partial(meter_for, device), copies=make_copies(device)
+    )
+
+
 def _sum(output: Any, _target: Any) -> Tensor:
     return torch.stack([one.sum() for one in as_tensors(output, "the last output")]).sum()
 
@@ -266,7 +277,6 @@ def _measure_stage(
     stage: StageUnderTest,
     received: Sequence[_Crossing],
     device: torch.device,
-    clock: Clock,
     effort: Effort,
     *,
     min_bytes: int,
@@ -283,14 +293,14 @@ def _measure_stage(
         memory = measure_memory(stage, footprint.saved_bytes)
         deferred = deferred_bytes(stage.module)
         durations = time_passes(
-            stage, clock, repeats=effort.repeats, warmups=effort.warmups, can_split=deferred > 0
+            stage, repeats=effort.repeats, warmups=effort.warmups, can_split=deferred > 0
         )
         bandwidths = None
         if footprint.offload_sizes:
             passes = (ActionType.FORWARD, ActionType.FULL_BACKWARD)
             bandwidths = measure_bandwidths(
-                make_copies(device),
-                clock,
+                stage.instruments.copies,
+                stage.instruments.clock,
                 footprint.offload_sizes,
                 device,
                 compute=lambda: stage.backward(stage.forward(stage.receive())),
@@ -301,7 +311,6 @@ def _measure_stage(
         if modes:
             menu = measure_menu(
                 stage,
-                clock,
                 effort,
                 memory=memory,
                 durations=durations,

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from optpipe.runtime.measuring.times import Bandwidths, Clock, Durations, Mark, StageUnderTest
+    from optpipe.runtime.measuring.times import Bandwidths, Durations, Mark, StageUnderTest
 
 __all__ = [
     "Candidate",
@@ -292,7 +292,7 @@ def _metered(stage: StageUnderTest) -> Iterator[_Meter]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with meter_for(stage.device, [*_resident(stage, stage.inputs), *gradients]) as meter:
+        with stage.instruments.meter_for([*_resident(stage, stage.inputs), *gradients]) as meter:
             yield meter
     finally:
         if was_enabled:
@@ -585,7 +585,6 @@ class Candidate(NamedTuple):
 
 def measure_menu(
     stage: StageUnderTest,
-    clock: Clock,
     rounds: tuple[int, int],
     *,
     memory: StageMemory,
@@ -609,7 +608,7 @@ def measure_menu(
     _, result, _ = _capture_forward(stage, received, recorder, running)
     saved = recorder.recorded(result.outputs, min_offload_bytes)
     del result, running
-    ms_of = _time_groups(stage, calls, clock, rounds, names)
+    ms_of = _time_groups(stage, calls, rounds, names)
     facts = []
     for name in names:
         group = frozenset({name})
@@ -748,12 +747,11 @@ def _moved_bytes(
 def _time_groups(
     stage: StageUnderTest,
     calls: GroupCalls,
-    clock: Clock,
     rounds: tuple[int, int],
     names: Sequence[str],
 ) -> dict[nn.Module, float]:
     """Return the median ms of recomputing each module, with only its group recomputed."""
-    repeats, warmups = rounds
+    (repeats, warmups), clock = rounds, stage.instruments.clock
     marks: list[tuple[nn.Module, Mark, Mark]] = []
 
     @contextmanager

@@ -29,7 +29,7 @@ from optpipe.runtime.torch_names import backends
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -44,6 +44,7 @@ __all__ = [
     "Clock",
     "Durations",
     "ForwardResult",
+    "Instruments",
     "Mark",
     "MeasuringRanks",
     "StageUnderTest",
@@ -76,6 +77,25 @@ class ForwardResult(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Instruments:
+    """The means to measure a device; measuring reads neither addresses nor values of tensors.
+
+    Attributes
+    ----------
+    clock
+        Measures the times of passes, copies and messages.
+    meter_for
+        Returns a context that counts live bytes; it takes the tensors that exist before.
+    copies
+        Copies between the device and its host.
+    """
+
+    clock: Clock
+    meter_for: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
+    copies: Copies
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageUnderTest:
     """A stage with the inputs of one micro-batch: from the stage before, or the batch.
 
@@ -87,6 +107,7 @@ class StageUnderTest:
     module: nn.Module
     inputs: tuple[Tensor, ...]
     gradients: WeightGradients
+    instruments: Instruments
     loss: Callable[[Any, Any], Tensor] | None = None
     target: Tensor | None = None
     spread: float = 0.0
@@ -253,14 +274,13 @@ Durations = dict[ActionType, tuple[float, ...]]
 """Pass -> its samples in ms, in order."""
 
 
-def time_passes(
-    stage: StageUnderTest, clock: Clock, *, repeats: int, warmups: int, can_split: bool
-) -> Durations:
+def time_passes(stage: StageUnderTest, *, repeats: int, warmups: int, can_split: bool) -> Durations:
     """Run F, I, W, then F as a RECOMPUTE, then B, repeatedly; return the durations.
 
     Gradients add up over the rounds, as over micro-batches. The first ``warmups`` rounds are
     dropped. If the stage cannot be split, I is the whole backward and W takes 0.
     """
+    clock = stage.instruments.clock
     marks: list[tuple[ActionType, Mark, Mark]] = []
 
     def timed(
