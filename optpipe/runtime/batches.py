@@ -313,8 +313,7 @@ class _Cuttable:
         """Return what a micro-batch gets."""
         if self.dimension is None:
             return self.value
-        size = self.value.size(self.dimension) // count
-        return self.value.narrow(self.dimension, index * size, size)
+        return self.value.chunk(count, self.dimension)[index]
 
 
 def _laid_out(

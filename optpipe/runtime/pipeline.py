@@ -229,7 +229,7 @@ class Crossing(NamedTuple):
         """Return the bytes of a message."""
         boundaries = self.by_kind[self.kinds[message.microbatch]]
         crossed = boundaries[message.stage if message.backward else message.stage + 1]
-        sent = [shape for shape in crossed if shape.gets_gradient or not message.backward]
+        sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
         return sum(shape.num_bytes for shape in sent)
 
 
@@ -286,9 +286,10 @@ def _expect_alike(shapes: Sequence[Sequence[Shapes]], firsts: Sequence[int]) -> 
                     f"{microbatch} are of different costs; unequal ones cross as plain tensors: "
                     "pad them, or return .to_local()"
                 )
-            if [shape._replace(size=()) for shape in one] != [
-                shape._replace(size=()) for shape in other
-            ]:
+            alike = [
+                [shape._replace(size=(), is_used=True) for shape in row] for row in (one, other)
+            ]
+            if alike[0] != alike[1]:
                 raise PreflightError(
                     f"what crosses before stage {stage} is {one} of micro-batch {firsts[0]} and "
                     f"{other} of micro-batch {microbatch}: only sizes may differ; return as many "

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import random
 import socket
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, compress
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,10 +33,11 @@ from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
 from optpipe.runtime.offload import count_slots, host_memory_bytes
 from optpipe.runtime.torch_names import (
     backends,
+    buffers_of,
     dependencies_of,
-    fsdp_parts,
     parts_with_memory,
     reduced_by_ddp,
+    replaced,
     tree_leaves,
     tree_map,
 )
@@ -42,6 +45,7 @@ from optpipe.schedule import Action, ActionType, parse_action
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -518,9 +522,10 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
 class TensorShape(NamedTuple):
     """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
 
-    ``is_used`` says whether the loss depends on it. ``name`` is that by which a stage returned it
-    in a dict, and by which the next one takes it; "" = by position. With a ``layout`` it is this
-    rank's shard of a DTensor.
+    ``requires_grad`` says whether a gradient of it is sent back. ``name`` is that by which a stage
+    returned it in a dict, and by which the next one takes it; "" = by position. With a ``layout``
+    it is this rank's shard of a DTensor. If not ``is_used``, no output of the last stage depended
+    on it in the forward on zeros.
     """
 
     size: tuple[int, ...]
@@ -529,11 +534,6 @@ class TensorShape(NamedTuple):
     name: str = ""
     layout: Layout | None = None
     is_used: bool = True
-
-    @property
-    def gets_gradient(self) -> bool:
-        """Whether a gradient of it is sent back."""
-        return self.requires_grad and self.is_used
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this shape for metadata."""
@@ -627,7 +627,7 @@ def probe_pipeline(
     All ranks of the group call this together, each with its own ``stages``. ``first``, the input
     shapes of one micro-batch, are looked at on the first stage's rank; ``kwargs`` are the keyword
     inputs of a micro-batch, by stage; ``mesh`` is this rank's own, if one was given. Gradients are
-    sent of the tensors that require grad and that the loss depends on, if ``trains``.
+    sent of what requires grad where it is made, if ``trains``.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
@@ -653,15 +653,14 @@ def probe_pipeline(
             )
         boundaries.append(found[0])
         dependencies.append(found[1])
-    # The loss may depend on any output of the last stage.
+    # The loss may depend on any output of the last stage, also where no tensor was found in it.
     uses = [True] * len(dependencies[-1])
     for index in reversed(range(1, len(placement))):
-        uses = [any(one) for one in zip(*compress(dependencies[index], uses), strict=True)]
-        uses = uses or [False] * len(boundaries[index])
-        boundaries[index] = tuple(
-            shape._replace(is_used=is_used or not trains)
-            for shape, is_used in zip(boundaries[index], uses, strict=True)
-        )
+        rows = [*compress(dependencies[index], uses)]
+        is_known = trains and bool(dependencies[index])
+        uses = [not is_known or any(row[i] for row in rows) for i in range(len(boundaries[index]))]
+        pairs = zip(boundaries[index], uses, strict=True)
+        boundaries[index] = tuple(shape._replace(is_used=is_used) for shape, is_used in pairs)
     return boundaries
 
 
@@ -683,18 +682,25 @@ def _probe_stage(
     """Return the shapes of what a stage sends; the last one's output is the loss's alone."""
     module = stages[index]
     spread = spread_of(inputs, meshes_of(index, stages, mesh))
-    alone = module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
-    forgets = saved_tensors_hooks(_forget, _forget)
-    with torch.set_grad_enabled(trains), forgets, alone, untouched(module, device):
-        taken = [shape.name for shape in inputs]
-        zeros = [shape.zeros(device) for shape in inputs]
-        given = tree_map(partial(_zeros, device), kwargs)
-        output = called(module, taken, received(zeros, spread), given)
-        tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        depends = [dependencies_of(one, zeros) for one in tensors]
+    names = [shape.name for shape in inputs]
+    given = tree_map(partial(_zeros, device), kwargs)
+
+    def run(around: AbstractContextManager[object]) -> tuple[Any, list[Tensor]]:
+        ddp = isinstance(module, DistributedDataParallel)
+        alone = module.no_sync() if ddp else nullcontext()
+        with torch.set_grad_enabled(trains), around, alone, untouched(module, device):
+            zeros = [shape.zeros(device) for shape in inputs]
+            return called(module, names, received(zeros, spread), given), zeros
+
+    try:
+        output, zeros = run(saved_tensors_hooks(_forget, _forget))
+    except Exception:  # noqa: BLE001 - user code, run again
+        # A forward may differentiate, which needs the saved tensors.
+        output, zeros = run(nullcontext())
     if is_last:
-        return (), depends
-    names, outputs = named_tensors(output, f"the output of stage {index}")
+        found = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        return (), [dependencies_of(one, zeros) for one in found]
+    sent_names, outputs = named_tensors(output, f"the output of stage {index}")
     layouts = [
         layout_of(output, f"output {position} of stage {index}")
         for position, output in enumerate(outputs)
@@ -707,12 +713,12 @@ def _probe_stage(
                 f"{tuple(output.size())}, but only contiguous tensors are sent; "
                 "return it through .contiguous()"
             )
-    found = zip(shapes_of(outputs), outputs, names, layouts, strict=True)
+    described = zip(shapes_of(outputs), outputs, sent_names, layouts, strict=True)
     shapes = tuple(
         shape._replace(requires_grad=one.requires_grad, name=name, layout=layout)
-        for shape, one, name, layout in found
+        for shape, one, name, layout in described
     )
-    return shapes, depends
+    return shapes, [dependencies_of(one, zeros) for one in outputs]
 
 
 Spread = tuple[tuple[Layout, "DeviceMesh"] | None, ...]
@@ -750,59 +756,106 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore a module and the random states, Python's included, at the end.
 
     Restored are parameters, buffers and attributes: tensors, lists, dictionaries and sets with what
-    they held. Other objects that a forward changes stay changed.
+    they held. Other objects that a forward changes stay changed. FSDP2 gathers parameters anew.
     """
     devices = [device] if device.type == "cuda" else []
     state = random.getstate()
+    buffers = {place: buffer.clone() for place, buffer in buffers_of(module).items()}
     copies, containers = _copies_of(module)
+    has_run = False
     try:
-        with torch.random.fork_rng(devices=devices):
+        with replaced(buffers), torch.random.fork_rng(devices=devices):
             yield
+        has_run = True
     finally:
         random.setstate(state)
-        for part in fsdp_parts(module):
-            part.reshard()
         for container, before in containers:
             if not _holds_the_same(container, before):
                 container.clear()
                 # Lists and the others name it differently.
                 getattr(container, "extend" if isinstance(container, list) else "update")(before)
-        with torch.no_grad():
-            for tensor, copy in copies:
-                there = copy.to(tensor.device)
-                if not torch.equal(tensor, there):
-                    tensor.copy_(there)
+        written = [one.tensor for one in copies if one.restore()]
+        if has_run:
+            known = _written.setdefault(module, {}).setdefault(module.training, [])
+            known += [one for one in written if not any(one is other for other in known)]
 
+
+class _TensorCopy:
+    """The bytes of a tensor's storage, whatever its type and strides.
+
+    The copy of a parameter takes the memory that its gradient will need, if it gets one, and else
+    the host's.
+    """
+
+    def __init__(self, tensor: Tensor, part: Tensor) -> None:
+        has_room = tensor.requires_grad and tensor.is_leaf and tensor.grad is None
+        self.tensor = tensor
+        self._part = part
+        self._alias = part.detach()
+        self._bytes = _bytes_of(part).to(part.device if has_room else "cpu", copy=True)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> list[_TensorCopy]:
+        """Return copies of all memory of a tensor: of a DTensor the shard."""
+        parts = parts_with_memory(tensor)
+        return [
+            cls(tensor, one) for one in parts if one.layout is torch.strided and not one.is_meta
+        ]
+
+    def restore(self) -> bool:
+        """Restore the tensor; return whether it had changed."""
+        is_moved = self._part.data_ptr() != self._alias.data_ptr()
+        if is_moved:
+            self._part.data = self._alias
+        now, before = _bytes_of(self._alias), self._bytes.to(self._alias.device)
+        is_written = not torch.equal(now, before)
+        if is_written:
+            now.copy_(before)
+        return is_moved or is_written
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
+
+
+_written: WeakKeyDictionary[nn.Module, dict[bool, list[Tensor]]] = WeakKeyDictionary()
+"""The parameters that a module's forward changes, in training or in evaluation, once it has run."""
 
 _Container = dict[Any, Any] | list[Any] | set[Any]
+_CONTAINERS = (dict, OrderedDict, list, set)
+_MOST_ENTRIES = 10_000
+"""Larger containers are data."""
 
 
 def _copies_of(
     module: nn.Module,
-) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[_Container, _Container]]]:
-    """Return the tensors and containers in a module's attributes, each with a copy.
+) -> tuple[list[_TensorCopy], list[tuple[_Container, _Container]]]:
+    """Return copies of a module's parameters and of the tensors and containers in its attributes.
 
-    DDP and lazy modules prepare themselves in their first forward, and keep the result. The copy of
-    a parameter takes the memory that its gradient will need, if it gets one, and else the host's.
+    DDP and lazy modules prepare themselves in their first forward, and keep the result. A module is
+    looked at whole in its first forward; later, parameters only if they changed then.
     """
-    copies, containers, seen = list[tuple[Tensor, Tensor]](), list[Any](), set[int]()
-    left: list[Any] = [
-        vars(part)
-        for part in module.modules()
-        if not isinstance(part, DistributedDataParallel | LazyModuleMixin)
-    ]
+    copies, containers, seen = list[_TensorCopy](), list[Any](), set[int]()
+    changing = _written.get(module, {}).get(module.training)
+    known = {id(one) for one in module.parameters() if changing is not None}
+    known -= set(map(id, changing or ()))
+    left: list[Any] = []
+    for part in module.modules():
+        if not isinstance(part, DistributedDataParallel | LazyModuleMixin):
+            left.append(vars(part))
+        # Buffers have copies already. FSDP2 replaces parameters when it gathers them.
+        seen.add(id(vars(part)["_buffers"]))
+        if isinstance(part, FSDPModule):
+            seen |= {id(vars(one)["_parameters"]) for one in part.modules()}
     while left:
         value = left.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            has_room = value.requires_grad and value.is_leaf and value.grad is None
-            for part in parts_with_memory(value):
-                if part.layout is torch.strided and not part.is_meta:
-                    home = part.device if has_room else torch.device("cpu")
-                    copies.append((part.detach(), part.detach().to(home, copy=True)))
-        elif isinstance(value, dict | list | set | tuple):
+            copies += [] if id(value) in known else _TensorCopy.of(value)
+        elif type(value) is tuple or (type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES):
             left += value.values() if isinstance(value, dict) else value
             if not isinstance(value, tuple):
                 containers.append((value, value.copy()))

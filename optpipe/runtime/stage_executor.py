@@ -88,6 +88,12 @@ class StageExecutor:
         self._fsdp = FsdpReduction(module) if isinstance(module, FSDPModule) else None
         self._takes_gradient = [shape.requires_grad for shape in inputs[0]]
         self._gets_gradient = [shape.requires_grad for shape in outputs[0]]
+        # DDP waits for the gradient of every parameter, so there zeros stay zeros.
+        self._perhaps_unused = {
+            position
+            for position, shapes in enumerate(zip(*outputs, strict=True))
+            if self._ddp is None and not all(shape.is_used for shape in shapes)
+        }
         self._blank_inputs, self._sent_back = _blanks_of(inputs)
         self._sent, self._blank_gradients = _blanks_of(outputs)
         self._input_names = [shape.name for shape in inputs[0]]
@@ -159,22 +165,27 @@ class StageExecutor:
                 roots: list[Tensor] = [] if loss is None else [loss]
                 from_roots: list[Tensor | None] | None = None
             else:
-                pairs = [
-                    (output, gradient)
-                    for output, gradient in zip(
-                        self._outputs.pop(microbatch), gradients, strict=True
+                outputs = self._outputs.pop(microbatch)
+                chosen = [
+                    position
+                    for position, (output, gradient) in enumerate(
+                        zip(outputs, gradients, strict=True)
                     )
-                    if output.requires_grad and gradient is not None
+                    if output.requires_grad
+                    # Parameters of an output that is not used have no gradient in one process.
+                    and (
+                        position not in self._perhaps_unused
+                        or (gradient is not None and bool(gradient.any()))
+                    )
                 ]
-                roots = [output for output, _ in pairs]
-                from_roots = [gradient for _, gradient in pairs]
-                del pairs
+                roots = [outputs[position] for position in chosen]
+                from_roots = [gradients[position] for position in chosen]
+                del outputs
             with self._without_reduction(roots, reduces=is_last and follows is None):
                 self._passes.run_backward(roots, from_roots)
             inputs = self._inputs.pop(microbatch)
             if not self.is_first:
                 self._input_gradients[microbatch] = tuple(one.grad for one in inputs)
-                self._check_sent_back(microbatch)
                 for one in inputs:
                     one.grad = None
             weights = self._passes.weight_runner()
@@ -259,19 +270,6 @@ class StageExecutor:
                     f"output {position} of stage {self.index} requires grad, but did not "
                     "before the first step, when it was agreed what is sent back; unfreeze "
                     "parameters before that, or make another runner"
-                )
-
-    def _check_sent_back(self, microbatch: int) -> None:
-        """Refuse gradients that are not sent, because the first forward used no such input."""
-        agreed = self._sent_back[self._kinds[microbatch]]
-        pairs = zip(self._input_gradients[microbatch], agreed, strict=True)
-        for position, (gradient, blank) in enumerate(pairs):
-            if gradient is not None and blank is None:
-                raise PreflightError(
-                    f"input {position} of stage {self.index} has a gradient, but no output "
-                    "depended on it in the forward on zeros before the first step, when the ranks "
-                    "agreed what is sent back; use it in every forward, for example by adding 0 "
-                    "times its sum to an output"
                 )
 
     # --- Boundary tensors.
@@ -361,7 +359,7 @@ def _blanks_of(shapes: Sequence[Shapes]) -> tuple[_Blanks, _Blanks]:
         blanks = tuple((torch.Size(shape.size), shape.dtype) for shape in one)
         ahead.append(blanks)
         pairs = zip(one, blanks, strict=True)
-        back.append(tuple(blank if shape.gets_gradient else None for shape, blank in pairs))
+        back.append(tuple(blank if shape.requires_grad else None for shape, blank in pairs))
     return ahead, back
 
 

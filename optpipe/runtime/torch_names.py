@@ -159,7 +159,12 @@ def note_accumulator_hooks(parameters: Iterable[Tensor]) -> None:
     collector, and only while no graph holds the node. So call this before a step.
     """
     for parameter in parameters:
-        if parameter.requires_grad and gc.get_referents(accumulator_of(parameter)):
+        vars(parameter).pop(_HOOKED, None)
+        if (
+            parameter.requires_grad
+            and not has_gradient_hooks(parameter)
+            and gc.get_referents(accumulator_of(parameter))
+        ):
             setattr(parameter, _HOOKED, True)
 
 

@@ -137,6 +137,23 @@ def _with_unused(block: Any) -> nn.Module:
     return block  # type: ignore[no-any-return]
 
 
+class _Differentiates(nn.Module):
+    """A block that adds the gradient of its energy, by functions that transform its layers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.energy = nn.Linear(WIDTH, 1).double()
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> Any:
+        activations, tokens = self.block(state)
+        with torch.enable_grad():
+            given = activations if activations.requires_grad else activations.requires_grad_()
+            energy = torch.tanh(torch.func.vmap(self.energy)(given)).sum()
+            (force,) = torch.autograd.grad(energy, given, create_graph=True)
+        return activations + force, tokens
+
+
 class _SendsMore(nn.Module):
     """A stage that sends an output which the next stage does not use."""
 
@@ -184,6 +201,7 @@ CHANGES: dict[str, Callable[[Any], nn.Module]] = {
     "parameters that nothing uses": _with_unused,
     "experts": _with_experts,
     "dropout": _Dropping,
+    "gradients in the forward": _Differentiates,
 }
 
 MODELS = {

@@ -475,7 +475,10 @@ def with_largest_inputs(stage: StageUnderTest) -> StageUnderTest:
     Routing and masks may make the saved bytes depend on the data. The further inputs have the same
     shapes. Their rows are drawn from the given inputs with repetition, token numbers one by one.
     """
-    tries = [stage, *(replace(stage, inputs=_redraw(stage.inputs)) for _ in range(_NUM_REDRAWN))]
+    # Ranks that share a stage draw the same.
+    generator = torch.Generator().manual_seed(stage.index)
+    redrawn = [_redraw(stage.inputs, generator) for _ in range(_NUM_REDRAWN)]
+    tries = [stage, *(replace(stage, inputs=one) for one in redrawn)]
     sizes = []
     for one in tries:
         _, _, num_bytes = _capture_forward(one, one.receive())
@@ -500,20 +503,18 @@ def _capture_forward(
     return saved, result, sum(storage.num_bytes for storage in saved.storages())
 
 
-def _redraw(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if len(inputs) == 1 and not inputs[0].is_floating_point():
-        (tokens,) = inputs
-        return (tokens.flatten()[torch.randint(tokens.numel(), tokens.shape)],)
-    return tuple(map(_redraw_rows, inputs))
-
-
-def _redraw_rows(tensor: Tensor) -> Tensor:
-    """Draw the rows of a float tensor, along its last dimension, from its own; keep others."""
-    is_rows = type(tensor) is Tensor and tensor.is_floating_point() and tensor.dim() > 1
-    if not is_rows or not tensor.numel():
-        return tensor
-    rows = tensor.flatten(0, -2)
-    return rows[torch.randint(len(rows), (len(rows),))].view_as(tensor)
+def _redraw(inputs: tuple[Tensor, ...], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Return inputs whose float tensors have rows drawn from their own; a lone tensor, elements."""
+    found = []
+    for tensor in inputs:
+        is_float = tensor.is_floating_point() and tensor.dim() > 1
+        rows = tensor.flatten(0, -2) if is_float else tensor.flatten()
+        if type(tensor) is Tensor and len(rows) and (is_float or len(inputs) == 1):
+            places = torch.randint(len(rows), (len(rows),), generator=generator)
+            found.append(rows[places].view_as(tensor))
+        else:
+            found.append(tensor)
+    return tuple(found)
 
 
 def _resident(stage: StageUnderTest, received: Sequence[Tensor]) -> list[Tensor]:
