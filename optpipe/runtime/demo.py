@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
-__all__ = ["ModelConfig", "chain", "main", "make_stages", "random_tokens", "tiny_gpt", "token_loss"]
+__all__ = [
+    "ModelConfig",
+    "chain",
+    "main",
+    "make_stages",
+    "random_tokens",
+    "step_alone",
+    "tiny_gpt",
+    "token_loss",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +85,16 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross entropy; logits have one dimension more, the vocabulary."""
     loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
     return loss
+
+
+def step_alone(model: nn.Module, batch: Sequence[Tensor], target: Sequence[Tensor]) -> float:
+    """Add a batch's gradients to a whole model's, in one process; return the mean loss."""
+    total = 0.0
+    for given, expected in zip(batch, target, strict=True):
+        loss = token_loss(model(given), expected) / len(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
 
 
 def random_tokens(config: ModelConfig, num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -206,11 +225,7 @@ def _train(problem: Problem, schedule: Schedule, steps: int) -> bool:
         loss = None if losses is None else float(losses.mean())
         found = gather((loss, {stage: _gradients_of(one) for stage, one in own.items()}), None)
         if rank == 0:
-            expected = 0.0
-            for one, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
-                part = token_loss(chain(reference)(one), wanted) / count
-                part.backward()  # type: ignore[no-untyped-call]
-                expected += part.item()
+            expected = step_alone(chain(reference), batch.chunk(count), target.chunk(count))
             (loss,) = (loss for loss, _ in found if loss is not None)
             gradients = {stage: one for _, named in found for stage, one in named.items()}
             pairs = [

@@ -788,7 +788,8 @@ class _TensorCopy:
     """
 
     def __init__(self, tensor: Tensor, part: Tensor) -> None:
-        has_room = tensor.requires_grad and tensor.is_leaf and tensor.grad is None
+        trains = torch.is_grad_enabled() and tensor.requires_grad
+        has_room = trains and tensor.is_leaf and tensor.grad is None
         self.tensor = tensor
         self._part = part
         self._alias = part.detach()

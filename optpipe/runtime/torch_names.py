@@ -163,7 +163,7 @@ def note_accumulator_hooks(parameters: Iterable[Tensor]) -> None:
         if (
             parameter.requires_grad
             and not has_gradient_hooks(parameter)
-            and gc.get_referents(accumulator_of(parameter))
+            and any(gc.get_referents(accumulator_of(parameter)))
         ):
             setattr(parameter, _HOOKED, True)
 

@@ -57,7 +57,7 @@ def _measured(
             min_offload_bytes=1,
             recompute=recompute or modes > 0,
             modes=modes,
-            instruments=with_clock(clock),
+            instruments=None if clock is None else with_clock(clock),
             memory_bytes=2**40,
             links=False,
         )
