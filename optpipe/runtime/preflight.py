@@ -1,6 +1,6 @@
-"""What is checked before the first step: schedule, problem, ranks, stages, batch.
+"""Checks schedule, problem, ranks, stages and batch before the first step.
 
-What is refused raises `PreflightError` with the value, the rule and what to do.
+A check that fails raises `PreflightError` with the value, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def num_microbatches_of(schedule: Schedule) -> int:
 
 
 class _Finding(NamedTuple):
-    """What one rank has to say: values that must be equal everywhere, and its own faults."""
+    """The report of one rank: values that must be equal on all ranks, and its own faults."""
 
     shared: dict[str, str]
     faults: list[str]
@@ -513,10 +513,9 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
     ]
 
 
-# --- What crosses the stage boundaries: shapes, types, and what gets a gradient, found by one
-# forward of each stage. torch would infer them by a forward and a backward, holding the graphs of
-# all chunks of a rank at once; here each stage runs once, on zeros, with a graph that saves no
-# tensor, and leaves no trace in its buffers or in the random state.
+# --- The tensors that cross stage boundaries: shapes, types, and which of them get gradients. Each
+# stage runs one forward on zeros, whose graph saves no tensor. The forward leaves no trace in the
+# module or in the random states.
 
 
 class TensorShape(NamedTuple):

@@ -255,12 +255,12 @@ class PipelineRunner:
 
     @property
     def schedule(self) -> Schedule:
-        """What is run."""
+        """The schedule that the next step runs."""
         return self._spec.schedule
 
     @property
     def problem(self) -> Problem | None:
-        """What the schedule was made for, if it was said."""
+        """The problem of the schedule; None if the caller gave none."""
         return self._spec.problem
 
     @property
@@ -270,7 +270,7 @@ class PipelineRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages are."""
+        """The device of the stages."""
         return self._spec.device
 
     @property
@@ -310,23 +310,23 @@ class PipelineRunner:
     def on_overlap(self, execute: Overlap | None) -> None:
         """Let ``execute(forward, backward)`` run each pair of a program; None = one by one again.
 
-        It is given the two passes of ``(0F7;7B3)OVERLAP_F_B`` and runs each once, by `run`, in
-        whatever order or in threads; both have their inputs. What either sends leaves when
+        It gets the two passes of ``(0F7;7B3)OVERLAP_F_B``, whose inputs have arrived, and runs each
+        once by `run`, in any order or in threads. The runner sends the outputs of both after
         ``execute`` has returned. `optpipe.runtime.overlap.interleave` is one. All ranks call this
-        together, between two steps; it holds for all later ones.
+        together, between two steps. It applies to all later steps.
         """
         self._spec = replace(self._spec, overlap=execute)
-        # Messages are placed anew: behind a pair, and not between its passes.
+        # The next step places messages anew: after a pair, and not between its passes.
         self._pipelines = {key: one for key, one in self._pipelines.items() if not key[0]}
         self._training = None
 
     def use(self, schedule: Schedule, problem: Problem | None = None) -> None:
         """Run another schedule from the next step on; all ranks together, between two steps.
 
-        It is checked as the first one was. Where it is refused, on every rank alike, the old one
-        stays. The stages stay where they are, and so must the placement. It may have been made for
-        other times: memory does not depend on them (DESIGN section 3), and sizes are checked
-        against the runner's problem. Gradients that stand are added to as before.
+        The runner checks it like the first schedule. If it is refused, all ranks keep the old one.
+        The placement must be that of the first schedule. Its problem may have other times, because
+        memory does not depend on them (DESIGN section 3); sizes are checked against the runner's
+        problem. Gradients that exist are added to as before.
 
         Observers stay, but one that knows the programs, such as `ActionTimer`, must be detached
         before, and made again.

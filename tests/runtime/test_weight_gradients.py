@@ -363,7 +363,7 @@ def _double():
 
 
 # Forward-mode derivatives and optimizers of torch.distributed use what torch deprecates.
-_scripted = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+_scripted = pytest.mark.filterwarnings("ignore:.torch.jit")
 
 
 @_scripted
