@@ -88,7 +88,7 @@ _TIME_LIMIT_S = 3600.0
 
 
 class EmulatedCase(NamedTuple):
-    """A schedule and the problem that it is for; ``family`` "" stands for `solve`.
+    """A schedule and the problem that it is for; ``family`` "" means `solve`.
 
     ``modes`` are the names of the modes in the menu, () = all that were measured. ``message_ms`` is
     the time for which a message occupies a link. ``kept`` is the memory limit of each device: the

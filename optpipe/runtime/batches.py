@@ -107,7 +107,7 @@ class Microbatches:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenBatch:
-    """What the caller of a step gave on this rank, uncut."""
+    """The inputs and targets that the caller of a step passed on this rank, uncut."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)

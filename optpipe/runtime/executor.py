@@ -234,8 +234,8 @@ class Executor:
     ) -> tuple[list[Tensor], list[Any]]:
         """Run the program once; ``kwargs`` are the keyword inputs of each stage, by micro-batch.
 
-        Return losses by micro-batch where the last stage is and there are any, else []; outputs
-        without their graph by micro-batch where the last stage is, if they are kept, else [].
+        On the last stage's rank, return the losses by micro-batch, if there are any. With
+        ``keeps_outputs`` also return the detached outputs. Other ranks return two empty lists.
         """
         self.slots.begin()
         step = self._step = _RunningStep(
@@ -440,7 +440,7 @@ class Executor:
         self.slots.drop()
 
     def _place(self) -> str:
-        """Return where in the program the running instruction stands, with it marked."""
+        """Return the neighbourhood of the running instruction, with that instruction marked."""
         position = self._step.position
         first = max(0, position - _NEIGHBOURS)
         shown = [

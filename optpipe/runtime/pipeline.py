@@ -53,7 +53,7 @@ __all__ = ["KnownShapes", "Pipeline", "PipelineSpec", "check_spec", "start_pipel
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """What a pipeline is made of, on this rank."""
+    """The parts and settings of a pipeline on this rank."""
 
     stages: Mapping[int, nn.Module]
     schedule: Schedule
@@ -82,28 +82,28 @@ class PipelineSpec:
 
     @property
     def compared(self) -> range:
-        """The micro-batches that stand for all by their shapes."""
+        """The micro-batches whose shapes represent those of all."""
         return range(self.num_microbatches if self.is_unequal else 1)
 
     @property
     def program(self) -> Program:
-        """What this rank runs."""
+        """The program of this rank."""
         return self.schedule.programs[self.rank]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A schedule that can run, for batches and targets of these shapes, and what it takes."""
+    """A schedule that is ready to run on batches and targets of these shapes."""
 
     runtime: Executor
     given: Microbatches
     num_samples: int | None
-    """Of a whole batch, as the first stage's rank knows it."""
+    """The samples of a whole batch, as counted on the first stage's rank."""
     compared: Sequence[int]
     boundary: Mapping[Action, BoundaryLevel]
 
     def expect(self, cut: Microbatches) -> None:
-        """Refuse other shapes than the first ones; those ``compared`` stand for all."""
+        """Refuse a batch if the shapes of a ``compared`` micro-batch differ from the first ones."""
         for index in self.compared:
             if cut.shapes(index) != self.given.shapes(index):
                 raise PreflightError(
@@ -216,11 +216,11 @@ def start_pipeline(
 
 
 KnownShapes = dict[tuple[str, ...], "list[Shapes]"]
-"""What every rank's stages are given in a micro-batch -> what crosses all boundaries."""
+"""Inputs of a micro-batch on every rank -> shapes at all stage boundaries."""
 
 
 class Crossing(NamedTuple):
-    """What crosses all boundaries of each kind of micro-batch, and the kind of each."""
+    """The shapes at all stage boundaries by kind of micro-batch, and the kind of each."""
 
     by_kind: Sequence[Sequence[Shapes]]
     kinds: Sequence[int]

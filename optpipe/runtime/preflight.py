@@ -623,10 +623,10 @@ def probe_pipeline(
 ) -> list[Shapes]:
     """Return the shapes at all boundaries: before stage 0, between stages; none after the last.
 
-    All ranks of the group call this together, each with its own ``stages``. ``first``, the input
-    shapes of one micro-batch, are looked at on the first stage's rank; ``kwargs`` are the keyword
-    inputs of a micro-batch, by stage; ``mesh`` is this rank's own, if one was given. Gradients are
-    sent of what requires grad where it is made, if ``trains``.
+    All ranks of the group call this together, each with its own ``stages``. ``first`` are the input
+    shapes of one micro-batch; only the first stage's rank reads them. ``kwargs`` are the keyword
+    inputs of a micro-batch, by stage. ``mesh`` is this rank's own, if one was given. If ``trains``,
+    tensors that require grad where a stage returns them get gradients.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
@@ -771,7 +771,7 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
         for container, before in containers:
             if not _holds_the_same(container, before):
                 container.clear()
-                # Lists and the others name it differently.
+                # A list has `extend`, dictionaries and sets have `update`.
                 getattr(container, "extend" if isinstance(container, list) else "update")(before)
         written = [one.tensor for one in copies if one.restore()]
         if has_run:

@@ -72,8 +72,8 @@ class Evaluation(NamedTuple):
 
     ``losses`` are by micro-batch, shape (num_microbatches,); None without a target. ``outputs``
     have the form that the last stage returns. Their tensors are joined along dimension 0, or along
-    the runner's ``output_merge_spec``. Everything else is a list by micro-batch, and so are
-    tensors that differ in other dimensions.
+    the runner's ``output_merge_spec``. Everything else is a list by micro-batch. Tensors that
+    differ in other dimensions are such a list, too.
     """
 
     losses: Tensor | None
@@ -389,8 +389,8 @@ class PipelineRunner:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
         A whole batch is cut into micro-batches along dimension 0 of its tensors. A keyword tensor
-        is cut only if its dimension 0 has as many entries as the batch has samples; any other one
-        goes whole to all micro-batches, as does a value that is no tensor.
+        is cut only if its dimension 0 has as many entries as the batch has samples. Other keyword
+        tensors and values that are no tensors go whole to all micro-batches.
 
         Parameters
         ----------

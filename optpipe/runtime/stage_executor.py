@@ -111,7 +111,7 @@ class StageExecutor:
     def forward(self, microbatch: int, inputs: Sequence[Any]) -> Any:
         """Run an F on its positional inputs; return what the module returned, shards of DTensors.
 
-        What is received becomes a leaf of the autograd graph of this stage.
+        Received tensors become leaves of the autograd graph of this stage.
         """
         if not self.is_first:
             self._require_gradients(inputs)
@@ -275,9 +275,9 @@ class StageExecutor:
     # --- Boundary tensors.
 
     def crossing(self, microbatch: int, *, backward: bool, out: bool) -> tuple[Blank | None, ...]:
-        """Return sizes and types of a message's tensors that goes out of this stage, or comes in.
+        """Return sizes and types of the tensors of a message that this stage sends or receives.
 
-        None stands for a tensor that has no gradient.
+        A tensor without a gradient has None.
         """
         if out:
             by_kind = self._sent_back if backward else self._sent
@@ -363,16 +363,16 @@ def _blanks_of(shapes: Sequence[Shapes]) -> tuple[_Blanks, _Blanks]:
     return ahead, back
 
 
-# --- Outputs without their memory: what is left of a tensor that has been sent.
+# --- Outputs without their memory, after they have been sent.
 # The backward of a stage starts from its outputs, but needs only their place in the autograd graph
-# and their shapes. A hollow tensor has both, over one element of memory, so that an output's
-# storage is free as soon as the next stage has it, unless autograd itself saved it.
+# and their shapes. A hollow tensor has both over one element of memory. So the storage of an output
+# is free once the next stage has it, unless autograd itself saved it.
 
 
 def hollow(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return stand-ins for outputs; a backward from them is one from the outputs.
+    """Return hollow tensors, from which a backward gives the same gradients as from the outputs.
 
-    What needs no gradient is replaced by an empty tensor, which no backward looks at.
+    A tensor that needs no gradient becomes an empty tensor, because no backward reads it.
     """
     return tuple(_hollow(output) if isinstance(output, Tensor) else output for output in outputs)
 

@@ -345,7 +345,7 @@ def detached(tensor: Tensor) -> Tensor:
     return a tensor with a count of its own.
     """
     if tensor.requires_grad:
-        # What selective checkpointing keeps never requires a gradient, and the guard costs 1.5 us.
+        # Tensors of selective checkpointing never require a gradient, and the guard costs 1.5 us.
         return tensor.detach()
     key = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
     with torch._C._SetExcludeDispatchKeyGuard(key, False):  # noqa: SLF001

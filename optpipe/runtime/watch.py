@@ -92,29 +92,27 @@ class DeviceMarks:
 
     def clear(self) -> None:
         """Remove all marks, before a step."""
-        self._states: list[ActionState] = []
+        self._num_recorded = 0
         self._last_seen = (-1, 0.0)
 
-    def record(self, state: ActionState) -> None:
-        """Record an event that the device passes when it reaches this state."""
-        count = len(self._states)
-        if count == len(self._events):
+    def record(self) -> None:
+        """Record an event that the device passes after all work issued so far."""
+        if self._num_recorded == len(self._events):
             self._events.append(self._cuda.Event(enable_timing=True))
-        self._events[count].record(self._cuda.current_stream(self._device))
-        self._states.append(state)
+        self._events[self._num_recorded].record(self._cuda.current_stream(self._device))
+        self._num_recorded += 1
 
     def wait(self) -> None:
         """Wait until the device has passed the last mark."""
-        self._events[len(self._states) - 1].synchronize()
+        self._events[self._num_recorded - 1].synchronize()
 
-    def device_state(self) -> ActionState:
-        """Return the state of the device, and when this method first saw it."""
-        states = self._states
-        count = next((n for n in range(len(states)) if not self._events[n].query()), len(states))
+    def count_passed(self) -> tuple[int, float]:
+        """Return how many marks the device has passed, and when this method first saw that."""
+        recorded = self._num_recorded
+        count = next((n for n in range(recorded) if not self._events[n].query()), recorded)
         if count != self._last_seen[0]:
             self._last_seen = (count, time.monotonic())
-        state = states[count - 1] if count else ActionState(None, False, 0.0)
-        return state._replace(since=self._last_seen[1])
+        return self._last_seen
 
     def ms_after(self, index: int) -> float:
         """Return the time from an event to the next one, both of which the device has passed."""
@@ -192,7 +190,9 @@ class Activity:
         state = self.now
         if self.marks is None or time.monotonic() - state.since < patience_s:
             return state
-        return self.marks.device_state()
+        count, since = self.marks.count_passed()
+        passed = self._states[count - 1] if count else ActionState(None, False, 0.0)
+        return passed._replace(since=since)
 
     def describe_state(self, state: ActionState) -> str:
         """Return a state as error messages print it."""
@@ -205,7 +205,7 @@ class Activity:
         self.now = state
         self._states.append(state)
         if self.marks is not None:
-            self.marks.record(state)
+            self.marks.record()
 
 
 # --- The entries of the ranks in the store.

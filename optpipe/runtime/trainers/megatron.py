@@ -152,7 +152,7 @@ class _ParallelProduct(torch.autograd.Function):
 
 
 class _Deferral(NamedTuple):
-    """What the gradients of one parallel layer are made from."""
+    """The tensors from which the gradients of one parallel layer are computed."""
 
     weight: Tensor
     bias: Tensor | None
@@ -186,7 +186,7 @@ _REFUSED: Final = {
     "num_microbatches_with_partial_activation_checkpoints": "the schedule says what is recomputed",
     "fine_grained_activation_offloading": "the schedule says what is offloaded",
 }
-"""Settings of a Megatron configuration that a schedule cannot have beside it."""
+"""Settings of a Megatron configuration that a schedule cannot honour."""
 
 
 def forward_backward_func(
