@@ -391,7 +391,8 @@ class ChangingBuffers:
     A later F compares their versions and identities. A change through ``.data`` changes neither, so
     small buffers are always restored.
 
-    If a recomputation writes into a buffer that its F left alone, the buffer gets the difference.
+    If a recomputation writes into a buffer that its F left alone, the buffer gets the new value, or
+    the difference if other passes have changed the buffer since that F.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -421,14 +422,12 @@ class ChangingBuffers:
         }
         for place in written:
             if id(found[place]) not in before:
-                owner, name = place
-                path = next(path for path, one in self._module.named_modules() if one is owner)
                 raise PreflightError(
-                    f"buffer {f'{path}.{name}' if path else name} of {getattr(*place).nbytes} "
-                    "bytes was first written into after the first forward. No copy of its earlier "
-                    "values exists, and a recomputation would read the new ones. Write into it in "
-                    "the first forward too, or replace it by a new tensor, or solve a problem in "
-                    "which nothing is recomputed here"
+                    f"buffer {self._path_of(place)} of {getattr(*place).nbytes} bytes was first "
+                    "written into after the first forward. No copy of its earlier values exists, "
+                    "and a recomputation would read the new ones. Write into it in the first "
+                    "forward too, or replace it by a new tensor, or solve a problem in which "
+                    "nothing is recomputed here"
                 )
         written |= {
             place
@@ -468,10 +467,24 @@ class ChangingBuffers:
             buffer, end = getattr(owner, name), ends[place].detach()
             if end.shape != buffer.shape:
                 setattr(owner, name, end)
-            elif end.dtype == torch.bool:
+            elif end.dtype == torch.bool or torch.equal(buffer, starts[place]):
                 buffer.copy_(end)
             else:
-                buffer += end - starts[place]
+                # Other passes have changed the buffer since the F, so only counts can be added.
+                added = end - starts[place]
+                if not (torch.equal(added, added.round()) and added.isfinite().all()):
+                    raise PreflightError(
+                        f"buffer {self._path_of(place)} changes only where gradients are recorded, "
+                        "and by other values than counts; the recomputations of several "
+                        "micro-batches cannot be combined: change it in every forward, or solve a "
+                        "problem in which this stage is not recomputed"
+                    )
+                buffer += added
+
+    def _path_of(self, place: BufferPlace) -> str:
+        owner, name = place
+        path = next(path for path, one in self._module.named_modules() if one is owner)
+        return f"{path}.{name}" if path else name
 
     def reset(self) -> None:
         """Drop the values of an interrupted step."""

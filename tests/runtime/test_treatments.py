@@ -501,6 +501,8 @@ class Counting(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self._kind == "replaced":
             self.count = self.count + 1
+        elif torch.is_grad_enabled() and self._kind == "maximum":
+            self.count.copy_(torch.maximum(self.count, given.abs().amax()))
         elif torch.is_grad_enabled():
             self.count += 1
             self.seen.fill_(1)
@@ -524,6 +526,26 @@ def test_what_a_module_counts_with_gradients_alone_is_counted_once(kind):
             model(torch.ones(1))
     assert [int(one.count) for one in modules] == [6 if kind == "shared" else 3] * 2
     assert all(bool(one.seen) == (kind != "replaced") for one in modules)
+
+
+def test_a_maximum_over_several_recomputations_is_refused():
+    """Of one at a time it is right."""
+    module = Counting("maximum")
+    buffers = ChangingBuffers(module)
+    for call in range(4):
+        with buffers.recorded(call), torch.no_grad():
+            module(torch.ones(1))
+        if call < 2:
+            with buffers.restored(call):
+                module(torch.full((1,), 1.25 + call))
+            assert float(module.count) == 1.25 + call
+    with buffers.restored(2):
+        module(torch.full((1,), 5.75))
+    with (
+        pytest.raises(PreflightError, match="buffer count changes only where gradients are"),
+        buffers.restored(3),
+    ):
+        module(torch.full((1,), 3.0))
 
 
 def test_another_rounding_of_a_recomputation_is_no_fault(ranks):
