@@ -4,6 +4,8 @@
 
     OptPipeError                       has .code, a stable word for machines
     |-- InputError (ValueError)        the caller gave us something wrong
+    |   |-- RequestError               a request is not JSON, or breaks a rule of its model
+    |   |-- FieldError                 a field that cannot be as it is; carries .sentence
     |   |-- ProblemError               a problem file or object
     |   |-- ModelError                 a model file or object, or a cut of it
     |   |-- MeasurementError           measurements that cannot be read or do not say enough
@@ -28,17 +30,20 @@ from __future__ import annotations
 import difflib
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pydantic import BaseModel, ValidationError
 
 __all__ = [
     "ActionSyntaxError",
+    "FieldError",
+    "FieldRef",
+    "FieldSentence",
     "IllegalScheduleError",
     "InfeasibleProblemError",
     "InputError",
@@ -50,14 +55,17 @@ __all__ = [
     "PreflightError",
     "ProblemError",
     "RankError",
+    "RequestError",
     "ScheduleFormatError",
     "ScheduleMismatchError",
     "ServiceError",
     "ServiceUnreachableError",
     "Violation",
     "WorldError",
+    "Writer",
     "explain",
     "places",
+    "plain",
     "pointer",
     "rule_broken",
 ]
@@ -90,6 +98,67 @@ class InputError(OptPipeError, ValueError):
         """Return the error of a document that stands at a pointer in another one."""
         inner = self.pointers or ("",) * len(str(self).splitlines())
         return self.at(*(outer + one for one in inner))
+
+
+class RequestError(InputError):
+    """A request that cannot be read, or breaks a rule that has no narrower class."""
+
+    code = "request.invalid"
+
+
+# --- Sentences that name fields.
+# Command line users know a field as a flag, users of HTTP and Python by its plain name. So a
+# sentence keeps its fields apart from its words, and a `Writer` writes them for the reader.
+
+Writer: TypeAlias = "Callable[[str, str | None], str]"
+"""Writes a field, given its name and the text of its value (None: the name alone)."""
+
+
+def plain(name: str, value: str | None = None) -> str:
+    """Write a field as HTTP and Python name it: ``tp``, ``tp = 3``."""
+    return name if value is None else f"{name} = {value}"
+
+
+@dataclass(frozen=True)
+class FieldRef:
+    """A field that a sentence names, with the value that was given if the sentence shows it."""
+
+    name: str
+    value: object = None
+
+
+@dataclass(frozen=True)
+class FieldSentence:
+    """Words and fields, in order."""
+
+    parts: tuple[str | FieldRef, ...]
+
+    def text(self, written: Writer = plain) -> str:
+        """Return the sentence with its fields written for the reader."""
+        return "".join(
+            part
+            if isinstance(part, str)
+            else written(part.name, None if part.value is None else repr(part.value))
+            for part in self.parts
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+class FieldError(InputError):
+    """A field has a value that it cannot have; the error points at the first field it names.
+
+    Attributes
+    ----------
+    sentence
+        The message, with its fields apart from its words.
+    """
+
+    def __init__(self, *parts: str | FieldRef) -> None:
+        self.sentence = FieldSentence(parts)
+        super().__init__(str(self.sentence))
+        self.at(*[pointer(part.name) for part in parts if isinstance(part, FieldRef)][:1])
 
 
 class ProblemError(InputError):
@@ -229,6 +298,12 @@ _IN_DIGITS = {
     str: "write it without quotes",
     float: "write it in digits alone, without a point or an exponent",
 }
+_SIGNS = {
+    "greater_than_equal": ">=",
+    "greater_than": ">",
+    "less_than_equal": "<=",
+    "less_than": "<",
+}
 _SHOWN_ERRORS = 8
 _SHOWN_CHARS = 60
 _MAX_BITS = 200
@@ -239,10 +314,13 @@ def rule_broken(rule: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{rule}; {fix}", {"rule": rule, "fix": fix})
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line per problem found: ``path = value: rule; fix``."""
+def explain(error: ValidationError, model: type[BaseModel], written: Writer = plain) -> str:
+    """Return one line per problem found, such as ``pp = 0: must be >= 1; stay in range``.
+
+    ``written`` writes the fields for the reader.
+    """
     details = _without_echoes(error.errors(include_url=False))
-    lines = [_line(item, model) for item in details[:_SHOWN_ERRORS]]
+    lines = [_line(item, model, written) for item in details[:_SHOWN_ERRORS]]
     if len(details) > _SHOWN_ERRORS:
         lines.append(f"... and {len(details) - _SHOWN_ERRORS} more")
     return "\n".join(lines)
@@ -251,8 +329,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 def places(error: ValidationError) -> tuple[str, ...]:
     """Return where each line of `explain` applies, as JSON pointers (RFC 6901)."""
     details = _without_echoes(error.errors(include_url=False))
-    found = tuple(pointer(*item["loc"]) for item in details[:_SHOWN_ERRORS])
+    found = tuple(map(_place, details[:_SHOWN_ERRORS]))
     return found if len(details) <= _SHOWN_ERRORS else (*found, "")
+
+
+def _place(item: Any) -> str:
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError) and cause.pointers:
+        return pointer(*item["loc"]) + cause.pointers[0]
+    return pointer(*item["loc"])
 
 
 def pointer(*parts: str | int) -> str:
@@ -260,36 +345,48 @@ def pointer(*parts: str | int) -> str:
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
-def _line(item: Any, model: type[BaseModel]) -> str:
+def _line(item: Any, model: type[BaseModel], written: Writer) -> str:
     path = _path(item["loc"])
     kind = item["type"]
     context = item.get("ctx", {})
-    value = _shown(item.get("input"))
     if kind == "rule" and not item["loc"]:
         return f"{context['rule']}; {context['fix']}"
-    if kind == "rule":
-        return f"{path} = {value}: {context['rule']}; {context['fix']}"
+    if kind == "value_error" and isinstance(context["error"], FieldError):
+        return context["error"].sentence.text(written)
+    name, with_value = written(path, None), written(path, _shown(item.get("input")))
     if kind == "extra_forbidden":
-        return f"{path}: unknown field; {_nearest(item['loc'], model)}"
+        return f"{name}: unknown field; {_nearest(item['loc'], model)}"
     if kind == "missing":
-        return f"{path}: is missing; give it"
+        return f"{name}: is missing; give it"
     if kind == "value_error":
-        return f"{path}: {context['error']}"
+        return f"{name}: {context['error']}"
+    if kind in ("too_short", "too_long"):
+        rule = (
+            f"at least {context.get('min_length')}"
+            if kind == "too_short"
+            else (f"at most {context.get('max_length')}")
+        )
+        return (
+            f"{name}: must have {rule} items, and has {context['actual_length']}; change the list"
+        )
+    return f"{with_value}: {_rule_and_fix(item, kind, context)}"
+
+
+def _rule_and_fix(item: Any, kind: str, context: Mapping[str, Any]) -> str:
+    if kind == "rule":
+        return f"{context['rule']}; {context['fix']}"
     if kind in _RULES:
         rule, fix = _RULES[kind]
         if kind in ("float_type", "int_type"):
             fix = _IN_DIGITS.get(type(item["input"]), fix)
-        return f"{path} = {value}: {rule}; {fix}"
-    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
-        sign = {"greater_than_equal": ">=", "greater_than": ">"}.get(
-            kind, "<=" if kind == "less_than_equal" else "<"
-        )
+        return f"{rule}; {fix}"
+    if kind in _SIGNS:
         bound = next(iter(context.values()))
         shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
-        return f"{path} = {value}: must be {sign} {shown}; stay in range"
-    if kind in ("too_short", "too_long"):
-        return f"{path}: {item['msg']}; change the list"
-    return f"{path} = {value}: {item['msg']}; change it"
+        return f"must be {_SIGNS[kind]} {shown}; stay in range"
+    if kind == "literal_error":
+        return f"must be {context['expected']}; choose one"
+    return f"{item['msg']}; change it"
 
 
 def _without_echoes(details: list[Any]) -> list[Any]:

@@ -13,10 +13,7 @@ from optpipe.client import (
     Client,
     MethodRow,
     NotFoundError,
-    SearchArguments,
-    SolveArguments,
     SolveFailedError,
-    SubmissionArguments,
 )
 from optpipe.client.transport import Address, refusal
 from optpipe.errors import (
@@ -27,7 +24,6 @@ from optpipe.errors import (
     ServiceUnreachableError,
 )
 from optpipe.formats.json import load_model
-from optpipe_api.requests.jobs import OptionsBody, SearchOptions, SubmissionOptions
 from tests.building import problem, stage
 from tests.client_script import JOB, Script, event, fault, noted_pauses, plain, stream, told, waited
 
@@ -293,18 +289,6 @@ def test_a_what_if_is_a_batch_about_a_job(client) -> None:
     assert json.loads(script.requests[2].content) == body
     keys = [request.headers["Idempotency-Key"] for request in script.requests]
     assert keys[0] == keys[1] != keys[2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "checked"),
-    [
-        (SearchArguments, SearchOptions),
-        (SolveArguments, OptionsBody),
-        (SubmissionArguments, SubmissionOptions),
-    ],
-)
-def test_the_options_of_the_client_are_those_that_the_service_checks(arguments, checked) -> None:
-    assert arguments.__optional_keys__ == frozenset(checked.model_fields)
 
 
 # Following a job: by its events over connections that break, else by looking at it.

@@ -51,7 +51,7 @@ def test_text_and_back_is_the_same_model(found: Model) -> None:
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"layers": []}, "layers: Tuple should have at least 1 item"),
+    ({"layers": []}, "layers: must have at least 1 items"),
     ({"layers": [layer(repeat=0)]}, "layers[0].repeat = 0: must be >= 1"),
     ({"layers": [layer(repeat=5000)]}, "with repeats there are 5000, more than 4096"),
     ({"layers": [layer(-1)]}, "layers[0].forward_ms = -1: must be >= 0"),

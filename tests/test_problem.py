@@ -80,10 +80,10 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("devices",), {}, "devices = {}: must be a list; put it in [ ]"),
     (D0, 3, "devices[0] = 3: must be an object; put it in { }"),
     (("objective",), "cost",
-     "objective = 'cost': Input should be 'makespan' or 'span'; change it"),
+     "objective = 'cost': must be 'makespan' or 'span'; choose one"),
     (("format",), "optpipe/problem/v3",
-     "format = 'optpipe/problem/v3': Input should be 'optpipe/problem/v1' or "
-     "'optpipe/problem/v2'; change it"),
+     "format = 'optpipe/problem/v3': must be 'optpipe/problem/v1' or "
+     "'optpipe/problem/v2'; choose one"),
     # Names that are not known.
     ((*S0, "forwardms"), 1,
      "stages[0].forwardms: unknown field; did you mean 'forward_ms'? Otherwise remove it"),
@@ -113,9 +113,9 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "checkpoint_bytes 11 may not exceed activation_bytes 10; "
      "give what F keeps when the rest is recomputed"),
     # References.
-    (("devices",), [], "devices: Tuple should have at least 1 item after validation, not 0; "
+    (("devices",), [], "devices: must have at least 1 items, and has 0; "
      "change the list"),
-    (("stages",), [], "stages: Tuple should have at least 1 item after validation, not 0; "
+    (("stages",), [], "stages: must have at least 1 items, and has 0; "
      "change the list"),
     ((*S0, "device"), -1, "stages[0].device = -1: must be >= 0; stay in range"),
     ((*S0, "device"), 2,

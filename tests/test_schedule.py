@@ -31,15 +31,15 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 BROKEN = [
-    ({"programs": []}, "programs: Tuple should have at least 1 item"),
+    ({"programs": []}, "programs: must have at least 1 items"),
     ({"programs": [["0F0", "0X0"]]}, "programs[0][1]: '0X0' is not an action; an action is"),
     ({"programs": [["0F0", 7]]}, "programs[0][1]: 7 is not an action; write it as text"),
     ({"programs": ["0F0"]}, "programs[0] = '0F0': must be a list; put it in [ ]"),
     ({"peak_bytes": [1, 2]}, "peak_bytes has 2 values for 1 programs; give one per device"),
     ({"status": "optimal"}, "optimal needs a gap of at most 1e-06, not None; call it feasible"),
     ({"status": "optimal", "gap": 0.1}, "needs a gap of at most 1e-06, not 0.1; call it feasible"),
-    ({"status": "great"}, "status = 'great': Input should be 'optimal' or 'feasible'; change it"),
-    ({"stopped_by": "x"}, "stopped_by = 'x': Input should be 'optimal', 'gap', 'time_limit'"),
+    ({"status": "great"}, "status = 'great': must be 'optimal' or 'feasible'; choose one"),
+    ({"stopped_by": "x"}, "stopped_by = 'x': must be 'optimal', 'gap', 'time_limit'"),
     ({"makespan_ms": -1}, "makespan_ms = -1: must be >= 0; stay in range"),
     ({"makespan_ms": math.nan}, "makespan_ms = nan: must be finite"),
     ({"bound_ms": math.inf}, "bound_ms = inf: must be finite"),
@@ -49,7 +49,7 @@ BROKEN = [
     ({"provenance": {"method": "x", "trace": [{"seconds": math.nan, "method": "x"}]}},
      "provenance.trace[0].seconds = nan: must be finite"),
     ({"provenance": {}}, "provenance.method: is missing; give it"),
-    ({"format": "optpipe/schedule/v9"}, "Input should be 'optpipe/schedule/v1'; change it"),
+    ({"format": "optpipe/schedule/v9"}, "must be 'optpipe/schedule/v1'; choose one"),
     ({"makespanms": 1}, "makespanms: unknown field; did you mean 'makespan_ms'?"),
 ]  # fmt: skip
 

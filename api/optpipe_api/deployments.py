@@ -23,10 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optpipe.wire import DeploymentState
+from optpipe.answers import DeploymentState
 
 if TYPE_CHECKING:
-    from optpipe.wire import JobOptions
+    from optpipe.answers import JobOptions
     from optpipe_api.jobs import JobError
 
 __all__ = [

@@ -15,7 +15,6 @@
     |   `-- TooManyKeptError     as many jobs of a key are kept as may be
     |-- ScheduleNotFoundError    the job has none (yet)
     |-- KeyReusedError           an Idempotency-Key with another request
-    |-- RequestError             the request itself: not UTF-8, not JSON, not readable
     |-- MediaTypeError           a Content-Type that is not JSON
     |-- NotAcceptableError       an Accept that we cannot serve
     |   `-- FormUnavailableError     a form that this server cannot make
@@ -61,7 +60,6 @@ __all__ = [
     "NotAcceptableError",
     "NotComparableError",
     "QueueFullError",
-    "RequestError",
     "ScheduleNotFoundError",
     "ServerBusyError",
     "SolverFailedError",
@@ -189,12 +187,6 @@ class KeyReusedError(InputError):
     """An Idempotency-Key came back with a different request."""
 
     code = "idempotency.reused"
-
-
-class RequestError(InputError):
-    """The bytes of the request cannot be read as what they should be."""
-
-    code = "request.invalid"
 
 
 class MediaTypeError(InputError):

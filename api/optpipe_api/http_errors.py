@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, pointer
+from optpipe.answers import Fault
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, RequestError, pointer
 from optpipe_api.errors import (
     BodyTooLargeError,
     ForbiddenError,
@@ -23,7 +24,6 @@ from optpipe_api.errors import (
     MediaTypeError,
     NotAcceptableError,
     OtherSiteError,
-    RequestError,
     ScheduleNotFoundError,
     ServerBusyError,
     SolverUnavailableError,
@@ -32,7 +32,6 @@ from optpipe_api.errors import (
     ThingNotFoundError,
     TooLargeToDrawError,
 )
-from optpipe_api.requests.jobs import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -40,8 +40,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from optpipe.answers import Cache, EventKind, JobOptions, JobState
+from optpipe.requests import JobKind
 from optpipe.schedule import OPTIMAL_GAP, gap_of
-from optpipe.wire import Cache, EventKind, JobKind, JobOptions, JobState
 
 __all__ = [
     "MAX_SHARED_PRIORITY",

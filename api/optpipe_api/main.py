@@ -20,11 +20,22 @@ from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.answers import Event, Fault, FrontierView, MethodRowList, SweepRowList, Tuned
 from optpipe.errors import WorldError
 from optpipe.model import Model
 from optpipe.problem import Problem
+from optpipe.requests import (
+    CompareRequest,
+    DeployRequest,
+    EstimateRequest,
+    ReportRequest,
+    ResumeRequest,
+    SolveRequest,
+    SweepRequest,
+    TuneRequest,
+    VariantRequest,
+)
 from optpipe.schedule import Schedule
-from optpipe.wire import Event, MethodRowList, SweepRowList, Tuned
 from optpipe_api import http_errors
 from optpipe_api.auth import (
     OPEN_BURST,
@@ -35,20 +46,10 @@ from optpipe_api.auth import (
     SiteGate,
     describe_keys,
 )
+from optpipe_api.bodies import UnreadBodies
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
 from optpipe_api.protocol import Protocol
-from optpipe_api.requests.catalogue import Comparison, EstimateBody, TuneBody, VariantBody
-from optpipe_api.requests.http import UnreadBodies
-from optpipe_api.requests.jobs import (
-    BatchBody,
-    Fault,
-    FrontierView,
-    Registration,
-    ReportBody,
-    Resumption,
-    Submission,
-)
 from optpipe_api.routes import batches, catalogue, deployments, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
@@ -357,23 +358,23 @@ def _version() -> str:
 # --- The OpenAPI document: FastAPI's, plus the bodies that are parsed strictly and not by FastAPI.
 
 _OURS = (
-    Submission,
-    Resumption,
+    SolveRequest,
+    ResumeRequest,
     Event,
     Schedule,
     Problem,
     Model,
     Fault,
-    Comparison,
+    CompareRequest,
     MethodRowList,
-    Registration,
-    ReportBody,
-    BatchBody,
+    DeployRequest,
+    ReportRequest,
+    SweepRequest,
     SweepRowList,
     FrontierView,
-    EstimateBody,
-    VariantBody,
-    TuneBody,
+    EstimateRequest,
+    VariantRequest,
+    TuneRequest,
     Tuned,
 )
 _GENERATED = ("HTTPValidationError", "ValidationError")

@@ -21,7 +21,7 @@ from optpipe_api.views import load_methods
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from optpipe.wire import JobState
+    from optpipe.answers import JobState
     from optpipe_api.engine.engine import EngineObserver
     from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings

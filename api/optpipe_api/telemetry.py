@@ -23,7 +23,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api.engine.engine import EngineObserver
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.events import Purpose

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from optpipe.plot.scene import title_of
-from optpipe.schedule import gap_of
-from optpipe.wire import (
+from optpipe.answers import (
+    Answer,
     BatchView,
     DeploymentView,
     Event,
@@ -19,8 +18,9 @@ from optpipe.wire import (
     MethodList,
     MethodView,
     Version,
-    WireModel,
 )
+from optpipe.plot.scene import title_of
+from optpipe.schedule import gap_of
 from optpipe_api.access import Role
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ __all__ = [
     "version_view",
 ]
 
-View = TypeVar("View", bound=WireModel)
+View = TypeVar("View", bound=Answer)
 
 
 def job_view(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -18,17 +17,16 @@ from optpipe.cli.console import (
     NOTHING_FOUND,
     AsJson,
     ProblemFile,
-    Seed,
-    Threads,
-    TimeLimit,
     interruptible,
     needs_extra,
     read_problem,
     stderr,
     stdout,
 )
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.errors import InputError
 from optpipe.formats.tables import comparison_columns, dump_comparison, is_present
+from optpipe.requests import CompareOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
     from optpipe.formats.tables import Rows
     from optpipe.problem import Problem
-    from optpipe_solver.compare import ComparisonRow, Workload
+    from optpipe_solver.compare import ComparisonRow
 
 __all__ = ["compare"]
 
@@ -51,33 +49,15 @@ placement: rows that are not "as given" solve another problem, the same model cu
 per device, in a loop or a V; best among them is the optimiser's on the copy that suits it best
 guess: the problem does not say the layers of its stages; each was halved, whole layers or not"""
 
-TokensPerMicrobatch = Annotated[
-    float | None, typer.Option(metavar="N", help="Tokens of one micro-batch; adds tokens/s.")
-]
-TflopPerMicrobatch = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X",
-        help="Model TFLOP of one micro-batch, forward and backward, without recomputation; "
-        "with --peak-tflops adds MFU.",
-    ),
-]
-PeakTflops = Annotated[
-    float | None, typer.Option(metavar="X", help="Peak TFLOP/s, the sum over all devices.")
-]
 AsMarkdown = Annotated[
     bool, typer.Option("--markdown", help="Print a Markdown table, for documents.")
 ]
 
 
+@takes(CompareOptions, defaults={"time_limit_s": 20.0, "threads": 2})
 def compare(
+    given: OptionsOf[CompareOptions],
     problem_file: ProblemFile,
-    time_limit: TimeLimit = 20.0,
-    threads: Threads = 2,
-    seed: Seed = 0,
-    tokens_per_microbatch: TokensPerMicrobatch = None,
-    tflop_per_microbatch: TflopPerMicrobatch = None,
-    peak_tflops: PeakTflops = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
 ) -> None:
@@ -98,18 +78,20 @@ def compare(
     """
     if as_json and as_markdown:
         raise InputError("--json and --markdown exclude each other; give one of them")
-    _check_workload(tokens_per_microbatch, tflop_per_microbatch, peak_tflops)
+    options = given()
+    limit_s = options.time_limit_s or 0.0
     problem = read_problem(problem_file)
-    text = f"comparing every method; the optimiser takes up to {time_limit:g} s"
+    text = f"comparing every method; the optimiser takes up to {limit_s:g} s"
     with needs_extra("solver"), interruptible() as stop, _progress(text) as tell:
+        from optpipe_solver.compare import Workload
         from optpipe_solver.compare import compare as compare_methods
 
         found = compare_methods(
             problem,
-            time_limit_s=time_limit,
-            threads=threads,
-            seed=seed,
-            workload=_workload(tokens_per_microbatch, tflop_per_microbatch, peak_tflops),
+            time_limit_s=limit_s,
+            threads=options.threads,
+            seed=options.seed,
+            workload=Workload(**options.workload.model_dump()),
             on_row=lambda row: tell(f"{row.method} ({row.placement})"),
             should_stop=stop.is_set,
         )
@@ -147,31 +129,6 @@ def _leave(problem: Problem, found: Sequence[ComparisonRow]) -> None:
         raise typer.Exit(INFEASIBLE)
     stderr().print("no method has a schedule of this problem that fits; allow more time")
     raise typer.Exit(NOTHING_FOUND)
-
-
-def _check_workload(tokens: float | None, tflop: float | None, peak_tflops: float | None) -> None:
-    given = {
-        "--tokens-per-microbatch": tokens,
-        "--tflop-per-microbatch": tflop,
-        "--peak-tflops": peak_tflops,
-    }
-    for name, value in given.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{name} = {value:g}: must be > 0 and finite; change it")
-    if (tflop is None) != (peak_tflops is None):
-        raise InputError(
-            "--tflop-per-microbatch and --peak-tflops make MFU only together; give both or none"
-        )
-
-
-def _workload(tokens: float | None, tflop: float | None, peak_tflops: float | None) -> Workload:
-    from optpipe_solver.compare import Workload
-
-    return Workload(
-        tokens_per_microbatch=tokens,
-        flops_per_microbatch=None if tflop is None else tflop * 1e12,
-        peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12,
-    )
 
 
 @contextmanager

@@ -58,23 +58,14 @@ __all__ = [
     "ApiKey",
     "AsJson",
     "Follow",
-    "Gap",
-    "Jitter",
     "JobId",
     "LinkLatency",
     "LinkRate",
-    "Method",
     "Output",
     "ProblemFile",
     "ProblemOut",
-    "RobustPercentile",
     "ScheduleFile",
-    "Seed",
-    "Stragglers",
-    "Threads",
-    "TimeLimit",
     "Url",
-    "WorkLimit",
     "baseline_programs",
     "check_apart",
     "check_schedule_file",
@@ -84,7 +75,6 @@ __all__ = [
     "interruptible",
     "load_programs",
     "needs_extra",
-    "noise_of",
     "nothing_found",
     "number_table",
     "print_error",
@@ -219,18 +209,6 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from None
 
 
-def noise_of(robust: str | None, jitter: float | None, stragglers: float | None) -> dict[str, Any]:
-    """Return the options under which schedules are ranked by a percentile; none where not asked.
-
-    Raises `InputError` for noise without a percentile.
-    """
-    given = {"jitter": jitter, "stragglers": stragglers}
-    noise = {name: share for name, share in given.items() if share is not None}
-    if robust is None and noise:
-        raise InputError(f"--{next(iter(noise))}: is noise, for --robust; add --robust P90")
-    return {} if robust is None else {"robust": robust, **noise}
-
-
 _SAME_INTERRUPT_S = 1.0
 
 
@@ -281,58 +259,6 @@ Output = Annotated[
         "-o",
         metavar="FILE",
         help="Write the schedule here: .csv is CSV, else JSON; - is standard output.",
-    ),
-]
-TimeLimit = Annotated[
-    float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to search.")
-]
-WorkLimit = Annotated[
-    float | None,
-    typer.Option(
-        "--work-limit",
-        metavar="N",
-        help="Units of work, about a second of one core each, counted in iterations: the same "
-        "result on every machine, unless --time-limit cuts it short.",
-    ),
-]
-Gap = Annotated[
-    float,
-    typer.Option(
-        metavar="X", help="Stop where proven within this share of the optimum, e.g. 0.01."
-    ),
-]
-Threads = Annotated[
-    int, typer.Option(metavar="N", min=1, help="From 2 on, search and proofs run side by side.")
-]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")]
-Method = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="auto, milp, or a published method, as optpipe compare names it."
-    ),
-]
-RobustPercentile = Annotated[
-    str | None,
-    typer.Option(
-        "--robust",
-        metavar="P90",
-        help="Rank what is found by this percentile of the objective under noise, instead of the "
-        "objective. Bound and gap stay those without noise.",
-    ),
-]
-Jitter = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X",
-        help="With --robust: by which share every action's time varies.  [default: 0.1]",
-    ),
-]
-Stragglers = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X",
-        help="With --robust: by which share all of a device's compute times vary together.  "
-        "[default: 0.1]",
     ),
 ]
 LinkLatency = Annotated[

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,22 +20,13 @@ from optpipe.cli.console import (
     warn,
     write_file,
 )
+from optpipe.cli.options import OptionsOf, flags_of, takes
 from optpipe.errors import InputError
 from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
-from optpipe.presets import (
-    GPUS,
-    MODELS,
-    AskedError,
-    Training,
-    estimate,
-    find_gpus,
-    find_model,
-    shape_from_config,
-    total_parameters,
-)
-from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE, Field, flag
+from optpipe.presets import GPUS, MODELS, total_parameters
 from optpipe.problem import placement_of
+from optpipe.requests import EstimateRequest
 from optpipe.simulate import link_loads
 from optpipe.units import format_bytes, format_ms, format_share
 
@@ -47,13 +36,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.presets import Estimate, Hardware, ModelShape, StepEstimate
-    from optpipe.presets.accelerators import Accelerators
-    from optpipe.presets.shape import Dispatch, Dispatcher, Precision
-    from optpipe.presets.step import Layout
+    from optpipe.presets import Estimate, StepEstimate
     from optpipe.problem import Problem
 
-__all__ = ["asked_shape", "estimate_problem", "memory_of", "named_as_flags"]
+__all__ = ["estimate_problem", "read_config"]
 
 
 _LEAST_WIDTH = 130
@@ -61,183 +47,46 @@ _LEAST_SHARE = 0.005
 _SHOWN_STAGES = 64
 
 
-def _degree(text: str) -> Any:
-    return typer.Option(metavar="N", min=1, help=text)
+def read_config(path: str) -> dict[str, Any]:
+    """Return the fields of a request that a Hugging Face config.json gives.
+
+    The model is named after the file, or after its folder. Raises `InputError` if the file is no
+    JSON object.
+    """
+    file = Path(path)
+    name = file.absolute().parent.name if file.name == "config.json" else file.stem
+    try:
+        config = parse_json(read_text(file), takes_constants=True)
+    except InputError as error:
+        raise in_file(file, error) from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: config: must be a JSON object; give a model's config.json")
+    return {"config": config, "name": name[:80]}
 
 
-# --- Options that `optpipe tune` has too.
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Instead of --model: a Hugging Face config.json."),
-]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(metavar="NAME", help=f"Of the layers' products: {', '.join(PRECISIONS)}."),
-]
-FlashOption = Annotated[
-    bool, typer.Option("--flash/--no-flash", help="Flash attention, or stored scores.")
-]
-CudaGraphs = Annotated[
-    bool, typer.Option("--cuda-graphs", help="The host's launches are captured.")
-]
-EpOverlap = Annotated[
-    bool,
-    typer.Option("--ep-overlap", help="Tokens travel to experts while others compute."),
-]
-DispatcherOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="alltoall: a copy per expert; deduplicated: one per rank (DeepEP, HybridEP).",
-    ),
-]
-DispatchOption = Annotated[
-    str, typer.Option(metavar="bf16|fp8", help="Precision of tokens on the way to experts.")
-]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND[:GBIT]",
-        help="Between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
-    ),
-]
-Oversubscription = Annotated[
-    float, typer.Option(metavar="X", help="Divides what the network leaves between nodes.")
-]
-MemoryGb = Annotated[
-    float | None,
-    typer.Option(metavar="GB", help="Memory per device (1e9 bytes), instead of all it has."),
-]
+def _read_lengths(path: str) -> dict[str, Any]:
+    """Return the lengths of a file: for each micro-batch a length, or a list of lengths."""
+    try:
+        found = parse_json(read_text(Path(path)))
+    except InputError as error:
+        raise in_file(Path(path), error) from None
+    listed = found if isinstance(found, list) else []
+    batches = [one if isinstance(one, list) else [one] for one in listed]
+    if not batches or not all(type(n) is int for one in batches for n in one):
+        raise InputError(
+            f"{path}: must be a list with an entry for each micro-batch: its length in tokens, or "
+            "a list of lengths, e.g. [8192, [6000, 2000]]; correct it"
+        )
+    return {"lengths": batches}
 
 
+@takes(
+    EstimateRequest,
+    without=["name", "values"],
+    readers={"config": read_config, "lengths": _read_lengths},
+)
 def estimate_problem(
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model of the catalogue: see --list.")
-    ] = None,
-    config: ConfigOption = None,
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:N]",
-            help="Accelerator of the catalogue (see --list), and how many; several: of each a part "
-            "of the pipeline.",
-        ),
-    ] = None,
-    pp: Annotated[int, _degree("Devices of the pipeline.")] = 4,
-    tp: Annotated[int, _degree("Tensor-parallel degree.")] = 1,
-    cp: Annotated[int, _degree("Context-parallel degree.")] = 1,
-    ep: Annotated[int, _degree("Expert-parallel degree; with --etp it divides tp x cp x dp.")] = 1,
-    etp: Annotated[int, _degree("Tensor-parallel degree of the experts.")] = 1,
-    dp: Annotated[
-        int | None, _degree("Data-parallel degree; 1, or what the number of GPUs leaves.")
-    ] = None,
-    micro_batch: Annotated[int, _degree("Sequences per micro-batch.")] = 1,
-    sequence: Annotated[int, _degree("Tokens per sequence.")] = 4096,
-    microbatches: Annotated[int, _degree("Micro-batches per step.")] = 16,
-    chunks: Annotated[int, _degree("Stages per device.")] = 1,
-    placement: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="linear, loop or v; default linear, with several chunks loop."
-        ),
-    ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="balanced: the slowest stage fastest; even: as frameworks cut."
-        ),
-    ] = "balanced",
-    precision: PrecisionOption = "bf16",
-    zero: Annotated[
-        int,
-        typer.Option(
-            metavar="0|1|2|3",
-            help="Spread over --dp: nothing, optimizer, gradients too, weights too (FSDP).",
-        ),
-    ] = 1,
-    flash: FlashOption = True,
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
-            help="Whether --tp also splits norms and the residual stream.",
-        ),
-    ] = True,
-    lean: Annotated[
-        bool,
-        typer.Option("--lean", help="Norm and activation-function outputs are made again in I."),
-    ] = False,
-    recompute: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST", help=f"Modules made again, with commas: {', '.join(RECOMPUTABLE)}."
-        ),
-    ] = "",
-    cuda_graphs: CudaGraphs = False,
-    ep_overlap: EpOverlap = False,
-    dispatcher: DispatcherOption = "alltoall",
-    dispatch: DispatchOption = "bf16",
-    overlap: Annotated[
-        bool,
-        typer.Option(
-            "--overlap/--no-overlap", help="Whether collectives go beside compute where they can."
-        ),
-    ] = True,
-    offloaded_layers: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Layers whose activations stay in host memory."),
-    ] = 0,
-    network: Network = None,
-    oversubscription: Oversubscription = 1.0,
-    measured_step_s: Annotated[
-        float | None,
-        typer.Option(metavar="S", help="What a step of this takes: calibrates every time."),
-    ] = None,
-    time_factor: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Multiplies every time: another configuration's factor."),
-    ] = None,
-    mfu: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Share (0-1) of peak that F, I and W reach together."),
-    ] = None,
-    pcie_efficiency: Annotated[
-        float | None, typer.Option(metavar="X", help="Share (0-1) of PCIe that copies reach.")
-    ] = None,
-    memory_gb: MemoryGb = None,
-    modes: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Most modes per stage, e.g. 8; 0 = keep, offload, recompute as v1 has them.",
-        ),
-    ] = 0,
-    pairs: Annotated[
-        bool,
-        typer.Option(
-            "--pairs", help="Forwards and backwards may run together, experts' exchange hidden."
-        ),
-    ] = False,
-    slices: Annotated[
-        int, _degree("Slices of each sequence, each a micro-batch of the problem.")
-    ] = 1,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Unequal micro-batches: a JSON list with a length in tokens for each, or a list "
-            "of the lengths of the sequences packed into it.",
-        ),
-    ] = None,
-    costs: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, help="With --lengths: most kinds of micro-batches, rounded up."
-        ),
-    ] = 8,
+    given: OptionsOf[EstimateRequest],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -276,164 +125,26 @@ def estimate_problem(
         _show_catalogue(stdout())
         return
     check_writable(output)
-    check_apart(output, inputs=[config, lengths])
-    if slices > 1 and model_json:
+    check_apart(output, inputs=given.files)
+    request = given()
+    if model_json and (request.slices > 1 or request.lengths):
+        name = "--lengths" if request.lengths else f"--slices {request.slices}"
         raise InputError(
-            f"--slices {slices} and --model-json: a model's layers are of whole sequences; leave "
+            f"{name} and --model-json: a model's layers are of whole, equal micro-batches; leave "
             "one out"
         )
-    packed = _lengths_in(lengths, context, model_json=model_json)
-    microbatches = len(packed) or microbatches
-    with named_as_flags():
-        shape = asked_shape(model, config)
-        kinds = find_gpus(gpu or [], network, oversubscription)
-        replicas = _replicas(kinds, dp, tp * cp * pp)
-        training = Training(
-            micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, etp=etp, dp=replicas,
-            zero=zero, precision=cast("Precision", precision), flash=flash, lean=lean,
-            sequence_parallel=sequence_parallel, cuda_graphs=cuda_graphs, ep_overlap=ep_overlap,
-            recompute=frozenset(filter(None, map(str.strip, recompute.split(",")))),
-            dispatcher=cast("Dispatcher", dispatcher), dispatch=cast("Dispatch", dispatch),
-            overlap=overlap, offloaded_layers=offloaded_layers,
-        )  # fmt: skip
-        found = estimate(
-            shape,
-            _pipeline_ranks(kinds, training.ranks),
-            training,
-            pp=pp,
-            num_microbatches=microbatches,
-            chunks=chunks,
-            placement=placement or ("linear" if chunks == 1 else "loop"),
-            layout=cast("Layout", layout),
-            pcie_efficiency=pcie_efficiency,
-            mfu=mfu,
-            time_factor=time_factor,
-            measured_step_s=measured_step_s,
-            memory_bytes=memory_of(memory_gb),
-            modes=modes,
-            pairs=pairs,
-            slices=slices,
-            lengths=packed,
-            costs=costs,
-        )
-    _show(results(output), shape, kinds, found)
+    found = request.estimate()
+    _show(results(output), request, found)
     if output is not None:
         write_file(output, dump_model(found.model) if model_json else dump_problem(found.problem))
         say_written(output, "model" if model_json else "problem")
 
 
-_SAID_BY_LENGTHS = ("sequence", "micro_batch", "microbatches")
-
-
-def _lengths_in(path: Path | None, context: typer.Context, *, model_json: bool) -> list[list[int]]:
-    """Return the lengths of a file, a list for each micro-batch; none where there is no file."""
-
-    def is_given(name: str) -> bool:
-        return "commandline" in str(context.get_parameter_source(name)).lower()
-
-    if path is None:
-        if is_given("costs"):
-            raise InputError(
-                "--costs: says how unequal micro-batches are grouped; add --lengths FILE"
-            )
-        return []
-    for name in filter(is_given, _SAID_BY_LENGTHS):
-        raise InputError(
-            f"{flag(Field(name))} and --lengths: the file says it; leave one of them out"
-        )
-    if model_json:
-        raise InputError(
-            "--lengths and --model-json: a model has one kind of micro-batch; leave one out"
-        )
-    try:
-        return _batches(parse_json(read_text(path)))
-    except InputError as error:
-        raise in_file(path, error) from None
-
-
-def _batches(found: Any) -> list[list[int]]:
-    """Return the lists of a document that has a length, or a list of them, per micro-batch."""
-    listed = found if isinstance(found, list) else []
-    batches = [one if isinstance(one, list) else [one] for one in listed]
-    if not batches or not all(type(n) is int for one in batches for n in one):
-        raise InputError(
-            "must be a list with an entry for each micro-batch: its length in tokens, or a list of "
-            "lengths, e.g. [8192, [6000, 2000]]; correct it"
-        )
-    return batches
-
-
-@contextmanager
-def named_as_flags() -> Iterator[None]:
-    """Say in errors ``--tp`` for what Python and HTTP call ``tp``."""
-    try:
-        yield
-    except AskedError as error:
-        raise InputError(error.sentence.text(flag)) from None
-
-
-def asked_shape(model: str | None, config: Path | None) -> ModelShape:
-    """Return the model that --model or --config names; raises `InputError` without one."""
-    if model is not None and config is None:
-        return find_model(model)
-    if config is None or model is not None:
-        raise InputError(
-            "give either --model NAME or --config FILE; optpipe estimate --list shows names"
-        )
-    try:
-        shape = shape_from_config(read_text(config))
-    except InputError as error:
-        raise in_file(config, error) from None
-    path = config.absolute()
-    name = path.parent.name if path.name == "config.json" else path.stem
-    return replace(shape, name=name[:80] or "config")
-
-
-def _replicas(kinds: list[Accelerators], dp: int | None, of_one: int) -> int:
-    """Return the data-parallel degree: as said, or as the number of GPUs leaves."""
-    counts = [kind.number for kind in kinds if kind.number is not None]
-    if not counts:
-        return dp or 1
-    total = sum(counts)
-    if dp is None and total % of_one == 0:
-        return total // of_one
-    if dp is None or dp * of_one != total:
-        raise InputError(
-            f"{total} GPUs are not tp x cp x pp = {of_one}" + (f" x dp = {dp}" if dp else "")
-            + (" replicas" if dp else ", nor a multiple") + "; change --gpu or the degrees"
-        )  # fmt: skip
-    return dp
-
-
-def _pipeline_ranks(kinds: list[Accelerators], stage: int) -> Hardware | list[Hardware]:
-    """Return the accelerator, or with several kinds that of each pipeline rank."""
-    if len(kinds) == 1:
-        return kinds[0].hardware
-    ranks: list[Hardware] = []
-    for kind in kinds:
-        count = kind.number or 0
-        if count % stage:
-            raise InputError(
-                f"--gpu {kind.hardware.name}:{count}: is no multiple of the {stage} GPUs that "
-                f"share a stage (tp x cp x dp), so a stage would stand on two kinds; change it"
-            )
-        ranks += [kind.hardware] * (count // stage)
-    return ranks
-
-
-def memory_of(gigabytes: float | None) -> int | None:
-    """Return --memory-gb in bytes; raises `InputError` where it is out of range."""
-    if gigabytes is None:
-        return None
-    if not 0 < gigabytes < 1e6:
-        raise InputError(f"--memory-gb {gigabytes}: must be above 0 and below 1000000; correct it")
-    return round(gigabytes * 1e9)
-
-
-def _show(console: Console, shape: ModelShape, kinds: list[Accelerators], found: Estimate) -> None:
+def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
     console.width = max(console.width, _LEAST_WIDTH)
+    shape = request.shape
     parameters = total_parameters(shape) / 1e9
-    titles = " and ".join(kind.hardware.title for kind in kinds)
+    titles = " and ".join(kind.hardware.title for kind in request.gpus)
     console.print(
         f"{shape.name}: {parameters:.2f} billion parameters, on {titles}; compute at "
         f"{format_share(found.mfu)} of peak",
@@ -456,7 +167,7 @@ def _show(console: Console, shape: ModelShape, kinds: list[Accelerators], found:
         layout = megatron_layout(found.problem)
         console.print(f"Megatron-Core: {layout}", markup=False, soft_wrap=True)
     for note in found.notes:
-        console.print(note.text(flag), style="dim", markup=False)
+        console.print(note.text(flags_of(EstimateRequest)), style="dim", markup=False)
     busy_ms = found.problem.busy_ms
     bound_by = [
         f"{load}, longer than the {busy_ms:,.1f} ms that the busiest device computes: the link "

@@ -15,9 +15,6 @@ from optpipe.cli.console import (
     AsJson,
     ProblemFile,
     ScheduleFile,
-    Seed,
-    Threads,
-    TimeLimit,
     check_writable,
     interruptible,
     load_programs,
@@ -29,8 +26,10 @@ from optpipe.cli.console import (
     write_file,
     write_schedule,
 )
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.formats.json import dump_problem, read_text
+from optpipe.requests import SearchOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,13 +76,12 @@ Folder = Annotated[
 ]
 
 
+@takes(SearchOptions, defaults={"time_limit_s": 10.0, "threads": 2})
 def explain(
+    given: OptionsOf[SearchOptions],
     problem_file: ProblemFile,
     schedule_file: ScheduleFile,
     what_if: AskWhatIf = False,
-    time_limit: TimeLimit = 10.0,
-    threads: Threads = 2,
-    seed: Seed = 0,
     as_json: AsJson = False,
     output: Folder = None,
 ) -> None:
@@ -110,7 +108,7 @@ def explain(
     document = explanation.model_dump(mode="json")
     with interruptible() as stop:
         if what_if:
-            options = {"time_limit_s": time_limit, "threads": threads, "seed": seed}
+            options = given().model_dump()
             answers = _ask(
                 problem, programs, explanation.length_ms, should_stop=stop.is_set, **options
             )

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -14,10 +14,6 @@ from rich.markup import escape
 from optpipe.cli.console import (
     AsJson,
     Output,
-    Seed,
-    Threads,
-    TimeLimit,
-    WorkLimit,
     check_apart,
     check_schedule_file,
     check_writable,
@@ -34,8 +30,10 @@ from optpipe.cli.console import (
     write_file,
     write_schedule,
 )
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem, load_model
+from optpipe.requests import PlanOptions
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe.model import Model
-    from optpipe_solver.plan import PlacementKind, PlanResult, PlanRow
+    from optpipe_solver.plan import PlanResult, PlanRow
 
 __all__ = ["plan"]
 
@@ -62,28 +60,14 @@ ProblemOut = Annotated[
     Path | None,
     typer.Option("--problem-out", metavar="FILE", help="Write the problem that the cut makes."),
 ]
-Chunks = Annotated[
-    str, typer.Option(metavar="N,N", help="Stages per device that are tried, each 1-8.")
-]
-Placements = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME,NAME",
-        help="Placements that are tried: linear, loop, v, and free (other orders of the devices).",
-    ),
-]
 
 
+@takes(PlanOptions, defaults={"time_limit_s": 60.0, "threads": 2})
 def plan(
+    given: OptionsOf[PlanOptions],
     model_file: ModelFile,
     output: Output = None,
     problem_out: ProblemOut = None,
-    time_limit: TimeLimit = 60.0,
-    work_limit: WorkLimit = None,
-    threads: Threads = 2,
-    seed: Seed = 0,
-    chunks: Chunks = "1,2,4",
-    placements: Placements = "linear,loop,v,free",
     as_json: AsJson = False,
 ) -> None:
     """Cut a model into stages, place them, and schedule them.
@@ -100,8 +84,7 @@ def plan(
       optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
     """
     began = time.monotonic()
-    counts = _counts(chunks)
-    kinds = cast("tuple[PlacementKind, ...]", tuple(map(str.strip, placements.split(","))))
+    options = given()
     model = _read_model(model_file)
     check_schedule_file(output)
     check_writable(problem_out)
@@ -110,15 +93,16 @@ def plan(
         from optpipe_solver.plan import plan as plan_model
 
         # Reading and loading count, or the command would end late on a busy machine.
-        left_s = max(time_limit / 2, time_limit - (time.monotonic() - began))
+        limit_s = options.time_limit_s or 0.0
+        left_s = max(limit_s / 2, limit_s - (time.monotonic() - began))
+        tried = options.model_dump(include={"chunks", "placements"}, exclude_none=True)
         result = plan_model(
             model,
             time_limit_s=left_s,
-            work_limit=work_limit,
-            threads=threads,
-            seed=seed,
-            chunks=counts,
-            placements=kinds,
+            work_limit=options.work_limit,
+            threads=options.threads,
+            seed=options.seed,
+            **tried,
             **search,
         )
     if result.problem is not None and problem_out is not None:
@@ -133,15 +117,6 @@ def plan(
         _show(results(output), model, result)
     if result.schedule is None:
         raise nothing_found(result.status, result.message)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(
-            f"--chunks {text}: must be whole numbers with commas between; write e.g. 1,2"
-        ) from None
 
 
 def _read_model(path: Path) -> Model:

@@ -27,6 +27,7 @@ from optpipe.cli.console import (
     text_table,
     write_file,
 )
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.errors import InputError, explain
 from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (
@@ -47,6 +48,7 @@ from optpipe.measurements import (
 )
 from optpipe.presets.overlap import measured_pairs
 from optpipe.problem import Problem
+from optpipe.requests import ProfileRequest
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
@@ -64,88 +66,17 @@ __all__ = ["Form", "import_measurements", "measurements_as_json", "profile", "sh
 
 _LEAST_WIDTH = 100
 _MICROBATCHES_PER_DEVICE = 4
-_MOST_MICROBATCHES = 2_000_000
 
-Stages = Annotated[
-    str,
-    typer.Option(
-        "--stages",
-        metavar="MODULE:FUNCTION",
-        help="Function that returns (stages, sample) or (stages, sample, loss_fn, target).",
-    ),
-]
 SamplesOut = Annotated[
     Path | None,
     typer.Option("--samples-out", metavar="FILE", help="Write every sample here, as JSON."),
 ]
-Microbatch = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Samples per micro-batch, handed to the function."),
-]
-NumMicrobatches = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        max=_MOST_MICROBATCHES,
-        help="Micro-batches of a step.  [default: 4 per device]",
-    ),
-]
-Placement = Annotated[
-    str | None,
-    typer.Option(metavar="N,N", help="Device of each stage.  [default: one each, or a loop]"),
-]
-MemoryBytes = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=1, max=2**53, help="Memory of each device.  [default: what it has]"
-    ),
-]
-StateCopies = Annotated[
-    float,
-    typer.Option(
-        metavar="X", min=0, max=100, help="Optimizer state in copies of the weights; Adam: 2."
-    ),
-]
 
 
+@takes(ProfileRequest)
 def profile(
-    stages: Stages,
+    given: OptionsOf[ProfileRequest],
     output: ProblemOut = None,
-    microbatch: Microbatch = None,
-    num_microbatches: NumMicrobatches = None,
-    placement: Placement = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu.  [default: cuda if there]")
-    ] = None,
-    memory_bytes: MemoryBytes = None,
-    state_copies: StateCopies = 2.0,
-    recompute: Annotated[
-        bool, typer.Option(help="Let schedules recompute whole micro-batches.")
-    ] = True,
-    modes: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=64,
-            help="Most modes per stage; 0 = keep, offload, recompute, of everything.",
-        ),
-    ] = 8,
-    overlap: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Runs pairs, e.g. optpipe.runtime.overlap:interleave: what they hide is measured.",
-        ),
-    ] = None,
-    link_latency_ms: LinkLatency = None,
-    link_gb_per_s: LinkRate = None,
-    threads: Annotated[
-        int, typer.Option(metavar="N", min=1, help="CPU threads, as a rank will have.")
-    ] = 1,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Samples per pass.")] = 20,
-    warmups: Annotated[int, typer.Option(metavar="N", min=0, help="Rounds before them.")] = 5,
     samples_out: SamplesOut = None,
 ) -> None:
     """Run stages on this machine and write the problem they make.
@@ -163,7 +94,8 @@ def profile(
     check_writable(output)
     check_writable(samples_out)
     check_apart(output, samples_out)
-    given = _given(link_latency_ms, link_gb_per_s)
+    request = given()
+    links = _given_links(request)
     from optpipe.runtime.measuring import (
         Effort,
         load_function,
@@ -174,55 +106,49 @@ def profile(
     )
     from optpipe.runtime.measuring import measure as measure_stages
 
-    homes = _homes(placement)
-    runs_pairs = None if overlap is None else load_function("--overlap", overlap)
-    found, where = load_stages(stages, microbatch), select_device(device)
-    with use_threads(threads), use_process_group(where):
+    runs_pairs = None
+    if request.overlap is not None:
+        runs_pairs = load_function("--overlap", request.overlap)
+    found = load_stages(request.stages, request.microbatch)
+    where = select_device(request.device)
+    with use_threads(request.threads), use_process_group(where):
         measured = measure_stages(
             found.stages,
             found.sample,
             loss_fn=found.loss_fn,
             target=found.target,
-            placement=homes,
+            placement=request.placement,
             device=where,
-            effort=Effort(repeats, warmups),
-            state_copies=state_copies,
-            memory_bytes=memory_bytes,
-            recompute=recompute,
-            modes=modes,
-            links=given.link_latency_ms is None and given.link_gb_per_s is None,
+            effort=Effort(request.repeats, request.warmups),
+            state_copies=request.state_copies,
+            memory_bytes=request.memory_bytes,
+            recompute=request.recompute,
+            modes=request.modes,
+            links=links.link_latency_ms is None and links.link_gb_per_s is None,
             overlap=runs_pairs,
         )
     if os.environ.get("RANK", "0") != "0":
         return
-    count = num_microbatches or _MICROBATCHES_PER_DEVICE * len(measured.measurements.devices)
+    num_devices = len(measured.measurements.devices)
+    count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
     # First what was measured: where it makes no problem, it is still there.
     _show(stdout(), measured)
     if samples_out is not None:
         write_file(samples_out, measured.with_reserved(count).model_dump_json(indent=1) + "\n")
         stderr().print(f"samples written to {samples_out}", markup=False)
-    problem = measured.problem(count, given)
+    problem = measured.problem(count, links)
     if output is not None:
         write_file(output, dump_problem(problem))
         stderr().print(f"problem written to {output}", markup=False)
 
 
-def _given(link_latency_ms: float | None, link_gb_per_s: float | None) -> Given:
+def _given_links(request: ProfileRequest) -> Given:
     try:
-        return Given(link_latency_ms=link_latency_ms, link_gb_per_s=link_gb_per_s or None)
+        return Given(
+            link_latency_ms=request.link_latency_ms, link_gb_per_s=request.link_gb_per_s or None
+        )
     except ValidationError as error:
         raise InputError(explain(error, Given)) from None
-
-
-def _homes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(
-            f"--placement {text}: must be devices with commas between; write e.g. 0,1,1,0"
-        ) from None
 
 
 def _show(console: Console, measured: Profile) -> None:

@@ -18,25 +18,15 @@ from optpipe.cli.console import (
     INTERRUPTED,
     ApiKey,
     Follow,
-    Gap,
-    Jitter,
     JobId,
-    Method,
     Output,
     ProblemFile,
-    RobustPercentile,
-    Seed,
-    Stragglers,
-    Threads,
-    TimeLimit,
     Url,
-    WorkLimit,
     check_apart,
     check_schedule_file,
     check_writable,
     gap_text,
     needs_extra,
-    noise_of,
     nothing_found,
     progress_line,
     read_problem,
@@ -48,7 +38,8 @@ from optpipe.cli.console import (
     write_file,
     write_schedule,
 )
-from optpipe.schedule import OPTIMAL_GAP
+from optpipe.cli.options import OptionsOf, takes
+from optpipe.requests import ResumeRequest, SolveRequest
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
@@ -111,27 +102,17 @@ def serve(
         )
 
 
+@takes(
+    SolveRequest,
+    without=["chunks", "placements", "cache", "objective"],
+    defaults={"time_limit_s": 60.0},
+)
 def submit(
+    given: OptionsOf[SolveRequest],
     problem_file: ProblemFile,
     url: Url = DEFAULT_URL,
     follow: Follow = False,
     output: Output = None,
-    time_limit: TimeLimit = 60.0,
-    threads: Threads = 1,
-    seed: Seed = 0,
-    method: Method = "auto",
-    gap: Gap = OPTIMAL_GAP,
-    work_limit: WorkLimit = None,
-    robust: RobustPercentile = None,
-    jitter: Jitter = None,
-    stragglers: Stragglers = None,
-    tag: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TAG", help="To find the job by; may be given several times."),
-    ] = None,
-    priority: Annotated[
-        int, typer.Option(metavar="N", min=-100, max=100, help="Higher ones are taken first.")
-    ] = 0,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Solve again what was solved before.")
     ] = False,
@@ -151,23 +132,17 @@ def submit(
     """
     from optpipe.client import Client
 
-    noise = noise_of(robust, jitter, stragglers)
     problem = read_problem(problem_file)
+    request = given(problem=problem)
     check_schedule_file(output)
     check_apart(output, inputs=[problem_file])
     with Client(url, api_key=api_key) as client:
         job = client.submit(
             problem,
-            time_limit_s=time_limit,
-            work_limit=work_limit,
-            threads=threads,
-            seed=seed,
-            gap=gap,
-            method=method,
+            tags=request.tags or None,
+            priority=request.priority or None,
             cache="refresh" if refresh else None,
-            tags=tag or None,
-            priority=priority or None,
-            **noise,
+            **request.options.model_dump(exclude_unset=True),
         )
         results(output).print(job.id, markup=False)
         if follow or output is not None:
@@ -409,11 +384,10 @@ def cancel(job_id: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> Non
         _say(client.cancel(job_id))
 
 
+@takes(ResumeRequest)
 def resume(
+    given: OptionsOf[ResumeRequest],
     job_id: JobId,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to add.")
-    ],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
@@ -425,8 +399,9 @@ def resume(
     """
     from optpipe.client import Client
 
+    request = given()
     with Client(url, api_key=api_key) as client:
-        _say(client.resume(job_id, time_limit))
+        _say(client.resume(job_id, request.time_limit_s))
 
 
 def _cells(job: Job) -> tuple[str, ...]:

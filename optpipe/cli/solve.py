@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optpipe.cli.console import (
     MOST_DRAWN,
-    Gap,
-    Jitter,
-    Method,
     Output,
     ProblemFile,
-    RobustPercentile,
     ScheduleFile,
-    Seed,
-    Stragglers,
-    Threads,
-    TimeLimit,
-    WorkLimit,
     baseline_programs,
     check_apart,
     check_schedule_file,
     gap_text,
     needs_extra,
-    noise_of,
     nothing_found,
     number_table,
     read_problem,
@@ -41,46 +31,38 @@ from optpipe.cli.console import (
     stdout,
     write_schedule,
 )
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.cli.plot import check_drawable, draw_solved
 from optpipe.errors import InfeasibleProblemError, InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_schedule
-from optpipe.problem import Objective
-from optpipe.schedule import OPTIMAL_GAP
+from optpipe.requests import SubmitOptions
 from optpipe.sweep import sweep
 from optpipe.units import format_ms
-from optpipe.wire import DEFAULT_NOISE
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem
+    from optpipe.problem import Objective, Problem
     from optpipe.schedule import Schedule
     from optpipe_solver import Robust
 
 __all__ = ["bound", "check", "solve"]
 
 
+@takes(
+    SubmitOptions,
+    without=["chunks", "placements", "cache"],
+    defaults={"time_limit_s": 60.0, "threads": 2},
+)
 def solve(
+    given: OptionsOf[SubmitOptions],
     problem_file: ProblemFile,
     output: Output = None,
-    time_limit: TimeLimit = 60.0,
-    threads: Threads = 2,
-    seed: Seed = 0,
-    method: Method = "auto",
-    gap: Gap = OPTIMAL_GAP,
-    work_limit: WorkLimit = None,
     no_offload: Annotated[
         bool, typer.Option("--no-offload", help="Only schedules that offload nothing.")
     ] = False,
     no_recompute: Annotated[
         bool, typer.Option("--no-recompute", help="Only schedules that recompute nothing.")
     ] = False,
-    objective: Annotated[
-        Objective | None,
-        typer.Option(help="Minimise this instead of what the problem says: another problem."),
-    ] = None,
-    robust: RobustPercentile = None,
-    jitter: Jitter = None,
-    stragglers: Stragglers = None,
     picture: Annotated[
         Path | None,
         typer.Option(
@@ -107,8 +89,8 @@ def solve(
       optpipe solve problem.json --plot picture.html
     """
     began = time.monotonic()
-    noise_options = noise_of(robust, jitter, stragglers)
-    problem = _with_objective(read_problem(problem_file), objective)
+    options = given()
+    problem = _with_objective(read_problem(problem_file), options.objective)
     barred = {"offload": no_offload, "recompute": no_recompute}
     barred_names = [name for name, is_barred in barred.items() if is_barred]
     searched = problem
@@ -127,17 +109,18 @@ def solve(
         if among:
             stderr().print(f"{among}: bounds on the way hold there", markup=False)
         # Reading and loading count, or the command would end late on a busy machine.
-        left_s = max(time_limit / 2, time_limit - (time.monotonic() - began))
+        limit_s = options.time_limit_s or 0.0
+        left_s = max(limit_s / 2, limit_s - (time.monotonic() - began))
         with searching(f"solving {among}".strip()) as search:
             result = optpipe_solver.solve(
                 searched,
                 time_limit_s=left_s,
-                work_limit=work_limit,
-                threads=threads,
-                seed=seed,
-                gap=gap,
-                method=method,
-                robust=_robust(noise_options, seed),
+                work_limit=options.work_limit,
+                threads=options.threads,
+                seed=options.seed,
+                gap=options.gap,
+                method=options.method,
+                robust=_robust(options),
                 **search,
             )
         found = result.schedule
@@ -160,14 +143,18 @@ def solve(
             console.print(str(result.robust), markup=False, soft_wrap=True)
 
 
-def _robust(noise_options: dict[str, Any], seed: int) -> Robust | None:
-    """Return by which percentile schedules are ranked, under which noise; None for none."""
-    if not noise_options:
+def _robust(options: SubmitOptions) -> Robust | None:
+    """Return the percentile by which schedules are ranked and its noise; None without one."""
+    if options.robust is None:
         return None
     from optpipe_solver import Robust
 
-    noise = {"jitter": DEFAULT_NOISE, "stragglers": DEFAULT_NOISE, **noise_options, "seed": seed}
-    return Robust.parse(noise.pop("robust"), **noise)
+    return Robust.parse(
+        options.robust,
+        jitter=options.jitter,
+        stragglers=options.stragglers,
+        seed=options.seed,
+    )
 
 
 def _with_objective(problem: Problem, objective: Objective | None) -> Problem:

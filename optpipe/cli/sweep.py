@@ -16,13 +16,7 @@ from optpipe.cli.console import (
     INTERRUPTED,
     NOTHING_FOUND,
     ApiKey,
-    Gap,
-    Method,
     ProblemFile,
-    Seed,
-    Threads,
-    TimeLimit,
-    WorkLimit,
     check_apart,
     check_writable,
     gap_text,
@@ -34,12 +28,14 @@ from optpipe.cli.console import (
     stdout,
     write_file,
 )
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
 from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns
 from optpipe.plot.image import FRONTIER_SUFFIXES, save_frontier
 from optpipe.plot.scene import require_drawing
-from optpipe.schedule import OPTIMAL_GAP, gap_of
+from optpipe.requests import SweepRequest
+from optpipe.schedule import gap_of
 from optpipe.sweep import Point, family_of, frontier, label_of, memory_of, tighter_ones
 from optpipe.sweep import sweep as vary
 from optpipe.units import format_ms
@@ -58,16 +54,6 @@ __all__ = ["parse_axes", "sweep", "sweep_here", "sweep_remote"]
 
 _FORMS = {".csv": "csv", ".md": "markdown", ".json": "json"}
 
-AxisTexts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--axis",
-        metavar="NAME=V1,V2,...",
-        help="memory_scale, memory_gb, num_microbatches, pcie_scale, link_scale, latency_ms, "
-        "placement (linear, loop, v, or lists), objective, offload, recompute (true, false), or "
-        "the path of a field: devices[*].memory_bytes, stages[3].forward_ms. Again for another.",
-    ),
-]
 TableFile = Annotated[
     Path | None,
     typer.Option(
@@ -93,17 +79,17 @@ MaybeUrl = Annotated[
 ]
 
 
+@takes(
+    SweepRequest,
+    without=["what_if", "name", "tags", "priority", "cache"],
+    defaults={"time_limit_s": 20.0, "threads": 2},
+    readers={"axes": lambda texts: {"axes": parse_axes(texts)}},
+)
 def sweep(
+    given: OptionsOf[SweepRequest],
     problem_file: ProblemFile,
-    axis: AxisTexts = None,
     output: TableFile = None,
     frontier_file: FrontierFile = None,
-    time_limit: TimeLimit = 20.0,
-    threads: Threads = 2,
-    seed: Seed = 0,
-    method: Method = "auto",
-    gap: Gap = OPTIMAL_GAP,
-    work_limit: WorkLimit = None,
     url: MaybeUrl = None,
     api_key: ApiKey = None,
 ) -> None:
@@ -123,18 +109,12 @@ def sweep(
     _check_files(output, frontier_file)
     check_apart(output, frontier_file, inputs=[problem_file])
     problem = read_problem(problem_file)
-    variations = vary(problem, axes := parse_axes(axis or []))
+    request = given(problem=problem)
+    variations = vary(problem, request.axes)
     known = _known_rows(output, variations)
-    options = {
-        "time_limit_s": time_limit,
-        "work_limit": work_limit,
-        "threads": threads,
-        "seed": seed,
-        "gap": gap,
-        "method": method,
-    }
+    options = request.options.model_dump(exclude={"cache"})
     if url is not None:
-        rows = sweep_remote(url, api_key, problem, axes, options)
+        rows = sweep_remote(url, api_key, problem, request.axes, options)
         was_stopped = False
     else:
         with needs_extra("solver"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,13 +12,9 @@ from rich.markup import escape
 from optpipe.cli.console import (
     AsJson,
     Output,
-    Seed,
-    Threads,
-    WorkLimit,
     check_apart,
     check_schedule_file,
     check_writable,
-    in_file,
     needs_extra,
     nothing_found,
     read_input,
@@ -31,35 +27,25 @@ from optpipe.cli.console import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.estimate import (
-    ConfigOption,
-    CudaGraphs,
-    DispatcherOption,
-    DispatchOption,
-    EpOverlap,
-    FlashOption,
-    MemoryGb,
-    Network,
-    Oversubscription,
-    PrecisionOption,
-    asked_shape,
-    memory_of,
-    named_as_flags,
-)
+from optpipe.cli.estimate import read_config
+from optpipe.cli.options import OptionsOf, takes
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem
-from optpipe.presets import Configuration, Training, find_gpus, train_command
+from optpipe.presets import train_command
 from optpipe.presets.configuration import PASTED_FILES
 from optpipe.presets.megatron import check_arguments_have
 from optpipe.presets.torchtitan import titan_model
+from optpipe.requests import CurrentRun, FixedDegrees, TuneRequest
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.presets.shape import Dispatch, Dispatcher, ModelShape, Precision
-    from optpipe_solver.tune import Framework, TuneQuestion, TuneResult, TuneRow
+    from optpipe.presets import Configuration, ModelShape
+    from optpipe_solver.tune import TuneResult, TuneRow
 
 __all__ = ["tune"]
 
@@ -67,76 +53,78 @@ _GIB = 2.0**30
 _SHOWN_ROWS = 11
 _LEAST_WIDTH = 120
 _YAML = {".yaml", ".yml"}
-_DEGREES = ("tp", "cp", "pp", "chunks", "ep", "etp", "dp", "micro_batch", "zero")
-_FIXABLE = (*_DEGREES, "pairs", "slices")
+_LISTS = ("recompute", "layers")
+_DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
 
 
+# --- Options that are read here: what is run today, and what is fixed.
+
+
+def _read_current(text: str) -> dict[str, Any]:
+    """Return the fields of a request that ``--current`` gives.
+
+    It is a file of Megatron or torchtitan, or degrees such as ``tp=4,pp=8``; ``recompute=a+b``
+    names modules, ``layers=10+11`` gives those of each stage.
+    """
+    if not text.strip():
+        raise InputError(
+            "--current '': must be NAME=NUMBER,... or a file; give one, or leave it out"
+        )
+    path = Path(text)
+    if "=" not in text or path.is_file():
+        is_torchtitan = path.suffix in {".py", ".toml"}
+        form = {"current_format": "torchtitan"} if is_torchtitan else {}
+        return {"current_file": read_input(path), **form}
+    lists: dict[str, list[str]] = {}
+    degrees = []
+    for part in map(str.strip, text.split(",")):
+        name, _, values = part.partition("=")
+        if name in _LISTS:
+            lists[name] = lists.get(name, []) + [one for one in values.split("+") if one]
+        else:
+            degrees.append(part)
+    layers = lists.get("layers", [])
+    if not all(number.isascii() and number.isdigit() for number in layers):
+        raise InputError(
+            f"--current layers={'+'.join(layers)}: must be numbers with +, one for each stage; "
+            "correct it"
+        )
+    run: dict[str, Any] = _numbers("--current", degrees, _DEGREES)
+    if layers:
+        run["layers"] = list(map(int, layers))
+    return {"current": run | ({"recompute": lists["recompute"]} if "recompute" in lists else {})}
+
+
+def _read_fixed(texts: list[str]) -> dict[str, Any]:
+    parts = [part for text in texts for part in text.split(",")]
+    return {"fixed": _numbers("--fix", parts, FixedDegrees.model_fields)}
+
+
+def _numbers(option: str, parts: list[str], names: Collection[str]) -> dict[str, int]:
+    """Return ``tp=4`` and ``pp=8`` as numbers by name."""
+    found: dict[str, int] = {}
+    for part in filter(None, map(str.strip, parts)):
+        name, _, number = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in names or not (number.isascii() and number.strip().isdigit()):
+            raise InputError(
+                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(names)}"
+                f"{' (or recompute, layers)' if option == '--current' else ''}; correct it"
+            )
+        if name in found:
+            raise InputError(f"{option}: {name} is given twice; give it once")
+        found[name] = int(number)
+    return found
+
+
+@takes(
+    TuneRequest,
+    without=["name", "current_file", "current_format", "cache", "tags", "priority"],
+    defaults={"time_limit_s": 120.0},
+    readers={"config": read_config, "current": _read_current, "fixed": _read_fixed},
+)
 def tune(
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model of the catalogue: estimate --list.")
-    ] = None,
-    config: ConfigOption = None,
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:N]",
-            help="Accelerator of the catalogue (estimate --list), and how many; several: of each a "
-            "part of the pipeline.",
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many there are; 8 by default.")
-    ] = None,
-    global_batch: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Sequences of a step, over all replicas.")
-    ] = 128,
-    sequence: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each.")] = 4096,
-    framework: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Whose schedules may be answered: megatron, torchtitan, or any (our runtime's).",
-        ),
-    ] = "any",
-    current: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|FLAGS",
-            help="What you run today: Megatron arguments or YAML, a torchtitan config, or e.g. "
-            "tp=4,pp=8,chunks=5,micro_batch=1. The gain is over it.",
-        ),
-    ] = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=N", help=f"What is not searched; several: {', '.join(_FIXABLE)}."
-        ),
-    ] = None,
-    precision: PrecisionOption = "bf16",
-    flash: FlashOption = True,
-    cuda_graphs: CudaGraphs = False,
-    ep_overlap: EpOverlap = False,
-    dispatcher: DispatcherOption = "alltoall",
-    dispatch: DispatchOption = "bf16",
-    network: Network = None,
-    oversubscription: Oversubscription = 1.0,
-    memory_gb: MemoryGb = None,
-    headroom: Annotated[
-        float,
-        typer.Option(
-            metavar="X", help="Share (0-1) of it that answers leave free: estimates are 5 % off."
-        ),
-    ] = 0.05,
-    measured_step_s: Annotated[
-        float | None,
-        typer.Option(metavar="S", help="What a step of --current takes: calibrates every time."),
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to search.")
-    ] = 120.0,
-    work_limit: WorkLimit = None,
-    threads: Threads = 1,
-    seed: Seed = 0,
+    given: OptionsOf[TuneRequest],
     output: Output = None,
     problem_out: Annotated[
         Path | None,
@@ -170,60 +158,28 @@ def tune(
     check_schedule_file(output)
     check_writable(problem_out)
     check_writable(paste)
-    read = _file_of(current)
-    check_apart(output, problem_out, paste, inputs=[config, read])
-    with named_as_flags():
-        shape = asked_shape(model, config)
-        given_gpus = find_gpus(gpu or [], network, oversubscription)
-        kinds = tuple((one.hardware, one.number) for one in given_gpus if one.number is not None)
-        num_gpus = sum(number for _, number in kinds) or gpus or 8
-        if gpus not in {None, num_gpus}:
-            raise InputError(f"--gpus {gpus}: but --gpu says {num_gpus}; give one of them")
-        common = Training(
-            sequence=sequence, precision=cast("Precision", precision), flash=flash,
-            cuda_graphs=cuda_graphs, ep_overlap=ep_overlap,
-            dispatcher=cast("Dispatcher", dispatcher), dispatch=cast("Dispatch", dispatch),
-        )  # fmt: skip
-        with needs_extra("solver"):
-            from optpipe_solver.tune import TuneQuestion
-            from optpipe_solver.tune import tune as search
-            from optpipe_solver.tune.document import calibrated
+    check_apart(output, problem_out, paste, inputs=given.files)
+    request = given()
+    options, framework = request.options, request.framework
+    with needs_extra("solver"):
+        from optpipe_solver.tune import read_question
+        from optpipe_solver.tune import tune as search
 
-            question = TuneQuestion(
-                shape=shape,
-                hardware=given_gpus[0].hardware,
-                num_gpus=num_gpus,
-                kinds=kinds if len(kinds) > 1 else (),
-                global_batch=global_batch,
-                training=common,
-                framework=cast("Framework", framework),
-                fixed=_numbers("--fix", ",".join(fix or []), _FIXABLE),
-                memory_bytes=memory_of(memory_gb),
-                headroom=headroom,
+        _check_pastable(request.shape, framework, paste)
+        read = read_question(request)
+        today = read.current
+        with searching("tuning") as controls:
+            result = search(
+                read.question,
+                current=today,
+                time_limit_s=options.time_limit_s or 0.0,
+                work_limit=options.work_limit,
+                gap=options.gap,
+                threads=options.threads,
+                seed=options.seed,
+                on_progress=lambda text: stderr().print(text, markup=False),
+                should_stop=controls["should_stop"],
             )
-            _check_pastable(shape, framework, paste)
-            today = None
-            if read is not None:
-                today = _read_today(question, read)
-            elif current is not None:
-                today = _today(question, current)
-            if measured_step_s is not None:
-                if today is None:
-                    raise InputError(
-                        "--measured-step-s says what a step of --current takes; give both"
-                    )
-                question = calibrated(question, today, measured_step_s)
-            with searching("tuning") as given:
-                result = search(
-                    question,
-                    current=today,
-                    time_limit_s=time_limit,
-                    work_limit=work_limit,
-                    threads=threads,
-                    seed=seed,
-                    on_progress=lambda text: stderr().print(text, markup=False),
-                    should_stop=given["should_stop"],
-                )
     if result.best is None:
         proven = result.counts.do_not_fit == result.counts.total
         state, none = (
@@ -238,79 +194,6 @@ def tune(
     if paste is not None:
         write_file(paste, _pasted(result.best, framework, paste))
         say_written(paste, "configuration")
-
-
-# --- What is run today.
-
-
-def _file_of(current: str | None) -> Path | None:
-    """Return the file that --current names, if it names one: degrees have ``=``, as paths may."""
-    if current is None:
-        return None
-    if not current.strip():
-        raise InputError(
-            "--current '': must be NAME=NUMBER,... or a file; give one, or leave it out"
-        )
-    path = Path(current)
-    return path if "=" not in current or path.is_file() else None
-
-
-def _numbers(option: str, text: str, names: tuple[str, ...] = _DEGREES) -> dict[str, Any]:
-    """Return ``tp=4,pp=8`` as numbers by name."""
-    found: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, number = part.partition("=")
-        name = name.strip().replace("-", "_")
-        if name not in names or not (number.isascii() and number.strip().isdigit()):
-            raise InputError(
-                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(names)}"
-                f"{' (or recompute, layers)' if option == '--current' else ''}; correct it"
-            )
-        if name in found:
-            raise InputError(f"{option}: {name} is said twice; give it once")
-        found[name] = int(number)
-    return found
-
-
-def _today(question: TuneQuestion, text: str) -> Configuration:
-    """Return what is run today, from ``tp=4,pp=8,...``.
-
-    ``recompute=a+b`` names modules, ``layers=10+11`` says those of each stage.
-    """
-    from optpipe_solver.tune.document import current_configuration
-
-    lists: dict[str, list[str]] = {"recompute": [], "layers": []}
-    degrees = []
-    for part in map(str.strip, text.split(",")):
-        name, _, values = part.partition("=")
-        if name in lists:
-            lists[name] += filter(None, values.split("+"))
-        else:
-            degrees.append(part)
-    for layers in lists["layers"]:
-        if not (layers.isascii() and layers.isdigit()):
-            raise InputError(
-                f"--current layers={'+'.join(lists['layers'])}: must be numbers with +, one for "
-                "each stage; correct it"
-            )
-    settings = _numbers("--current", ",".join(degrees))
-    settings |= {"recompute": lists["recompute"], "layers": list(map(int, lists["layers"]))}
-    try:
-        return current_configuration(question, settings)
-    except InputError as error:
-        raise InputError(f"--current {text}: {error}") from None
-
-
-def _read_today(question: TuneQuestion, path: Path) -> Configuration:
-    """Return what is run today, from a file of Megatron or torchtitan."""
-    from optpipe_solver.tune.document import read_current
-
-    text = read_input(path)
-    is_torchtitan = path.suffix in {".py", ".toml"} or question.framework == "torchtitan"
-    try:
-        return read_current(question, text, is_torchtitan=is_torchtitan)
-    except InputError as error:
-        raise in_file(path, error) from None
 
 
 # --- What is shown.

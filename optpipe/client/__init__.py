@@ -20,9 +20,34 @@
 Calls that can be repeated without harm are repeated, with growing pauses, where the service cannot
 be reached or asks for patience. That is nearly all of them: each submission carries a key under
 which the service makes only one job. What is refused raises the error that
-`optpipe.client.transport` draws. What the service answers is of `optpipe.wire`.
+`optpipe.client.transport` draws. What the service answers is of `optpipe.requests`.
 """
 
+from optpipe.answers import (
+    BatchView,
+    Cache,
+    DeploymentState,
+    DeploymentView,
+    Event,
+    EventKind,
+    Failure,
+    Improvement,
+    Item,
+    Job,
+    JobOptions,
+    JobState,
+    MethodRow,
+    Tuned,
+    TunedRow,
+    Version,
+)
+from optpipe.client.arguments import (
+    CurrentDegrees,
+    SearchArguments,
+    SolveArguments,
+    SubmitArguments,
+    TuneArguments,
+)
 from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncDeployment
 from optpipe.client.client import Batch, Client, Deployment
 from optpipe.client.transport import (
@@ -34,29 +59,8 @@ from optpipe.client.transport import (
     RequestRefusedError,
     SolveFailedError,
 )
-from optpipe.wire import (
-    BatchView,
-    Cache,
-    CurrentDegrees,
-    DeploymentState,
-    DeploymentView,
-    Event,
-    EventKind,
-    Failure,
-    Improvement,
-    Item,
-    Job,
+from optpipe.requests import (
     JobKind,
-    JobOptions,
-    JobState,
-    MethodRow,
-    SearchArguments,
-    SolveArguments,
-    SubmissionArguments,
-    TuneArguments,
-    Tuned,
-    TunedRow,
-    Version,
 )
 
 __all__ = [
@@ -90,7 +94,7 @@ __all__ = [
     "SearchArguments",
     "SolveArguments",
     "SolveFailedError",
-    "SubmissionArguments",
+    "SubmitArguments",
     "TuneArguments",
     "Tuned",
     "TunedRow",

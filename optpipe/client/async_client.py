@@ -13,6 +13,29 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import httpx
 from httpx_sse import EventSource
 
+from optpipe.answers import (
+    BatchView,
+    DeploymentView,
+    Event,
+    Job,
+    JobList,
+    JobState,
+    MethodList,
+    MethodRow,
+    MethodRowList,
+    PasteForm,
+    SweepRowList,
+    Tuned,
+    TunedRow,
+    Version,
+    VersionList,
+)
+from optpipe.client.arguments import (
+    SearchArguments,
+    SolveArguments,
+    SubmitArguments,
+    TuneArguments,
+)
 from optpipe.client.transport import (
     SILENCE_S,
     Address,
@@ -37,27 +60,6 @@ from optpipe.client.transport import (
 from optpipe.errors import ServiceError
 from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.model import Model
-from optpipe.wire import (
-    BatchView,
-    DeploymentView,
-    Event,
-    Job,
-    JobList,
-    JobState,
-    MethodList,
-    MethodRow,
-    MethodRowList,
-    PasteForm,
-    SearchArguments,
-    SolveArguments,
-    SubmissionArguments,
-    SweepRowList,
-    TuneArguments,
-    Tuned,
-    TunedRow,
-    Version,
-    VersionList,
-)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -266,7 +268,7 @@ class AsyncClient:
     Every method raises `ServiceUnreachableError` where nobody answers, and what
     `optpipe.client.transport` draws where the service refuses. What several of them take: ``tags``
     and ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs;
-    ``options``, ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds
+    ``options``, ``time_limit_s`` and the others of `optpipe.requests`; ``wait_s``, how many seconds
     longer the service may wait for news before it answers, as far as it does; ``idempotency_key``,
     under which the service does a thing once: by default each call has its own.
 
@@ -320,7 +322,7 @@ class AsyncClient:
         priority: int | None = None,
         wait_s: float = 0.0,
         idempotency_key: str | None = None,
-        **options: Unpack[SubmissionArguments],
+        **options: Unpack[SubmitArguments],
     ) -> Job:
         """Queue a problem, or a model to cut, to place and to schedule, and return its job.
 
@@ -544,7 +546,7 @@ class AsyncClient:
         """Queue the question which configuration trains a model fastest, and return its job.
 
         ``arguments`` are ``model`` or ``config``, ``gpu``, and what else
-        `optpipe.wire.TuneArguments` has. Raises `RequestRefusedError` if the service
+        `optpipe.client.arguments.TuneArguments` has. Raises `RequestRefusedError` if the service
         cannot answer it.
         """
         headers, params = once(idempotency_key), waiting(wait_s)

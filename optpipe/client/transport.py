@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from optpipe.answers import Event, EventKind, Job
 from optpipe.errors import (
     ActionSyntaxError,
     InfeasibleProblemError,
@@ -49,7 +50,6 @@ from optpipe.errors import (
 from optpipe.formats.json import load_schedule
 from optpipe.model import Model
 from optpipe.problem import Problem
-from optpipe.wire import Event, EventKind, Job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,23 +12,13 @@ from optpipe.presets.machine import Machine
 from optpipe.presets.megatron import megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.parameters import total_parameters
-from optpipe.presets.shape import (
-    AskedError,
-    AskedSentence,
-    Experts,
-    LatentAttention,
-    LayerForm,
-    ModelShape,
-    Training,
-)
+from optpipe.presets.shape import Experts, LatentAttention, LayerForm, ModelShape, Training
 from optpipe.presets.step import PipelineCut, StepEstimate, step_estimate
 from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
 
 __all__ = [
     "GPUS",
     "MODELS",
-    "AskedError",
-    "AskedSentence",
     "Configuration",
     "Efficiency",
     "Estimate",

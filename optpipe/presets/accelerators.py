@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from optpipe.errors import InputError
-from optpipe.presets.shape import AskedError, Field, pick
+from optpipe.errors import FieldError, FieldRef, InputError
+from optpipe.presets.shape import pick
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -139,10 +139,10 @@ class Hardware:
     def peak_flops(self, precision: Precision) -> float:
         """Return the peak dense rate in FLOP/s; refuse a precision that it has none for."""
         if precision not in self.tflops:
-            raise AskedError(
+            raise FieldError(
                 f"{self.title} has no {precision} products (it has "
                 f"{', '.join(sorted(self.tflops))}); choose another ",
-                Field("precision"),
+                FieldRef("precision"),
             )
         return self.tflops[precision].value * 1e12
 
@@ -157,19 +157,19 @@ class Hardware:
         """Return this on another network: ``KIND`` or ``KIND:GBIT``, GBIT per second and device.
 
         Kinds: infiniband; ethernet (RoCE); tcp. Oversubscription divides what is left between
-        nodes. Raises `AskedError` where the text is none of that.
+        nodes. Raises `FieldError` where the text is none of that.
         """
         if not 1 <= oversubscription <= 64:
-            raise AskedError(
-                Field("oversubscription", oversubscription), ": must be 1 to 64; correct it"
+            raise FieldError(
+                FieldRef("oversubscription", oversubscription), ": must be 1 to 64; correct it"
             )
         kind, gbit = "infiniband", None
         if text is not None:
             found = re.fullmatch(r"([a-z]+)(?::(\d+(?:\.\d+)?))?", text.lower())
             if found is None or found[1] not in _NETWORKS:
                 known = ", ".join(_NETWORKS)
-                raise AskedError(
-                    Field("network", text),
+                raise FieldError(
+                    FieldRef("network", text),
                     f": must be one of {known}, with Gbit/s per device behind a colon "
                     "(ethernet:100); correct it",
                 )
@@ -179,7 +179,7 @@ class Hardware:
         if gbit is not None or usual is not None:
             rate = float(gbit) if gbit is not None else usual or 0.0
             if not 0 < rate <= 100_000:
-                raise AskedError(Field("network", text), ": must be above 0 Gbit/s; correct it")
+                raise FieldError(FieldRef("network", text), ": must be above 0 Gbit/s; correct it")
             fact = Fact(rate / 8, f"asked for: {rate:g} Gbit/s per device, {kind}")
         return replace(
             self,
@@ -486,21 +486,21 @@ def find_gpus(
         number.
     """
     if not texts:
-        raise AskedError(Field("gpu"), f" is missing; give one of {', '.join(GPUS)}")
+        raise FieldError(FieldRef("gpu"), f" is missing; give one of {', '.join(GPUS)}")
     found = []
     for text in texts:
         name, colon, count = text.partition(":")
         if colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**6):
-            raise AskedError(
-                Field("gpu"), f" {text}: behind the colon must be a number of GPUs; correct it"
+            raise FieldError(
+                FieldRef("gpu"), f" {text}: behind the colon must be a number of GPUs; correct it"
             )
         hardware = find_gpu(name)
         if network is not None or oversubscription != 1:
             hardware = hardware.on_network(network, oversubscription)
         found.append(Accelerators(hardware, int(count) if colon else None))
     if len(found) > 1 and any(kind.number is None for kind in found):
-        raise AskedError(
-            Field("gpu"),
+        raise FieldError(
+            FieldRef("gpu"),
             f" {','.join(texts)}: with several kinds each needs its number; write "
             f"{texts[0].split(':')[0]}:8",
         )

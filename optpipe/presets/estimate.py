@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from optpipe.errors import InputError, explain
+from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, explain
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
 from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
@@ -23,7 +23,6 @@ from optpipe.presets.machine import Machine
 from optpipe.presets.menus import one_f_one_b_modes, stages_with_menus, with_menus
 from optpipe.presets.overlap import check_can_hide, with_hidden, with_pairs
 from optpipe.presets.parameters import static_bytes
-from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
     Layout,
     PipelineCut,
@@ -142,7 +141,7 @@ class Estimate:
     mfu: float
     factor: float
     error: ErrorBand | None
-    notes: tuple[AskedSentence, ...]
+    notes: tuple[FieldSentence, ...]
 
 
 def estimate(
@@ -342,32 +341,32 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
             f"{MAX_LAYERS}; check the number"
         )
     if num_stages > num_layers:
-        raise AskedError(
+        raise FieldError(
             f"{num_stages} stages, but only {num_layers} layers, embedding and head counted: a "
             "stage needs at least one; lower ",
-            *(Field("pp"), " or ", Field("chunks")),
+            *(FieldRef("pp"), " or ", FieldRef("chunks")),
         )
 
 
 def _check_slices(slices: int, training: Training, *, pairs: bool) -> None:
     if slices < 1:
-        raise AskedError(Field("slices", slices), ": must be at least 1; raise it")
+        raise FieldError(FieldRef("slices", slices), ": must be at least 1; raise it")
     if training.slices > 1:
-        raise AskedError(
-            Field("slices", training.slices),
+        raise FieldError(
+            FieldRef("slices", training.slices),
             " in training: estimate makes the training of each slice; give slices to it instead",
         )
     if pairs and slices > 1:
-        raise AskedError(
-            *(Field("pairs"), " and ", Field("slices")),
+        raise FieldError(
+            *(FieldRef("pairs"), " and ", FieldRef("slices")),
             ": passes of slices are not paired yet; give one of them",
         )
 
 
 def _check_microbatches(num_microbatches: int) -> None:
     if num_microbatches < 1:
-        raise AskedError(
-            Field("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
+        raise FieldError(
+            FieldRef("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
         )
 
 
@@ -376,17 +375,17 @@ def _check_microbatches(num_microbatches: int) -> None:
 
 def _check_lengths(num_microbatches: int, given: int, costs: int) -> None:
     if given != num_microbatches:
-        raise AskedError(
-            Field("num_microbatches", num_microbatches),
+        raise FieldError(
+            FieldRef("num_microbatches", num_microbatches),
             f", but lengths has {given} micro-batches; say the same number, or leave it out",
         )
     if not 1 <= costs <= MOST_COSTS:
-        raise AskedError(
-            Field("costs", costs), f": must be 1 to {MOST_COSTS}; choose such a number"
+        raise FieldError(
+            FieldRef("costs", costs), f": must be 1 to {MOST_COSTS}; choose such a number"
         )
 
 
-def _beside_lengths(**options: object) -> AskedError:
+def _beside_lengths(**options: object) -> FieldError:
     name = next(name for name, value in options.items() if value)
     why = {
         "modes": "menus are estimated for equal micro-batches alone",
@@ -394,7 +393,9 @@ def _beside_lengths(**options: object) -> AskedError:
         "slices": "a sequence that is packed with others is not cut",
         "measured_step_s": "it says how long a step of equal micro-batches takes; give time_factor",
     }[name]
-    return AskedError(Field(name), " beside ", Field("lengths"), f": {why}; leave one of them out")
+    return FieldError(
+        FieldRef(name), " beside ", FieldRef("lengths"), f": {why}; leave one of them out"
+    )
 
 
 def _packed(training: Training, lengths: Sequence[Sequence[int]]) -> tuple[Training, ...]:
@@ -522,34 +523,36 @@ def _factor(reached: float, step_ms: float, **given: float | None) -> float:
     """Return what multiplies all times, from the field that asks for it; 1 where none does."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise AskedError(
-            *(Field(names[0]), " and ", Field(names[1])),
+        raise FieldError(
+            *(FieldRef(names[0]), " and ", FieldRef(names[1])),
             ": each says how fast all of it is; give one of them",
         )
     mfu = given["mfu"]
     if mfu is not None:
         if not 0 < mfu <= 1:
-            raise AskedError(
-                Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
+            raise FieldError(
+                FieldRef("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
             )
         return reached / mfu
     for name in names:
         value = given[name] or 0.0
         if not 0 < value < 1e6:
-            raise AskedError(Field(name, value), ": must be above 0 and below 1000000; correct it")
+            raise FieldError(
+                FieldRef(name, value), ": must be above 0 and below 1000000; correct it"
+            )
         factor = value if name == "time_factor" else 1e3 * value / step_ms
-        check_can_be(reached / factor, Field(name, value))
+        check_can_be(reached / factor, FieldRef(name, value))
         return factor
     return 1.0
 
 
-def check_can_be(reached: float, field: Field) -> None:
+def check_can_be(reached: float, field: FieldRef) -> None:
     """Refuse a time that makes devices faster than their peak; ``reached`` is their `utilisation`.
 
-    Raises `AskedError`.
+    Raises `FieldError`.
     """
     if reached > 1:
-        raise AskedError(
+        raise FieldError(
             field,
             f": these GPUs would compute at {100 * reached:,.0f} % of their peak, and cannot above "
             "100 %; correct it, or what it is a time of",
@@ -694,15 +697,15 @@ def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
     return f"{shape.name}-{kinds}-pp{pp}{more}"
 
 
-def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[AskedSentence]:
-    yield AskedSentence(
+def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[FieldSentence]:
+    yield FieldSentence(
         ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
     )
     if shape.experts is not None:
-        yield AskedSentence(("Routing is taken as balanced over the experts.",))
+        yield FieldSentence(("Routing is taken as balanced over the experts.",))
     for part in shape.left_out:
-        yield AskedSentence((f"Left out: {part}.",))
-    degrees = (Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"))
+        yield FieldSentence((f"Left out: {part}.",))
+    degrees = (FieldRef("pp"), ", ", FieldRef("tp"), ", ", FieldRef("ep"), " or ", FieldRef("dp"))
     for index, device in enumerate(problem.devices):
         static = problem.static_bytes_of(index)
         if static > device.usable_bytes:
@@ -710,18 +713,18 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
                 f"{device.name} does not even hold its static bytes: {static / 1e9:.1f} GB of "
                 f"{device.usable_bytes / 1e9:.1f} GB usable. Raise "
             )
-            yield AskedSentence((shortage, *degrees, "."))
+            yield FieldSentence((shortage, *degrees, "."))
             return
     if problem.has_samples:
         text = (
             f"The step and what it holds are of whole micro-batches, the stages are those of the "
             f"first of {problem.num_costs} slices: optpipe solve says what a step of slices takes."
         )
-        yield AskedSentence((text,))
+        yield FieldSentence((text,))
         return
     for index, (device, memory) in enumerate(zip(problem.devices, step.memory, strict=True)):
         if memory.total > device.memory_bytes:
-            yield AskedSentence(
+            yield FieldSentence(
                 (
                     f"With 1F1B {problem.devices[index].name} would need "
                     f"{memory.total / 2**30:.1f} GiB of {device.memory_bytes / 2**30:.1f}: "
@@ -731,7 +734,7 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
             if modes := one_f_one_b_modes(problem):
                 counts = Counter(mode.name for mode in modes)
                 text = "; ".join(f"{name} ({count})" for name, count in counts.items())
-                yield AskedSentence(
+                yield FieldSentence(
                     (f"With one mode per stage 1F1B fits: {text}. In brackets: how many stages.",)
                 )
             return

@@ -18,8 +18,8 @@ from functools import reduce
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe.errors import FieldError, FieldRef
 from optpipe.model import Layer, Model, fuse
-from optpipe.presets.shape import AskedError, Field
 from optpipe.presets.step import StagePart, model_parts
 from optpipe.problem import Mode, Stage
 from optpipe.stage import choose
@@ -169,12 +169,12 @@ def stages_with_menus(
 
     Raises
     ------
-    AskedError
+    FieldError
         If ``most`` is none of 3 to 64.
     """
     if not _FEWEST <= most <= _MOST:
-        raise AskedError(
-            Field("modes", most),
+        raise FieldError(
+            FieldRef("modes", most),
             f": must be {_FEWEST} to {_MOST}, as keep, offload and recompute are always there, or "
             "0 for these alone; choose such a number",
         )

@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.presets.shape import AskedError, Field
+from optpipe.errors import FieldError, FieldRef
 from optpipe.presets.step import model_parts
 from optpipe.problem import LicensedPair
 
@@ -67,25 +67,25 @@ def check_can_hide(shape: ModelShape, machines: Iterable[Machine]) -> None:
 
     Raises
     ------
-    AskedError
+    FieldError
         Where no token travels to experts, or the run hides that already.
     """
     training = next(iter(machines)).training
     if shape.experts is None:
-        raise AskedError(
-            Field("pairs"),
+        raise FieldError(
+            FieldRef("pairs"),
             f": model {shape.name!r} has no experts, so that no exchange of tokens can hide behind "
             "computation; leave it out, or take a model with experts",
         )
     if training.ep * training.etp == 1:
-        raise AskedError(
-            *(Field("pairs"), " with ", Field("ep", 1)),
+        raise FieldError(
+            *(FieldRef("pairs"), " with ", FieldRef("ep", 1)),
             ": every device has all experts and exchanges nothing that could hide; raise ",
-            Field("ep"),
+            FieldRef("ep"),
         )
     if training.ep_overlap:
-        raise AskedError(
-            *(Field("pairs"), " and ", Field("ep_overlap")),
+        raise FieldError(
+            *(FieldRef("pairs"), " and ", FieldRef("ep_overlap")),
             ": each hides the exchange with experts, one by the schedule's choice and one by the "
             "framework's; give one of them",
         )

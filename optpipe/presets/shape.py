@@ -8,28 +8,23 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
-from optpipe.errors import InputError, pointer
+from optpipe.errors import FieldError, FieldRef, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 __all__ = [
     "NARROW",
     "PRECISIONS",
     "RECOMPUTABLE",
-    "AskedError",
-    "AskedSentence",
     "Dispatcher",
     "Experts",
-    "Field",
     "LatentAttention",
     "LayerForm",
     "ModelShape",
     "Precision",
     "Training",
-    "flag",
     "pick",
-    "plain",
 ]
 
 
@@ -339,9 +334,11 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("micro_batch", "sequence", "tp", "cp", "ep", "etp", "dp", "slices"):
             if getattr(self, name) < 1:
-                raise AskedError(Field(name, getattr(self, name)), ": must be at least 1; raise it")
+                raise FieldError(
+                    FieldRef(name, getattr(self, name)), ": must be at least 1; raise it"
+                )
         if self.zero not in (0, 1, 2, 3):
-            raise AskedError(Field("zero", self.zero), ": must be 0, 1, 2 or 3; choose one")
+            raise FieldError(FieldRef("zero", self.zero), ": must be 0, 1, 2 or 3; choose one")
         for name, allowed in (
             ("precision", PRECISIONS),
             ("dispatcher", get_args(Dispatcher)),
@@ -349,19 +346,21 @@ class Training:
         ):
             if getattr(self, name) not in allowed:
                 known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-                raise AskedError(Field(name, getattr(self, name)), f": must be {known}; choose one")
+                raise FieldError(
+                    FieldRef(name, getattr(self, name)), f": must be {known}; choose one"
+                )
         unknown = sorted(self.recompute - set(RECOMPUTABLE))
         if unknown:
-            raise AskedError(
-                Field("recompute", unknown[0]),
+            raise FieldError(
+                FieldRef("recompute", unknown[0]),
                 f": is none of {', '.join(RECOMPUTABLE)}; choose among these",
             )
         if self.ranks % (self.ep * self.etp):
-            raise AskedError(
-                *(Field("ep", self.ep), " x ", Field("etp", self.etp)),
+            raise FieldError(
+                *(FieldRef("ep", self.ep), " x ", FieldRef("etp", self.etp)),
                 f" does not divide tp x cp x dp = {self.ranks}: experts are spread over the ranks "
                 "of a stage; make ",
-                *(Field("dp"), " larger or ", Field("ep"), " smaller"),
+                *(FieldRef("dp"), " larger or ", FieldRef("ep"), " smaller"),
             )
         self._check_tokens()
 
@@ -369,18 +368,18 @@ class Training:
         if not 0 <= self.slice_index < self.slices:
             raise ValueError(f"slice_index = {self.slice_index}: must be below {self.slices}")
         if self.lengths and (min(self.lengths) < 1 or sum(self.lengths) != self.sequence):
-            raise AskedError(
-                Field("lengths", self.lengths[:3]),
+            raise FieldError(
+                FieldRef("lengths", self.lengths[:3]),
                 f"...: must be at least 1 each and add up to sequence = {self.sequence}; correct "
                 "one of the two",
             )
         split = self.slices * self.split
         if self.sequence % split:
-            raise AskedError(
-                Field("sequence", self.sequence),
+            raise FieldError(
+                FieldRef("sequence", self.sequence),
                 f" is no multiple of {split}, over which it is split (",
-                *((Field("slices"), ", ") if self.slices > 1 else ()),
-                *(Field("cp"), ", and ", Field("tp"), " with sequence parallelism)"),
+                *((FieldRef("slices"), ", ") if self.slices > 1 else ()),
+                *(FieldRef("cp"), ", and ", FieldRef("tp"), " with sequence parallelism)"),
                 "; choose one that is",
             )
 
@@ -454,21 +453,21 @@ class Training:
         for what, (name, size) in split.items():
             degree = getattr(self, name)
             if size % degree:
-                raise AskedError(
-                    Field(name, degree),
+                raise FieldError(
+                    FieldRef(name, degree),
                     f" does not divide {what} = {size} of {shape.name!r}; choose one that does",
                 )
         kv_heads = shape.num_kv_heads
         if kv_heads % self.tp and self.tp % kv_heads:
-            raise AskedError(
-                Field("tp", self.tp),
+            raise FieldError(
+                FieldRef("tp", self.tp),
                 f" and {kv_heads} key/value heads of {shape.name!r}: one must be a multiple of "
                 "the other; choose such a one",
             )
         num_experts = 1 if shape.experts is None else shape.experts.num
         if num_experts % self.ep:
-            raise AskedError(
-                Field("ep", self.ep),
+            raise FieldError(
+                FieldRef("ep", self.ep),
                 f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
                 "does (1 where there are none)",
             )
@@ -476,65 +475,23 @@ class Training:
     def check_held(self, shape: ModelShape) -> None:
         """Refuse more layers or positions than the model has, and modules that it has not."""
         if self.offloaded_layers > shape.num_layers:
-            raise AskedError(
-                Field("offloaded_layers", self.offloaded_layers),
+            raise FieldError(
+                FieldRef("offloaded_layers", self.offloaded_layers),
                 f": {shape.name!r} has {shape.num_layers} layers; lower it",
             )
         absent = shape.without & self.recompute
         if absent:
-            raise AskedError(
-                Field("recompute", min(absent)),
+            raise FieldError(
+                FieldRef("recompute", min(absent)),
                 f": {shape.name!r} has no such modules; leave it out",
             )
         longest = max(self.lengths, default=self.sequence)
         if 0 < shape.positions < longest:
-            raise AskedError(
-                Field("lengths" if self.lengths else "sequence", longest),
+            raise FieldError(
+                FieldRef("lengths" if self.lengths else "sequence", longest),
                 f": {shape.name!r} has {shape.positions} learned positions; make it at most that, "
                 "or give a shape with more of them",
             )
-
-
-# --- What an estimate was asked for, and sentences that name it as the asker knows it.
-# The same sentence reaches people by the command line, whose fields are flags, and over HTTP and
-# from Python, whose fields have plain names. So a sentence keeps its fields apart from its words,
-# and whoever shows it says how a field is written: `plain`, or `flag`.
-
-_FLAGS = {"num_microbatches": "microbatches", "memory_bytes": "memory-gb"}
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of `estimate` or `Training`, with what was asked for it if that is meant."""
-
-    name: str
-    value: object = None
-
-
-@dataclass(frozen=True)
-class AskedSentence:
-    """Words and fields, in order."""
-
-    parts: tuple[str | Field, ...]
-
-    def text(self, written: Callable[[Field], str]) -> str:
-        """Return the sentence with its fields written so."""
-        return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
-
-    def __str__(self) -> str:
-        return self.text(plain)
-
-
-class AskedError(InputError):
-    """An estimate that cannot be made as it is asked for; carries the `Sentence` that says why.
-
-    It points at the first field that the sentence names.
-    """
-
-    def __init__(self, *parts: str | Field) -> None:
-        self.sentence = AskedSentence(parts)
-        super().__init__(str(self.sentence))
-        self.at(*[pointer(part.name) for part in parts if isinstance(part, Field)][:1])
 
 
 Value = TypeVar("Value")
@@ -545,7 +502,7 @@ def pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
 
     Raises
     ------
-    AskedError
+    FieldError
         If the catalogue has none of that name.
     """
     found = catalogue.get(name)
@@ -553,15 +510,4 @@ def pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
         return found
     close = difflib.get_close_matches(name, catalogue, n=3)
     hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(catalogue)}"
-    raise AskedError(Field(field, name), f": the catalogue has none of that name; {hint}")
-
-
-def plain(field: Field) -> str:
-    """Write a field as HTTP and Python name it: ``tp``, ``tp = 3``."""
-    return field.name if field.value is None else f"{field.name} = {field.value!r}"
-
-
-def flag(field: Field) -> str:
-    """Write a field as ``optpipe estimate`` names it: ``--tp``, ``--tp 3``."""
-    name = f"--{_FLAGS.get(field.name, field.name).replace('_', '-')}"
-    return name if field.value is None else f"{name} {field.value!r}"
+    raise FieldError(FieldRef(field, name), f": the catalogue has none of that name; {hint}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from optpipe.errors import InputError
+from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.presets.costs import (
     Kept,
     checkpoint_bytes,
@@ -38,7 +38,6 @@ from optpipe.presets.parameters import (
     static_bytes,
     vocab_slice,
 )
-from optpipe.presets.shape import AskedError, Field
 from optpipe.problem import Placement, StageLayers, placement_of
 
 if TYPE_CHECKING:
@@ -71,14 +70,14 @@ _SLACK = 1 + 1e-12  # sums in another order
 def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
     """Return the device of each stage: once along the devices, round and round, or to and fro."""
     if name not in get_args(Placement):
-        raise AskedError(Field("placement", name), ": must be linear, loop or v; choose one")
+        raise FieldError(FieldRef("placement", name), ": must be linear, loop or v; choose one")
     if chunks < 1 or num_devices < 1:
         raise InputError(f"{num_devices} devices, {chunks} chunks: must be at least 1; raise them")
     if name == "linear" and chunks > 1:
-        raise AskedError(
-            Field("placement", name),
+        raise FieldError(
+            FieldRef("placement", name),
             f" has one stage per device, not {chunks}; choose loop or v, or leave ",
-            Field("chunks"),
+            FieldRef("chunks"),
             " out",
         )
     return placement_of(name, num_devices, chunks)
@@ -196,7 +195,9 @@ class PipelineCut:
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
-            raise AskedError(Field("layout", self.layout), ": must be balanced or even; choose one")
+            raise FieldError(
+                FieldRef("layout", self.layout), ": must be balanced or even; choose one"
+            )
         if self.schedule not in get_args(Schedule):
             known = ", ".join(get_args(Schedule))
             raise InputError(f"schedule {self.schedule!r}: must be one of {known}; choose one")
@@ -523,10 +524,10 @@ def machines_of(machine: Machine | Sequence[Machine], pp: int) -> tuple[Machine,
     if isinstance(machine, Machine):
         return (machine,) * pp
     if len(machine) != pp:
-        raise AskedError(
+        raise FieldError(
             f"{len(machine)} accelerators for {pp} pipeline ranks: give one, or one for each; "
             "change ",
-            Field("pp"),
+            FieldRef("pp"),
         )
     return tuple(machine)
 
@@ -746,18 +747,18 @@ def cut_sizes(
     layers = parts[machines[0]]
     count = pipeline.pp * pipeline.chunks
     if count > len(layers):
-        raise AskedError(
+        raise FieldError(
             f"{count} stages, but only {len(layers)} layers, embedding and head counted: a "
             "stage needs at least one; lower ",
-            *(Field("pp"), " or ", Field("chunks")),
+            *(FieldRef("pp"), " or ", FieldRef("chunks")),
         )
     if pipeline.layout == "even":
         sizes = even_sizes(shape.num_layers, len(layers) - shape.num_layers - 1, count)
         if 0 in sizes:
-            raise AskedError(
+            raise FieldError(
                 f"{count} stages, but only {shape.num_layers} layers: an even cut leaves one with "
                 "none; take layout balanced, or lower ",
-                *(Field("pp"), " or ", Field("chunks")),
+                *(FieldRef("pp"), " or ", FieldRef("chunks")),
             )
         return sizes
     times = {one: [sum(part.times.sums) for part in some] for one, some in parts.items()}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from optpipe import Problem, Schedule, load_schedule
-from optpipe.wire import JobOptions
+from optpipe.answers import JobOptions
 from optpipe_api.engine.engine import SlotEngine
 from optpipe_api.engine.processes import LocalSolvers, Solvers
 from optpipe_api.jobs import JobRecord

@@ -14,9 +14,10 @@ from pathlib import Path
 from optpipe.evaluate import evaluate
 from optpipe.model import Model
 from optpipe.problem import Problem
+from optpipe.requests import PlacementKind
 from optpipe.schedule import Programs, Provenance
 from optpipe_solver import PlanResult, Progress, SolveStatus
-from optpipe_solver.plan import DEFAULT_CHUNKS, PLACEMENTS, Fate, PlacementKind, PlanRow
+from optpipe_solver.plan import DEFAULT_CHUNKS, PLACEMENTS, Fate, PlanRow
 from tests.api.serial import serial
 
 BOUND_MS = 1.0

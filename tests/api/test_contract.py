@@ -16,8 +16,8 @@ import httpx
 import pytest
 from hypothesis import settings as hypothesis_settings
 
+from optpipe.requests import TuneRequest
 from optpipe_api.access import Role
-from optpipe_api.requests.catalogue import TuneBody
 from optpipe_api.services.render import Charts
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_plan_jobs import four_layers
@@ -135,7 +135,7 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
     server.ended(f"/v1/jobs/{compared}")
     only = "--include-path=/v1/jobs/{job_id}/comparison"
     report += check(server, tmp_path, f"--phases={PHASES}", only, job_id=compared)
-    (example,) = TuneBody.model_json_schema()["examples"]
+    (example,) = TuneRequest.model_json_schema()["examples"]
     tuned = server.post("/v1/tunes?wait=30", example)
     server.ended(f"/v1/jobs/{tuned}")
     only = "--include-path-regex=/v1/jobs/{job_id}/(configuration|question)"

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api import Settings, main
 from optpipe_api.access import Role
 from optpipe_api.errors import StoreUnavailableError

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api.jobs import JobEvent, transition
 
 POSSIBLE = {

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from optpipe import Problem, Provenance, Schedule, evaluate
-from optpipe.wire import EventKind, JobOptions, JobState
+from optpipe.answers import EventKind, JobOptions, JobState
 from optpipe_api.jobs import AttemptOutcome, HistoryEntry, JobEvent, JobRecord
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import JobStore, open_stores

@@ -22,7 +22,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.telemetry import LogQueue, ServiceMetrics, Telemetry, set_up_logs
 from tests.api.live import FAKE, two_stages

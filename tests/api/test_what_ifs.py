@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 
 from optpipe import Problem, check, load_schedule
+from optpipe.answers import JobOptions
 from optpipe.evaluate import evaluate
 from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, questions
 from optpipe.formats.json import load_problem
 from optpipe.schedule import Provenance
-from optpipe.wire import JobOptions
 from optpipe_api import Settings
 from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooHeavyError

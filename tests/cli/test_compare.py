@@ -166,9 +166,12 @@ def test_workload_gives_tokens_and_mfu(run, answering) -> None:
         (("--json", "--markdown"), "exclude each other"),
         (("--peak-tflops", 3), "give both or none"),
         (("--tflop-per-microbatch", 3), "give both or none"),
-        (("--tokens-per-microbatch", 0), "--tokens-per-microbatch = 0: must be > 0"),
-        (("--tokens-per-microbatch", "nan"), "= nan: must be > 0 and finite"),
-        (("--tflop-per-microbatch", 1, "--peak-tflops", "inf"), "--peak-tflops = inf"),
+        (("--tokens-per-microbatch", 0), "--tokens-per-microbatch 0.0: must be > 0"),
+        (("--tokens-per-microbatch", "nan"), "nan: must be finite"),
+        (
+            ("--tflop-per-microbatch", 1, "--peak-tflops", "inf"),
+            "--peak-tflops inf: must be finite",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_exit_code_2(run, answering, options, message: str) -> None:

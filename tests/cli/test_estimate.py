@@ -58,7 +58,7 @@ def test_slices_are_written_and_solved(optpipe, tmp_path) -> None:
     code, _, err = optpipe(*command, "--slices", 4, "--model-json", "-o", problem)
     assert code == 2
     assert "--slices 4 and --model-json" in err
-    assert "'--slices'" in optpipe(*command, "--slices", 0).err
+    assert "--slices 0: must be >= 1" in optpipe(*command, "--slices", 0).err
 
 
 def test_a_long_context_is_solved_by_its_menu_alone(optpipe, tmp_path) -> None:
@@ -203,8 +203,8 @@ def test_lengths_make_unequal_micro_batches(optpipe, tmp_path) -> None:
         ("[8192]", ("--modes", 4), "--modes beside --lengths: menus"),
         ("[8192]", ("--pairs",), "--pairs beside --lengths: no problem"),
         ("[8192]", ("--measured-step-s", 3), "--measured-step-s beside --lengths"),
-        ("[8192, []]", (), "lengths[1] = []: must be one length or more"),
-        ("[[10, 0]]", (), "lengths[0] = [10, 0]"),
+        ("[8192, []]", (), "--lengths [1]: must have at least 1 items, and has 0"),
+        ("[[10, 0]]", (), "--lengths [0][1]=0: must be >= 1"),
         ("[8.5]", (), "batch.json: must be a list with an entry for each micro-batch"),
         (None, ("--costs", 3), "add --lengths FILE"),
     ],
@@ -241,7 +241,7 @@ def test_the_list_names_everything_with_sources(optpipe) -> None:
     ("arguments", "named"),
     [
         (("--gpu", "h100"), "--model"),
-        (("--model", "llama3-8b"), "--gpu is missing"),
+        (("--model", "llama3-8b"), "--gpu: is missing"),
         ((*SMALL, "--gpu", "a100"), "with several kinds each needs its number"),
         ((*SMALL, "--gpu", "a100:x"), "--gpu a100:x"),
         (("--model", "llama3-8b", "--gpu", "h100:12", "--tp", 8, "--pp", 2), "12 GPUs are not"),
@@ -259,12 +259,12 @@ def test_the_list_names_everything_with_sources(optpipe) -> None:
             "--recompute 'mlp': 'qwen3-30b-a3b' has no such modules",
         ),
         (("--model", "gpt3-13b", "--gpu", "h100"), "--sequence 4096: 'gpt3-13b' has 2048 learned"),
-        ((*SMALL, "--pcie-efficiency", 0), "efficiency pcie"),
+        ((*SMALL, "--pcie-efficiency", 0), "--pcie-efficiency 0.0: must be > 0"),
         ((*SMALL, "--precision", "bf8"), "--precision 'bf8'"),
         ((*SMALL, "--placement", "zigzag"), "--placement 'zigzag'"),
         ((*SMALL, "--tp", 5, "--no-sequence-parallel"), "--tp 5 does not divide heads"),
         ((*SMALL, "--pp", 64), "lower --pp or --chunks"),
-        ((*SMALL, "--config", "config.json"), "either --model NAME or --config FILE"),
+        ((*SMALL, "--config", "config.json"), "cannot read config.json"),
         (("--config", "no-such.json", "--gpu", "h100"), "no-such.json"),
         ((*SMALL, "-o", "/no/such/folder/p.json"), "there is no folder"),
     ],

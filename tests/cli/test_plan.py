@@ -92,8 +92,8 @@ def test_where_nothing_fits_it_leaves_with_3(optpipe, tmp_path) -> None:
     ("arguments", "message"),
     [
         (["--chunks", "1,x"], "--chunks 1,x: must be whole numbers"),
-        (["--chunks", "0"], "chunks = [0]"),
-        (["--placements", "linear,w"], "at least one of linear, loop, v, free"),
+        (["--chunks", "0"], "--chunks [0]=0: must be >= 1"),
+        (["--placements", "linear,w"], "must be 'linear', 'loop', 'v' or 'free'"),
         (["-o", "/nowhere/s.json"], "there is no folder"),
     ],
 )

@@ -9,24 +9,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe.cli.estimate import estimate_problem
-from optpipe.errors import InputError
+from optpipe.cli.options import flags_of
+from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, plain
 from optpipe.formats.json import dump_problem, load_problem
-from optpipe.presets import (
-    GPUS,
-    MODELS,
-    AskedError,
-    AskedSentence,
-    Estimate,
-    Training,
-    estimate,
-    find_gpu,
-    find_model,
-)
+from optpipe.presets import GPUS, MODELS, Estimate, Training, estimate, find_gpu, find_model
 from optpipe.presets.accelerators import PRIORS, Efficiency
 from optpipe.presets.costs import model_flops
 from optpipe.presets.estimate import ERROR_BANDS, WIDE_BANDS
-from optpipe.presets.shape import Field, flag, plain
 from optpipe.presets.step import asked_placement, balanced_sizes
+from optpipe.requests import EstimateRequest
 from optpipe.simulate import simulate
 from optpipe_solver.families.classic import build_interleaved, build_one_f_one_b
 from tests.strategies import few
@@ -178,7 +169,7 @@ def test_two_kinds_of_accelerators_share_a_pipeline() -> None:
     assert max(cells_ms(found)) < max(cells_ms(estimated(gpu=a100)))
     assert found.problem.devices[1].host != found.problem.devices[2].host
     assert found.error is None
-    with pytest.raises(AskedError, match="3 accelerators for 4 pipeline ranks"):
+    with pytest.raises(FieldError, match="3 accelerators for 4 pipeline ranks"):
         estimated(gpu=[H100, H100, a100])
 
 
@@ -220,7 +211,7 @@ def test_slower_networks_make_slower_steps() -> None:
     assert steps == sorted(steps)
     assert len(set(steps)) == len(steps)
     for wrong in ("wifi", "ethernet:", "ethernet:0", "ethernet:fast"):
-        with pytest.raises(AskedError, match="network"):
+        with pytest.raises(FieldError, match="network"):
             H100.on_network(wrong)
 
 
@@ -394,19 +385,22 @@ def test_wrong_placements_are_refused(name, chunks, named) -> None:
 
 def test_a_sentence_names_fields_as_the_asker_knows_them() -> None:
     """Names and values over HTTP and in Python, flags on the command line."""
-    sentence = AskedSentence(
-        (Field("tp", 3), " does not divide 32; lower ", Field("num_microbatches"))
+    sentence = FieldSentence(
+        (FieldRef("tp", 3), " does not divide 32; lower ", FieldRef("num_microbatches"))
     )
     assert str(sentence) == "tp = 3 does not divide 32; lower num_microbatches"
-    assert sentence.text(flag) == "--tp 3 does not divide 32; lower --microbatches"
+    assert (
+        sentence.text(flags_of(EstimateRequest))
+        == "--tp 3 does not divide 32; lower --microbatches"
+    )
     assert sentence.text(plain) == str(sentence)
 
 
 def test_an_error_is_its_plain_sentence() -> None:
     """Who does not know the parts reads it like any other error."""
-    with pytest.raises(AskedError, match=r"^zero = 7: must be 0, 1, 2 or 3; choose one$") as caught:
+    with pytest.raises(FieldError, match=r"^zero = 7: must be 0, 1, 2 or 3; choose one$") as caught:
         Training(zero=7)
-    assert caught.value.sentence.text(flag).startswith("--zero 7:")
+    assert caught.value.sentence.text(flags_of(EstimateRequest)).startswith("--zero 7:")
 
 
 @pytest.mark.parametrize("n", [31, 32])
@@ -423,20 +417,20 @@ def test_packed_sequences_share_learned_positions() -> None:
     shape = find_model("gpt3-125m")
     training = Training(sequence=4096, lengths=(2048, 2048))
     training.check_divides(shape)
-    with pytest.raises(AskedError, match=r"^lengths = 2049: 'gpt3-125m' has 2048 learned posit"):
+    with pytest.raises(FieldError, match=r"^lengths = 2049: 'gpt3-125m' has 2048 learned posit"):
         replace(training, lengths=(2049, 2047)).check_divides(shape)
 
 
-def test_every_field_has_a_flag() -> None:
-    """A sentence never sends people to an option that the command has not."""
+def test_every_field_of_an_estimate_is_an_option() -> None:
+    """A sentence never names an option that the command does not have."""
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}
-    not_asked = {"shape", "hardware", "training", "efficiency", "slice_index"}
-    flags = {"--network", "--oversubscription"}
-    flags |= {flag(Field(name)) for name in fields - not_asked}
-    options = {
-        f"--{name.replace('_', '-')}" for name in inspect.signature(estimate_problem).parameters
-    }
-    assert flags <= options
+    not_options = {"shape", "hardware", "training", "efficiency", "slice_index"}
+    options = set(inspect.signature(estimate_problem).parameters)
+    assert fields - not_options <= options
+    flag = flags_of(EstimateRequest)
+    assert [flag(name) for name in ("num_microbatches", "memory_bytes", "tp")] == [
+        *("--microbatches", "--memory-gb", "--tp")
+    ]
 
 
 # Slices of sequences.
@@ -476,5 +470,5 @@ def test_slices_are_their_whole_cut_up(training: Training, modes: int) -> None:
         assert least >= layers * kv_bytes
         sizes = [one.activation_bytes for one in slices]
         assert sizes[0] - sizes[-1] == layers * kv_bytes or not training.flash
-    with pytest.raises(AskedError, match="no multiple of"):
+    with pytest.raises(FieldError, match="no multiple of"):
         estimated(**cuts, slices=3)

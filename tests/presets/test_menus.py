@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from optpipe import ActionType, Problem, Programs, dump_problem, find_violations, load_problem
+from optpipe.errors import FieldError
 from optpipe.formats.json import dump_model, load_model
 from optpipe.model import Layer
-from optpipe.presets import AskedError, Estimate, Training, estimate, find_gpu, find_model
+from optpipe.presets import Estimate, Training, estimate, find_gpu, find_model
 from optpipe.presets.menus import layer_treatments, one_f_one_b_modes
 from optpipe.problem import CellMode, Stage, StageLayers
 from optpipe.stage import choose
@@ -259,5 +260,5 @@ def test_each_kind_of_accelerator_has_its_own_times() -> None:
 
 @pytest.mark.parametrize("modes", [1, 2, 65, -3])
 def test_menus_of_other_sizes_are_refused(modes) -> None:
-    with pytest.raises(AskedError, match=f"modes = {modes}: must be 3 to 64"):
+    with pytest.raises(FieldError, match=f"modes = {modes}: must be 3 to 64"):
         estimated("llama3-8b", Training(), modes=modes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from optpipe.errors import MissingExtraError
-from optpipe.wire import JobKind
+from optpipe.requests import JobKind
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, TracePoint

@@ -28,6 +28,7 @@ from optpipe.errors import OptPipeError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.formats.tables import dump_comparison
+from optpipe.requests import TuneRequest
 from optpipe.schedule import Provenance, TraceEntry
 from optpipe_api.engine.processes import Message, decode, encode, limit_cpu, limit_process
 
@@ -255,7 +256,7 @@ def _tune(
 ) -> Message:
     from optpipe_solver import tune as tuning  # noqa: PLC0415 - heavy; after the limits are set
 
-    read = tuning.read_question(json.loads(job.document))
+    read = tuning.read_question(TuneRequest.parse(json.loads(job.document)))
     options = job.header["options"]
     start, kept = None, job.header.get("checkpoint")
     known = None if kept is None else tuning.read_checkpoint(read.question, kept)

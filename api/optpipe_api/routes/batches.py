@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.answers import BatchList, BatchView, FrontierView
 from optpipe.formats.tables import dump_sweep
-from optpipe.wire import BatchList, BatchView
+from optpipe_api.bodies import FRONTIER_FORMS, TABLE_FORMS, preferred_form, read_body, require_json
 from optpipe_api.errors import BatchNotFoundError
 from optpipe_api.http_errors import documented
-from optpipe_api.requests.http import (
-    FRONTIER_FORMS,
-    TABLE_FORMS,
-    preferred_form,
-    read_body,
-    require_json,
-)
-from optpipe_api.requests.jobs import FrontierView
 from optpipe_api.routes.common import (
     KNOWN_ALONE,
     NO_SCRIPTS,
@@ -56,7 +49,7 @@ _CANCEL_WAIT_S = 1.0
 Key = Annotated[str | None, idempotency_key("returns the first one's batch")]
 Wait = Annotated[float, seconds_to_wait("the end of all")]
 
-_BODY = json_body("BatchBody")
+_BODY = json_body("SweepRequest")
 _ENDED = ended(BatchView, "batch")
 _TEXT = {"schema": {"type": "string"}}
 _TABLE: Answers = {

@@ -11,14 +11,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParameter
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.wire import (
-    Job,
-    MethodList,
-    PasteForm,
-)
+from optpipe.answers import Catalogue, EstimateView, Job, MethodList, PasteForm, VariantView
+from optpipe_api.bodies import read_body, require_json
 from optpipe_api.http_errors import documented
-from optpipe_api.requests.catalogue import Catalogue, EstimateView, VariantView
-from optpipe_api.requests.http import read_body, require_json
 from optpipe_api.routes.common import (
     ConstantDocument,
     IfNoneMatch,
@@ -85,7 +80,7 @@ async def presets(if_none_match: IfNoneMatch = None) -> Response:
     "/estimates",
     response_model=EstimateView,
     responses=documented(413, 415),
-    openapi_extra=json_body("EstimateBody"),
+    openapi_extra=json_body("EstimateRequest"),
     summary="Estimate a problem from a model and an accelerator",
 )
 async def estimates(request: Request, service: Serving, _who: Reader) -> Response:
@@ -101,7 +96,7 @@ async def estimates(request: Request, service: Serving, _who: Reader) -> Respons
     "/variants",
     response_model=VariantView,
     responses=documented(413, 415),
-    openapi_extra=json_body("VariantBody"),
+    openapi_extra=json_body("VariantRequest"),
     summary="Vary a problem",
 )
 async def variants(request: Request, service: Serving, _who: Reader) -> Response:
@@ -127,7 +122,7 @@ Key = Annotated[str | None, idempotency_key("returns the first one's job")]
     status_code=202,
     response_model=Job,
     responses={**ended(Job, "job"), **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("TuneBody"),
+    openapi_extra=json_body("TuneRequest"),
     summary="Ask for the fastest configuration",
 )
 async def submit_tune(
@@ -146,7 +141,7 @@ async def submit_tune(
 
 
 _QUESTION: Answers = {
-    200: {"description": "What is asked, options aside.", "content": json_content("TuneBody")}
+    200: {"description": "What is asked, options aside.", "content": json_content("TuneRequest")}
 }
 
 

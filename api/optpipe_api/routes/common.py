@@ -18,14 +18,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.access import ANYBODY, Principal, Role
-from optpipe_api.requests.http import is_known
+from optpipe_api.bodies import is_known
 from optpipe_api.service import Service
 from optpipe_api.services.events import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
-    from optpipe.wire import WireModel
+    from optpipe.answers import Answer
 
 __all__ = [
     "KNOWN_ALONE",
@@ -148,7 +148,7 @@ def location_of(thing: str) -> dict[str, Any]:
     return {"Location": {"schema": {"type": "string"}, "description": f"The {thing}'s address."}}
 
 
-def ended(view: type[WireModel], thing: str) -> Answers:
+def ended(view: type[Answer], thing: str) -> Answers:
     """Return what OpenAPI says of an answer about something that may have ended."""
     headers = location_of(thing)
     return {

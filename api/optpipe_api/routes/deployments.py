@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.wire import DeploymentList, DeploymentView, VersionList
+from optpipe.answers import DeploymentList, DeploymentView, VersionList
+from optpipe_api.bodies import etag_of, known_number, read_body, require_json
 from optpipe_api.http_errors import documented
-from optpipe_api.requests.http import etag_of, known_number, read_body, require_json
 from optpipe_api.routes.common import (
     KNOWN_ALONE,
     Cursor,
@@ -47,7 +47,7 @@ Wait = Annotated[float, seconds_to_wait("a newer version")]
     status_code=202,
     response_model=DeploymentView,
     responses={202: {"headers": location_of("deployment")}, **documented(403, 413, 415, 429)},
-    openapi_extra=json_body("Registration"),
+    openapi_extra=json_body("DeployRequest"),
     summary="Register a training run",
 )
 async def register(
@@ -162,7 +162,7 @@ def _marks(deployment_id: str, version: int, form: str) -> dict[str, str]:
     "/{deployment_id}/measurements",
     status_code=202,
     responses=documented(403, 404, 409, 413, 415, 429),
-    openapi_extra=json_body("ReportBody"),
+    openapi_extra=json_body("ReportRequest"),
     summary="Report measured times",
 )
 async def report(

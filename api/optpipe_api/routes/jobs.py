@@ -14,12 +14,11 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.answers import Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
-from optpipe.wire import Job, JobList, JobState
-from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
-from optpipe_api.http_errors import documented
-from optpipe_api.requests.http import (
+from optpipe.requests import ResumeRequest, Tag
+from optpipe_api.bodies import (
     FORMS,
     TABLE_FORMS,
     decode_json,
@@ -29,7 +28,8 @@ from optpipe_api.requests.http import (
     read_body,
     require_json,
 )
-from optpipe_api.requests.jobs import Resumption, Tag
+from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
+from optpipe_api.http_errors import documented
 from optpipe_api.routes.common import (
     KNOWN_ALONE,
     NO_SCRIPTS,
@@ -53,14 +53,7 @@ from optpipe_api.routes.common import (
     while_there,
 )
 from optpipe_api.services.events import Purpose
-from optpipe_api.services.render import (
-    Shown,
-    Theme,
-    as_text,
-    explanation,
-    row_of,
-    solution,
-)
+from optpipe_api.services.render import Shown, Theme, as_text, explanation, row_of, solution
 from optpipe_api.services.submission import read_comparison, read_submission
 from optpipe_api.views import event_view, job_view
 
@@ -101,7 +94,7 @@ _ENDED = ended(Job, "job")
     status_code=202,
     response_model=Job,
     responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("Submission"),
+    openapi_extra=json_body("SolveRequest"),
     summary="Submit a problem or a model",
 )
 async def submit(
@@ -127,7 +120,7 @@ comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
     status_code=202,
     response_model=Job,
     responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("Comparison"),
+    openapi_extra=json_body("CompareRequest"),
     summary="Compare every method",
 )
 async def compare(
@@ -234,7 +227,7 @@ async def cancel(job_id: str, request: Request, service: Serving, who: Submitter
     status_code=202,
     response_model=Job,
     responses={**_ENDED, **documented(403, 404, 409, 413, 415, 429)},
-    openapi_extra=json_body("Resumption"),
+    openapi_extra=json_body("ResumeRequest"),
     summary="Give an ended job more time",
 )
 async def resume(
@@ -246,7 +239,7 @@ async def resume(
     """
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
-    more_s = Resumption.parse(decode_json(body)).time_limit_s
+    more_s = ResumeRequest.parse(decode_json(body)).time_limit_s
     with place_to_wait(service, who, wait):
         job = await run_in_threadpool(service.jobs.resume, job_id, more_s, who)
         return await _answer(request, service, who, job, wait)

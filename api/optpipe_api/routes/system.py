@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict
 
+from optpipe.answers import Health, Readiness
 from optpipe.model import Model
 from optpipe.plot.scene import COMPONENTS
 from optpipe.problem import Problem
@@ -22,7 +23,6 @@ from optpipe.schedule import Schedule
 from optpipe_api.access import Role
 from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
-from optpipe_api.requests.jobs import Health, Readiness
 from optpipe_api.routes.common import (
     Answers,
     ConstantDocument,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.answers import Cache, JobState
 from optpipe.evaluate import evaluate
 from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, questions
 from optpipe.formats.json import load_problem, load_schedule
@@ -21,7 +22,6 @@ from optpipe.problem import MAX_CELLS
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe.sweep import Point, family_of, frontier, label_of, memory_of, tighter_ones
-from optpipe.wire import Cache, JobState
 from optpipe_api.access import Role
 from optpipe_api.errors import (
     BatchNotFoundError,
@@ -31,16 +31,15 @@ from optpipe_api.errors import (
     TooLargeToDrawError,
 )
 from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
-from optpipe_api.requests.jobs import refuse_many
 from optpipe_api.services.events import Watch
 from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED, check_priority
 from optpipe_api.services.render import solution
-from optpipe_api.services.submission import ReadItem, hash_of, solved_job
+from optpipe_api.services.submission import ReadItem, hash_of, refuse_many, solved_job
 
 if TYPE_CHECKING:
+    from optpipe.answers import JobOptions
     from optpipe.schedule import Schedule
     from optpipe.sweep import FrontierLine
-    from optpipe.wire import JobOptions
     from optpipe_api.access import Principal
     from optpipe_api.jobs import BatchRecord, JobRecord
     from optpipe_api.services.events import Changes

@@ -19,25 +19,26 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.answers import Cache, JobState
 from optpipe.check import find_violations
-from optpipe.errors import InfeasibleProblemError, OptPipeError
+from optpipe.errors import InfeasibleProblemError, OptPipeError, RequestError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_problem, load_schedule
+from optpipe.requests import JobKind
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
-from optpipe.wire import Cache, JobKind, JobState
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
+from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
 from optpipe_api.jobs import MAX_SHARED_PRIORITY, AttemptOutcome, JobEvent, JobStart
 from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
 
+    from optpipe.answers import JobOptions
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
-    from optpipe.wire import JobOptions
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
     from optpipe_api.jobs import (
@@ -173,7 +174,7 @@ def answers(job: JobRecord, options: JobOptions) -> bool:
     What is proven says nothing of schedules under noise.
     """
     had = job.options
-    if not had.asks_the_same(options):
+    if not had.has_same_task(options):
         return False
     if options.robust is not None and job.state is not JobState.INFEASIBLE:
         return had.covers(options)

@@ -19,6 +19,7 @@ from optpipe.explain import explain
 from optpipe.formats.exports import dump_chrome_trace, dump_csv
 from optpipe.formats.json import load_problem, load_schedule
 from optpipe.plot.scene import View, require_drawing, title_of
+from optpipe.requests import TuneRequest
 from optpipe.schedule import Provenance
 from optpipe_api.errors import (
     BodyTooHeavyError,
@@ -264,7 +265,7 @@ def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ..
 def _question_of(text: str) -> TuneQuestion:
     from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
-    return read_question(json.loads(text)).question
+    return read_question(TuneRequest.parse(json.loads(text))).question
 
 
 def _row_of(question: TuneQuestion, checkpoint: str, row_id: str) -> TuneRow:

@@ -13,41 +13,37 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import InputError, ProblemError, pointer
+from optpipe.answers import EstimateView, JobOptions, VariantView
+from optpipe.errors import InputError, ProblemError, RequestError, pointer
 from optpipe.measurements import DeviceFacts, Measurements, Sample
-from optpipe.presets import (
-    Training,
-    estimate,
-    find_gpu,
-    find_model,
-    shape_from_config,
-    total_parameters,
-)
+from optpipe.presets import total_parameters
 from optpipe.problem import Problem
-from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep, tighter_ones
-from optpipe.wire import JobKind
-from optpipe_api.deployments import NewDeployment, Report
-from optpipe_api.errors import BodyTooLargeError, RequestError
-from optpipe_api.jobs import ItemPlan, NewJob
-from optpipe_api.requests.catalogue import (
-    Comparison,
-    EstimateBody,
-    EstimateView,
-    TuneBody,
-    VariantBody,
-    VariantView,
+from optpipe.requests import (
+    CompareRequest,
+    DeployRequest,
+    EstimateRequest,
+    JobKind,
+    ReportRequest,
+    SolveOptions,
+    SolveRequest,
+    SweepRequest,
+    TuneRequest,
+    VariantRequest,
 )
-from optpipe_api.requests.http import MAX_VALUES, decode_json
-from optpipe_api.requests.jobs import BatchBody, Registration, ReportBody, Submission, refuse_many
+from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep, tighter_ones
+from optpipe_api.bodies import MAX_VALUES, decode_json
+from optpipe_api.deployments import NewDeployment, Report
+from optpipe_api.errors import BodyTooLargeError
+from optpipe_api.jobs import ItemPlan, NewJob
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from optpipe.measurements import MeasuredAction
     from optpipe.model import Model
-    from optpipe.presets import Estimate, ModelShape, PipelineCut
+    from optpipe.presets import PipelineCut
     from optpipe.problem import Device, Stage
-    from optpipe.wire import JobOptions
+    from optpipe.requests import SearchOptions
     from optpipe_api.settings import Settings
 
 __all__ = [
@@ -57,6 +53,7 @@ __all__ = [
     "check_stages",
     "condensed",
     "hash_of",
+    "job_options",
     "measured_problem",
     "planned_job",
     "read_batch",
@@ -67,6 +64,7 @@ __all__ = [
     "read_submission",
     "read_tune",
     "read_variant",
+    "refuse_many",
     "solved_job",
     "times_of",
     "useful_axes",
@@ -74,6 +72,44 @@ __all__ = [
 
 
 _MOST_NAME = 150
+_COMPARE_S, _TUNE_S = 20.0, 120.0
+
+
+def job_options(
+    options: SearchOptions,
+    settings: Settings,
+    methods: Collection[str] | None = None,
+    *,
+    default_s: float | None = None,
+) -> JobOptions:
+    """Return the options of a job, defaults filled in.
+
+    Raises `InputError` if they exceed the limits of this service, or the method does not exist.
+
+    Parameters
+    ----------
+    methods
+        Those that exist; None where the request names none.
+    default_s
+        Seconds where the request gives no time limit; None: the default of the settings.
+    """
+    if methods is not None and isinstance(options, SolveOptions) and options.method not in methods:
+        raise InputError(
+            f"options.method = {options.method!r}: must be one of {', '.join(methods)}; choose one "
+            "(GET /v1/methods describes them)"
+        ).at("/options/method")
+    default_s = settings.default_time_limit_s if default_s is None else default_s
+    time_limit_s = options.time_limit_s or min(default_s, settings.max_time_limit_s)
+    for name, value, limit in (
+        ("time_limit_s", time_limit_s, settings.max_time_limit_s),
+        ("threads", options.threads, settings.max_threads),
+    ):
+        if value > limit:
+            raise InputError(
+                f"options.{name} = {value}: must be <= {limit} on this service "
+                f"(OPTPIPE_MAX_{name.upper()}); lower it"
+            ).at(f"/options/{name}")
+    return JobOptions.of(options, time_limit_s)
 
 
 def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -> NewJob:
@@ -82,8 +118,9 @@ def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -
     Raises `InputError` also where its options, or its problem's size, go beyond what this service
     allows.
     """
-    submission = Submission.parse(decode_json(body))
-    options = submission.options.within(settings, methods, submission.kind)
+    submission = SolveRequest.parse(decode_json(body))
+    submission.options.check_kind(submission.kind)
+    options = job_options(submission.options, settings, methods)
     choices: dict[str, Any] = {"tags": submission.tags, "priority": submission.priority}
     if submission.model is not None:
         return planned_job(submission.model, options, settings.max_cells, **choices)
@@ -167,8 +204,8 @@ def hash_of(data: object) -> str:
 
 def read_comparison(body: bytes, settings: Settings) -> NewJob:
     """Return the job that compares methods on a problem; raises as `read_submission`."""
-    wanted = Comparison.parse(decode_json(body))
-    options = wanted.options.within(settings)
+    wanted = CompareRequest.parse(decode_json(body))
+    options = job_options(wanted.options, settings, default_s=_COMPARE_S)
     choices: dict[str, Any] = {"tags": wanted.tags, "priority": wanted.priority}
     job = solved_job(wanted.problem, options, settings.max_cells, **choices)
     return replace(job, kind=JobKind.COMPARE, shape_hash="")
@@ -179,10 +216,10 @@ def read_tune(body: bytes, settings: Settings) -> NewJob:
     # Here: parts of the service that never tune need not wait for the solver.
     from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
-    wanted = TuneBody.parse(decode_json(body, takes_constants=True))
-    options, values = wanted.options.within(settings), wanted.question()
-    read = read_question(values)
-    question = read.question
+    wanted = TuneRequest.parse(decode_json(body, takes_constants=True))
+    options = job_options(wanted.options, settings, default_s=_TUNE_S)
+    read = read_question(wanted)
+    question, values = read.question, wanted.question()
     if read.current is not None:
         _check_current(read.current.pipeline, settings.max_cells)
     on = f"{question.num_gpus} {'+'.join(one.name for one in question.all_kinds)}"
@@ -239,6 +276,15 @@ class ReadBatch:
     items: tuple[ReadItem, ...]
 
 
+def refuse_many(num_items: int, max_items: int) -> None:
+    """Refuse a batch of more than ``max_items`` items. Raises `RequestError`."""
+    if num_items > max_items:
+        raise RequestError(
+            f"the batch has {num_items} items, and may have {max_items} "
+            "(OPTPIPE_MAX_BATCH_ITEMS); take values out, or send several batches"
+        )
+
+
 def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> ReadBatch:
     """Return what the body of a batch asks for.
 
@@ -249,9 +295,9 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
     data = decode_json(body, _MOST_VALUES)
     if isinstance(data, dict) and isinstance(data.get("problems"), list):
         refuse_many(len(data["problems"]), limit)
-    batch = BatchBody.parse(data)
+    batch = SweepRequest.parse(data)
     refuse_many(num_variations(batch.axes), limit)
-    options = batch.options.within(settings, methods)
+    options = job_options(batch.options, settings, methods)
     variations = _variations(batch)
     choices: dict[str, Any] = {"tags": batch.tags, "priority": batch.priority}
     drafts = _drafts(variations, options, settings.max_cells, choices)
@@ -269,13 +315,13 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
     )
 
 
-def _name_of(batch: BatchBody) -> str:
+def _name_of(batch: SweepRequest) -> str:
     """Return the name of the problem, or of the first one; empty where they are yet to be made."""
     first = batch.problem or next(iter(batch.problems or ()), None)
     return "" if first is None else first.name
 
 
-def _variations(batch: BatchBody) -> list[Variation]:
+def _variations(batch: SweepRequest) -> list[Variation]:
     if batch.problem is not None:
         try:
             return sweep(batch.problem, batch.axes)
@@ -323,14 +369,16 @@ def read_registration(body: bytes, settings: Settings, methods: Collection[str])
     Raises `InputError` also where its options, or its problem's size, go beyond what this service
     allows, and where its micro-batches differ: measured times do not say of which they are.
     """
-    wanted = Registration.parse(decode_json(body))
+    wanted = DeployRequest.parse(decode_json(body))
     if wanted.problem.num_costs > 1:
         raise InputError(
             f"problem: has micro-batches of {wanted.problem.num_costs} costs, and a deployment's "
             "reports do not say of which their times are; register equal micro-batches, or plan "
             "each batch (optpipe_solver.replan)"
         ).at("/problem/stages")
-    job = solved_job(wanted.problem, wanted.options.within(settings, methods), settings.max_cells)
+    job = solved_job(
+        wanted.problem, job_options(wanted.options, settings, methods), settings.max_cells
+    )
     how = {"job": asdict(job.options), "threshold": wanted.threshold}
     return NewDeployment(
         name=wanted.name or job.name,
@@ -343,7 +391,7 @@ def read_registration(body: bytes, settings: Settings, methods: Collection[str])
 
 def read_report(body: bytes) -> Report:
     """Return what the body of a report says, its times condensed."""
-    report = ReportBody.parse(decode_json(body))
+    report = ReportRequest.parse(decode_json(body))
     return Report(
         document=condensed(report.actions),
         version=report.version,
@@ -355,27 +403,6 @@ def read_report(body: bytes) -> Report:
 # --- Problems that a form describes: estimated from a catalogue, varied by a slider.
 
 _ALWAYS = ("num_microbatches", "memory_scale", "memory_gb", "objective")
-_TRAINING = (
-    "micro_batch",
-    "sequence",
-    "tp",
-    "cp",
-    "ep",
-    "etp",
-    "dp",
-    "zero",
-    "precision",
-    "flash",
-    "sequence_parallel",
-    "lean",
-    "recompute",
-    "cuda_graphs",
-    "ep_overlap",
-    "dispatcher",
-    "dispatch",
-    "overlap",
-    "offloaded_layers",
-)
 
 
 def read_estimate(body: bytes) -> str:
@@ -383,12 +410,11 @@ def read_estimate(body: bytes) -> str:
 
     Raises `OptPipeError` also as `estimate` and `sweep`.
     """
-    wanted = EstimateBody.parse(decode_json(body, takes_constants=True))
-    shape = _shape(wanted)
-    found = _estimate(shape, wanted)
+    wanted = EstimateRequest.parse(decode_json(body, takes_constants=True))
+    found = wanted.estimate()
     view = EstimateView(
         **_view_fields(_vary(found.problem, wanted.values)),
-        parameters=total_parameters(shape),
+        parameters=total_parameters(wanted.shape),
         mfu=found.mfu,
         step_ms=found.step.step_ms,
         tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
@@ -402,7 +428,7 @@ def read_estimate(body: bytes) -> str:
 
 def read_variant(body: bytes) -> str:
     """Return the `VariantView` of a request as JSON text; raises also as `sweep`."""
-    wanted = VariantBody.parse(decode_json(body))
+    wanted = VariantRequest.parse(decode_json(body))
     view = VariantView(**_view_fields(_vary(wanted.problem, wanted.values)))
     return view.model_dump_json(by_alias=True)
 
@@ -420,41 +446,6 @@ def useful_axes(problem: Problem) -> list[str]:
         "recompute": problem.may_recompute,
     }
     return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
-
-
-def _shape(body: EstimateBody) -> ModelShape:
-    if body.model is not None:
-        return find_model(body.model)
-    try:
-        return shape_from_config(json.dumps(body.config))
-    except InputError as error:
-        raise error.inside("/config") from None
-
-
-def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
-    hardware = find_gpu(body.gpu)
-    if body.network is not None or body.oversubscription != 1:
-        hardware = hardware.on_network(body.network, body.oversubscription)
-    return estimate(
-        shape,
-        hardware,
-        Training(**{name: getattr(body, name) for name in _TRAINING}),
-        pp=body.pp,
-        num_microbatches=len(body.lengths) or body.num_microbatches,
-        chunks=body.chunks,
-        placement=body.placement or ("linear" if body.chunks == 1 else "loop"),
-        layout=body.layout,
-        pcie_efficiency=body.pcie_efficiency,
-        mfu=body.mfu,
-        time_factor=body.time_factor,
-        measured_step_s=body.measured_step_s,
-        memory_bytes=body.memory_bytes,
-        modes=body.modes,
-        pairs=body.pairs,
-        slices=body.slices,
-        lengths=body.lengths,
-        costs=body.costs,
-    )
 
 
 def _vary(problem: Problem, values: Mapping[str, Any]) -> Problem:

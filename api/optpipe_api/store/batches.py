@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api.errors import BatchNotFoundError, StateConflictError
 from optpipe_api.jobs import BatchPlan, BatchRecord, BatchStanding, JobEvent
 from optpipe_api.store.database import (

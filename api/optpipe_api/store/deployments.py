@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from optpipe.wire import JobOptions
+from optpipe.answers import JobOptions
 from optpipe_api.deployments import (
     REGISTERED,
     DeploymentRecord,

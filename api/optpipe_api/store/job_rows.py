@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from optpipe.wire import Cache, EventKind, JobKind, JobOptions, JobState
+from optpipe.answers import Cache, EventKind, JobOptions, JobState
+from optpipe.requests import JobKind
 from optpipe_api.errors import (
     JobNotFoundError,
     KeyReusedError,

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 
+from optpipe.answers import EventKind, JobState
 from optpipe.errors import InputError
-from optpipe.wire import EventKind, JobState
 from optpipe_api.errors import StateConflictError
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,

@@ -1,6 +1,6 @@
 """Cut, placement and schedule chosen together: layers in, a problem and its schedule out."""
 
-from optpipe_solver.plan.lines import PLACEMENTS, PlacementKind
+from optpipe_solver.plan.lines import PLACEMENTS
 from optpipe_solver.plan.plan import DEFAULT_CHUNKS, PlanResult, plan
 from optpipe_solver.plan.search import Fate, HandPlan, PlanRow, hand_cuts, hand_plans
 
@@ -9,7 +9,6 @@ __all__ = [
     "PLACEMENTS",
     "Fate",
     "HandPlan",
-    "PlacementKind",
     "PlanResult",
     "PlanRow",
     "hand_cuts",

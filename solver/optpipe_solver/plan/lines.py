@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, permutations
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from optpipe.model import fuse
 from optpipe.problem import MAX_CELLS
+from optpipe.requests import PlacementKind
 from optpipe_solver.feasibility import least_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ __all__ = [
     "PLACEMENTS",
     "LayerRun",
     "Lines",
-    "PlacementKind",
     "PlacementLine",
     "RunTable",
     "device_orders",
@@ -34,8 +34,7 @@ __all__ = [
 ]
 
 
-PlacementKind = Literal["linear", "loop", "v", "free"]
-PLACEMENTS: tuple[PlacementKind, ...] = ("linear", "loop", "v", "free")
+PLACEMENTS: tuple[PlacementKind, ...] = get_args(PlacementKind)
 """The kinds of placement a plan may try."""
 
 _MOST_ORDERS = 32

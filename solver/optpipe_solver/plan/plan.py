@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from optpipe.model import Model
     from optpipe.problem import Problem
+    from optpipe.requests import PlacementKind
     from optpipe.schedule import Programs, Schedule
     from optpipe_solver.budget import Progress
-    from optpipe_solver.plan.lines import Lines, PlacementKind
+    from optpipe_solver.plan.lines import Lines
     from optpipe_solver.plan.search import CutCandidate, PlanRow
 
 __all__ = ["DEFAULT_CHUNKS", "PlanResult", "plan"]

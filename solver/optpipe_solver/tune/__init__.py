@@ -8,14 +8,13 @@ from optpipe_solver.tune.document import (
     read_row,
 )
 from optpipe_solver.tune.judge import TuneCheckpoint, TuneRow, judge, recut
-from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, Framework, TuneQuestion
+from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, TuneQuestion
 from optpipe_solver.tune.tune import TaskPool, TaskResult, TuneCounts, TuneResult, tune
 
 __all__ = [
     "FIXABLE",
     "FRAMEWORKS",
     "AskedTune",
-    "Framework",
     "TaskPool",
     "TaskResult",
     "TuneCheckpoint",

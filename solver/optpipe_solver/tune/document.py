@@ -9,26 +9,22 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
-from optpipe.errors import InputError
+from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.formats.exports import dump_csv
 from optpipe.formats.json import load_problem
 from optpipe.presets import (
     PipelineCut,
     Training,
-    find_gpus,
-    find_model,
     megatron_arguments,
     megatron_yaml,
     read_megatron,
     read_torchtitan,
-    shape_from_config,
     step_estimate,
     torchtitan_config,
 )
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import check_can_be, utilisation
 from optpipe.presets.megatron_reader import check_even_cut
-from optpipe.presets.shape import AskedError, Field
 from optpipe.presets.step import RankMemory
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
@@ -38,8 +34,9 @@ from optpipe_solver.tune.space import TuneQuestion, candidates
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe.presets import Hardware, ModelShape
+    from optpipe.presets import Hardware
     from optpipe.problem import Problem
+    from optpipe.requests import CurrentRun, TuneRequest
     from optpipe.schedule import Programs
     from optpipe_solver.tune.tune import TuneResult
 
@@ -61,7 +58,6 @@ _SWITCHES = (
     *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
     "overlap",
 )
-_ASKED = ("num_gpus", "global_batch", "framework", "memory_bytes", "headroom")
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MOST_KEPT = 11
@@ -77,67 +73,55 @@ class AskedTune:
     current: Configuration | None
 
 
-def read_question(arguments: Mapping[str, Any]) -> AskedTune:
-    """Return what plain values ask.
-
-    Parameters
-    ----------
-    asked
-        ``model`` or ``config`` (a Hugging Face config.json as a dictionary), ``gpu`` (several kinds
-        as ``h100:32,a100:32``), ``num_gpus``, ``global_batch``; the fields of `TuneQuestion` and
-        the switches of `Training` by their names; ``network`` and ``oversubscription``;
-        ``current`` with the degrees of what is run today or ``current_file``, its framework's
-        configuration as text, and ``measured_step_s``, seconds that a step of it takes.
+def read_question(request: TuneRequest) -> AskedTune:
+    """Return the question of a request, and the configuration of today if the request has one.
 
     Raises
     ------
     InputError
-        If nothing can be answered; it points at the field.
+        If the question has no answer; the error points at the field.
     """
-    given = find_gpus(
-        arguments["gpu"].split(","),
-        arguments.get("network"),
-        arguments.get("oversubscription", 1.0),
-    )
-    kinds = tuple((one.hardware, one.number) for one in given if one.number is not None)
-    num_gpus = sum(number for _, number in kinds)
-    if kinds and arguments["num_gpus"] != num_gpus:
-        raise InputError(
-            f"num_gpus = {arguments['num_gpus']}, but gpu = {arguments['gpu']!r} are {num_gpus}; "
-            "correct one of them"
-        ).at("/num_gpus")
+    kinds = tuple((one.hardware, one.number) for one in request.gpus if one.number is not None)
     question = TuneQuestion(
-        shape=_shape(arguments),
-        hardware=given[0].hardware,
+        shape=request.shape,
+        hardware=request.gpus[0].hardware,
+        num_gpus=request.total_gpus,
         kinds=kinds if len(kinds) > 1 else (),
-        training=Training(**{name: arguments[name] for name in _SWITCHES if name in arguments}),
-        fixed=arguments.get("fixed", {}),
-        **{name: arguments[name] for name in _ASKED if name in arguments},
+        global_batch=request.global_batch,
+        training=Training(**{name: getattr(request, name) for name in _SWITCHES}),
+        framework=request.framework,
+        fixed=request.fixed.model_dump(exclude_none=True),
+        memory_bytes=request.memory_bytes,
+        headroom=request.headroom,
     )
     if next(candidates(question), None) is None:
-        raise InputError(
-            f"num_gpus = {question.num_gpus}: no configuration of so many GPUs splits "
-            f"{question.shape.name} and a global batch of {question.global_batch} evenly"
+        raise FieldError(
+            FieldRef("num_gpus", question.num_gpus),
+            f": no configuration of so many GPUs splits {question.shape.name} and a global batch "
+            f"of {question.global_batch} evenly"
             + (", each kind by itself" if question.kinds else "")
-            + "; change one of them, or what is fixed"
-        ).at("/num_gpus")
-    measured_step_s = arguments.get("measured_step_s")
-    names = [name for name in ("current", "current_file") if arguments.get(name) is not None]
-    if not names:
-        if measured_step_s is not None:
-            message = "measured_step_s says what a step of current takes; give both or none"
-            raise InputError(message).at("/measured_step_s")
+            + "; change one of them, or ",
+            FieldRef("fixed"),
+        )
+    if request.current is None and request.current_file is None:
         return AskedTune(question=question, current=None)
     try:
-        if arguments.get("current") is not None:
-            current = current_configuration(question, arguments["current"])
+        if request.current is not None:
+            current = current_configuration(question, request.current)
         else:
-            current = read_current(question, arguments["current_file"])
+            chosen = request.current_format
+            is_torchtitan = None if chosen is None else chosen == "torchtitan"
+            current = read_current(
+                question, request.current_file or "", is_torchtitan=is_torchtitan
+            )
         calibrated(question, current, None)
     except InputError as error:
-        is_elsewhere = error.pointers == ("/sequence",)
-        raise error if is_elsewhere else error.inside(f"/{names[0]}") from None
-    question = calibrated(question, current, measured_step_s)
+        if error.pointers == ("/sequence",):
+            raise
+        name = "current" if request.current is not None else "current_file"
+        places = error.inside(f"/{name}").pointers
+        raise FieldError(FieldRef(name), f": {error}").at(*places) from None
+    question = calibrated(question, current, request.measured_step_s)
     return AskedTune(question=question, current=current)
 
 
@@ -199,7 +183,7 @@ def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, 
         return orders[0]
     numbers = " and ".join(f"{number} {one.name}" for one, number in question.kinds)
     raise InputError(
-        f"current: {training.ranks} GPUs share a stage (tp x cp x dp), which do not divide "
+        f"{training.ranks} GPUs share a stage (tp x cp x dp), which do not divide "
         f"{numbers}, so a stage would stand on two kinds; change the degrees"
     )
 
@@ -216,9 +200,9 @@ def calibrated(
     InputError
         If that many seconds are out of range, or the model is not split so.
     """
-    field = Field("measured_step_s", measured_step_s)
+    field = FieldRef("measured_step_s", measured_step_s)
     if measured_step_s is not None and not 0 < measured_step_s < 1e6:
-        raise AskedError(field, ": must be above 0 and below 1000000; correct it")
+        raise FieldError(field, ": must be above 0 and below 1000000; correct it")
     ranks = question.ranks(current.kinds, current.pipeline.pp)
     machines = [question.machine(current.training, one) for one in ranks]
     sizes = current.sizes or None
@@ -230,59 +214,39 @@ def calibrated(
     return replace(question, time_factor=factor)
 
 
-def _shape(arguments: Mapping[str, Any]) -> ModelShape:
-    if arguments.get("model") is not None:
-        return find_model(arguments["model"])
-    try:
-        return shape_from_config(json.dumps(arguments["config"]))
-    except InputError as error:
-        raise error.inside("/config") from None
-
-
-def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) -> Configuration:
-    """Return what is run today: degrees, the layers cut as frameworks cut them.
-
-    Parameters
-    ----------
-    arguments
-        tp, cp, ep, etp, dp, pp, chunks, micro_batch and zero, 1 where left out (dp: what the
-        accelerators leave), ``recompute``, modules by Megatron-Core's names, and ``layers`` of
-        each stage in model order, embedding and head counted.
+def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configuration:
+    """Return what is run today; without layers, the model is cut as frameworks cut it.
 
     Raises
     ------
     InputError
         If the accelerators or the batch are not split so, or the model is not.
     """
-    for name in (*_DEGREES, "dp", "pp", "chunks"):
-        value = arguments.get(name)
-        if name != "zero" and value is not None and value < 1:
-            raise InputError(f"current: {name} = {value}: must be >= 1; correct it")
-    degrees = {name: arguments[name] for name in _DEGREES if name in arguments}
-    pp, chunks = arguments.get("pp", 1), arguments.get("chunks", 1)
+    pp, chunks = run.pp, run.chunks
     if chunks > pp == 1:
         raise InputError(
-            f"current: chunks = {chunks} with pp = 1: only the stages of a pipeline have several; "
-            "leave chunks out, or say pp"
+            f"chunks = {chunks} with pp = 1: only the stages of a pipeline have several; "
+            "leave chunks out, or give pp"
         )
-    each = degrees.get("tp", 1) * degrees.get("cp", 1) * pp
-    dp = arguments.get("dp") or max(1, question.num_gpus // each)
+    each = run.tp * run.cp * pp
+    dp = run.dp or max(1, question.num_gpus // each)
     if each * dp != question.num_gpus:
         raise InputError(
-            f"current: tp x cp x pp x dp = {each * dp}, but num_gpus is {question.num_gpus}; "
+            f"tp x cp x pp x dp = {each * dp}, but num_gpus is {question.num_gpus}; "
             "correct one of them"
         )
-    batch = dp * degrees.get("micro_batch", 1)
+    batch = dp * run.micro_batch
     if question.global_batch % batch:
         raise InputError(
-            f"current: dp x micro_batch = {batch} does not divide global_batch "
+            f"dp x micro_batch = {batch} does not divide global_batch "
             f"{question.global_batch}; correct one of them"
         )
+    degrees = {name: getattr(run, name) for name in _DEGREES}
     training = replace(
         question.training,
         **degrees,
         dp=dp,
-        recompute=frozenset(arguments.get("recompute", ())),
+        recompute=run.recompute,
     )
     training.check_divides(question.shape)
     cut = PipelineCut(
@@ -297,7 +261,7 @@ def current_configuration(question: TuneQuestion, arguments: Mapping[str, Any]) 
         hardware=question.hardware,
         training=training,
         pipeline=cut,
-        sizes=tuple(arguments.get("layers", ())),
+        sizes=run.layers or (),
         kinds=_kinds_today(question, training),
     )
     _ = current.stages  # checks that there are as many layers as are said, one for each at least

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from optpipe.presets import Estimate, Hardware, PipelineCut, StepEstimate, Training
     from optpipe.presets.step import Layout
     from optpipe.problem import Problem
+    from optpipe.requests import Framework, PlacementKind
     from optpipe.schedule import Programs
     from optpipe_solver.milp.plan.pattern import Boundary, Pattern
-    from optpipe_solver.plan import PlacementKind
     from optpipe_solver.tune.cut import CutNumbers, CutPrices
-    from optpipe_solver.tune.space import Framework, TuneQuestion
+    from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = [
     "LAYOUTS",

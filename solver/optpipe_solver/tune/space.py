@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import chain, permutations, product
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from optpipe.errors import InputError
-from optpipe.presets import AskedError, Machine, PipelineCut
+from optpipe.errors import FieldError, InputError
+from optpipe.presets import Machine, PipelineCut
+from optpipe.requests import FixedDegrees, Framework
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,20 +18,15 @@ if TYPE_CHECKING:
 __all__ = [
     "FIXABLE",
     "FRAMEWORKS",
-    "Framework",
     "TuneCandidate",
     "TuneQuestion",
     "candidates",
     "left_out",
 ]
 
-Framework = Literal["any", "megatron", "torchtitan"]
 FRAMEWORKS: tuple[str, ...] = get_args(Framework)
 
-FIXABLE = (
-    *("tp", "cp", "ep", "etp", "dp", "pp", "chunks", "micro_batch", "zero"),
-    *("pairs", "slices"),
-)
+FIXABLE = tuple(FixedDegrees.model_fields)
 """What `TuneQuestion.fixed` may name; pairs: 0 or 1."""
 
 _FROM_ZERO = frozenset({"zero", "pairs"})
@@ -348,7 +344,7 @@ def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> I
                     recompute=frozenset(),
                 )  # fmt: skip
                 training.check_divides(question.shape)
-            except AskedError:
+            except FieldError:
                 continue
             for modules in recomputations(question):
                 yield replace(training, recompute=modules) if modules else training

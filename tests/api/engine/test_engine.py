@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Programs, load_schedule
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
 from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from optpipe import Problem, load_schedule
+from optpipe.answers import JobState
 from optpipe.errors import MissingExtraError
-from optpipe.wire import JobState
 from optpipe_api import Settings
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.engine.processes import MachineState, Message, SolverProcess, Solvers

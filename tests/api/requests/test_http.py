@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe_api.bodies import TABLE_FORMS, etag_of, known_number, preferred_form
 from optpipe_api.errors import NotAcceptableError
-from optpipe_api.requests.http import TABLE_FORMS, etag_of, known_number, preferred_form
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from optpipe import Problem, check_schedule, load_schedule
-from optpipe_api.requests.http import MAX_VALUES
+from optpipe_api.bodies import MAX_VALUES
 from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from tests.api.live import FAKE, client, two_stages
 from tests.api.test_main import ADDRESS, Server

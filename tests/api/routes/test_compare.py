@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from optpipe import Problem, check, parse_action, simulate
+from optpipe.answers import MethodRowList
 from optpipe.client import Client
-from optpipe.wire import MethodRowList
 from optpipe_api import Settings
 from optpipe_api.engine.processes import Message, SolverChild, worker_arguments
 from optpipe_solver import METHODS
@@ -51,7 +51,7 @@ def hung(path: Path) -> int:
 def test_the_documented_example_is_compared_by_the_real_solver(tmp_path) -> None:
     """Every family and the optimiser, in the documented form, with numbers that hold."""
     with connected(make_settings(tmp_path, compare_path=COMPARE, overtime_s=600.0)) as http:
-        schema = http.get("/openapi.json").json()["components"]["schemas"]["Comparison"]
+        schema = http.get("/openapi.json").json()["components"]["schemas"]["CompareRequest"]
         (example,) = schema["examples"]
         job = http.post("/v1/compare?wait=60", json=example).headers["location"]
         until(lambda: http.get(job).json()["finished_at"])

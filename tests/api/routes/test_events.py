@@ -12,7 +12,7 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
-from optpipe.wire import EventKind
+from optpipe.answers import EventKind
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import HistoryEntry
 from optpipe_api.routes import jobs

@@ -350,7 +350,7 @@ def test_every_reference_of_the_document_leads_somewhere(http) -> None:
 
 
 def test_the_documented_example_is_accepted(http) -> None:
-    schema = http.get("/openapi.json").json()["components"]["schemas"]["Submission"]
+    schema = http.get("/openapi.json").json()["components"]["schemas"]["SolveRequest"]
     (example,) = schema["examples"]
     answer = http.post("/v1/jobs", params={"wait": 60}, json=example)
     assert answer.json()["state"] == "succeeded"

@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from optpipe import Model, Problem, Schedule
+from optpipe.answers import Catalogue
 from optpipe_api import auth, main
-from optpipe_api.requests.catalogue import Catalogue
 from tests.api.live import client, connected, make_settings, running
 
 CONSTANT = (

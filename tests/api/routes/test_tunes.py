@@ -4,17 +4,18 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import pytest
 
 from optpipe import check_schedule, load_csv, load_problem, load_schedule
+from optpipe.answers import Tuned
 from optpipe.client import Client
-from optpipe.wire import CurrentDegrees, TuneArguments, Tuned, TunedRow
+from optpipe.requests import (
+    TuneRequest,
+)
 from optpipe_api import Settings
-from optpipe_api.requests.catalogue import CurrentBody, FixedBody, TuneBody, TuneOptionsBody
-from optpipe_solver.tune import FIXABLE, FRAMEWORKS
 from tests.api import fake_tune
 from tests.api.live import connected, make_settings, until
 from tests.api.routes.test_jobs import fault
@@ -69,7 +70,7 @@ def test_the_documented_example_is_answered_by_the_real_search(tmp_path) -> None
     real = Settings.model_fields["tune_path"].default
     with connected(make_settings(tmp_path, tune_path=real, **PATIENT)) as http:
         schemas = http.get("/openapi.json").json()["components"]["schemas"]
-        (example,) = schemas["TuneBody"]["examples"]
+        (example,) = schemas["TuneRequest"]["examples"]
         path = http.post("/v1/tunes", json=example).headers["location"]
         job = end_of(http, path)
         found = Tuned.model_validate(http.get(f"{path}/configuration").json(), extra="forbid")
@@ -92,8 +93,8 @@ def test_the_documented_example_is_answered_by_the_real_search(tmp_path) -> None
     assert "4 configurations" in found.certificate
     assert found.error is not None
     assert any(best.method in line and f"{best.step_ms:,.1f} ms" in line for line in said)
-    asked_again = TuneBody.parse({**question, "options": example["options"]})
-    assert asked_again == TuneBody.parse(example)
+    asked_again = TuneRequest.parse({**question, "options": example["options"]})
+    assert asked_again == TuneRequest.parse(example)
 
 
 def test_options_reach_the_search_and_left_out_ones_take_defaults(http) -> None:
@@ -263,12 +264,12 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
     [
         ({"model": "llama9"}, "/model", "the catalogue has none of that name"),
         ({"model": None}, "/model", "model or config = null: is neither"),
-        ({"config": {"model_type": "llama"}}, "", "a tune is of a model or of a config"),
+        ({"config": {"model_type": "llama"}}, "/model", "give either model or config"),
         ({"gpu": "h9"}, "/gpu", "gpu = 'h9'"),
         ({"num_gpus": 0}, "/num_gpus", "must be >= 1"),
         ({"num_gpus": 1e9}, "/num_gpus", "= 1000000000.0: must be a whole number; write it in dig"),
         ({"num_gpus": "8"}, "/num_gpus", "= '8': must be a whole number; write it without quotes"),
-        ({"gpu": "h100:8,a100:4"}, "/num_gpus", "gpu = 'h100:8,a100:4' are 12"),
+        ({"gpu": "h100:8,a100:4"}, "/num_gpus", "num_gpus = 8: gpu has 12 GPUs"),
         ({"gpu": "h100:4,a100"}, "/gpu", "with several kinds each needs its number"),
         ({"gpu": "h100:4,a100:4", "current": {"tp": 8}}, "/current", "stand on two kinds"),
         ({"num_gpus": 7}, "/num_gpus", "no configuration of so many GPUs"),
@@ -342,14 +343,3 @@ def test_other_jobs_have_no_configuration(http, ended) -> None:
     for part in ("configuration", "question"):
         detail = fault(http.get(f"/v1/jobs/{ended['id']}/{part}"), 404, "schedule.none")["detail"]
         assert "POST /v1/tunes" in detail
-
-
-def test_what_a_request_may_name_is_what_the_search_knows() -> None:
-    """Written down here so that the schema needs no solver."""
-    aside = {"options", "tags", "priority"}
-    fields = {*TuneBody.model_fields, *TuneOptionsBody.model_fields} - aside
-    assert TuneArguments.__optional_keys__ == fields
-    assert CurrentDegrees.__optional_keys__ == frozenset(CurrentBody.model_fields)
-    assert set(FixedBody.model_fields) == set(FIXABLE)
-    assert get_args(TuneBody.model_fields["framework"].annotation) == FRAMEWORKS
-    assert {*FIXABLE, "recompute"} <= set(TunedRow.model_fields)

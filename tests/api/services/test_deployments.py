@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from optpipe import Problem, evaluate, load_problem, load_schedule
+from optpipe.answers import JobOptions, JobState
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
-from optpipe.wire import JobOptions, JobState
 from optpipe_api.deployments import DeploymentRecord, NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, Claim, JobEvent, TracePoint

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, evaluate, load_problem, load_schedule
-from optpipe.errors import IllegalScheduleError
+from optpipe.errors import IllegalScheduleError, RequestError
 from optpipe.measurements import DeviceFacts, MeasuredAction, Measurements, Sample, Transfer
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.deployments import DeploymentRecord, Documents
-from optpipe_api.errors import RequestError
 from optpipe_api.services.deployments import bound_ms, judged, largest_change, under
 from optpipe_api.services.submission import check_stages, condensed, measured_problem, times_of
 from tests.api.live import two_stages

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from optpipe.wire import JobState
+from optpipe.answers import JobState
 from optpipe_api.access import ANYBODY
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobEvent, Standing, TracePoint

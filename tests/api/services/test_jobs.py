@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, check_schedule, evaluate, load_schedule
+from optpipe.answers import Cache, JobOptions, JobState
+from optpipe.requests import JobKind
 from optpipe.schedule import Provenance
-from optpipe.wire import Cache, JobKind, JobOptions, JobState
 from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.errors import BodyTooHeavyError, JobNotFoundError, ScheduleNotFoundError
 from optpipe_api.jobs import (

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Model, Problem
+from optpipe.answers import JobOptions
 from optpipe.errors import OptPipeError
-from optpipe.wire import JobKind, JobOptions
+from optpipe.requests import JobKind
 from optpipe_api import Settings
 from optpipe_api.jobs import NewJob
 from optpipe_api.services import parse_pool

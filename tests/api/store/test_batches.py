@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from optpipe.wire import JobOptions, JobState
+from optpipe.answers import JobOptions, JobState
 from optpipe_api.errors import QueueFullError, TooManyJobsError
 from optpipe_api.jobs import (
     AttemptOutcome,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from optpipe.wire import JobOptions
+from optpipe.answers import JobOptions
 from optpipe_api.deployments import (
     REGISTERED,
     DeploymentRecord,

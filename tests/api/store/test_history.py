@@ -4,13 +4,9 @@ from typing import Any
 
 import pytest
 
-from optpipe.wire import Cache, EventKind, JobKind, JobState
-from optpipe_api.errors import (
-    KeyReusedError,
-    QueueFullError,
-    StateConflictError,
-    TooManyJobsError,
-)
+from optpipe.answers import Cache, EventKind, JobState
+from optpipe.requests import JobKind
+from optpipe_api.errors import KeyReusedError, QueueFullError, StateConflictError, TooManyJobsError
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, JobStart, Standing, StoredSchedule
 from tests.api.store.test_jobs import LEASE_S, add, claimed, new, point, store
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from optpipe.wire import Cache, JobKind, JobOptions, JobState
-from optpipe_api.errors import (
-    JobNotFoundError,
-    KeyReusedError,
-    StateConflictError,
-)
+from optpipe.answers import Cache, JobOptions, JobState
+from optpipe.requests import JobKind
+from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictError
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     Claim,

@@ -13,7 +13,8 @@ from alembic import command
 from alembic.config import Config
 
 import optpipe_api.store
-from optpipe.wire import EventKind, JobKind, JobState
+from optpipe.answers import EventKind, JobState
+from optpipe.requests import JobKind
 from optpipe_api.jobs import StoredSchedule, TracePoint
 from optpipe_api.store import open_stores
 

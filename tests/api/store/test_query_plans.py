@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 import sqlalchemy as sa
 
-from optpipe.wire import JobKind, JobState
+from optpipe.answers import JobState
+from optpipe.requests import JobKind
 from optpipe_api.store import Stores, open_stores
 from optpipe_api.store.database import jobs
 from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many

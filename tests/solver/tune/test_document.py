@@ -11,17 +11,17 @@ import pytest
 
 from optpipe.errors import InputError
 from optpipe.presets import megatron_arguments
+from optpipe.requests import TuneRequest
 from optpipe_solver.tune import (
     TuneResult,
     checkpoint_of,
     judge,
     read_checkpoint,
-    read_question,
     read_row,
     tune,
 )
 from optpipe_solver.tune.bounds import LayerTable
-from optpipe_solver.tune.document import read_current
+from optpipe_solver.tune.document import AskedTune, read_current, read_question
 from optpipe_solver.tune.judge import ConfigurationJudge
 
 ASKED: dict[str, Any] = {
@@ -35,9 +35,15 @@ ASKED: dict[str, Any] = {
 }
 
 
+def ask(values: dict[str, Any]) -> AskedTune:
+    """What a request with these values asks; those that are None are left out."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return read_question(TuneRequest.parse(given))
+
+
 def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() -> None:
     """It finds nothing better, says so, and still has the row."""
-    read = read_question(ASKED)
+    read = ask(ASKED)
     found: list[TuneResult] = []
     result = tune(read.question, time_limit_s=60.0, on_result=found.append)
     row = found[-1].rows[0]
@@ -57,7 +63,7 @@ def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> 
     """The faster kind has more layers, whoever comes first; what runs today stands as was said."""
     fixed = {"tp": 2, "cp": 1, "micro_batch": 1, "chunks": 1}
     today = {"tp": 2, "pp": 4}
-    read = read_question({**ASKED, "gpu": "a100:4,h100:4", "current": today, "fixed": fixed})
+    read = ask({**ASKED, "gpu": "a100:4,h100:4", "current": today, "fixed": fixed})
     result = tune(read.question, current=read.current, time_limit_s=60.0)
     assert result.current is not None
     assert result.current.as_json()["gpus"] == ["a100", "a100", "h100", "h100"]
@@ -80,7 +86,7 @@ def test_a_pipeline_of_two_kinds_comes_back_and_is_pasted_with_its_own_cut() -> 
 
 def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> None:
     """Nobody is looked at as closely twice, and the end is the same."""
-    read = read_question({**ASKED, "fixed": {"tp": 2}})
+    read = ask({**ASKED, "fixed": {"tp": 2}})
     seen: Counter[tuple[str, str]] = Counter()
 
     def watch(owner: type, name: str, key: Callable[..., object]) -> None:
@@ -134,7 +140,7 @@ def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_
     module = sys.modules[TuneResult.__module__]
     monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
     monkeypatch.setattr(module, "_TELL_SHARE", 0.0)
-    read = read_question({**ASKED, "fixed": {"tp": 2, "micro_batch": 1}})
+    read = ask({**ASKED, "fixed": {"tp": 2, "micro_batch": 1}})
     kept: list[str] = []
 
     def answer(**more: Any) -> tuple[Any, ...]:
@@ -156,7 +162,7 @@ def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
     """Interleaved: two chunks stand round and round; dp is what the GPUs leave."""
-    read = read_question(ASKED)
+    read = ask(ASKED)
     assert read.current is not None
     assert read.current.training.dp == 2
     row = judge(read.question, read.current)
@@ -169,19 +175,19 @@ def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
 
 def test_a_measured_step_calibrates_every_time() -> None:
     """Twice as slow as estimated: every step is."""
-    plain = read_question(ASKED)
+    plain = ask(ASKED)
     assert plain.current is not None
     before = judge(plain.question, plain.current)
     assert before is not None
-    factor = read_question({**ASKED, "measured_step_s": 1.0}).question.time_factor
-    read = read_question({**ASKED, "measured_step_s": 2.0 / factor})
+    factor = ask({**ASKED, "measured_step_s": 1.0}).question.time_factor
+    read = ask({**ASKED, "measured_step_s": 2.0 / factor})
     assert read.question.time_factor == pytest.approx(2.0)
     assert read.current is not None
     after = judge(read.question, read.current)
     assert after is not None
     assert after.step_ms == pytest.approx(2.0 * before.step_ms, rel=1e-3)
     uneven = {**ASKED, "current": {**ASKED["current"], "layers": [4, 4, 4, 22]}}
-    read = read_question({**uneven, "measured_step_s": 2.0})
+    read = ask({**uneven, "measured_step_s": 2.0})
     assert read.current is not None
     cut = judge(read.question, read.current)
     assert cut is not None
@@ -202,7 +208,7 @@ def test_what_cannot_be_asked_is_refused_at_its_field(
     changes: dict[str, Any], pointer: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        read_question({**ASKED, "fixed": {}, **changes})
+        ask({**ASKED, "fixed": {}, **changes})
     assert caught.value.pointers == (pointer,)
 
 
@@ -212,7 +218,7 @@ def test_a_run_with_other_multi_token_prediction_is_not_compared(model: str, num
     text += "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 6 "
     text += "--mtp-num-layers "
     fields = {"model": model, "gpu": "h200", "num_gpus": 64, "global_batch": 64, "framework": "any"}
-    question = read_question({**fields, "fixed": {"pp": 8}}).question
+    question = ask({**fields, "fixed": {"pp": 8}}).question
     assert read_current(question, f"{text}{num_mtp}").shape == question.shape
     with pytest.raises(InputError, match=f"trains {1 - num_mtp} modules of multi-token prediction"):
         read_current(question, f"{text}{1 - num_mtp}")

@@ -1,9 +1,7 @@
-"""Every value that crosses HTTP, once: the service sends it, the client reads it.
+"""Every answer of the service, once: the service sends it, the client reads it.
 
-Jobs and their events, batches and their items, deployments and their versions, methods and rows
-of comparisons; what a tune is asked, and what it answers. Request bodies are checked by
-``optpipe_api.requests``; the client has plain keyword arguments for them, whose names and types
-`SolveArguments`, `SubmissionArguments` and `TuneArguments` give.
+Jobs and their events, batches and their items, deployments and their versions, methods, rows of
+comparisons and of tunes, estimated problems. `optpipe.requests` holds what callers ask for.
 """
 
 from __future__ import annotations
@@ -11,39 +9,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from optpipe.formats.tables import SweepRow
+from optpipe.presets import GPUS, MODELS, total_parameters
+from optpipe.presets.shape import PRECISIONS
+from optpipe.problem import Problem
+from optpipe.requests import DEFAULT_NOISE, CacheUse, JobKind, SearchOptions
 from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
 
-    from optpipe.problem import Objective
+    from optpipe.presets import Hardware, ModelShape
+    from optpipe.sweep import FrontierLine
 
 __all__ = [
-    "DEFAULT_NOISE",
+    "Answer",
     "BatchList",
     "BatchView",
     "Cache",
-    "CacheUse",
-    "CurrentDegrees",
+    "Catalogue",
     "DeploymentList",
     "DeploymentState",
     "DeploymentView",
+    "EstimateView",
     "Event",
     "EventKind",
     "Failure",
+    "Fault",
+    "FrontierLineView",
+    "FrontierPointView",
+    "FrontierView",
+    "GpuEntry",
+    "Health",
     "Improvement",
     "Item",
     "Job",
-    "JobKind",
     "JobList",
     "JobOptions",
     "JobState",
@@ -51,31 +57,22 @@ __all__ = [
     "MethodRow",
     "MethodRowList",
     "MethodView",
+    "ModelEntry",
     "PasteForm",
+    "Readiness",
     "ScoreboardError",
-    "SearchArguments",
-    "SolveArguments",
-    "SubmissionArguments",
     "SweepRowList",
-    "TuneArguments",
     "Tuned",
     "TunedCounts",
     "TunedMemory",
     "TunedRow",
+    "VariantView",
     "Version",
     "VersionList",
-    "WireModel",
 ]
 
 
-DEFAULT_NOISE = 0.1
-"""By which share times vary, up and down, where nobody says."""
-
-CacheUse = Literal["use", "refresh"]
-"""Whether an answer found before may be given; with "refresh" it is found again."""
-
-
-class WireModel(BaseModel):
+class Answer(BaseModel):
     """What a service answers; a newer one may say more than this, an older one less."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -93,61 +90,14 @@ class WireModel(BaseModel):
         return schema
 
 
-# --- Options: what a request may give, and what a job then has.
-
-
-class SearchArguments(TypedDict, total=False):
-    """What every search takes; what is left out, or None, takes the service's default.
-
-    ``time_limit_s`` seconds (> 0), ``threads`` (>= 1), ``seed`` (0 .. 2**31 - 1).
-    """
-
-    time_limit_s: float | None
-    threads: int | None
-    seed: int | None
-
-
-class SolveArguments(SearchArguments, total=False):
-    """How to solve.
-
-    ``method`` is one that the service lists, ``auto`` by default. The search stops where
-    (objective - bound)/objective is at most ``gap`` (0 <= gap < 1), or after ``work_limit`` units
-    of work (> 0, about a second of one core each, the same result on every machine). ``cache``
-    "use" (the default) may answer with what was solved before, "refresh" solves it again.
-    """
-
-    method: str | None
-    gap: float | None
-    work_limit: float | None
-    cache: CacheUse | None
-
-
-class SubmissionArguments(SolveArguments, total=False):
-    """How to solve a problem or to plan a model.
-
-    ``objective`` replaces the one that the problem or model names. Of a problem: ``robust`` "P90"
-    ranks schedules by that percentile of the objective under noise, of which every action's time
-    varies by a share of ``jitter`` (0 <= jitter < 1) and every device's by one of ``stragglers``.
-    Of a model: ``chunks``, the numbers of stages per device (1 .. 8) that are tried, and
-    ``placements``, their kinds.
-    """
-
-    objective: Objective | None
-    robust: str | None
-    jitter: float | None
-    stragglers: float | None
-    chunks: list[int] | tuple[int, ...] | None
-    placements: list[str] | tuple[str, ...] | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """How a job is solved: the arguments of `optpipe_solver.solve` and `plan` of the same names.
+    """The options of a job, defaults filled in; a job has those of its kind.
 
-    ``cache`` aside, which is about what other jobs have found; ``chunks`` and ``placements`` are
-    of a plan, and None where the solver chooses; ``workload`` is of a comparison. ``robust`` is a
-    percentile in words (``P90``), None for the shortest schedule; ``jitter`` and ``stragglers`` are
-    its noise.
+    They are the arguments of `optpipe_solver.solve`, `plan`, `compare` and `tune` of the same
+    names, except ``cache``, which concerns other jobs. ``chunks`` and ``placements`` are of a plan
+    (None: the solver chooses), ``workload`` of a comparison. ``robust`` is a percentile such as
+    P90, None for the shortest schedule; ``jitter`` and ``stragglers`` are its noise.
     """
 
     time_limit_s: float
@@ -170,8 +120,15 @@ class JobOptions:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
 
-    def asks_the_same(self, other: JobOptions) -> bool:
-        """Whether both want the same done; how long and how well aside."""
+    @classmethod
+    def of(cls, options: SearchOptions, time_limit_s: float) -> JobOptions:
+        """Return the options of a job that a request gives; ``time_limit_s`` is filled in."""
+        fields = set(cls.__dataclass_fields__) & set(type(options).model_fields)
+        given = options.model_dump(include=fields)
+        return cls(**given | {"time_limit_s": time_limit_s})
+
+    def has_same_task(self, other: JobOptions) -> bool:
+        """Return whether both want the same done, apart from budgets and the gap to reach."""
         return self._task == other._task
 
     @property
@@ -180,23 +137,21 @@ class JobOptions:
         return self.method, self.chunks, self.placements, noise
 
     def covers(self, other: JobOptions) -> bool:
-        """Whether a solve with these options finds what one with the others would, or better.
+        """Return whether a solve with these options finds what one with the others would.
 
-        At least the same budget, from the same seed.
+        It has the same task and seed, and at least the same budget.
         """
         return (
-            self.asks_the_same(other)
+            self.has_same_task(other)
             and self.seed == other.seed
             and self.gap <= other.gap
             and self.threads >= other.threads
             and self.time_limit_s >= other.time_limit_s
-            and _allows(self.work_limit, other.work_limit)
+            and (
+                self.work_limit is None
+                or (other.work_limit is not None and self.work_limit >= other.work_limit)
+            )
         )
-
-
-def _allows(had: float | None, wanted: float | None) -> bool:
-    """Whether one limit of work allows what another does; None is no limit."""
-    return had is None or (wanted is not None and had >= wanted)
 
 
 # --- Jobs.
@@ -245,19 +200,6 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
-class JobKind(StrEnum):
-    """What is done: a problem is solved, a model is cut, placed and scheduled, or methods compared.
-
-    Or a whole training configuration is tuned: its schedule is the winner's, its objective the
-    whole step. A comparison has rows, and no schedule.
-    """
-
-    SOLVE = "solve"
-    PLAN = "plan"
-    COMPARE = "compare"
-    TUNE = "tune"
-
-
 class Cache(StrEnum):
     """What was known when a job came: the answer, a schedule of a near problem, or nothing."""
 
@@ -275,7 +217,7 @@ class EventKind(StrEnum):
     LOG = "log"
 
 
-class Failure(WireModel):
+class Failure(Answer):
     """Why a job ended without success; ``needs`` maps what is too small to what would do."""
 
     code: str
@@ -283,7 +225,7 @@ class Failure(WireModel):
     needs: dict[str, int] = Field(default_factory=dict)
 
 
-class Improvement(WireModel):
+class Improvement(Answer):
     """One improvement; ``seconds`` of solving so far."""
 
     seconds: float
@@ -292,7 +234,7 @@ class Improvement(WireModel):
     bound_ms: float | None = None
 
 
-class Job(WireModel):
+class Job(Answer):
     """A job as the service last told it; ask again for news.
 
     ``has_schedule`` is true from the first schedule on, whatever the state. ``cache`` says what was
@@ -348,14 +290,14 @@ class Job(WireModel):
         return self.state.is_final
 
 
-class JobList(WireModel):
+class JobList(Answer):
     """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
 
     jobs: tuple[Job, ...]
     next: str | None
 
 
-class Event(WireModel):
+class Event(Answer):
     """One thing that happened to a job: the data of a server-sent event.
 
     ``text`` is the new state of a `state`, the sentence of a `log`. ``seconds`` of solving so far
@@ -408,7 +350,7 @@ _BATCH_EXAMPLE: dict[str, Any] = {
 }
 
 
-class Item(WireModel):
+class Item(Answer):
     """One item of a batch: its values on the axes, and what its job has reached.
 
     ``memory_bytes`` is the budget of the device that has most.
@@ -431,7 +373,7 @@ class Item(WireModel):
     finished_at: datetime | None = None
 
 
-class BatchView(WireModel):
+class BatchView(Answer):
     """A batch as the service last told it; ``owner`` is for admins.
 
     All of it is read from the jobs of its items. What lists leave out is null there.
@@ -455,14 +397,14 @@ class BatchView(WireModel):
     items: tuple[Item, ...] | None = Field(default=None, description="In order; null in lists.")
 
 
-class BatchList(WireModel):
+class BatchList(Answer):
     """Batches, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
 
     batches: tuple[BatchView, ...]
     next: str | None
 
 
-class SweepRowList(WireModel):
+class SweepRowList(Answer):
     """The items of a batch as rows of a table, in order; a ``state`` is that of a job."""
 
     rows: list[SweepRow]
@@ -513,7 +455,7 @@ class DeploymentState(StrEnum):
     ENDED = "ended"
 
 
-class DeploymentView(WireModel):
+class DeploymentView(Answer):
     """A deployment as the service last told it; ``owner`` is for admins.
 
     ``reason`` is why the solve under way was begun, ``error`` why the last one gave nothing.
@@ -543,14 +485,14 @@ class DeploymentView(WireModel):
     ended_at: datetime | None = None
 
 
-class DeploymentList(WireModel):
+class DeploymentList(Answer):
     """Deployments, newest first; ``next`` is the ``cursor`` of the next page, null on the last."""
 
     deployments: tuple[DeploymentView, ...]
     next: str | None
 
 
-class Version(WireModel):
+class Version(Answer):
     """One published schedule: why, what was predicted, and what was measured under it.
 
     ``predicted_ms`` is under the truest times known when it was published, ``measured_ms`` the mean
@@ -568,7 +510,7 @@ class Version(WireModel):
     num_measured: int = 0
 
 
-class VersionList(WireModel):
+class VersionList(Answer):
     """The versions of a deployment, oldest first."""
 
     versions: tuple[Version, ...]
@@ -602,7 +544,7 @@ _ROW_EXAMPLE: dict[str, Any] = {
 }
 
 
-class MethodView(WireModel):
+class MethodView(Answer):
     """What `method` of a job may be."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_METHOD_EXAMPLE]})
@@ -612,13 +554,13 @@ class MethodView(WireModel):
     description: str
 
 
-class MethodList(WireModel):
+class MethodList(Answer):
     """Every method that this service knows."""
 
     methods: tuple[MethodView, ...]
 
 
-class MethodRow(WireModel):
+class MethodRow(Answer):
     """One method's schedule; bytes are those of the fullest device or host.
 
     ``programs`` is null where the method has none; then ``reason`` says why, and numbers are 0.
@@ -648,7 +590,7 @@ class MethodRow(WireModel):
     reason: str
 
 
-class MethodRowList(WireModel):
+class MethodRowList(Answer):
     """A row per method: best first under the memory limit, then over it, then the absent."""
 
     rows: list[MethodRow]
@@ -721,68 +663,7 @@ _TUNED_EXAMPLE: dict[str, Any] = {
 }
 
 
-class CurrentDegrees(TypedDict, total=False):
-    """What is run today; ``dp`` is what the number of GPUs leaves, all others 1 by default.
-
-    ``layers`` of each stage in model order, embedding and head counted; by default cut evenly.
-    """
-
-    tp: int
-    cp: int
-    dp: int
-    ep: int
-    etp: int
-    pp: int
-    chunks: int
-    micro_batch: int
-    zero: int
-    recompute: Sequence[str]
-    layers: Sequence[int]
-
-
-class TuneArguments(SearchArguments, total=False):
-    """A model, GPUs and a batch: which is the fastest way to train it.
-
-    ``model`` of the catalogue, or ``config``, a Hugging Face config.json; ``gpu`` of the catalogue,
-    or several with numbers that add up to ``num_gpus``: ``h100:32,a100:32``;
-    ``global_batch`` sequences of ``sequence`` tokens a step. ``framework``, whose schedules may be
-    answered: megatron, torchtitan or any. ``current``, what is run today, or ``current_file``, the
-    text of its Megatron arguments or YAML, or torchtitan config; ``fixed``, degrees that are not
-    searched. ``headroom``, share (0 <= x < 1) of the memory that answers leave free. With
-    ``work_limit`` units of work (> 0, about a second of one core each) the answer is the same on
-    every machine, unless the time limit cuts it short.
-    ``measured_step_s``, what a step of ``current`` takes: it calibrates every time. The search
-    stops where nothing is faster than the best by more than ``gap``.
-    """
-
-    model: str | None
-    config: dict[str, Any] | None
-    gpu: str
-    num_gpus: int | None
-    global_batch: int | None
-    sequence: int | None
-    framework: str | None
-    current: CurrentDegrees | None
-    current_file: str | None
-    fixed: Mapping[str, int] | None
-    precision: str | None
-    flash: bool | None
-    cuda_graphs: bool | None
-    ep_overlap: bool | None
-    dispatcher: str | None
-    dispatch: str | None
-    overlap: bool | None
-    network: str | None
-    oversubscription: float | None
-    memory_bytes: int | None
-    headroom: float | None
-    measured_step_s: float | None
-    gap: float | None
-    work_limit: float | None
-    cache: CacheUse | None
-
-
-class TunedMemory(WireModel):
+class TunedMemory(Answer):
     """What a pipeline rank holds at its peak, by what it is for."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_MEMORY_EXAMPLE]})
@@ -795,7 +676,7 @@ class TunedMemory(WireModel):
     reserved_bytes: int
 
 
-class TunedRow(WireModel):
+class TunedRow(Answer):
     """A configuration with its best schedule: degrees, layers of each stage, time and memory.
 
     ``id`` tells it from the others of its tune; ``step_ms`` is of the whole step, ``makespan_ms``
@@ -835,7 +716,7 @@ class TunedRow(WireModel):
     command: str = ""
 
 
-class TunedCounts(WireModel):
+class TunedCounts(Answer):
     """What became of the configurations; those that are open may be as fast as their bounds."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_COUNTS_EXAMPLE]})
@@ -847,7 +728,7 @@ class TunedCounts(WireModel):
     open: int
 
 
-class ScoreboardError(WireModel):
+class ScoreboardError(Answer):
     """How far estimates of this kind were from published runs, as shares."""
 
     median: float
@@ -855,7 +736,7 @@ class ScoreboardError(WireModel):
     num_rows: int
 
 
-class Tuned(WireModel):
+class Tuned(Answer):
     """What a tune has found; ``rows`` has the fastest first, ``pareto`` less memory for more time.
 
     While it goes on it is what is known by now, and so is the certificate. No configuration takes
@@ -887,3 +768,205 @@ class Tuned(WireModel):
     stopped_by: str | None = None
     seconds: float
     notes: tuple[str, ...] = ()
+
+
+# --- What there is to choose from, and estimated problems.
+
+
+class ModelEntry(BaseModel):
+    """A model of the catalogue."""
+
+    name: str
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    source: str
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Self:
+        return cls(
+            name=shape.name,
+            parameters=total_parameters(shape),
+            layers=shape.num_layers,
+            hidden=shape.hidden,
+            heads=shape.num_heads,
+            source=shape.source,
+        )
+
+
+class GpuEntry(BaseModel):
+    """An accelerator of the catalogue; rates per direction, TFLOP/s dense."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    pcie_gb_per_s: float | None
+    gpus_per_node: int
+    tflops: dict[str, float]
+    source: str
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Self:
+        pcie = hardware.pcie_gb_per_s
+        return cls(
+            name=hardware.name,
+            title=hardware.title,
+            memory_bytes=int(hardware.memory_bytes.value),
+            pcie_gb_per_s=None if pcie is None else pcie.value,
+            gpus_per_node=hardware.gpus_per_node,
+            tflops={name: fact.value for name, fact in hardware.tflops.items()},
+            source=hardware.memory_bytes.source,
+        )
+
+
+class Catalogue(BaseModel):
+    """What `POST /v1/estimates` knows by name."""
+
+    models: list[ModelEntry]
+    gpus: list[GpuEntry]
+    placements: list[str]
+    precisions: list[str]
+
+    @classmethod
+    def make(cls) -> Self:
+        return cls(
+            models=[ModelEntry.of(shape) for shape in MODELS.values()],
+            gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],
+            placements=["linear", "loop", "v"],
+            precisions=list(PRECISIONS),
+        )
+
+
+class VariantView(BaseModel):
+    """The problem, varied; ``axes`` are the named ones that can change it.
+
+    ``usable_bytes`` and ``static_bytes`` have a number per device: what its memory leaves, reserved
+    bytes taken off, and what its stages hold all the time.
+    """
+
+    problem: Problem
+    problem_hash: str
+    axes: list[str]
+    usable_bytes: list[int]
+    static_bytes: list[int]
+
+
+class EstimateView(VariantView):
+    """The estimated problem; ``sizes`` are the layers of each stage, embedding and head counted.
+
+    ``step_ms`` is of 1F1B, interleaved with several chunks, all that follows it included;
+    ``median_error`` how far such estimates were from published runs, null where none were compared.
+    """
+
+    parameters: int
+    mfu: float
+    step_ms: float
+    tokens_per_s_per_gpu: float
+    time_factor: float
+    median_error: float | None
+    sizes: list[int]
+    notes: list[str]
+
+
+# --- The frontier of a batch: what memory buys.
+
+
+class FrontierPointView(BaseModel):
+    """One item on a line.
+
+    ``objective_ms`` is the best that is known under this memory, here or at a smaller limit,
+    ``bound_ms`` the highest bound proven here or at a larger one.
+    """
+
+    index: int
+    memory_bytes: int = Field(description="The budget of the device that has most.")
+    objective_ms: float | None
+    bound_ms: float | None
+    is_infeasible: bool
+
+
+class FrontierLineView(BaseModel):
+    """Items that differ in nothing but the memory of devices, from the least to the most."""
+
+    label: str
+    points: list[FrontierPointView]
+
+
+class FrontierView(BaseModel):
+    """What memory buys."""
+
+    lines: list[FrontierLineView]
+
+    @classmethod
+    def of(cls, lines: list[FrontierLine]) -> Self:
+        return cls(
+            lines=[
+                FrontierLineView(
+                    label=line.label,
+                    points=[
+                        FrontierPointView(
+                            index=point.index,
+                            memory_bytes=point.limit_bytes,
+                            objective_ms=point.objective_ms,
+                            bound_ms=point.bound_ms,
+                            is_infeasible=point.is_infeasible,
+                        )
+                        for point in line.points
+                    ],
+                )
+                for line in lines
+            ]
+        )
+
+
+# --- Faults and health.
+
+
+class Health(BaseModel):
+    """The process answers."""
+
+    status: str = "ok"
+
+
+class Readiness(BaseModel):
+    """The store answers and the engine solves."""
+
+    status: str = "ready"
+    jobs: dict[JobState, int]
+
+
+class Fault(BaseModel):
+    """A problem detail (RFC 9457). ``code`` is stable, ``errors`` holds one line per fault.
+
+    ``pointers`` says where each of them is in the body (RFC 6901; empty = all of it), or, of a
+    parameter, in the request: `/query/limit`, `/path/name`, `/header/name`.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "type": "urn:optpipe:error:problem.invalid",
+                    "title": "Unprocessable Content",
+                    "status": 422,
+                    "detail": "stages[0].forward_ms = -1: must be >= 0; change it",
+                    "code": "problem.invalid",
+                    "instance": "/v1/jobs",
+                    "errors": ["stages[0].forward_ms = -1: must be >= 0; change it"],
+                    "pointers": ["/problem/stages/0/forward_ms"],
+                }
+            ]
+        }
+    )
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str
+    errors: list[str] | None = None
+    pointers: list[str] | None = None
+    needs: dict[str, int] | None = None
+    id: str | None = Field(default=None, description="Names the entry in the server's log.")

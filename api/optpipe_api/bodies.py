@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 
+from optpipe.errors import RequestError
 from optpipe.formats.json import parse_json
 from optpipe_api.errors import (
     BodyTooLargeError,
     MediaTypeError,
     NotAcceptableError,
-    RequestError,
     TooManyBodiesError,
 )
 
