@@ -135,7 +135,7 @@ class _Handle:
 
 
 class Batch(_Handle):
-    """A batch of problems; `AsyncClient.sweep` and `AsyncClient.what_if` submit one."""
+    """A batch of problems and its ``id``; `sweep` and `what_if` submit one."""
 
     def look(self) -> BatchView:
         """Return the current state: progress, number of items in each state, the items."""
@@ -182,7 +182,7 @@ class Batch(_Handle):
 
 
 class Deployment(_Handle):
-    """A training run that uses the newest schedule; `AsyncClient.deploy` registers one."""
+    """A training run that uses the newest schedule, and its ``id``; `deploy` registers one."""
 
     def look(self) -> DeploymentView:
         """Return the current state: newest version, running solve, cost of the drift."""
@@ -209,7 +209,7 @@ class Deployment(_Handle):
                 return read_numbered_schedule(answer)
 
     def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        """Return the newest version and its schedule; None if it is still ``version``, 0 = none."""
+        """Return the newest version and its schedule; None if it is still ``version`` (0 = none)."""
         headers = if_none_match(self.id, version)
         answer = self._connection.send(
             endpoints.DEPLOYMENT_SCHEDULE, self.id, headers=headers, wait_s=wait_s
@@ -224,7 +224,7 @@ class Deployment(_Handle):
         step: int | None = None,
         step_ms: float | None = None,
     ) -> DeploymentView:
-        """Report measured times of actions under a version, such as those of an `ActionTimer`.
+        """Report the times of actions under a version; `optpipe.runtime.ActionTimer` measures them.
 
         ``step`` is the number of the training step, ``step_ms`` its time from start to end. Raises
         `ConflictError` if the version does not exist or the deployment has ended.
@@ -441,7 +441,7 @@ class Client:
     def schedule_if_newer(
         self, job: Job | str, number: int = 0, wait_s: float = 0.0
     ) -> tuple[int, Schedule] | None:
-        """Return the best schedule and its number; None if it is still ``number``, 0 = none.
+        """Return the best schedule and its number; None if it is still ``number`` (0 = none).
 
         The wait ends at the latest with the job. Raises as `schedule`.
         """
@@ -563,8 +563,8 @@ class Client:
 
         ``layers`` is in model order and counts embedding and head. The estimate uses the
         framework's own schedules. If none of them fits, ``peak_bytes`` exceeds the memory. Raises
-        `RequestRefusedError` if ``layers`` is no cut into as many stages; `NoScheduleError` as
-        `tuned_row`.
+        `RequestRefusedError` if ``layers`` does not cut the model into as many stages, and
+        `NoScheduleError` as `tuned_row`.
         """
         params = {"layers": ",".join(map(str, layers))}
         return self._connection.call(endpoints.ROW_RECUT, job, row.id, params=params)
@@ -593,9 +593,9 @@ class Client:
         """Solve every variation of a problem, or a list of problems, as one batch.
 
         ``axes`` maps names or paths to values, as in `optpipe.sweep`. Each combination is an item.
-        If the service refuses one item, it solves none. Raises `ProblemError` if the service
-        refuses a problem, `RequestRefusedError` if a combination is invalid or there are too many,
-        and `InputError` for ``axes`` with a list of problems.
+        If the service refuses one item, it solves none. Raises `ProblemError` if it refuses a
+        problem, and `RequestRefusedError` for invalid or too many combinations. Raises `InputError`
+        for ``axes`` with a list of problems.
         """
         if isinstance(problem, Problem):
             varied = {axis: list(values) for axis, values in (axes or {}).items()}

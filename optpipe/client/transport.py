@@ -380,7 +380,7 @@ class EventCursor:
 
     @property
     def is_failing(self) -> bool:
-        """Whether at least two streams have failed or ended since the last event."""
+        """Whether at least two streams have ended or failed since the last event."""
         return self._num_failures > 1
 
     def backoff_s(self) -> float:
@@ -394,7 +394,7 @@ class EventCursor:
         return headers | ({"Last-Event-ID": str(number)} if number > 0 else {})
 
     def begin_stream(self, answer: httpx.Response) -> bool:
-        """Return whether an answer is a stream of events, and start its clock if it is."""
+        """Return whether an answer is a stream of events; record the time if it is."""
         kind = answer.headers.get("Content-Type", "").partition(";")[0]
         is_stream = answer.status_code == HTTPStatus.OK and kind == "text/event-stream"
         self._opened_at = time.monotonic() if is_stream else None
@@ -430,11 +430,8 @@ class EventCursor:
         """
         is_silent = isinstance(error, httpx.ReadTimeout)
         opened_at, self._opened_at = self._opened_at, None
-        if (
-            opened_at is not None
-            and not is_silent
-            and time.monotonic() - opened_at > PING_INTERVAL_S
-        ):
+        has_lasted = opened_at is not None and time.monotonic() - opened_at > PING_INTERVAL_S
+        if has_lasted and not is_silent:
             # The stream carried pings before a proxy cut it, so it was no failure.
             self._num_failures = 0
         self._num_failures += 1
