@@ -209,7 +209,7 @@ class Deployment(_Handle):
                 return read_numbered_schedule(answer)
 
     def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        """Return the newest version and its schedule; None if it is still ``version`` (0 = none)."""
+        """Return the newest version and its schedule; None if that is ``version`` (0 = none)."""
         headers = if_none_match(self.id, version)
         answer = self._connection.send(
             endpoints.DEPLOYMENT_SCHEDULE, self.id, headers=headers, wait_s=wait_s
