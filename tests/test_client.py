@@ -15,7 +15,7 @@ from optpipe.client import (
     NotFoundError,
     SolveFailedError,
 )
-from optpipe.client.transport import Address, refusal
+from optpipe.client.transport import Address, read_error
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -115,9 +115,9 @@ def test_an_answer_that_is_not_of_this_service_is_a_service_error(
 @pytest.mark.parametrize("status", [404, 500])
 def test_messages_leave_out_a_password_in_the_address(status: int) -> None:
     request = httpx.Request("GET", "http://ann:s3cret@proxy.example/v1/jobs/a")
-    error = refusal(httpx.Response(status, request=request))
+    error = read_error(httpx.Response(status, request=request))
     assert str(error).startswith(f"http://proxy.example/v1/jobs/a answered {status}")
-    address = Address.checked("http://ann:s3cret@proxy.example", None, 1.0, 0)
+    address = Address.parse("http://ann:s3cret@proxy.example", None, 1.0, 0)
     assert str(address) == "http://proxy.example"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import optpipe.errors
 import optpipe_api.errors
-from optpipe.client.transport import ERRORS, refusal, tuning
+from optpipe.client.transport import ERRORS, read_error, tune_body
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -61,7 +61,7 @@ def made(kind: type[OptPipeError]) -> OptPipeError:
 def told(kind: type[OptPipeError]) -> OptPipeError:
     """What the client makes of the service's answer to an error."""
     answer = response_to(made(kind), "/v1/jobs")
-    return refusal(
+    return read_error(
         httpx.Response(answer.status_code, headers=answer.headers, content=bytes(answer.body))
     )
 
@@ -102,12 +102,12 @@ def test_a_code_of_the_future_is_a_plain_service_error() -> None:
     codes: list[Any] = ["some.thing", 7, None, {}]
     for code in codes:
         answer = httpx.Response(418, headers=headers, json={"code": code, "detail": "why"})
-        error = refusal(answer)
+        error = read_error(answer)
         assert (type(error), str(error)) == (ServiceError, "why")
 
 
 def test_a_config_with_infinity_is_sent_as_json() -> None:
     """JSON has no Infinity: the service reads the word, and refuses it in a field that it uses."""
     config = json.loads('{"time_step_limit": [0.0, Infinity], "sliding_window": NaN}')
-    body = json.loads(json.dumps(tuning({"config": config, "gpu": "h100"}), allow_nan=False))
+    body = json.loads(json.dumps(tune_body({"config": config, "gpu": "h100"}), allow_nan=False))
     assert body["config"] == {"time_step_limit": [0.0, "Infinity"], "sliding_window": "NaN"}

@@ -1,4 +1,4 @@
-"""Talks to the service: submit a problem, follow it, fetch its schedule.
+"""HTTP clients of the service: submit a problem, follow its job, fetch its schedule.
 
 ::
 
@@ -15,12 +15,12 @@
     batch = client.what_if(job)
     deployment = client.deploy(problem)
 
-    found = client.tune(model="llama3-70b", gpu="h100", num_gpus=64, current={"tp": 8, "pp": 4})
+    tuned = client.tune(model="llama3-70b", gpu="h100", num_gpus=64, current={"tp": 8, "pp": 4})
 
-Calls that can be repeated without harm are repeated, with growing pauses, where the service cannot
-be reached or asks for patience. That is nearly all of them: each submission carries a key under
-which the service makes only one job. What is refused raises the error that
-`optpipe.client.transport` draws. What the service answers is of `optpipe.requests`.
+If the service is unreachable or overloaded, the client retries with growing delays. It never
+repeats a call that the service may have performed and must not perform twice. Each submission has
+a key, and the service creates only one job for a key. A refused call raises an error of
+`optpipe.client.transport`. The types of the answers are in `optpipe.answers`.
 """
 
 from optpipe.answers import (
@@ -59,9 +59,7 @@ from optpipe.client.transport import (
     RequestRefusedError,
     SolveFailedError,
 )
-from optpipe.requests import (
-    JobKind,
-)
+from optpipe.requests import JobKind
 
 __all__ = [
     "AsyncBatch",

@@ -6,109 +6,109 @@ Several threads may share a client.
 from __future__ import annotations
 
 import time
+import uuid
 from contextlib import closing, suppress
+from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 from httpx_sse import EventSource
 
-from optpipe.answers import (
-    BatchView,
-    DeploymentView,
-    Event,
-    Job,
-    JobList,
-    JobState,
-    MethodList,
-    MethodRow,
-    MethodRowList,
-    PasteForm,
-    SweepRowList,
-    Tuned,
-    TunedRow,
-    Version,
-    VersionList,
-)
-from optpipe.client.arguments import (
-    SearchArguments,
-    SolveArguments,
-    SubmitArguments,
-    TuneArguments,
-)
+from optpipe.client import endpoints
+from optpipe.client.endpoints import AnswerT, Endpoint, Repeat, check_id
 from optpipe.client.transport import (
-    SILENCE_S,
+    PING_INTERVAL_S,
     Address,
     EventCursor,
     NoScheduleError,
     NoStreamError,
-    Repeat,
-    as_model,
-    checked_id,
-    document,
-    error_of,
-    given,
-    if_newer,
-    is_told,
-    items,
-    newer_schedule,
-    numbered_schedule,
-    once,
-    tuning,
-    waiting,
+    drop_none,
+    if_none_match,
+    make_error,
+    read_newer_schedule,
+    read_numbered_schedule,
+    to_document,
+    tune_body,
 )
-from optpipe.errors import ServiceError
-from optpipe.formats.json import load_model, load_problem, load_schedule
+from optpipe.errors import InputError, ServiceError
 from optpipe.model import Model
+from optpipe.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
     from typing import Self, Unpack
 
+    from optpipe.answers import (
+        BatchView,
+        DeploymentView,
+        Event,
+        Job,
+        JobState,
+        MethodRow,
+        PasteForm,
+        Tuned,
+        TunedRow,
+        Version,
+    )
+    from optpipe.client.arguments import (
+        SearchArguments,
+        SolveArguments,
+        SubmitArguments,
+        TuneArguments,
+    )
     from optpipe.formats.tables import SweepRow
     from optpipe.measurements import Measurements
-    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
 __all__ = ["Batch", "Client", "Deployment"]
 
-Form: TypeAlias = Literal["json", "csv", "trace", "svg"]
-
-# Pauses between looks at a job or batch: the first after news, longer ones while there is none.
+# The pause between two polls grows from the first to the maximum while nothing changes.
 _FIRST_POLL_S = 0.1
-_LONGEST_POLL_S = 2.0
-_LONGEST_BATCH_POLL_S = 5.0
-_LOOK_AGAIN_S = 30.0
+_MAX_JOB_POLL_S = 2.0
+_MAX_BATCH_POLL_S = 5.0
+_MAX_WAIT_S = 30.0
+"""The longest wait of one request for the first schedule of a deployment."""
 
 
 class _Connection:
-    """Sends requests, again where that may help and does no harm."""
+    """Calls endpoints, with retries."""
 
     def __init__(self, address: Address, transport: httpx.BaseTransport | None) -> None:
         self.address = address
         self.http = httpx.Client(transport=transport, **address.arguments())
 
+    def call(self, endpoint: Endpoint[AnswerT], *ids: Job | str, **request: Any) -> AnswerT:
+        """Return what the endpoint answers; arguments and errors of `send` and `Endpoint.read`."""
+        return endpoint.read(self.send(endpoint, *ids, **request))
+
     def send(
         self,
-        method: Literal["GET", "POST", "DELETE"],
-        path: str,
-        *,
+        endpoint: Endpoint[Any],
+        *ids: Job | str,
         json: Any = None,
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
-        repeat: Repeat = Repeat.ALWAYS,
+        idempotency_key: str | None = None,
     ) -> httpx.Response:
-        """Return the answer, a success or 304; it may take ``wait_s`` longer than usual.
+        """Return the answer of an endpoint: a success or 304.
 
-        Raises `ServiceUnreachableError`, `OptPipeError` if nobody answered to the end; what the
-        service's refusal means.
+        The service may wait up to ``wait_s`` seconds before it answers. The default
+        ``idempotency_key`` is a new one. Raises `ServiceUnreachableError` if no attempt got an
+        answer, and the error of `read_error` if the service refused.
         """
+        path = endpoint.fill_path(*ids)
+        if wait_s > 0:
+            params = {**(params or {}), "wait": wait_s}
+        if endpoint.repeat is Repeat.WITH_KEY:
+            key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+            headers = {**(headers or {}), "Idempotency-Key": key}
         attempt = 0
         while True:
             try:
                 answer = self.http.request(
-                    method,
+                    endpoint.method,
                     path,
                     json=json,
                     params=params,
@@ -116,110 +116,107 @@ class _Connection:
                     timeout=self.address.timeout(wait_s),
                 )
             except httpx.TransportError as error:
-                pause_s = self.address.pause_after_loss(attempt, repeat, error)
+                delay_s = self.address.delay_after_error_s(attempt, endpoint.repeat, error)
             else:
-                if is_told(answer):
+                if answer.is_success or answer.status_code == HTTPStatus.NOT_MODIFIED:
                     return answer
-                pause_s = self.address.pause_after_refusal(attempt, repeat, answer)
-            time.sleep(pause_s)
+                delay_s = self.address.delay_after_refusal_s(attempt, endpoint.repeat, answer)
+            time.sleep(delay_s)
             attempt += 1
 
 
 class _Handle:
-    """Something that the service keeps under an ``id``."""
+    """A resource of the service and its ``id``."""
 
-    _room: ClassVar[str]
-
-    def __init__(self, connection: _Connection, thing_id: str) -> None:
+    def __init__(self, connection: _Connection, resource_id: str) -> None:
         self._connection = connection
-        self._path = f"v1/{self._room}/{thing_id}"
-        self.id = thing_id
+        self.id = resource_id
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
 
 
 class Batch(_Handle):
-    """Problems that are solved together, by their ``id``; `sweep` and `what_if` make it."""
-
-    _room = "batches"
+    """A batch of problems and its ``id``; `sweep` and `what_if` submit one."""
 
     def look(self) -> BatchView:
-        """Return the batch as it is now: progress, how many items are in each state, the items."""
-        return as_model(BatchView, self._connection.send("GET", self._path))
+        """Return the current state: progress, number of items in each state, the items."""
+        return self._connection.call(endpoints.GET_BATCH, self.id)
 
     def follow(self) -> Iterator[BatchView]:
-        """Iterate over the news of the batch: first as it is now, last with every item ended."""
-        known = self.look()
-        yield known
-        wait_s = _FIRST_POLL_S
-        while not known.is_finished:
-            time.sleep(wait_s)
-            before, known = known, self.look()
-            wait_s = min(wait_s * 1.5, _LONGEST_BATCH_POLL_S) if known == before else _FIRST_POLL_S
-            if known != before:
-                yield known
+        """Yield the current state, then each change, until every item has ended."""
+        view = self.look()
+        yield view
+        pause_s = _FIRST_POLL_S
+        while not view.is_finished:
+            time.sleep(pause_s)
+            before, view = view, self.look()
+            pause_s = min(pause_s * 1.5, _MAX_BATCH_POLL_S) if view == before else _FIRST_POLL_S
+            if view != before:
+                yield view
 
     def table(self) -> list[SweepRow]:
-        """Return a row per item: its values on the axes, and what was reached."""
-        return SweepRowList.model_validate_json(self.table_text("json")).rows
+        """Return one row for each item: its values on the axes, and its result."""
+        params = {"format": "json"}
+        return (self._connection.call(endpoints.BATCH_TABLE, self.id, params=params)).rows
 
     def table_text(self, form: Literal["json", "csv", "markdown"]) -> str:
         """Return the table as JSON, CSV or Markdown."""
-        answer = self._connection.send("GET", f"{self._path}/table", params={"format": form})
-        return answer.text
+        params = {"format": form}
+        return (self._connection.send(endpoints.BATCH_TABLE, self.id, params=params)).text
 
     def frontier(self, form: Literal["json", "svg"] = "svg") -> str:
-        """Return what memory buys: the best objective for each budget, and its bound."""
+        """Return the best objective and its lower bound for each memory budget."""
         params = {"format": form}
-        return (self._connection.send("GET", f"{self._path}/frontier", params=params)).text
+        return self._connection.call(endpoints.BATCH_FRONTIER, self.id, params=params)
 
     def retry(self) -> BatchView:
         """Solve the failed items again."""
-        return as_model(BatchView, self._connection.send("POST", f"{self._path}/retry"))
+        return self._connection.call(endpoints.RETRY_BATCH, self.id)
 
     def cancel(self) -> BatchView:
         """Stop every item that has not ended; each keeps its best schedule."""
-        return as_model(BatchView, self._connection.send("POST", f"{self._path}/cancel"))
+        return self._connection.call(endpoints.CANCEL_BATCH, self.id)
 
     def delete(self) -> None:
-        """Delete it and its jobs. Raises `ConflictError` if one has not ended."""
-        self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
+        """Delete the batch and its jobs. Raises `ConflictError` if a job has not ended."""
+        self._connection.call(endpoints.DELETE_BATCH, self.id)
 
 
 class Deployment(_Handle):
-    """A training run that follows the newest schedule, by its ``id``; `deploy` makes it."""
-
-    _room = "deployments"
+    """A training run that uses the newest schedule, and its ``id``; `deploy` registers one."""
 
     def look(self) -> DeploymentView:
-        """Return what goes on: the newest version, the solve under way, what drift costs."""
-        return as_model(DeploymentView, self._connection.send("GET", self._path))
+        """Return the current state: newest version, running solve, cost of the drift."""
+        return self._connection.call(endpoints.GET_DEPLOYMENT, self.id)
 
     def schedule(self, wait_s: float = 0.0) -> tuple[int, Schedule]:
-        """Return the newest version and its schedule, waiting so long for the first one.
+        """Return the newest version and its schedule; wait up to ``wait_s`` seconds for the first.
 
-        Raises `InfeasibleProblemError` if it is proven that there is none, and `NoScheduleError` if
-        there is none (yet).
+        Raises `InfeasibleProblemError` if it is proven that there is no schedule, and
+        `NoScheduleError` if there is none (yet).
         """
         deadline = monotonic() + wait_s
         while True:
             left_s = max(deadline - monotonic(), 0.0)
             try:
-                return numbered_schedule(self._newest(0, min(left_s, _LOOK_AGAIN_S)))
+                answer = self._connection.send(
+                    endpoints.DEPLOYMENT_SCHEDULE, self.id, wait_s=min(left_s, _MAX_WAIT_S)
+                )
             except NoScheduleError:
-                seen = self.look()
-                if left_s <= 0 or seen.state not in ("waiting", "solving"):
+                view = self.look()
+                if left_s <= 0 or view.state not in ("waiting", "solving"):
                     raise
+            else:
+                return read_numbered_schedule(answer)
 
     def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        """Return the newest version and its schedule; None where it is the one known, 0 = none."""
-        return newer_schedule(self._newest(version, wait_s))
-
-    def _newest(self, version: int, wait_s: float) -> httpx.Response:
-        path, headers = f"{self._path}/schedule", if_newer(self.id, version)
-        params = waiting(wait_s)
-        return self._connection.send("GET", path, params=params, headers=headers, wait_s=wait_s)
+        """Return the newest version and its schedule; None if that is ``version`` (0 = none)."""
+        headers = if_none_match(self.id, version)
+        answer = self._connection.send(
+            endpoints.DEPLOYMENT_SCHEDULE, self.id, headers=headers, wait_s=wait_s
+        )
+        return read_newer_schedule(answer)
 
     def report(
         self,
@@ -229,54 +226,50 @@ class Deployment(_Handle):
         step: int | None = None,
         step_ms: float | None = None,
     ) -> DeploymentView:
-        """Tell the times of actions, as `optpipe.runtime.ActionTimer` measures them, of a version.
+        """Report the times of actions under a version; `optpipe.runtime.ActionTimer` measures them.
 
-        ``step`` says when, ``step_ms`` what a step took from start to end. Raises `ConflictError`
-        if there is no such version, or the deployment has ended.
+        ``step`` is the number of the training step, ``step_ms`` its time from start to end. Raises
+        `ConflictError` if the version does not exist or the deployment has ended.
         """
         actions = measurements.model_dump(mode="json", exclude_defaults=True)
-        body = given(version=version, step=step, step_ms=step_ms, actions=actions)
-        path = f"{self._path}/measurements"
-        answer = self._connection.send("POST", path, json=body, repeat=Repeat.UNSENT)
-        return as_model(DeploymentView, answer)
+        body = drop_none(version=version, step=step, step_ms=step_ms, actions=actions)
+        return self._connection.call(endpoints.REPORT_MEASUREMENTS, self.id, json=body)
 
     def versions(self) -> tuple[Version, ...]:
-        """Return every version, oldest first: why, and its predicted and measured step time."""
-        answer = self._connection.send("GET", f"{self._path}/versions")
-        return as_model(VersionList, answer).versions
+        """Return every version, oldest first: reason, predicted and measured step time."""
+        return (self._connection.call(endpoints.DEPLOYMENT_VERSIONS, self.id)).versions
 
     def problem(self) -> Problem:
-        """Return the problem with the times last measured."""
-        return load_problem((self._connection.send("GET", f"{self._path}/problem")).text)
+        """Return the problem with the most recently measured times."""
+        return self._connection.call(endpoints.DEPLOYMENT_PROBLEM, self.id)
 
     def end(self) -> DeploymentView:
-        """End it: nothing is published any more, its versions stay."""
-        return as_model(DeploymentView, self._connection.send("POST", f"{self._path}/end"))
+        """End the deployment: the service publishes no more versions, and keeps the old ones."""
+        return self._connection.call(endpoints.END_DEPLOYMENT, self.id)
 
     def delete(self) -> None:
-        """Forget an ended deployment, its versions and what was reported."""
-        self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
+        """Delete an ended deployment, its versions and its reports."""
+        self._connection.call(endpoints.DELETE_DEPLOYMENT, self.id)
 
 
 class Client:
-    """A connection to a service; close it, or use it in a ``with``. It may be shared.
+    """A connection to a service; close it, or use it in a ``with``. Callers may share it.
 
-    Every method raises `ServiceUnreachableError` where nobody answers, and what
-    `optpipe.client.transport` draws where the service refuses. What several of them take: ``tags``
-    and ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs;
-    ``options``, ``time_limit_s`` and the others of `optpipe.requests`; ``wait_s``, how many seconds
-    longer the service may wait for news before it answers, as far as it does; ``idempotency_key``,
-    under which the service does a thing once: by default each call has its own.
+    Every method raises `ServiceUnreachableError` if no service answers. If the service refuses, a
+    method raises an error of `optpipe.client.transport`. Parameters of several methods:
+
+    * ``tags`` find jobs; ``priority`` orders them (-100 to 10, for admins to 100; highest first).
+    * ``options`` are ``time_limit_s`` and the others of `optpipe.requests`.
+    * ``wait_s``: for so many seconds the service may wait for a change before it answers.
+    * ``idempotency_key``: the service acts once on each key. By default each call has a new key.
 
     Parameters
     ----------
     base_url, api_key
-        Address of the service, such as ``http://127.0.0.1:8000``; and what it asks for if other
-        machines can reach it: ``optpipe keys create`` makes one.
-    timeout_s
-        For each answer; waiting for a job's end does not count.
-    num_retries
-        How often a call is repeated before it fails.
+        Address of the service, such as ``http://127.0.0.1:8000``, and the API key if the service
+        requires one; ``optpipe keys create`` creates keys.
+    timeout_s, num_retries
+        Seconds for each answer, in addition to ``wait_s``; the maximum number of retries of a call.
     transport
         Replaces the network, in tests.
     """
@@ -290,7 +283,7 @@ class Client:
         num_retries: int = 5,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        address = Address.checked(base_url, api_key, timeout_s, num_retries)
+        address = Address.parse(base_url, api_key, timeout_s, num_retries)
         self._connection = _Connection(address, transport)
 
     def __enter__(self) -> Self:
@@ -304,11 +297,12 @@ class Client:
         self._connection.http.close()
 
     def health(self) -> bool:
-        """Return whether the service is ready, without retries and without raising."""
-        try:
-            return (self._connection.http.get("readyz")).is_success
-        except httpx.TransportError:
-            return False
+        """Return whether the service is ready, without retries; never raise."""
+        endpoint = endpoints.READY
+        with suppress(httpx.TransportError):
+            answer = self._connection.http.request(endpoint.method, endpoint.path)
+            return answer.is_success
+        return False
 
     def submit(
         self,
@@ -320,178 +314,177 @@ class Client:
         idempotency_key: str | None = None,
         **options: Unpack[SubmitArguments],
     ) -> Job:
-        """Queue a problem, or a model to cut, to place and to schedule, and return its job.
+        """Submit a problem to schedule, or a model to cut, place and schedule; return its job.
 
-        Raises `ProblemError`, `ModelError` if the service does not take this problem or model.
+        Raises `ProblemError` or `ModelError` if the service refuses the problem or model.
         """
         name = "model" if isinstance(problem, Model) else "problem"
-        body = {name: document(problem), "options": given(**options)}
-        body |= given(tags=tags, priority=priority)
-        headers, params = once(idempotency_key), waiting(wait_s)
-        answer = self._connection.send(
-            "POST", "v1/jobs", json=body, params=params, headers=headers, wait_s=wait_s
+        body = {name: to_document(problem), "options": drop_none(**options)}
+        body |= drop_none(tags=tags, priority=priority)
+        return self._connection.call(
+            endpoints.SUBMIT_JOB, json=body, wait_s=wait_s, idempotency_key=idempotency_key
         )
-        return as_model(Job, answer)
 
     def job(self, job: Job | str) -> Job:
-        """Return a job as it is now, with its trace."""
-        return as_model(Job, self._connection.send("GET", _path(job)))
+        """Return the current state of a job, with its trace."""
+        return self._connection.call(endpoints.GET_JOB, job)
 
     def jobs(
         self, *, state: JobState | str | None = None, tag: str | None = None, batch: str = ""
     ) -> Iterator[Job]:
-        """Iterate over all jobs, newest first: those in a state, with a tag, of a batch."""
+        """Yield all jobs, newest first; optionally those in a state, with a tag or of a batch."""
         cursor: str | None = None
         while True:
-            params = given(state=state, tag=tag, batch=batch or None, cursor=cursor)
-            page = as_model(JobList, self._connection.send("GET", "v1/jobs", params=params))
-            for found in page.jobs:
-                yield found
+            params = drop_none(state=state, tag=tag, batch=batch or None, cursor=cursor)
+            page = self._connection.call(endpoints.LIST_JOBS, params=params)
+            for job in page.jobs:
+                yield job
             if (cursor := page.next) is None:
                 return
 
     def result(self, job: Job | str) -> Schedule:
         """Wait for a job's end and return its best schedule.
 
-        Raises `InfeasibleProblemError`, `NoScheduleError`, `SolveFailedError` if it is proven that
-        there is none; if the job was cancelled before there was one, or nothing was found; if the
-        solver failed before.
+        Without a schedule it raises `InfeasibleProblemError` (proven), `NoScheduleError` (nothing
+        found, or cancelled before), or `SolveFailedError` (the solver failed before).
         """
-        with closing(self.follow(job)) as news:
-            for now in news:
-                last = now
+        return self.schedule(self._wait_for_end(job))
+
+    def _wait_for_end(self, job: Job | str) -> Job:
+        """Return a job after its end. Raises the job's error if it has no schedule."""
+        with closing(self.follow(job)) as updates:
+            for update in updates:
+                last = update
         if not last.has_schedule and last.error is not None:
-            raise error_of(last.error.code, last.error.message, last.error.needs)
-        return self.schedule(last)
+            raise make_error(last.error.code, last.error.message, last.error.needs)
+        return last
 
     def follow(self, job: Job | str) -> Generator[Job, None, None]:
-        """Iterate over the news of a job, as they come, to its end.
+        """Yield the current state of a job, then each change, until the job has ended.
 
-        The first is the job as it is now, the last one is finished. Where no events can be heard,
-        the job is looked at: often while there is news, less often while there is none.
+        If no events arrive, the client polls the job: often after a change, less often without one.
         """
-        known = self.job(job)
-        yield known
+        current = self.job(job)
+        yield current
         cursor = EventCursor()
         with suppress(NoStreamError):
-            while not (known.is_finished or cursor.is_over):
-                with closing(self._listen(known, cursor)) as heard:
-                    for event in heard:
-                        if not cursor.is_news(event, known):
+            while not (current.is_finished or cursor.is_over):
+                with closing(self._receive(current, cursor)) as stream:
+                    for event in stream:
+                        if not cursor.is_new_to(current, event):
                             continue
-                        before, known = known, self.job(known)
-                        if known != before:
-                            yield known
-                        if known.is_finished:
+                        before, current = current, self.job(current)
+                        if current != before:
+                            yield current
+                        if current.is_finished:
                             return
-                before, known = known, self.job(known)
-                if known != before:
-                    yield known
-        wait_s = _FIRST_POLL_S
-        while not known.is_finished:
-            time.sleep(wait_s)
-            before, known = known, self.job(known)
-            wait_s = min(wait_s * 1.5, _LONGEST_POLL_S) if known == before else _FIRST_POLL_S
-            if known != before:
-                yield known
+                before, current = current, self.job(current)
+                if current != before:
+                    yield current
+        pause_s = _FIRST_POLL_S
+        while not current.is_finished:
+            time.sleep(pause_s)
+            before, current = current, self.job(current)
+            pause_s = min(pause_s * 1.5, _MAX_JOB_POLL_S) if current == before else _FIRST_POLL_S
+            if current != before:
+                yield current
 
     def events(self, job: Job | str, *, after: int = 0) -> Iterator[Event]:
-        """Iterate over everything that happens to a job: states, improvements, bounds, log lines.
+        """Yield each event of a job once: states, improvements, bounds, log lines.
 
-        Begins with what has happened already, behind the number ``after``, ends with the job, and
-        gives each event once, however often the connection breaks. Raises `ServiceError` if no
-        events come from there; `follow` does without them.
+        They begin after the number ``after`` and end with the job, also over broken connections.
+        Raises `ServiceError` if the service sends no events; `follow` needs none.
         """
         cursor = EventCursor(after)
         try:
             while not cursor.is_over:
-                with closing(self._listen(job, cursor)) as heard:
-                    for event in heard:
+                with closing(self._receive(job, cursor)) as stream:
+                    for event in stream:
                         yield event
-                if cursor.has_trouble and not cursor.is_over:
-                    # Raises, after some patience, if the whole service is away.
+                if cursor.is_failing and not cursor.is_over:
+                    # This call raises, after its retries, if the service is unreachable.
                     self.job(job)
         except NoStreamError:
             raise ServiceError(
                 "the service, or something in between, sends no events; use follow instead", 501
             ) from None
 
-    def _listen(self, job: Job | str, cursor: EventCursor) -> Generator[Event, None, None]:
-        """Give the new events of one stream, as far as it begins and until it ends or breaks."""
-        path, timeout = f"{_path(job)}/events", self._connection.address.timeout(SILENCE_S)
-        if cursor.has_trouble:
-            time.sleep(cursor.pause_s())
-        lost = None
+    def _receive(self, job: Job | str, cursor: EventCursor) -> Generator[Event, None, None]:
+        """Yield the new events of one stream until it ends or breaks."""
+        endpoint, connection = endpoints.JOB_EVENTS, self._connection
+        path, timeout = endpoint.fill_path(job), connection.address.timeout(PING_INTERVAL_S)
+        if cursor.is_failing:
+            time.sleep(cursor.backoff_s())
+        failure = None
         try:
-            with self._connection.http.stream(
-                "GET", path, headers=cursor.headers(), timeout=timeout
+            with connection.http.stream(
+                endpoint.method, path, headers=cursor.headers(), timeout=timeout
             ) as answer:
-                if not cursor.opens(answer):
+                if not cursor.begin_stream(answer):
                     answer.read()
-                    time.sleep(cursor.pause_after(answer))
+                    time.sleep(cursor.delay_after_s(answer))
                     return
-                for sent in EventSource(answer).iter_sse():
-                    if (event := cursor.new(sent)) is not None:
+                for message in EventSource(answer).iter_sse():
+                    if (event := cursor.read_event(message)) is not None:
                         yield event
         except httpx.TransportError as error:
-            lost = error
-        cursor.lose(lost)
+            failure = error
+        cursor.end_stream(failure)
 
     def schedule(self, job: Job | str) -> Schedule:
         """Return the best schedule so far.
 
-        Raises `InfeasibleProblemError`, `NoScheduleError` if it is proven that there is none; if
+        Raises `InfeasibleProblemError` if it is proven that there is none, and `NoScheduleError` if
         there is none (yet).
         """
-        return load_schedule(self.schedule_text(job, "json"))
+        params = {"format": "json"}
+        return self._connection.call(endpoints.JOB_SCHEDULE, job, params=params)
 
     def schedule_if_newer(
         self, job: Job | str, number: int = 0, wait_s: float = 0.0
     ) -> tuple[int, Schedule] | None:
-        """Return the best schedule and its number; None where ``number``, 0 = none, still is it.
+        """Return the best schedule and its number; None if it is still ``number`` (0 = none).
 
-        The end of the job ends the waiting. Raises as `schedule`.
+        The wait ends at the latest with the job. Raises as `schedule`.
         """
-        path, headers = f"{_path(job)}/schedule", if_newer(checked_id(job), number)
-        params = {"format": "json", **waiting(wait_s)}
-        answer = self._connection.send("GET", path, params=params, headers=headers, wait_s=wait_s)
-        return newer_schedule(answer)
+        params, headers = {"format": "json"}, if_none_match(check_id(job), number)
+        answer = self._connection.send(
+            endpoints.JOB_SCHEDULE, job, params=params, headers=headers, wait_s=wait_s
+        )
+        return read_newer_schedule(answer)
 
-    def schedule_text(self, job: Job | str, form: Form) -> str:
+    def schedule_text(self, job: Job | str, form: Literal["json", "csv", "trace", "svg"]) -> str:
         """Return the best schedule as JSON, CSV, Chrome trace or SVG; raises as `schedule`."""
         params = {"format": form}
-        return (self._connection.send("GET", f"{_path(job)}/schedule", params=params)).text
+        return (self._connection.send(endpoints.JOB_SCHEDULE, job, params=params)).text
 
     def problem(self, job: Job | str) -> Problem:
-        """Return the problem of a job; of a planned model, that of its best schedule so far."""
-        return load_problem((self._connection.send("GET", f"{_path(job)}/problem")).text)
+        """Return the problem of a job; for a planned model, that of its best schedule so far."""
+        return self._connection.call(endpoints.JOB_PROBLEM, job)
 
     def model(self, job: Job | str) -> Model:
         """Return the model of a job that plans one."""
-        return load_model((self._connection.send("GET", f"{_path(job)}/model")).text)
+        return self._connection.call(endpoints.JOB_MODEL, job)
 
     def cancel(self, job: Job | str) -> Job:
-        """Stop a job and keep its best schedule; a finished one stays as it is."""
-        return as_model(Job, self._connection.send("POST", f"{_path(job)}/cancel"))
+        """Stop a job and keep its best schedule; a finished job does not change."""
+        return self._connection.call(endpoints.CANCEL_JOB, job)
 
     def delete(self, job: Job | str) -> None:
-        """Delete a job with its problem and schedule. Raises `ConflictError` if it goes on."""
-        self._connection.send("DELETE", _path(job), repeat=Repeat.UNSENT)
+        """Delete a job with its problem and schedule. Raises `ConflictError` before its end."""
+        self._connection.call(endpoints.DELETE_JOB, job)
 
     def resume(self, job: Job | str, time_limit_s: float, *, wait_s: float = 0.0) -> Job:
-        """Give a finished job so many seconds more, from where it stands.
+        """Continue a finished job from its best schedule for ``time_limit_s`` more seconds.
 
-        Raises `ConflictError` if it goes on, or nothing better can be found.
+        Raises `ConflictError` if the job has not ended, or if no better schedule can exist.
         """
-        path, body, params = f"{_path(job)}/resume", {"time_limit_s": time_limit_s}, waiting(wait_s)
-        answer = self._connection.send(
-            "POST", path, json=body, params=params, wait_s=wait_s, repeat=Repeat.UNSENT
-        )
-        return as_model(Job, answer)
+        body = {"time_limit_s": time_limit_s}
+        return self._connection.call(endpoints.RESUME_JOB, job, json=body, wait_s=wait_s)
 
     def methods(self) -> dict[str, str]:
-        """Return what ``method`` of a job may be: each name with one line about it."""
-        listed = as_model(MethodList, self._connection.send("GET", "v1/methods"))
+        """Return the names that ``method`` of a job accepts, each with a one-line description."""
+        listed = self._connection.call(endpoints.LIST_METHODS)
         return {method.name: method.description for method in listed.methods}
 
     def compare(
@@ -503,30 +496,26 @@ class Client:
         seed: int | None = None,
         workload: Mapping[str, float] | None = None,
     ) -> list[MethodRow]:
-        """Run every method on the service and return a row each, best first.
+        """Run every method on the service, wait for the job, and return a row each, best first.
 
-        Waits for its job: the time limit is the optimiser's, the other methods take their time too.
-        Raises `SolveFailedError` if the solver failed, `NoScheduleError` if the job was cancelled.
-        ``workload`` has ``tokens_per_microbatch``, for tokens/s; ``flops_per_microbatch`` and
-        ``peak_flops_per_s``, for MFU.
+        ``time_limit_s`` limits the optimiser; the other methods need time in addition.
+        ``workload`` has ``tokens_per_microbatch``, for tokens/s, and ``flops_per_microbatch`` and
+        ``peak_flops_per_s``, for MFU. Raises `SolveFailedError` if the solver failed, and
+        `NoScheduleError` if the job was cancelled.
         """
-        options = given(time_limit_s=time_limit_s, threads=threads, seed=seed, workload=workload)
-        body = {"problem": document(problem), "options": options}
-        answer = self._connection.send("POST", "v1/compare", json=body, headers=once(None))
-        with closing(self.follow(as_model(Job, answer))) as news:
-            for now in news:
-                last = now
-        if last.error is not None:
-            raise error_of(last.error.code, last.error.message, last.error.needs)
-        return self.comparison(last)
+        options = drop_none(
+            time_limit_s=time_limit_s, threads=threads, seed=seed, workload=workload
+        )
+        body = {"problem": to_document(problem), "options": options}
+        job = self._connection.call(endpoints.SUBMIT_COMPARISON, json=body)
+        return self.comparison(self._wait_for_end(job))
 
     def comparison(self, job: Job | str) -> list[MethodRow]:
-        """Return the rows of a job that compares, best first.
+        """Return the rows of a comparison job, best first.
 
         Raises `NoScheduleError` if it has none (yet).
         """
-        answer = self._connection.send("GET", f"{_path(job)}/comparison")
-        return as_model(MethodRowList, answer).rows
+        return (self._connection.call(endpoints.COMPARISON_ROWS, job)).rows
 
     def submit_tune(
         self,
@@ -537,69 +526,60 @@ class Client:
         idempotency_key: str | None = None,
         **arguments: Unpack[TuneArguments],
     ) -> Job:
-        """Queue the question which configuration trains a model fastest, and return its job.
+        """Submit a search for the fastest training configuration of a model; return its job.
 
-        ``arguments`` are ``model`` or ``config``, ``gpu``, and what else
-        `optpipe.client.arguments.TuneArguments` has. Raises `RequestRefusedError` if the service
-        cannot answer it.
+        ``arguments`` are those of `optpipe.client.arguments.TuneArguments`: ``model`` or ``config``, ``gpu``
+        and others. Raises `RequestRefusedError` if the service does not support them.
         """
-        headers, params = once(idempotency_key), waiting(wait_s)
-        body = tuning(arguments) | given(tags=tags, priority=priority)
-        answer = self._connection.send(
-            "POST", "v1/tunes", json=body, params=params, headers=headers, wait_s=wait_s
+        body = tune_body(arguments) | drop_none(tags=tags, priority=priority)
+        return self._connection.call(
+            endpoints.SUBMIT_TUNE, json=body, wait_s=wait_s, idempotency_key=idempotency_key
         )
-        return as_model(Job, answer)
 
     def tune(self, **arguments: Unpack[TuneArguments]) -> Tuned:
-        """Return the fastest configuration for a model, GPUs and a batch, and what is proven.
+        """Return the fastest configuration for a model, GPUs and a batch, with its certificate.
 
-        Waits for its job; the winner's problem and schedule are the job's: `submit_tune` tells it.
-        Raises as `submit_tune` and `result`.
+        Waits for the job. Use `submit_tune` to get the job, which has the winner's problem and
+        schedule. Raises as `submit_tune` and `result`.
         """
-        with closing(self.follow(self.submit_tune(**arguments))) as news:
-            for now in news:
-                last = now
-        if not last.has_schedule and last.error is not None:
-            raise error_of(last.error.code, last.error.message, last.error.needs)
-        return self.tuned(last)
+        return self.tuned(self._wait_for_end(self.submit_tune(**arguments)))
 
     def tuned(self, job: Job | str) -> Tuned:
-        """Return what a job that tunes has found, or by now.
+        """Return what a tune job has found, or has found so far.
 
-        Raises `NoScheduleError` if that is nothing (yet).
+        Raises `NoScheduleError` if it has found nothing (yet).
         """
-        return as_model(Tuned, self._connection.send("GET", f"{_path(job)}/configuration"))
+        return self._connection.call(endpoints.TUNE_RESULT, job)
 
     def tuned_row(self, job: Job | str, row: TunedRow) -> tuple[Problem, Schedule]:
         """Return the problem and the schedule of a row of `tuned`.
 
-        Raises `NoScheduleError` if they are not kept: those of the fastest eleven, of the Pareto
-        front and of what is run today are.
+        The service keeps those of the fastest eleven rows, the Pareto front and the current
+        configuration. Raises `NoScheduleError` for other rows.
         """
-        path = f"{_path(job)}/rows/{row.id}"
-        problem = self._connection.send("GET", f"{path}/problem")
-        schedule = self._connection.send("GET", f"{path}/schedule")
-        return load_problem(problem.text), load_schedule(schedule.text)
+        problem = self._connection.call(endpoints.ROW_PROBLEM, job, row.id)
+        return problem, self._connection.call(endpoints.ROW_SCHEDULE, job, row.id)
 
     def recut(self, job: Job | str, row: TunedRow, layers: Sequence[int]) -> TunedRow:
-        """Return what a row of `tuned` would take with other numbers of layers per stage.
+        """Return a row of `tuned`, estimated with other numbers of layers per stage.
 
-        ``layers`` in model order, embedding and head counted. By the framework's own schedules;
-        where none fits, ``peak_bytes`` says by how much. Raises `RequestRefusedError` if they are
-        no cut into as many stages; `NoScheduleError` as `tuned_row`.
+        ``layers`` is in model order and counts embedding and head. The estimate uses the
+        framework's own schedules. If none of them fits, ``peak_bytes`` exceeds the memory. Raises
+        `RequestRefusedError` if ``layers`` does not cut the model into as many stages, and
+        `NoScheduleError` as `tuned_row`.
         """
-        path, params = f"{_path(job)}/rows/{row.id}/recut", {"layers": ",".join(map(str, layers))}
-        return as_model(TunedRow, self._connection.send("GET", path, params=params))
+        params = {"layers": ",".join(map(str, layers))}
+        return self._connection.call(endpoints.ROW_RECUT, job, row.id, params=params)
 
     def paste(self, job: Job | str, row: TunedRow, form: PasteForm = "arguments") -> str:
-        """Return a row of `tuned` as its framework takes it.
+        """Return a row of `tuned` as a configuration of its framework.
 
         ``form``: Megatron-LM's ``arguments``, Megatron-Core's ``yaml``, a torchtitan config as
         ``python``, or its schedule as ``csv``. Raises `RequestRefusedError` if the framework cannot
-        run it; `NoScheduleError` as `tuned_row`.
+        run the row; `NoScheduleError` as `tuned_row`.
         """
-        path, params = f"{_path(job)}/rows/{row.id}/paste", {"format": form}
-        return (self._connection.send("GET", path, params=params)).text
+        params = {"format": form}
+        return self._connection.call(endpoints.ROW_PASTE, job, row.id, params=params)
 
     def sweep(
         self,
@@ -614,13 +594,21 @@ class Client:
     ) -> Batch:
         """Solve every variation of a problem, or a list of problems, as one batch.
 
-        ``axes`` maps names or paths to values, as in `optpipe.sweep`; every combination is an item.
-        Raises `ProblemError` if the service does not take a problem, `RequestRefusedError` if a
-        combination makes no valid one, or there are too many. Nothing is solved then.
+        ``axes`` maps names or paths to values, as in `optpipe.sweep`. Each combination is an item.
+        If the service refuses one item, it solves none. Raises `ProblemError` if it refuses a
+        problem, and `RequestRefusedError` for invalid or too many combinations. Raises `InputError`
+        for ``axes`` with a list of problems.
         """
-        body = items(problem, axes) | {"options": given(**options)}
-        body |= given(name=name, tags=tags, priority=priority)
-        return self._begun(body, idempotency_key)
+        if isinstance(problem, Problem):
+            varied = {axis: list(values) for axis, values in (axes or {}).items()}
+            body: dict[str, Any] = {"problem": to_document(problem), "axes": varied}
+        elif axes:
+            raise InputError("axes vary one problem, not a list of them; give one of both")
+        else:
+            body = {"problems": [to_document(one) for one in problem]}
+        body["options"] = drop_none(**options)
+        body |= drop_none(name=name, tags=tags, priority=priority)
+        return self._submit_batch(body, idempotency_key)
 
     def what_if(
         self,
@@ -630,27 +618,28 @@ class Client:
         idempotency_key: str | None = None,
         **options: Unpack[SearchArguments],
     ) -> Batch:
-        """Ask what 1 GB more, a 20 % faster bus and twice the micro-batches would buy a job.
+        """Solve a job's problem with 1 GB more memory, a 20% faster bus or twice the micro-batches.
 
-        Each question that has a meaning for the problem is an item, named by the ``question`` of
-        its values and solved from the best schedule that the job has. One of them changes nothing:
-        what more searching finds anyway is not put down to a change. Raises
-        `InfeasibleProblemError`, `ConflictError` if it is proven that the job has no schedule; if
-        it has none, or was not solved by the optimiser.
+        Each change that applies to the problem is an item; ``question`` in its values is its name.
+        The solver starts each item from the job's best schedule. One item changes nothing: it shows
+        what a longer search finds without a change. Raises `InfeasibleProblemError` if it is proven
+        that the job has no schedule. Raises `ConflictError` if the job has none, or if the
+        optimiser did not solve it.
         """
-        body = {"what_if": checked_id(job), **given(priority=priority)}
-        if chosen := given(**options):
+        body = {"what_if": check_id(job), **drop_none(priority=priority)}
+        if chosen := drop_none(**options):
             body["options"] = chosen
-        return self._begun(body, idempotency_key)
+        return self._submit_batch(body, idempotency_key)
 
-    def _begun(self, body: dict[str, Any], idempotency_key: str | None) -> Batch:
-        headers = once(idempotency_key)
-        answer = self._connection.send("POST", "v1/batches", json=body, headers=headers)
-        return Batch(self._connection, as_model(BatchView, answer).id)
+    def _submit_batch(self, body: dict[str, Any], idempotency_key: str | None) -> Batch:
+        view = self._connection.call(
+            endpoints.SUBMIT_BATCH, json=body, idempotency_key=idempotency_key
+        )
+        return Batch(self._connection, view.id)
 
     def batch(self, batch_id: str) -> Batch:
-        """Return the batch with this id; the service is not asked yet."""
-        return Batch(self._connection, checked_id(batch_id, "batch"))
+        """Return the batch with this id; sends no request."""
+        return Batch(self._connection, check_id(batch_id, "batch"))
 
     def deploy(
         self,
@@ -661,21 +650,19 @@ class Client:
         idempotency_key: str | None = None,
         **options: Unpack[SolveArguments],
     ) -> Deployment:
-        """Register a training run; its problem is solved at once, and again when drift costs.
+        """Register a training run. The service solves its problem now, and again after drift.
 
-        The sizes, the placement and the micro-batches of ``problem`` stay as they are. A new
-        version has to gain at least the share ``threshold`` of a step; 0.01 by default.
+        The sizes, the placement and the micro-batches of ``problem`` never change. The service
+        publishes a new version if it shortens a step by at least the share ``threshold`` (default
+        0.01).
         """
-        body = {"problem": document(problem), "options": given(**options)}
-        body |= given(name=name, threshold=threshold)
-        headers = once(idempotency_key)
-        answer = self._connection.send("POST", "v1/deployments", json=body, headers=headers)
-        return Deployment(self._connection, as_model(DeploymentView, answer).id)
+        body = {"problem": to_document(problem), "options": drop_none(**options)}
+        body |= drop_none(name=name, threshold=threshold)
+        view = self._connection.call(
+            endpoints.SUBMIT_DEPLOYMENT, json=body, idempotency_key=idempotency_key
+        )
+        return Deployment(self._connection, view.id)
 
     def deployment(self, deployment_id: str) -> Deployment:
-        """Return the deployment with this id; the service is not asked yet."""
-        return Deployment(self._connection, checked_id(deployment_id, "deployment"))
-
-
-def _path(job: Job | str) -> str:
-    return f"v1/jobs/{checked_id(job)}"
+        """Return the deployment with this id; sends no request."""
+        return Deployment(self._connection, check_id(deployment_id, "deployment"))
