@@ -785,6 +785,7 @@ class ModelEntry(BaseModel):
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
+        """Return the entry of a shape."""
         return cls(
             name=shape.name,
             parameters=total_parameters(shape),
@@ -808,6 +809,7 @@ class GpuEntry(BaseModel):
 
     @classmethod
     def of(cls, hardware: Hardware) -> Self:
+        """Return the entry of an accelerator."""
         pcie = hardware.pcie_gb_per_s
         return cls(
             name=hardware.name,
@@ -830,6 +832,7 @@ class Catalogue(BaseModel):
 
     @classmethod
     def make(cls) -> Self:
+        """Return all models and accelerators of the catalogue."""
         return cls(
             models=[ModelEntry.of(shape) for shape in MODELS.values()],
             gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],
@@ -900,6 +903,7 @@ class FrontierView(BaseModel):
 
     @classmethod
     def of(cls, lines: list[FrontierLine]) -> Self:
+        """Return the view of the lines of a frontier."""
         return cls(
             lines=[
                 FrontierLineView(

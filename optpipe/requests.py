@@ -312,8 +312,8 @@ class PlanOptions(SearchOptions):
     placements: Annotated[tuple[PlacementKind, ...], Field(min_length=1, max_length=4)] | None = (
         Field(
             default=None,
-            description="Placements to try: linear, loop, v, and free (other orders of the devices); "
-            "default all.",
+            description="Placements to try: linear, loop, v, and free (other orders of the "
+            "devices); default all.",
         )
     )
 
@@ -464,6 +464,7 @@ class SolveRequest(Request):
 
     @property
     def kind(self) -> JobKind:
+        """Whether a problem is solved or a model planned."""
         return JobKind.SOLVE if self.model is None else JobKind.PLAN
 
 
@@ -700,8 +701,8 @@ class EstimateRequest(ModelOnGpus):
     lengths: Annotated[list[Annotated[list[Size], Field(min_length=1)]], Option(metavar="FILE")] = (
         Field(
             default=[],
-            description="Unequal micro-batches: for each one the lengths in tokens of the sequences "
-            "packed into it.",
+            description="Unequal micro-batches: for each one, the lengths in tokens of the "
+            "sequences packed into it.",
         )
     )
     costs: Annotated[int, Field(ge=1, le=MOST_COSTS, strict=True), _DEGREE] = Field(

@@ -150,6 +150,15 @@ def test_a_sweep_that_makes_no_problem_is_refused(client) -> None:
         client.sweep([small()], {"memory_scale": [1]})
 
 
+def test_an_estimate_is_a_problem_and_its_step(client) -> None:
+    estimated = client.estimate(model="llama3-8b", gpu="h100", pp=2, num_microbatches=4)
+    assert len(estimated.problem.devices) == 2
+    assert estimated.problem.num_microbatches == 4
+    assert estimated.step_ms > 0
+    with pytest.raises(RequestRefusedError, match="give either model or config"):
+        client.estimate(gpu="h100")
+
+
 def test_threads_share_a_client(url: str) -> None:
     with Client(url) as shared:
         job = shared.submit(small("improve:3:0.2"))

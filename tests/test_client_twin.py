@@ -17,6 +17,7 @@ import unasync
 
 from optpipe.requests import (
     CurrentRun,
+    EstimateRequest,
     FixedDegrees,
     Request,
     SearchOptions,
@@ -80,11 +81,12 @@ ARGUMENTS: dict[str, tuple[type[Request], ...]] = {
     "SearchArguments": (SearchOptions,),
     "SolveArguments": (SolveOptions,),
     "SubmitArguments": (SubmitOptions,),
+    "EstimateArguments": (EstimateRequest,),
     "CurrentDegrees": (CurrentRun,),
     "TuneArguments": (TuneRequest, TuneOptions),
 }
 LEFT_OUT = {"options", "tags", "priority"}
-ARGUMENTS_HEADER = '''"""Keyword arguments of the client, made from `optpipe.requests` by ``make client``.
+ARGUMENTS_HEADER = '''"""Keyword arguments of the client; ``make client`` makes them from the requests.
 
 What is left out, or None, takes the default of the service.
 """

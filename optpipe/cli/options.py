@@ -48,6 +48,7 @@ Reader = Callable[[Any], Mapping[str, Any]]
 """Makes fields of a request from the text of an option."""
 
 _SCALARS = (bool, int, float, str)
+_LISTED = ((int,), (str,))
 
 
 class OptionsOf(Generic[R]):
@@ -198,7 +199,7 @@ def _leaves(
         kind = _kind_of(info.annotation)
         if option is None and isinstance(kind, type) and issubclass(kind, Request):
             yield from _leaves(kind, readers, (*path, name))
-        elif option is not None or kind in _SCALARS or get_origin(kind) is list:
+        elif option is not None or kind in _SCALARS or get_args(kind)[:1] in _LISTED:
             yield _Leaf(
                 path=(*path, name),
                 info=info,
@@ -237,7 +238,7 @@ def _kind_of(annotation: Any) -> Any:
 
 def _parameter(leaf: _Leaf, default: Any, has_reader: bool) -> inspect.Parameter:
     option = leaf.option
-    flag, shown = leaf.flag, _shown_default(leaf, default)
+    flag, shown = leaf.flag, _shown_default(default)
     kind = leaf.kind
     if option.repeated:
         kind = list[str]
@@ -277,7 +278,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _shown_default(leaf: _Leaf, default: Any) -> str:
+def _shown_default(default: Any) -> str:
     if isinstance(default, bool):
         return "default: on" if default else ""
     if not isinstance(default, int | float | str) or default == "":

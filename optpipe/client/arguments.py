@@ -1,4 +1,4 @@
-"""Keyword arguments of the client, made from `optpipe.requests` by ``make client``.
+"""Keyword arguments of the client; ``make client`` makes them from the requests.
 
 What is left out, or None, takes the default of the service.
 """
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CurrentDegrees",
+    "EstimateArguments",
     "SearchArguments",
     "SolveArguments",
     "SubmitArguments",
@@ -83,6 +84,100 @@ class SubmitArguments(TypedDict, total=False):
     jitter: float | None
     # With robust: share by which all compute times of a device vary together.
     stragglers: float | None
+
+
+class EstimateArguments(TypedDict, total=False):
+    """A model on accelerators with degrees of parallelism, and values to vary the problem by."""
+
+    # Model of the catalogue (`optpipe estimate --list`, `/v1/presets`).
+    model: str | None
+    # Instead of model: a Hugging Face config.json.
+    config: dict[str, Any] | None
+    # Name of the config's model, for people.
+    name: str | None
+    # Accelerator of the catalogue, and how many (h100:64). With several kinds (h100:32,a100:32)
+    # each is a part of the pipeline.
+    gpu: str | None
+    # Tokens per sequence.
+    sequence: int | None
+    # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
+    precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
+    # Flash attention; without it, scores are stored.
+    flash: bool | None
+    # CUDA graphs: kernel launches cost the host nothing.
+    cuda_graphs: bool | None
+    # The all-to-all of experts runs while other micro-batches compute.
+    ep_overlap: bool | None
+    # alltoall sends a copy of a token per expert; deduplicated sends one per rank (DeepEP,
+    # HybridEP).
+    dispatcher: Literal["alltoall", "deduplicated"] | None
+    # Precision of tokens on the way to their experts.
+    dispatch: Literal["bf16", "fp8"] | None
+    # Collectives run next to compute where they can.
+    overlap: bool | None
+    # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
+    network: str | None
+    # Divides the bandwidth between nodes.
+    oversubscription: float | None
+    # Memory per device, instead of all that it has.
+    memory_bytes: int | None
+    # Measured seconds of a step; calibrates every duration.
+    measured_step_s: float | None
+    # Devices of the pipeline.
+    pp: int | None
+    # Tensor-parallel degree.
+    tp: int | None
+    # Context-parallel degree.
+    cp: int | None
+    # Expert-parallel degree; ep x etp divides tp x cp x dp.
+    ep: int | None
+    # Tensor-parallel degree of the experts.
+    etp: int | None
+    # Data-parallel degree; by default 1, or what the number of GPUs leaves.
+    dp: int | None
+    # Sequences per micro-batch.
+    micro_batch: int | None
+    # Micro-batches per step.
+    num_microbatches: int | None
+    # Stages per device.
+    chunks: int | None
+    # linear, loop or v; by default linear, with several chunks loop.
+    placement: Literal["linear", "loop", "v"] | None
+    # balanced: the slowest stage is as fast as possible; even: as frameworks cut.
+    layout: Literal["balanced", "even"] | None
+    # What is sharded over dp: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too
+    # (FSDP).
+    zero: Literal[0, 1, 2, 3] | None
+    # Tensor parallelism also splits norms and the residual stream.
+    sequence_parallel: bool | None
+    # Outputs of norms and activation functions are recomputed in I.
+    lean: bool | None
+    # Modules that the backward recomputes, of full, core_attn, layernorm, mlp, moe, moe_act,
+    # shared_experts, mla_up_proj.
+    recompute: Sequence[str] | None
+    # Layers whose activations stay in host memory.
+    offloaded_layers: int | None
+    # Multiplies every duration: the factor of another configuration.
+    time_factor: float | None
+    # Share (0-1) of peak FLOP/s that F, I and W reach together.
+    mfu: float | None
+    # Share (0-1) of the PCIe bandwidth that copies reach.
+    pcie_efficiency: float | None
+    # Maximum number of modes per stage, e.g. 8; 0: keep, offload and recompute whole micro-
+    # batches.
+    modes: int | None
+    # Forwards and backwards may run together; the experts' exchange is hidden.
+    pairs: bool | None
+    # Slices of each sequence, each a micro-batch of the problem.
+    slices: int | None
+    # Unequal micro-batches: for each one, the lengths in tokens of the sequences packed into it.
+    lengths: Sequence[Sequence[int]] | None
+    # With lengths: maximum number of kinds of micro-batches, rounded up.
+    costs: int | None
+    # Axis -> its value: memory_scale, memory_gb, num_microbatches, pcie_scale, link_scale,
+    # latency_ms, placement, objective, offload, recompute, or the path of a field; as the axes of
+    # `/v1/batches`.
+    values: dict[str, Any] | None
 
 
 class CurrentDegrees(TypedDict, total=False):

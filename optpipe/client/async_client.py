@@ -26,6 +26,7 @@ from optpipe.client.transport import (
     drop_none,
     if_none_match,
     make_error,
+    model_body,
     read_newer_schedule,
     read_numbered_schedule,
     to_document,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from optpipe.answers import (
         BatchView,
         DeploymentView,
+        EstimateView,
         Event,
         Job,
         JobState,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         Version,
     )
     from optpipe.client.arguments import (
+        EstimateArguments,
         SearchArguments,
         SolveArguments,
         SubmitArguments,
@@ -521,6 +524,14 @@ class AsyncClient:
         """
         return (await self._connection.call(endpoints.COMPARISON_ROWS, job)).rows
 
+    async def estimate(self, **arguments: Unpack[EstimateArguments]) -> EstimateView:
+        """Return the problem of a model on accelerators, from formulas, and what a step takes.
+
+        ``arguments`` are those of `optpipe.client.arguments.EstimateArguments`. Raises
+        `RequestRefusedError` if the service cannot estimate it.
+        """
+        return await self._connection.call(endpoints.ESTIMATE, json=model_body(arguments))
+
     async def submit_tune(
         self,
         *,
@@ -532,8 +543,8 @@ class AsyncClient:
     ) -> Job:
         """Submit a search for the fastest training configuration of a model; return its job.
 
-        ``arguments`` are those of `optpipe.client.arguments.TuneArguments`: ``model`` or ``config``, ``gpu``
-        and others. Raises `RequestRefusedError` if the service does not support them.
+        ``arguments`` are those of `optpipe.client.arguments.TuneArguments`. Raises
+        `RequestRefusedError` if the service does not support them.
         """
         body = tune_body(arguments) | drop_none(tags=tags, priority=priority)
         return await self._connection.call(

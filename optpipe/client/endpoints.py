@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from optpipe.answers import (
     BatchView,
     DeploymentView,
+    EstimateView,
     Event,
     Job,
     JobList,
@@ -138,6 +139,7 @@ LIST_METHODS = Endpoint("GET", "/v1/methods", MethodList)
 SUBMIT_COMPARISON = Endpoint("POST", "/v1/compare", Job, Repeat.WITH_KEY)
 COMPARISON_ROWS = Endpoint("GET", "/v1/jobs/{job_id}/comparison", MethodRowList)
 
+ESTIMATE = Endpoint("POST", "/v1/estimates", EstimateView, Repeat.ALWAYS)
 SUBMIT_TUNE = Endpoint("POST", "/v1/tunes", Job, Repeat.WITH_KEY)
 TUNE_RESULT = Endpoint("GET", "/v1/jobs/{job_id}/configuration", Tuned)
 ROW_PROBLEM = Endpoint("GET", "/v1/jobs/{job_id}/rows/{row}/problem", Problem)

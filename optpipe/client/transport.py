@@ -64,6 +64,7 @@ __all__ = [
     "drop_none",
     "if_none_match",
     "make_error",
+    "model_body",
     "read_error",
     "read_newer_schedule",
     "read_numbered_schedule",
@@ -308,15 +309,20 @@ def drop_none(**values: Any) -> dict[str, Any]:
     }
 
 
+def model_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a request about a model; it may have a config.json."""
+    body = drop_none(**arguments)
+    if "config" in body:
+        # Python writes Infinity into a config.json and reads it, but JSON does not have it.
+        body["config"] = json.loads(json.dumps(body["config"]), parse_constant=str)
+    return body
+
+
 def tune_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a request for a tune."""
-    options = {name: arguments[name] for name in TuneOptions.model_fields if name in arguments}
-    question = {name: value for name, value in arguments.items() if name not in options}
-    if "config" in question:
-        # Python writes Infinity into a config.json and reads it, but JSON does not have it.
-        text = json.dumps(question["config"])
-        question["config"] = json.loads(text, parse_constant=str)
-    return drop_none(**question) | {"options": drop_none(**options)}
+    body = model_body(arguments)
+    options = {name: body.pop(name) for name in TuneOptions.model_fields if name in body}
+    return body | {"options": options}
 
 
 def if_none_match(resource_id: str, number: int) -> dict[str, str]:

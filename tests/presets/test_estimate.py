@@ -428,7 +428,7 @@ def test_every_field_of_an_estimate_is_an_option() -> None:
     options = set(inspect.signature(estimate_problem).parameters)
     assert fields - not_options <= options
     flag = flags_of(EstimateRequest)
-    assert [flag(name) for name in ("num_microbatches", "memory_bytes", "tp")] == [
+    assert [flag(name, None) for name in ("num_microbatches", "memory_bytes", "tp")] == [
         *("--microbatches", "--memory-gb", "--tp")
     ]
 

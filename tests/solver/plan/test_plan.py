@@ -32,7 +32,7 @@ from tests.strategies import few
 if TYPE_CHECKING:
     from optpipe import Schedule
     from optpipe.model import Model
-    from optpipe_solver.plan.lines import PlacementKind
+    from optpipe.requests import PlacementKind
     from optpipe_solver.plan.search import PlanRow
 
 
