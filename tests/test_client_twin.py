@@ -86,7 +86,7 @@ ARGUMENTS: dict[str, tuple[type[Request], ...]] = {
     "TuneArguments": (TuneRequest, TuneOptions),
 }
 LEFT_OUT = {"options", "tags", "priority"}
-ARGUMENTS_HEADER = '''"""Keyword arguments of the client; ``make client`` makes them from the requests.
+ARGUMENTS_HEADER = '''"""Keyword arguments of the client, from the requests by ``make client``.
 
 What is left out, or None, takes the default of the service.
 """

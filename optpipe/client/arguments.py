@@ -1,4 +1,4 @@
-"""Keyword arguments of the client; ``make client`` makes them from the requests.
+"""Keyword arguments of the client, from the requests by ``make client``.
 
 What is left out, or None, takes the default of the service.
 """
