@@ -11,12 +11,11 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
 from optpipe.errors import MissingExtraError
-from optpipe.requests import JobKind
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, TracePoint
@@ -135,7 +134,7 @@ class Attempt:
     def _hear(self, message: Message) -> None:
         match message.kind:
             case "ready":
-                self._tell()
+                self._send_job()
             case "progress":
                 self._record(message)
             case "said":
@@ -145,34 +144,18 @@ class Attempt:
             case "result":
                 self.has_result = True
                 self._finish(self._outcome(message))
-            case "rows":
-                self.has_result = True
-                event = JobEvent.CANCEL if self._cancelled.is_set() else JobEvent.SUCCEED
-                self._finish(AttemptOutcome(event=event, comparison=message.document))
             case _:
                 error = JobError(code=message.header["code"], message=message.header["message"])
                 self._finish(AttemptOutcome(event=JobEvent.FAIL, error=error))
 
-    def _tell(self) -> None:
+    def _send_job(self) -> None:
         claim = self._claim
-        header: dict[str, Any] = {
+        header = {
+            "kind": claim.job.kind.value,
             "options": asdict(self._options),
-            "has_start": claim.start is not None,
             "is_carried": claim.is_carried,
         }
-        if claim.question is not None:
-            header["checkpoint"] = claim.checkpoint
-            self._process.send(Message("tune", header, claim.question))
-        elif claim.model is not None:
-            self._process.send(Message("plan", header, claim.model))
-        elif claim.job.kind is JobKind.COMPARE:
-            self._process.send(Message("compare", header, claim.problem or ""))
-        else:
-            self._process.send(Message("job", header, claim.problem or ""))
-        if claim.start is not None:
-            is_chosen = claim.model is not None or claim.question is not None
-            chosen = (claim.problem or "") if is_chosen else ""
-            self._process.send(Message("start", {"tuned": claim.tuned}, claim.start, chosen))
+        self._process.send(Message("job", header, dict(claim.documents)))
 
     def _record(self, message: Message) -> None:
         header = message.header
@@ -182,14 +165,8 @@ class Attempt:
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
         )
-        better = {
-            "schedule": message.document or None,
-            "problem": message.problem or None,
-            "found": header.get("tuned"),
-            "checkpoint": header.get("checkpoint"),
-        }
-        lease_s = self._settings.lease_s
-        self._keep(self._ask_store(self._store.record, self._lease, point, lease_s, **better))
+        lease_s, documents = self._settings.lease_s, documents_of(message)
+        self._keep(self._ask_store(self._store.record, self._lease, point, lease_s, documents))
         self._on_change(self._lease.job_id)
 
     def _keep(self, job: JobRecord | None) -> None:
@@ -208,20 +185,17 @@ class Attempt:
                 code="problem.infeasible", message=header["message"], needs=header["needs"]
             )
             return AttemptOutcome(
-                event=JobEvent.PROVE_INFEASIBLE, error=error, tuned=header.get("tuned")
+                event=JobEvent.PROVE_INFEASIBLE, error=error, documents=documents_of(message)
             )
         if header["status"] == "unknown" and not self._job.has_schedule:
             return self._nothing_found(header["message"])
         stopped_early = self._cancelled.is_set() and header["status"] != "optimal"
         return AttemptOutcome(
             event=JobEvent.CANCEL if stopped_early else JobEvent.SUCCEED,
-            schedule=message.document or None,
+            documents=documents_of(message),
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
             method=header.get("method") or "",
-            problem=message.problem or None,
-            tuned=header.get("tuned"),
-            checkpoint=header.get("checkpoint"),
         )
 
     def _nothing_found(self, why: str) -> AttemptOutcome:

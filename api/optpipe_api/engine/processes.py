@@ -35,42 +35,35 @@ __all__ = [
 ]
 
 
-# --- What server and solver process say to each other: JSON texts over a `Connection`.
+# --- Messages between server and solver process: JSON texts over a `Connection`.
 # A text is sent as bytes of a known length (`Connection.send_bytes`); nothing is ever unpickled.
 #
-# ==========  =========  ==============================================  =======================
-# to          kind       header                                          document
-# ==========  =========  ==============================================  =======================
-# process     job        options, has_start                              the problem
-# process     plan       options, has_start (instead of job)             the model
-# process     start      tuned (follows where has_start)                 the last incumbent
+# ==========  =========  ===========================================  ==========================
+# to          kind       header                                       documents
+# ==========  =========  ===========================================  ==========================
+# process     job        kind (of the job), options, is_carried       those of the job
 # process     stop       (finish now, keep the best)
-# process     compare    options (instead of job)                        the problem
-# process     tune       options, has_start, checkpoint (instead of job) the question
 # server      ready      (imports are done)
-# server      progress   seconds, method, objective_ms, bound_ms, tuned, schedule, or empty
-#                        checkpoint
+# server      progress   seconds, method, objective_ms, bound_ms      what is better now
 # server      said       text (a sentence for the history)
-# server      result     status, objective_ms, bound_ms, message, needs, schedule, or empty
-#                        tuned, checkpoint
-# server      rows       (the answer to compare)                         as JSON
-# server      retired    (it takes no more tasks, and ends)
+# server      result     status, objective_ms, bound_ms, method,      the answer
+#                        message, needs
+# server      retired    (it takes no more jobs, and ends)
 # server      error      code, message
-# ==========  =========  ==============================================  =======================
+# ==========  =========  ===========================================  ==========================
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one of the two says.
+    """A message between server and solver process.
 
-    ``document`` is stored without being looked into. ``problem`` is what the schedule in it solves,
-    where the search chose that too, and empty elsewhere.
+    ``documents``: kind of document (`optpipe_api.jobs.DocumentKind`) -> JSON text, which the server
+    stores without reading it.
     """
 
     kind: str
     header: dict[str, Any] = field(default_factory=dict)
-    document: str = ""
-    problem: str = ""
+    documents: dict[str, str] = field(default_factory=dict)
 
 
 def encode(message: Message) -> bytes:

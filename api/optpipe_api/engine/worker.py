@@ -1,18 +1,15 @@
 """The solver process: ``python -m optpipe_api.engine.worker DESCRIPTOR SETTINGS``.
 
-It takes a job, a problem to solve, a model to plan or a configuration to tune, tells every
-improvement, tells the result, and is ready for the next; or it takes a comparison, and tells the
-rows. (To start one takes a
-second, which a sweep of small problems would pay for each.) It ends after an error, when it has
-grown large, or when a search has left a thread behind; and at once when the server does: the end of
-the connection, which ``DESCRIPTOR`` is the file of, says so.
+It does one job after the other (`optpipe_api.engine.tasks`), because starting a process takes a
+second, which each small problem of a sweep would pay. It ends after an error, when it has grown
+large, or when a search has left a thread running. It ends immediately when the server does: then
+the connection of file ``DESCRIPTOR`` ends.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import queue
 import resource
@@ -25,44 +22,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
-from optpipe.evaluate import evaluate
-from optpipe.formats.json import load_model, load_problem, load_schedule
-from optpipe.formats.tables import dump_comparison
-from optpipe.requests import TuneRequest
-from optpipe.schedule import Provenance, TraceEntry
 from optpipe_api.engine.processes import Message, decode, encode, limit_cpu, limit_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.problem import Problem
-    from optpipe.schedule import Programs, Schedule
-    from optpipe_solver import ComparisonRow, Progress, Result
-    from optpipe_solver.plan import PlanResult
-    from optpipe_solver.tune import TuneResult, TuneRow
 
-__all__ = ["main"]
+__all__ = ["Channel", "find", "main"]
 
-_BOUND_EVERY_S = 0.2
-_EQUAL = 1e-9
 _MOST_BYTES = 1024**3
 _STATUS = Path("/proc/self/status")
 _LAST_WORDS_S = 2.0
 _USED_UP = 3
 """The exit code of a process that had too little memory, which a new one may have."""
 _CLUSTER_POOL = "optpipe_api.engine.ray:RayTasks"
-_OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
-_OF_TUNE = ("time_limit_s", "work_limit", "threads", "seed", "gap")
-_OF_PLAN = ("time_limit_s", "work_limit", "threads", "seed", "chunks", "placements")
 
 
 def main() -> None:
-    """Serve jobs and comparisons, one after the other, over the connection that was passed on."""
+    """Do one job after the other, over the connection that was passed on."""
     settings = json.loads(sys.argv[2])
-    channel = _Channel(int(sys.argv[1]))
+    is_on_cluster = settings["engine"] == "ray"
+    channel = Channel(int(sys.argv[1]), find(_CLUSTER_POOL) if is_on_cluster else None)
     limit_process(settings["memory_bytes"])
     try:
-        _find(settings["solve_path"])
+        find(settings["solve_path"])
         _warm_up(settings)
         channel.send(Message("ready"))
         while _serve(channel, settings):
@@ -83,21 +66,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _serve(channel: _Channel, settings: dict[str, Any]) -> bool:
-    """Serve one job or comparison; return whether the process is as good as a new one."""
+def _serve(channel: Channel, settings: dict[str, Any]) -> bool:
+    """Do one job; return whether the process is as good as a new one."""
     task = channel.receive()
     limit_cpu(task.header["options"], settings["overtime_s"])
-    match task.kind:
-        case "compare":
-            answer = _compare(channel, task, _find(settings["compare_path"]))
-        case "plan":
-            answer = _plan(channel, task, _find(settings["plan_path"]))
-        case "tune":
-            is_on_cluster = settings["engine"] == "ray" and task.header["options"]["threads"] > 1
-            open_pool = _find(_CLUSTER_POOL) if is_on_cluster else None
-            answer = _tune(channel, task, _find(settings["tune_path"]), open_pool)
-        case _:
-            answer = _solve(channel, task, _find(settings["solve_path"]))
+    kind = task.header["kind"]
+    answer = TASKS[kind](channel, task, find(settings[f"{kind}_path"]))
     channel.send(answer)
     allowed = settings["memory_bytes"]
     most = _MOST_BYTES if allowed is None else min(_MOST_BYTES, allowed // 2)
@@ -116,7 +90,7 @@ def _most_held_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _is_quiet(channel: _Channel) -> bool:
+def _is_quiet(channel: Channel) -> bool:
     """Whether all threads of a search have ended, a moment after it has."""
     until = time.monotonic() + _LAST_WORDS_S
     others = set(threading.enumerate()) - {threading.main_thread(), channel.listener}
@@ -134,18 +108,19 @@ def _warm_up(settings: dict[str, Any]) -> None:
         return
     for name in ("plan_path", "compare_path", "tune_path"):
         if settings[name].startswith("optpipe_solver"):
-            _find(settings[name])
+            find(settings[name])
     importlib.import_module("optpipe_solver.warm").warm_up()
 
 
-class _Channel:
-    """The connection to the server; several threads may send, and one of its own listens.
+class Channel:
+    """The connection to the server; several threads may send, and one of its own receives.
 
     ``stop`` is set when the server wants the running job to end; ``is_used`` says whether a job has
-    ended here before.
+    ended here before. ``open_pool`` opens processes on the cluster; None on a single machine.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, open_pool: Callable[..., Any] | None) -> None:
+        self.open_pool = open_pool
         self._connection = Connection(descriptor)
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -173,267 +148,15 @@ class _Channel:
             if message.kind == "stop":
                 self.stop.set()
                 continue
-            if message.kind != "start":
-                # One that came too late for the job before is not meant for this one.
-                self.stop.clear()
+            # A stop that came too late for the job before is not meant for this one.
+            self.stop.clear()
             self._tasks.put(message)
 
 
-def _find(path: str) -> Callable[..., Any]:
+def find(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
-
-
-def _compare(
-    channel: _Channel, task: Message, compare: Callable[..., list[ComparisonRow]]
-) -> Message:
-    from optpipe_solver.compare import Workload  # noqa: PLC0415 - heavy; after the limits are set
-
-    options = task.header["options"]
-    rows = compare(
-        load_problem(task.document),
-        time_limit_s=options["time_limit_s"],
-        threads=options["threads"],
-        seed=options["seed"],
-        workload=Workload(**(options["workload"] or {})),
-        should_stop=channel.stop.is_set,
-    )
-    return Message("rows", {}, dump_comparison([row.as_json() for row in rows], "json"))
-
-
-def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Message:
-    start = load_schedule(channel.receive().document) if job.header["has_start"] else None
-    problem = load_problem(job.document)
-    options = job.header["options"]
-    reporter = _Reporter(channel, options["seed"], problem)
-    start_method = "given start" if start is None else start.provenance.method
-    if start is not None and job.header["is_carried"]:
-        start_method = "tighter problem"
-        reporter.carry(problem, start.programs, start_method)
-    result = solve(
-        problem,
-        **{name: options[name] for name in _OF_SOLVE},
-        start=None if start is None else start.programs,
-        start_method=start_method,
-        **_robust(options),
-        on_progress=reporter,
-        should_stop=channel.stop.is_set,
-    )
-    return _result(result)
-
-
-def _robust(options: dict[str, Any]) -> dict[str, Any]:
-    if options.get("robust") is None:
-        return {}
-    from optpipe_solver.last_steps import Robust  # noqa: PLC0415 - heavy; after the limits are set
-
-    noise = {name: options[name] for name in ("jitter", "stragglers", "seed")}
-    return {"robust": Robust.parse(options["robust"], **noise)}
-
-
-def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:
-    begun = None
-    if job.header["has_start"]:
-        start = channel.receive()
-        begun = load_problem(start.problem), load_schedule(start.document).programs
-    options = job.header["options"]
-    result = plan(
-        load_model(job.document),
-        **{name: options[name] for name in _OF_PLAN if options.get(name) is not None},
-        start=begun,
-        on_progress=_Reporter(channel, options["seed"]),
-        should_stop=channel.stop.is_set,
-    )
-    return _result(result, result.problem)
-
-
-def _tune(
-    channel: _Channel,
-    job: Message,
-    tune: Callable[..., TuneResult],
-    open_pool: Callable[..., Any] | None = None,
-) -> Message:
-    from optpipe_solver import tune as tuning  # noqa: PLC0415 - heavy; after the limits are set
-
-    read = tuning.read_question(TuneRequest.parse(json.loads(job.document)))
-    options = job.header["options"]
-    start, kept = None, job.header.get("checkpoint")
-    known = None if kept is None else tuning.read_checkpoint(read.question, kept)
-    if job.header["has_start"]:
-        last = channel.receive()
-        (row, *_) = json.loads(last.header["tuned"])["rows"]
-        programs = load_schedule(last.document).programs
-        start = tuning.read_row(read.question, row, load_problem(last.problem), programs)
-    reported: list[TuneRow] = []
-
-    def say(text: str) -> None:
-        channel.send(Message("said", {"text": text}))
-
-    def tell(result: TuneResult) -> None:
-        best = result.best
-        is_better = best is not None and best not in reported[-1:]
-        if best is not None and is_better:
-            reported.append(best)
-        else:
-            say(result.certificate)
-        shown = best if is_better else None
-        header = {"seconds": result.seconds, **_words_of(result), "tuned": _text_of(result)}
-        header["objective_ms"] = None if shown is None else shown.step_ms
-        header["checkpoint"] = tuning.checkpoint_of(result)
-        schedule = None if shown is None else _simulated(shown, options["seed"])
-        problem = None if shown is None else shown.problem
-        channel.send(Message("progress", header, _text(schedule), _text(problem)))
-
-    result = tune(
-        read.question,
-        current=read.current,
-        **{name: options[name] for name in _OF_TUNE},
-        start=start,
-        known=known,
-        on_progress=say,
-        on_result=tell,
-        should_stop=channel.stop.is_set,
-        **({} if open_pool is None else {"open_pool": lambda number: open_pool(number, say)}),
-    )
-    is_over = not channel.stop.is_set()
-    return _tuned(result, options["seed"], tuning.checkpoint_of(result, is_over=is_over))
-
-
-def _words_of(result: TuneResult) -> dict[str, Any]:
-    """Return who made the best schedule, and the bound where there is one."""
-    best = result.best
-    return {
-        "method": "" if best is None else f"{best.label}, {best.method}",
-        "bound_ms": None if math.isinf(result.bound_ms) else result.bound_ms,
-    }
-
-
-def _text_of(result: TuneResult) -> str:
-    return json.dumps(result.as_json())
-
-
-def _tuned(result: TuneResult, seed: int, checkpoint: str) -> Message:
-    best, counts = result.best, result.counts
-    status, message = "feasible", ""
-    if best is None:
-        status = "infeasible" if counts.do_not_fit == counts.total else "unknown"
-        message = f"no schedule was found that fits: {result.certificate}; allow more time, memory "
-        message += "or GPUs, or fix less"
-    elif result.gap == 0:
-        status = "optimal"
-    header: dict[str, Any] = {
-        "status": status,
-        "objective_ms": None if best is None else best.step_ms,
-        **_words_of(result),
-        "message": message,
-        "needs": {},
-        "tuned": _text_of(result) if best is not None else None,
-        "checkpoint": checkpoint,
-    }
-    schedule = None if best is None else _simulated(best, seed)
-    problem = None if best is None else best.problem
-    return Message("result", header, _text(schedule), _text(problem))
-
-
-def _simulated(row: TuneRow, seed: int) -> Schedule:
-    return evaluate(row.problem, row.programs, Provenance(method=row.method, seed=seed))
-
-
-class _Reporter:
-    """Tells the server every better schedule, and better bounds a few times per second.
-
-    ``problem`` is what is solved; a plan has none: it names the one it chose with each schedule.
-    """
-
-    def __init__(self, channel: _Channel, seed: int, problem: Problem | None = None) -> None:
-        self._channel = channel
-        self._problem = problem
-        self._seed = seed
-        self._best_ms = float("inf")
-        self._best: Programs | None = None
-        self._last_bound_s = float("-inf")
-        self._trace: list[TraceEntry] = []
-
-    def __call__(self, progress: Progress) -> None:
-        problem = self._problem or progress.problem
-        if problem is not None and progress.programs is not None:
-            self._tell_schedule(progress, problem, progress.programs)
-        elif progress.seconds >= self._last_bound_s + _BOUND_EVERY_S:
-            self._last_bound_s = progress.seconds
-            self._send(progress, None)
-
-    def carry(self, problem: Problem, programs: Programs, method: str) -> None:
-        """Tell programs that are legal for a tighter problem: they are this one's, come what may.
-
-        Raises `IllegalScheduleError` if they are not.
-        """
-        made_by = Provenance(method=method, seed=self._seed)
-        schedule = evaluate(problem, programs, made_by, stopped_by="cancelled")
-        self._best_ms, self._best = schedule.objective_ms, programs
-        header = {"seconds": 0.0, "method": method, "objective_ms": self._best_ms, "bound_ms": None}
-        self._channel.send(Message("progress", header, _text(schedule)))
-
-    def _tell_schedule(self, progress: Progress, problem: Problem, programs: Programs) -> None:
-        self._trace.append(
-            TraceEntry(
-                seconds=progress.seconds,
-                method=progress.method,
-                objective_ms=progress.objective_ms,
-                bound_ms=progress.bound_ms,
-            )
-        )
-        # Should this schedule stay the last, then because the solve was interrupted.
-        schedule = evaluate(
-            problem,
-            programs,
-            Provenance(
-                method=progress.method,
-                seed=self._seed,
-                solve_seconds=progress.seconds,
-                trace=tuple(self._trace),
-            ),
-            bound_ms=progress.bound_ms,
-            stopped_by="cancelled",
-        )
-        if self._is_better(schedule):
-            self._best_ms, self._best = schedule.objective_ms, programs
-            self._send(progress, schedule, progress.problem)
-
-    def _is_better(self, schedule: Schedule) -> bool:
-        """Whether a schedule is shorter, or another one as long, which the solver found better."""
-        if schedule.objective_ms < self._best_ms:
-            return True
-        is_as_long = schedule.objective_ms <= self._best_ms * (1 + _EQUAL)
-        return self._problem is not None and is_as_long and schedule.programs != self._best
-
-    def _send(
-        self, progress: Progress, schedule: Schedule | None, problem: Problem | None = None
-    ) -> None:
-        header = {
-            "seconds": progress.seconds,
-            "method": progress.method,
-            "objective_ms": None if schedule is None else schedule.objective_ms,
-            "bound_ms": progress.bound_ms,
-        }
-        self._channel.send(Message("progress", header, _text(schedule), _text(problem)))
-
-
-def _result(result: Result | PlanResult, problem: Problem | None = None) -> Message:
-    schedule = result.schedule
-    header: dict[str, Any] = {
-        "status": result.status.value,
-        "objective_ms": None if schedule is None else schedule.objective_ms,
-        "method": None if schedule is None else schedule.provenance.method,
-        "bound_ms": result.bound_ms,
-        "message": result.message,
-        "needs": result.needs,
-    }
-    return Message("result", header, _text(schedule), _text(problem))
-
-
-def _text(value: Schedule | Problem | None) -> str:
-    return "" if value is None else value.model_dump_json(by_alias=True)
 
 
 def _out_of_memory(memory_bytes: int | None) -> Message:
