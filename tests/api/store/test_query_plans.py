@@ -10,13 +10,22 @@ import pytest
 import sqlalchemy as sa
 
 from optpipe.wire import JobKind, JobState
+from optpipe_api.jobs import DocumentKind
 from optpipe_api.store import Stores, open_stores
-from optpipe_api.store.database import jobs
-from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many
+from optpipe_api.store.shared import check_limits
+from optpipe_api.store.tables import jobs
 from tests.api.live import make_settings, running
 
 NOW = 1_000_000.0
 ID = f"{7:032x}"
+
+
+def checked(stores: Stores) -> None:
+    most = 10**6
+    with stores.engine.connect() as connection:
+        check_limits(connection, "o1", 1, most, max_of_owner=most, num_new=1, max_kept=most)
+
+
 ASKED: dict[str, Callable[[Stores], Any]] = {
     "claim": lambda stores: stores.jobs.claim("w", 10.0),
     "page": lambda stores: stores.jobs.page(50, 900),
@@ -29,20 +38,15 @@ ASKED: dict[str, Callable[[Stores], Any]] = {
     "alike": lambda stores: stores.jobs.alike("s1", owner="o1", limit=5),
     "get": lambda stores: stores.jobs.get(ID),
     "schedule": lambda stores: stores.jobs.schedule(ID),
+    "documents": lambda stores: stores.jobs.documents(ID, *DocumentKind),
     "history": lambda stores: stores.jobs.history(ID, 5),
     "standings": lambda stores: stores.jobs.standings([ID]),
     "standings of batches": lambda stores: stores.batches.standings([ID]),
     "trace": lambda stores: stores.jobs.trace(ID),
     "retention, with nothing old": lambda stores: stores.jobs.delete_finished(1.0),
-    "is the queue full": lambda stores: refused(stores, refuse_when_full, 10**6),
-    "has an owner many": lambda stores: refused(stores, refuse_when_many, "o1", 10**6),
+    "limits": checked,
 }
 # `expire` groups the few that run.
-
-
-def refused(stores: Stores, refuse: Callable[..., None], *arguments: Any) -> None:
-    with stores.engine.connect() as connection:
-        refuse(connection, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,8 @@ def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
 @pytest.mark.parametrize("name", ASKED)
 def test_what_is_asked_often_goes_along_an_index(stores: Stores, name: str) -> None:
     steps = plans(stores, ASKED[name])
-    walks = [step for step in steps if step.startswith("SCAN jobs") or step == "SCAN job_tags"]
+    tables = ("jobs", "job_tags", "documents", "events")
+    walks = [step for step in steps if step.startswith(tuple(f"SCAN {name}" for name in tables))]
     sorts = [step for step in steps if "ORDER BY" in step]
     assert (walks, sorts) == ([], [])
 
