@@ -3,8 +3,8 @@
 1. **Atomic.** Each method is one transaction. A batch exists with all of its jobs, or not at all.
 2. **One source.** The progress of a batch is read from its jobs, in the transaction that reads the
    batch.
-3. **Idempotent.** A second `add` under the same idempotency key of the same owner returns the first
-   batch and adds no job, or refuses if the request differs. This also holds for two calls at the
+3. **Idempotent.** A second `add` under the same idempotency key of the same owner adds no job. It
+   returns the first batch, or refuses if the request differs. This also holds for two calls at the
    same time.
 4. **Limits.** A batch or a retry is refused if the queue has not enough places for all of its jobs.
 
@@ -145,7 +145,7 @@ class BatchStore:
     ) -> list[BatchRecord]:
         """Return batches, newest first, of positions below ``before``."""
         with reading(self._engine) as connection:
-            rows = page_rows(connection, batches, limit, before=before, owner=owner)
+            rows = page_rows(connection, batches, limit, {"before": before, "owner": owner})
             return _batches_of(connection, rows)
 
     def plan(self, batch_id: str) -> BatchPlan:

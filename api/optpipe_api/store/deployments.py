@@ -2,8 +2,8 @@
 
 1. **Atomic.** Each method is one transaction. If the process is killed inside a method, all of its
    changes are stored or none.
-2. **Compare and set.** The methods that take a `DeploymentRecord` change the deployment only if it
-   has not ended, and has the same version and the same solve. Otherwise they return None, and the
+2. **Compare and set.** Some methods take a `DeploymentRecord`. They change the deployment only if
+   it has not ended, and still has that version and that solve. Otherwise they return None, and the
    caller must read the deployment again.
 3. **Versions** count from 1 without gaps. Only their measured times ever change.
 4. **Idempotent.** A second `add` under the same idempotency key of the same owner returns the first
@@ -131,7 +131,7 @@ class DeploymentStore:
     ) -> list[DeploymentRecord]:
         """Return deployments, newest first, of positions below ``before``."""
         with reading(self._engine) as connection:
-            rows = page_rows(connection, deployments, limit, before=before, owner=owner)
+            rows = page_rows(connection, deployments, limit, {"before": before, "owner": owner})
             return [_deployment_of(row) for row in rows]
 
     def pending(self) -> list[str]:
@@ -156,7 +156,7 @@ class DeploymentStore:
             found = connection.execute(sql.NEWEST_VERSION, parameters).one_or_none()
         return None if found is None else (found.version, found.schedule)
 
-    # What training runs do
+    # Methods for training runs
 
     def report(
         self, deployment_id: str, report: Report, measure: Callable[[str, Sequence[str]], str]
@@ -202,7 +202,7 @@ class DeploymentStore:
                 row = connection.execute(sql.UPDATE_DEPLOYMENT, values).one()
             return _deployment_of(row)
 
-    # What servers do
+    # Methods for servers
 
     def start(self, known: DeploymentRecord, job_id: str) -> DeploymentRecord | None:
         """Store the job of the solve that is wanted."""

@@ -5,9 +5,9 @@ The tests in `tests/api/store` check it on both databases.
 1. **Atomic.** Each method is one transaction. If the process is killed inside a method, all of its
    changes are stored or none.
 2. **Durable.** When `add` returns, the job survives a kill of the server.
-3. **Compare and set.** A state changes only along `jobs.transition`, and only if the job is still
-   in the state, and under the lease, that the caller names. Otherwise the method returns None, and
-   the caller must stop working on the job. Two claims never return the same attempt of a job.
+3. **Compare and set.** A state changes only along `jobs.transition`. The job must still be in the
+   state, and under the lease, that the caller names. Otherwise the method returns None, and the
+   caller must stop working on the job. Two claims never return the same attempt of a job.
 4. **Final.** A finished job refuses every write. Only `resume`, or the end of a tighter item of its
    batch, queues it again.
 5. **Leases.** A running job has an owner, and a time until which the lease holds. `heartbeat`,
@@ -19,10 +19,11 @@ The tests in `tests/api/store` check it on both databases.
    bound only by a higher one. Failure and cancellation lose neither.
 7. **Idempotent.** A second `add` under the same idempotency key of the same owner returns the first
    job, or refuses if the request differs. This also holds for two calls at the same time.
-8. **Owners take turns.** The next job belongs to the owner with the fewest running jobs; among
-   those, to the owner whose last claim is the oldest. Within an owner the highest priority is
-   first, then the oldest job. Only priorities above `MAX_SHARED_PRIORITY` precede all turns. `page`
-   lists newest first. It neither repeats nor skips a job that existed when the first page was read.
+8. **Owners take turns.** The next job belongs to the owner with the fewest running jobs. Among
+   several such owners, it belongs to the one whose last claim is the oldest. Within an owner the
+   highest priority is first, then the oldest job. Only priorities above `MAX_SHARED_PRIORITY`
+   precede all turns. `page` lists newest first. It neither repeats nor skips a job that existed
+   when the first page was read.
 9. **History.** Every change of state, better schedule, higher bound and death is an entry, written
    in the transaction of the change. Numbers of entries grow within a job in the order in which
    readers can see them. A reader of all entries up to a number misses none by reading later ones.
@@ -143,7 +144,7 @@ class JobStore:
                 num_new=1,
                 max_kept=None if has_deployment else max_kept,
             )
-            return insert_job(connection, new, self._now()), True
+            return jobs_of(connection, [insert_job(connection, new, self._now())])[0], True
 
         def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
             if digest is None:
@@ -200,15 +201,10 @@ class JobStore:
 
         An owner, a state, a tag and a batch restrict the jobs if they are given.
         """
-        filters = {
-            "before": before,
-            "owner": owner,
-            "state": None if state is None else state.value,
-            "tag": tag,
-            "batch_id": batch_id,
-        }
+        filters = {"before": before, "owner": owner, "tag": tag, "batch_id": batch_id}
+        filters["state"] = None if state is None else state.value
         with reading(self._engine) as connection:
-            return jobs_of(connection, page_rows(connection, jobs, limit, **filters))
+            return jobs_of(connection, page_rows(connection, jobs, limit, filters))
 
     def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[JobRecord]:
         """Return an owner's succeeded and infeasible jobs of one problem or model, newest first."""
@@ -244,15 +240,18 @@ class JobStore:
         return self.documents(job_id, DocumentKind.QUESTION).get(DocumentKind.QUESTION)
 
     def tuned(self, job_id: str) -> str | None:
-        """Return the result of a tune so far as JSON text; None before the first, and else."""
+        """Return the result of a tune as JSON text; None for other jobs and before the first."""
         return self.documents(job_id, DocumentKind.TUNED).get(DocumentKind.TUNED)
 
     def checkpoint(self, job_id: str) -> str | None:
-        """Return the state of a tune's search as JSON text; None before the first, and else."""
+        """Return the search state of a tune as JSON text; None for other jobs and before it."""
         return self.documents(job_id, DocumentKind.CHECKPOINT).get(DocumentKind.CHECKPOINT)
 
     def schedule(self, job_id: str, *, with_problem: bool = False) -> StoredSchedule | None:
-        """Return the best schedule of a job, or also the problem that it solves; None before it."""
+        """Return the best schedule of a job; None before the first.
+
+        ``with_problem``: read the problem that it solves, too.
+        """
         kinds = [DocumentKind.SCHEDULE, *([DocumentKind.PROBLEM] if with_problem else [])]
         rows = self._document_rows(job_id, *kinds)
         texts = {row.kind: row.document for row in rows}
@@ -265,7 +264,7 @@ class JobStore:
             problem=texts.get(DocumentKind.PROBLEM),
         )
 
-    def _document_rows(self, job_id: str, *kinds: DocumentKind) -> Sequence[sa.Row[Any]]:
+    def _document_rows(self, job_id: str, *kinds: DocumentKind) -> Sequence[Any]:
         parameters = {"id": job_id, "kinds": [kind.value for kind in kinds]}
         if is_id(job_id):
             with reading(self._engine) as connection:
@@ -773,6 +772,6 @@ def _is_at_limit(owner: str, num_running: int, max_running: int | None) -> bool:
     return bool(owner) and max_running is not None and num_running >= max_running
 
 
-def _left_s(row: sa.Row[Any]) -> float:
+def _left_s(row: Any) -> float:
     limit_s: float = json.loads(row.options)["time_limit_s"]
     return max(0.0, limit_s - float(row.spent_s))

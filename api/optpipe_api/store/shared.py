@@ -105,7 +105,7 @@ def row_by_key(
 
 
 def page_rows(
-    connection: sa.Connection, table: sa.Table, limit: int, **filters: Any
+    connection: sa.Connection, table: sa.Table, limit: int, filters: Mapping[str, Any]
 ) -> Sequence[sa.Row[Any]]:
     """Return up to ``limit`` rows, newest first; a filter of None selects all rows."""
     given = {name: value for name, value in filters.items() if value is not None}
@@ -233,8 +233,8 @@ def check_limits(
 # --- Changes of a job.
 
 
-def insert_job(connection: sa.Connection, new: NewJob, now: float) -> JobRecord:
-    """Insert a job with its documents, its tags and the first entries of its history."""
+def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any]:
+    """Insert a job with its documents, tags and first history entries; return its row."""
     known = new.start if new.finished is None else new.finished
     state = JobState.QUEUED
     values: dict[str, Any] = {
@@ -280,7 +280,7 @@ def insert_job(connection: sa.Connection, new: NewJob, now: float) -> JobRecord:
         )
     if new.finished is not None:
         add_entry(connection, row, now, EventKind.STATE, text=state.value)
-    return jobs_of(connection, [row])[0]
+    return row
 
 
 def put_documents(
@@ -379,7 +379,7 @@ def hand_on(
             prolong(connection, other, job, 0.0, now)
 
 
-def delete_jobs(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> None:
+def delete_jobs(connection: sa.Connection, rows: Sequence[Any]) -> None:
     """Delete jobs with all that belongs to them, and each batch whose last job is deleted."""
     for statement in sql.DELETE_JOBS:
         connection.execute(statement, {"positions": [row.position for row in rows]})

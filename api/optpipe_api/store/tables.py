@@ -10,21 +10,6 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-__all__ = [
-    "api_keys",
-    "batches",
-    "deployment_versions",
-    "deployments",
-    "documents",
-    "events",
-    "job_tags",
-    "jobs",
-    "measurements",
-    "metadata",
-    "turns",
-]
-
-
 metadata = sa.MetaData(
     naming_convention={
         "pk": "pk_%(table_name)s",
@@ -82,7 +67,6 @@ jobs = sa.Table(
     sa.Index(None, "finished_at"),
     sqlite_autoincrement=True,
 )
-
 
 # The texts of a job: problem, model, schedule and so on. A text may be large.
 documents = sa.Table(

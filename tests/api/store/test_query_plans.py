@@ -79,8 +79,8 @@ def row(index: int) -> dict[str, Any]:
     }
 
 
-def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
-    """How SQLite goes about every statement that asking leads to."""
+def statements_of(stores: Stores, ask: Callable[[Stores], Any]) -> list[tuple[str, Any]]:
+    """Return the statements that a call executes, with their parameters."""
     statements: list[tuple[str, Any]] = []
 
     def note(_connection: Any, _cursor: Any, sql: str, parameters: Any, *_: Any) -> None:
@@ -91,7 +91,13 @@ def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
         ask(stores)
     finally:
         sa.event.remove(stores.engine, "before_cursor_execute", note)
+    return statements
+
+
+def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
+    """Return the steps of SQLite's plans for the statements that a call executes."""
     found = []
+    statements = statements_of(stores, ask)
     with stores.engine.connect() as connection:
         for sql, parameters in statements:
             if sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE")):
@@ -108,6 +114,15 @@ def test_what_is_asked_often_goes_along_an_index(stores: Stores, name: str) -> N
     walks = [step for step in steps if step.startswith(tuple(f"SCAN {name}" for name in tables))]
     sorts = [step for step in steps if "ORDER BY" in step]
     assert (walks, sorts) == ([], [])
+
+
+@pytest.mark.parametrize(("name", "number"), [("claim", 1), ("documents", 1), ("page", 0)])
+def test_documents_are_read_in_one_query_or_not_at_all(
+    stores: Stores, name: str, number: int
+) -> None:
+    """A claim reads all documents in one query, and a list of jobs reads none."""
+    statements = statements_of(stores, ASKED[name])
+    assert sum("documents" in sql for sql, _ in statements) == number
 
 
 def test_the_first_of_the_queue_is_found_as_fast_among_many_as_among_few(stores: Stores) -> None:
