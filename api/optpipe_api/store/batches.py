@@ -15,7 +15,6 @@ the id of a batch raise `BatchNotFoundError` if no batch has this id.
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,13 +33,12 @@ from optpipe_api.store.shared import (
     hand_on,
     insert_job,
     jobs_of,
-    key_digest,
+    new_columns,
     page_rows,
     plan_of,
     prolong,
     row_by_id,
     row_by_key,
-    storable,
     to_json,
     to_record,
 )
@@ -80,7 +78,6 @@ class BatchStore:
         `TooManyJobsError` or `TooManyKeptError` if the jobs exceed a limit of `check_limits`.
         Raises `KeyReusedError` if the idempotency key belongs to another request.
         """
-        key = key_digest(new.owner, new.idempotency_key)
         num_waiting = sum(item.finished is None for item in items)
 
         def insert(connection: sa.Connection) -> tuple[BatchRecord, list[JobRecord]]:
@@ -94,15 +91,7 @@ class BatchStore:
                 max_kept=max_kept,
             )
             now = self._now()
-            values = {
-                "id": uuid.uuid4().hex,
-                "name": storable(new.name),
-                "owner": new.owner,
-                "idempotency_key": key,
-                "created_at": now,
-                "request_hash": new.request_hash,
-                "document": to_json(new.plan),
-            }
+            values = new_columns(new, now) | {"document": to_json(new.plan)}
             row = connection.execute(sql.INSERT_BATCH, values).one()
             # Claims take the tighter items first. The others start from their schedules.
             num_tighter = [len(item.tighter) for item in new.plan.items]
@@ -115,7 +104,7 @@ class BatchStore:
             return _batches_of(connection, [row])[0], jobs_of(connection, jobs)
 
         def find(connection: sa.Connection) -> tuple[BatchRecord, list[JobRecord]] | None:
-            row = row_by_key(connection, sql.BATCH_BY_KEY, key, new, "batch")
+            row = row_by_key(connection, sql.BATCH_BY_KEY, new, "batch")
             return None if row is None else (_batches_of(connection, [row])[0], [])
 
         return add_once(self._engine, find, insert)

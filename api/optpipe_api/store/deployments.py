@@ -17,7 +17,6 @@ the id of a deployment raise `DeploymentNotFoundError` if no deployment has this
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +36,7 @@ from optpipe_api.store.shared import (
     add_once,
     check_limits,
     groups_of_ids,
-    key_digest,
+    new_columns,
     page_rows,
     row_by_id,
     row_by_key,
@@ -75,17 +74,10 @@ class DeploymentStore:
         Raises `QueueFullError` or `TooManyJobsError` if it exceeds a limit of `check_limits`.
         Raises `KeyReusedError` if the idempotency key belongs to another request.
         """
-        key = key_digest(new.owner, new.idempotency_key)
 
         def insert(connection: sa.Connection) -> tuple[DeploymentRecord, bool]:
             check_limits(connection, new.owner, 1, max_queued, max_of_owner=max_of_owner)
-            values = {
-                "id": uuid.uuid4().hex,
-                "name": storable(new.name),
-                "owner": new.owner,
-                "idempotency_key": key,
-                "created_at": self._now(),
-                "request_hash": new.request_hash,
+            values = new_columns(new, self._now()) | {
                 "options": to_json({"job": asdict(new.options), "threshold": new.threshold}),
                 "problem": new.problem,
                 "planned": new.problem,
@@ -99,7 +91,7 @@ class DeploymentStore:
             return _deployment_of(connection.execute(sql.INSERT_DEPLOYMENT, values).one()), True
 
         def find(connection: sa.Connection) -> tuple[DeploymentRecord, bool] | None:
-            row = row_by_key(connection, sql.DEPLOYMENT_BY_KEY, key, new, "deployment")
+            row = row_by_key(connection, sql.DEPLOYMENT_BY_KEY, new, "deployment")
             return None if row is None else (_deployment_of(row), False)
 
         return add_once(self._engine, find, insert)

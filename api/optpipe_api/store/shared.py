@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from optpipe_api.jobs import NewJob
+    from optpipe_api.deployments import NewDeployment
+    from optpipe_api.jobs import NewBatch, NewJob
 
 T = TypeVar("T")
 
@@ -87,12 +88,13 @@ def row_by_id(
 
 
 def row_by_key(
-    connection: sa.Connection, query: sa.Select[Any], digest: str | None, new: Any, thing: str
+    connection: sa.Connection, query: sa.Select[Any], new: NewBatch | NewDeployment, thing: str
 ) -> sa.Row[Any] | None:
     """Return the row that was added under an idempotency key before; None without one.
 
     Raises `KeyReusedError` if the row was added for another request than ``new``.
     """
+    digest = key_digest(new.owner, new.idempotency_key)
     if digest is None:
         return None
     row = connection.execute(query, {"key": digest}).one_or_none()
@@ -144,6 +146,18 @@ def to_record(kind: type[T], row: sa.Row[Any], /, **others: Any) -> T:
     """Return a dataclass whose fields are the columns of the same names, except the others."""
     names = [item.name for item in fields(kind) if item.name not in others]  # type: ignore[arg-type]
     return kind(**{name: getattr(row, name) for name in names}, **others)
+
+
+def new_columns(new: NewBatch | NewDeployment, now: float) -> dict[str, Any]:
+    """Return the columns that a new batch and a new deployment have in common."""
+    return {
+        "id": uuid.uuid4().hex,
+        "name": storable(new.name),
+        "owner": new.owner,
+        "idempotency_key": key_digest(new.owner, new.idempotency_key),
+        "created_at": now,
+        "request_hash": new.request_hash,
+    }
 
 
 def to_json(value: Any) -> str:
