@@ -115,7 +115,7 @@ def insert(connection: sa.Connection, index: int) -> None:
 def test_writers_that_come_at_once_are_all_stored_and_a_failure_takes_back_only_its_own(
     engine: sa.Engine,
 ) -> None:
-    """Each finds what it wrote, from another connection, as soon as it is told so."""
+    """Each finds its row, from another connection, as soon as the write returns."""
     barrier = threading.Barrier(NUM_THREADS)
 
     def write(index: int) -> None:
@@ -144,7 +144,7 @@ def overfill(engine: sa.Engine) -> None:
             connection.exec_driver_sql("PRAGMA max_page_count = 1000000")
 
 
-def test_a_full_disk_is_told_to_the_writer_and_the_next_one_writes(engine: sa.Engine) -> None:
+def test_a_full_disk_fails_one_write_and_the_next_one_succeeds(engine: sa.Engine) -> None:
     with pytest.raises(StoreUnavailableError, match="full"):
         overfill(engine)
     with writing(engine) as connection:
@@ -152,9 +152,7 @@ def test_a_full_disk_is_told_to_the_writer_and_the_next_one_writes(engine: sa.En
     assert stored(engine) == {"2"}
 
 
-def test_writers_that_another_process_keeps_waiting_are_all_told_in_time(
-    tmp_path, monkeypatch
-) -> None:
+def test_writers_that_another_process_blocks_all_fail_in_time(tmp_path, monkeypatch) -> None:
     """Within two timeouts, not within one for each; afterwards the next one writes."""
     monkeypatch.setattr(database, "_BUSY_TIMEOUT_S", 0.5)
     engine = connect(f"sqlite:///{tmp_path}/jobs.db")

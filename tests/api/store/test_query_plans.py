@@ -1,4 +1,4 @@
-"""Nothing that is asked often walks over all jobs, or sorts them: SQLite's own plans say so."""
+"""Frequent queries neither scan nor sort all jobs, by SQLite's own query plans."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def checked(stores: Stores) -> None:
         check_limits(connection, "o1", 1, most, max_of_owner=most, num_new=1, max_kept=most)
 
 
-ASKED: dict[str, Callable[[Stores], Any]] = {
+CALLS: dict[str, Callable[[Stores], Any]] = {
     "claim": lambda stores: stores.jobs.claim("w", 10.0),
     "page": lambda stores: stores.jobs.page(50, 900),
     "page of an owner": lambda stores: stores.jobs.page(50, 900, owner="o1"),
@@ -79,7 +79,7 @@ def row(index: int) -> dict[str, Any]:
     }
 
 
-def statements_of(stores: Stores, ask: Callable[[Stores], Any]) -> list[tuple[str, Any]]:
+def statements_of(stores: Stores, call: Callable[[Stores], Any]) -> list[tuple[str, Any]]:
     """Return the statements that a call executes, with their parameters."""
     statements: list[tuple[str, Any]] = []
 
@@ -88,16 +88,16 @@ def statements_of(stores: Stores, ask: Callable[[Stores], Any]) -> list[tuple[st
 
     sa.event.listen(stores.engine, "before_cursor_execute", note)
     try:
-        ask(stores)
+        call(stores)
     finally:
         sa.event.remove(stores.engine, "before_cursor_execute", note)
     return statements
 
 
-def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
+def plans(stores: Stores, call: Callable[[Stores], Any]) -> list[str]:
     """Return the steps of SQLite's plans for the statements that a call executes."""
     found = []
-    statements = statements_of(stores, ask)
+    statements = statements_of(stores, call)
     with stores.engine.connect() as connection:
         for sql, parameters in statements:
             if sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE")):
@@ -107,13 +107,13 @@ def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_is_asked_often_goes_along_an_index(stores: Stores, name: str) -> None:
-    steps = plans(stores, ASKED[name])
+@pytest.mark.parametrize("name", CALLS)
+def test_frequent_queries_use_an_index(stores: Stores, name: str) -> None:
+    steps = plans(stores, CALLS[name])
     tables = ("jobs", "job_tags", "documents", "events")
-    walks = [step for step in steps if step.startswith(tuple(f"SCAN {name}" for name in tables))]
+    scans = [step for step in steps if step.startswith(tuple(f"SCAN {name}" for name in tables))]
     sorts = [step for step in steps if "ORDER BY" in step]
-    assert (walks, sorts) == ([], [])
+    assert (scans, sorts) == ([], [])
 
 
 @pytest.mark.parametrize(("name", "number"), [("claim", 1), ("documents", 1), ("page", 0)])
@@ -121,7 +121,7 @@ def test_documents_are_read_in_one_query_or_not_at_all(
     stores: Stores, name: str, number: int
 ) -> None:
     """A claim reads all documents in one query, and a list of jobs reads none."""
-    statements = statements_of(stores, ASKED[name])
+    statements = statements_of(stores, CALLS[name])
     assert sum("documents" in sql for sql, _ in statements) == number
 
 
@@ -133,8 +133,8 @@ def test_the_first_of_the_queue_is_found_as_fast_among_many_as_among_few(stores:
     assert "priority DESC" in text
 
 
-def test_jobs_are_counted_once_for_all_who_ask_within_a_second(tmp_path, monkeypatch) -> None:
-    """Who asks whether the service is ready needs no key, and may ask as often as he likes."""
+def test_health_checks_within_a_second_share_one_count(tmp_path, monkeypatch) -> None:
+    """A health check needs no key, and has no limit of its rate."""
     with running(make_settings(tmp_path)) as (_, app):
         service = app.state.service
         counts = Mock(return_value={JobState.QUEUED: 1})

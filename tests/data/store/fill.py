@@ -1,8 +1,8 @@
 """Fills a database with a little of everything: ``python fill.py URL``.
 
-``0008.sqlite.sql`` and ``0008.postgres.sql`` are dumps of databases that the code of commit 84875d5
-made with this script: the last code whose tables have revision 0008. Dumped were they with Python's
-``iterdump`` and with ``pg_dump --inserts --no-owner``, without comments and settings.
+The code of commit 84875d5 filled two databases with this script; their tables have revision 0008.
+``0008.sqlite.sql`` is a dump by ``iterdump`` of Python's sqlite3, ``0008.postgres.sql`` one by
+``pg_dump --inserts --no-owner`` without comments and settings.
 """
 
 import sys
