@@ -52,6 +52,7 @@ __all__ = [
     "BatchRecord",
     "BatchStanding",
     "Claim",
+    "DocumentKind",
     "HistoryEntry",
     "ItemPlan",
     "JobError",
@@ -102,6 +103,18 @@ _TRANSITIONS = {
 def transition(state: JobState, event: JobEvent) -> JobState | None:
     """Return the state after an event; None where the event is not possible."""
     return _TRANSITIONS.get((state, event))
+
+
+class DocumentKind(StrEnum):
+    """The kinds of documents of a job: JSON texts that the store keeps apart from its record."""
+
+    PROBLEM = "problem"
+    MODEL = "model"
+    QUESTION = "question"
+    SCHEDULE = "schedule"
+    COMPARISON = "comparison"
+    TUNED = "tuned"
+    CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +194,13 @@ class JobStart:
 class StoredSchedule:
     """A job's best schedule so far, as JSON text; ``number`` grows with each one stored.
 
-    ``owner`` is the job's.
+    ``owner`` is the job's. ``problem`` is the problem that it solves, as JSON text, if it was read.
     """
 
     document: str
     number: int
     owner: str = ""
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from optpipe_api.store import Stores, open_stores
-from optpipe_api.store.database import metadata
+from optpipe_api.store.tables import metadata
 from tests.api.live import Clock, connected, database_in, make_settings, two_stages
 from tests.conftest import postgres_database
 

@@ -201,7 +201,7 @@ def check_end(job: JobRecord, errand: Errand) -> None:
     "harm",
     [
         "DELETE FROM jobs",
-        "DELETE FROM schedules",
+        "DELETE FROM documents WHERE kind = 'schedule'",
         "UPDATE jobs SET state = 'running'",
         "UPDATE jobs SET state = 'failed'",
         "UPDATE jobs SET objective_ms = objective_ms + 1",

@@ -10,7 +10,7 @@ import structlog
 from optpipe_api.errors import DeploymentNotFoundError, JobNotFoundError
 from optpipe_api.jobs import JobEvent, JobRecord
 from optpipe_api.service import Retention
-from optpipe_api.store import AttemptOutcome, Stores, database, open_stores
+from optpipe_api.store import AttemptOutcome, Stores, open_stores, tables
 from tests.api.live import make_settings, running, until
 from tests.api.store.test_deployments import new as new_deployment
 from tests.api.store.test_jobs import new
@@ -36,7 +36,7 @@ def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
     assert ids(stores) == {recent.id, running_job.id, queued.id}
     with pytest.raises(JobNotFoundError):
         stores.jobs.get(old.id)
-    assert num_rows(stores, database.problems) == 3
+    assert num_rows(stores, tables.documents) == 3
     clock.now += 9 * DAY_S
     retention.sweep()
     assert ids(stores) == {running_job.id, queued.id}
@@ -64,17 +64,17 @@ def test_a_thousand_old_jobs_go_in_one_sweep(stores, retention, clock) -> None:
     job = add(stores, "old")
     finish(stores, job)
     with stores.engine.begin() as connection:
-        row = connection.execute(sa.select(database.jobs)).one()._asdict()
+        row = connection.execute(sa.select(tables.jobs)).one()._asdict()
         copies = [
             {**row, "position": row["position"] + number, "id": f"{number:032x}"}
             for number in range(1, 1000)
         ]
-        connection.execute(sa.insert(database.jobs), copies)
+        connection.execute(sa.insert(tables.jobs), copies)
     clock.now += 11 * DAY_S
     with structlog.testing.capture_logs() as lines:
         retention.sweep()
         retention.sweep()
-    assert num_rows(stores, database.jobs) == 0
+    assert num_rows(stores, tables.jobs) == 0
     assert [(line["action"], line["jobs"]) for line in lines] == [("retention.deleted", 1000)]
 
 

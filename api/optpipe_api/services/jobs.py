@@ -21,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.answers import Cache, JobState
 from optpipe.check import find_violations
-from optpipe.errors import InfeasibleProblemError, OptPipeError, RequestError
+from optpipe.errors import InfeasibleProblemError, OptPipeError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_problem, load_schedule
 from optpipe.requests import JobKind
@@ -29,8 +29,14 @@ from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
-from optpipe_api.jobs import MAX_SHARED_PRIORITY, AttemptOutcome, JobEvent, JobStart
+from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
+from optpipe_api.jobs import (
+    MAX_SHARED_PRIORITY,
+    AttemptOutcome,
+    DocumentKind,
+    JobEvent,
+    JobStart,
+)
 from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:
@@ -112,21 +118,24 @@ class JobCache:
         looked up: its documents then belong to no answer, or to another one.
         """
         is_infeasible = job.state is JobState.INFEASIBLE
+        kinds = [DocumentKind.SCHEDULE, DocumentKind.TUNED, DocumentKind.CHECKPOINT]
+        if new.problem is None:
+            kinds.append(DocumentKind.PROBLEM)
         try:
-            stored = self._store.schedule(job.id)
-            if stored is None and not is_infeasible:
+            texts = self._store.documents(job.id, *kinds)
+            if DocumentKind.SCHEDULE not in texts and not is_infeasible:
                 return None
             outcome = AttemptOutcome(
                 event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-                schedule=None if stored is None else stored.document,
+                schedule=texts.get(DocumentKind.SCHEDULE),
                 objective_ms=job.objective_ms,
                 bound_ms=job.bound_ms,
                 error=job.error,
                 method=self._store.made_by(job.id),
-                tuned=self._store.tuned(job.id),
-                checkpoint=self._store.checkpoint(job.id),
+                tuned=texts.get(DocumentKind.TUNED),
+                checkpoint=texts.get(DocumentKind.CHECKPOINT),
             )
-            chosen = self._store.problem(job.id) if new.problem is None else new.problem
+            chosen = texts.get(DocumentKind.PROBLEM) if new.problem is None else new.problem
             if self._store.get(job.id) != job:
                 return None
         except JobNotFoundError:
@@ -162,10 +171,12 @@ class JobCache:
     def _texts(self, job: JobRecord) -> tuple[str, str] | None:
         """Return a job's problem and schedule; None where it has none, or was deleted since."""
         try:
-            problem, stored = self._store.problem(job.id), self._store.schedule(job.id)
+            stored = self._store.schedule(job.id, with_problem=True)
         except JobNotFoundError:
             return None
-        return None if problem is None or stored is None else (problem, stored.document)
+        if stored is None or stored.problem is None:
+            return None
+        return stored.problem, stored.document
 
 
 def answers(job: JobRecord, options: JobOptions) -> bool:
@@ -417,10 +428,12 @@ class JobService:
 
         Raises `ScheduleNotFoundError` if it has none (yet), or tunes nothing.
         """
-        question, text = self.question(job_id, who), self._store.checkpoint(job_id)
-        if text is None:
-            raise ScheduleNotFoundError(_why_none(self.find(job_id, who), "configuration"))
-        return question, text
+        job = self.find(job_id, who)
+        _refuse_other_than_tune(job)
+        texts = self._store.documents(job_id, DocumentKind.QUESTION, DocumentKind.CHECKPOINT)
+        if DocumentKind.CHECKPOINT not in texts:
+            raise ScheduleNotFoundError(_why_none(job, "configuration"))
+        return texts.get(DocumentKind.QUESTION, "{}"), texts[DocumentKind.CHECKPOINT]
 
     def question(self, job_id: str, who: Principal) -> str:
         """Return what a tune is asked as JSON text.
@@ -431,13 +444,15 @@ class JobService:
         _refuse_other_than_tune(job)
         return self._store.question(job_id) or "{}"
 
-    def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
-        """Return a job's best schedule so far.
+    def schedule(
+        self, job_id: str, who: Principal, *, with_problem: bool = False
+    ) -> StoredSchedule:
+        """Return a job's best schedule so far; ``with_problem``: and the problem that it solves.
 
         Raises `InfeasibleProblemError` if there is none, proven; `ScheduleNotFoundError` if there
         is none, or none yet.
         """
-        stored = self._store.schedule(job_id)
+        stored = self._store.schedule(job_id, with_problem=with_problem)
         if stored is not None and who.sees(stored.owner):
             return stored
         job = self.find(job_id, who)

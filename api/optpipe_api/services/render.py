@@ -316,16 +316,12 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str) -> bytes:
 def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, StoredSchedule]:
     """Return a job's best schedule so far and the problem it solves, as JSON texts.
 
-    A plan replaces both, in one go, whenever it finds a better one; so this looks again until
-    nothing was replaced between its looks.
+    Both are of one moment: a plan that finds a better schedule replaces both in one transaction.
 
     Raises `InfeasibleProblemError`, `ScheduleNotFoundError` as `JobService.schedule`.
     """
-    while True:
-        stored = jobs.schedule(job_id, who)
-        problem = jobs.problem(job_id, who)
-        if jobs.find(job_id, who).num_schedules == stored.number:
-            return problem, stored
+    stored = jobs.schedule(job_id, who, with_problem=True)
+    return stored.problem or jobs.problem(job_id, who), stored
 
 
 # --- The explanation of a schedule as JSON; made where large request bodies are read.

@@ -1,25 +1,24 @@
 """The store of deployments, over SQLite and PostgreSQL.
 
-1. **Atomic.** Each method is one transaction. A process killed inside leaves all of it or nothing.
-2. **Compare and set.** The methods that take a `Deployment` change it only where it is still the
-   one that the caller knows: not ended, same version, same solve. Whoever comes too late gets None
-   and must look again.
-3. **Versions** count from 1 without holes, and are never changed but for what is measured of them.
-4. **Once.** A second `add` under the same idempotency key of the same owner returns the first
-   deployment, or refuses where the request differs. Two at the same time too.
-5. **Bounded.** Of the reports of a deployment the newest few are kept (`KEPT_REPORTS`).
+1. **Atomic.** Each method is one transaction. If the process is killed inside a method, all of its
+   changes are stored or none.
+2. **Compare and set.** Some methods take a `DeploymentRecord`. They change the deployment only if
+   it has not ended, and still has that version and that solve. Otherwise they return None, and the
+   caller must read the deployment again.
+3. **Versions** count from 1 without gaps. Only their measured times ever change.
+4. **Idempotent.** A second `add` under the same idempotency key of the same owner returns the first
+   deployment, or refuses if the request differs. This also holds for two calls at the same time.
+5. **Bounded.** Only the newest reports of a deployment are stored (`KEPT_REPORTS`).
 
-Methods block, and raise `StoreUnavailableError` where the database does not answer.
+Methods block. They raise `StoreUnavailableError` if the database does not answer. Methods that take
+the id of a deployment raise `DeploymentNotFoundError` if no deployment has this id.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
-
-import sqlalchemy as sa
 
 from optpipe.answers import JobOptions
 from optpipe_api.deployments import (
@@ -31,48 +30,37 @@ from optpipe_api.deployments import (
 )
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
-from optpipe_api.store.database import (
-    added_once,
-    deployment_versions,
-    deployments,
-    in_groups,
-    made_before,
-    measurements,
-    newest_first,
-    reading,
-    record_of,
-    row_with_id,
-    writing,
-)
-from optpipe_api.store.job_rows import (
-    digest_key,
-    dump,
-    refuse_when_full,
-    refuse_when_many,
+from optpipe_api.store import statements as sql
+from optpipe_api.store.database import reading, writing
+from optpipe_api.store.shared import (
+    add_once,
+    check_limits,
+    groups_of_ids,
+    new_columns,
+    page_rows,
+    row_by_id,
+    row_by_key,
     storable,
+    to_json,
+    to_record,
 )
+from optpipe_api.store.tables import deployments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import sqlalchemy as sa
 
     from optpipe_api.deployments import Judgement, NewDeployment, NewVersion, Report
 
 __all__ = ["KEPT_REPORTS", "DeploymentStore"]
 
-
-# Made once: to put a query together takes longer than to answer it.
-_STANDINGS = sa.select(
-    deployments.c.id,
-    deployments.c.owner,
-    deployments.c.version,
-    deployments.c.ended_at,
-    deployments.c.error.is_not(None).label("has_failed"),
-).where(deployments.c.id.in_(sa.bindparam("ids", expanding=True)))
-_SHOWN = [column for column in deployment_versions.c if column.name != "schedule"]
+KEPT_REPORTS: Final = 5
+"""Measured times are medians over so many reports, so that one slow step changes none of them."""
 
 
 class DeploymentStore:
-    """Keeps deployments; the promises are in the module's docstring."""
+    """Stores deployments; the module's docstring is the contract."""
 
     def __init__(self, engine: sa.Engine, clock: Callable[[], float]) -> None:
         self._engine = engine
@@ -81,183 +69,140 @@ class DeploymentStore:
     def add(
         self, new: NewDeployment, *, max_queued: int, max_of_owner: int | None = None
     ) -> tuple[DeploymentRecord, bool]:
-        """Keep a deployment whose first solve is wanted; False where the key had made it before.
+        """Store a deployment that wants its first solve; False if the key had stored it before.
 
-        Raises `QueueFullError` if ``max_queued`` jobs wait already; `TooManyJobsError` if
-        ``max_of_owner`` jobs and deployments of its owner are under way; `KeyReusedError` if the
-        idempotency key belongs to another request.
+        Raises `QueueFullError` or `TooManyJobsError` if it exceeds a limit of `check_limits`.
+        Raises `KeyReusedError` if the idempotency key belongs to another request.
         """
-        key = digest_key(new.owner, new.idempotency_key)
 
-        def insert_new(connection: sa.Connection) -> tuple[DeploymentRecord, bool]:
-            refuse_when_full(connection, max_queued)
-            refuse_when_many(connection, new.owner, max_of_owner)
-            return self._insert(connection, new, key), True
+        def insert(connection: sa.Connection) -> tuple[DeploymentRecord, bool]:
+            check_limits(connection, new.owner, 1, max_queued, max_of_owner=max_of_owner)
+            values = new_columns(new, self._now()) | {
+                "options": to_json({"job": asdict(new.options), "threshold": new.threshold}),
+                "problem": new.problem,
+                "planned": new.problem,
+                "version": 0,
+                "job_reason": REGISTERED,
+                "num_solves": 1,
+                "num_seen": 0,
+                "num_reports": 0,
+                "num_judged": 0,
+            }
+            return _deployment_of(connection.execute(sql.INSERT_DEPLOYMENT, values).one()), True
 
         def find(connection: sa.Connection) -> tuple[DeploymentRecord, bool] | None:
-            query = sa.select(deployments).where(deployments.c.idempotency_key == key)
-            row = None if key is None else made_before(connection, query, new, "deployment")
+            row = row_by_key(connection, sql.DEPLOYMENT_BY_KEY, new, "deployment")
             return None if row is None else (_deployment_of(row), False)
 
-        return added_once(self._engine, find, insert_new)
+        return add_once(self._engine, find, insert)
 
-    def _insert(
-        self, connection: sa.Connection, new: NewDeployment, key: str | None
-    ) -> DeploymentRecord:
-        values = {
-            "id": uuid.uuid4().hex,
-            "name": storable(new.name),
-            "owner": new.owner,
-            "idempotency_key": key,
-            "created_at": self._now(),
-            "request_hash": new.request_hash,
-            "options": dump({"job": asdict(new.options), "threshold": new.threshold}),
-            "problem": new.problem,
-            "planned": new.problem,
-            "version": 0,
-            "job_reason": REGISTERED,
-            "num_solves": 1,
-            "num_seen": 0,
-            "num_reports": 0,
-            "num_judged": 0,
-        }
-        row = connection.execute(sa.insert(deployments).values(values).returning(deployments)).one()
-        return _deployment_of(row)
+    # Reading
 
     def get(self, deployment_id: str) -> DeploymentRecord:
-        """Return a deployment.
-
-        Raises `DeploymentNotFoundError` here and below, if none has this id.
-        """
+        """Return a deployment."""
         with reading(self._engine) as connection:
-            return _deployment_of(_find_row(connection, deployment_id))
+            return _deployment_of(_find(connection, deployment_id))
 
     def standings(self, deployment_ids: Sequence[str]) -> dict[str, DeploymentStanding]:
-        """Return how far deployments have come, by their ids; unknown ids are left out.
+        """Return how far deployments have come, by their ids, without ids that do not exist.
 
-        One query for up to a thousand, along indices: while anybody waits for a version, it is
-        asked each second.
+        Clients that wait for a version cause a call each second. It is one query along indices for
+        up to a thousand deployments.
         """
         with reading(self._engine) as connection:
             return {
                 row.id: DeploymentStanding(
                     row.owner, row.version, row.ended_at is not None, bool(row.has_failed)
                 )
-                for ids in in_groups(deployment_ids)
-                for row in connection.execute(_STANDINGS, {"ids": ids})
+                for ids in groups_of_ids(deployment_ids)
+                for row in connection.execute(sql.DEPLOYMENT_STANDINGS, {"ids": ids})
             }
 
     def page(
         self, limit: int, before: int | None = None, *, owner: str | None = None
     ) -> list[DeploymentRecord]:
         """Return deployments, newest first, of positions below ``before``."""
-        query = newest_first(sa.select(deployments), deployments, limit, before, owner)
         with reading(self._engine) as connection:
-            return [_deployment_of(row) for row in connection.execute(query)]
+            rows = page_rows(connection, deployments, limit, {"before": before, "owner": owner})
+            return [_deployment_of(row) for row in rows]
 
     def pending(self) -> list[str]:
-        """Return the ids of the deployments for which there is something to do, oldest first."""
-        query = (
-            sa.select(deployments.c.id)
-            .where(deployments.c.ended_at.is_(None))
-            .where(
-                deployments.c.job_reason.is_not(None)
-                | (deployments.c.num_reports > deployments.c.num_judged)
-            )
-            .order_by(deployments.c.position)
-        )
+        """Return the ids of deployments that want a solve or have a new report, oldest first."""
         with reading(self._engine) as connection:
-            return list(connection.execute(query).scalars())
+            return list(connection.execute(sql.PENDING_DEPLOYMENTS).scalars())
 
     def documents(self, deployment_id: str) -> Documents:
         with reading(self._engine) as connection:
-            row = _find_row(connection, deployment_id)
-        return Documents(problem=row.problem, measured=row.measured, planned=row.planned)
+            return to_record(Documents, _find(connection, deployment_id))
 
     def versions(self, deployment_id: str) -> list[VersionRecord]:
         with reading(self._engine) as connection:
-            position = _find_row(connection, deployment_id).position
-            query = (
-                sa.select(*_SHOWN)
-                .where(deployment_versions.c.position == position)
-                .order_by(deployment_versions.c.version)
-            )
-            return [record_of(VersionRecord, row) for row in connection.execute(query)]
+            parameters = {"at": _find(connection, deployment_id).position}
+            rows = connection.execute(sql.VERSIONS, parameters)
+            return [to_record(VersionRecord, row) for row in rows]
 
     def schedule(self, deployment_id: str) -> tuple[int, str] | None:
         """Return number and schedule (JSON text) of the newest version; None before the first."""
-        newest = (
-            sa.select(deployment_versions.c.version, deployment_versions.c.schedule)
-            .join(deployments, deployments.c.position == deployment_versions.c.position)
-            .where(deployments.c.id == deployment_id)
-            .where(deployments.c.version == deployment_versions.c.version)
-        )
         with reading(self._engine) as connection:
-            _find_row(connection, deployment_id)
-            found = connection.execute(newest).one_or_none()
+            parameters = {"at": _find(connection, deployment_id).position}
+            found = connection.execute(sql.NEWEST_VERSION, parameters).one_or_none()
         return None if found is None else (found.version, found.schedule)
 
-    # What training runs do
+    # Methods for training runs
 
     def report(
         self, deployment_id: str, report: Report, measure: Callable[[str, Sequence[str]], str]
     ) -> DeploymentRecord:
-        """Keep a report and what is now measured.
+        """Store a report and the problem as measured now.
 
-        ``measure``: from the problem as registered and the documents of the newest reports, oldest
-        first, to the problem as measured. Raises `StateConflictError` if the deployment has ended,
-        or has no such version.
+        ``measure`` returns the problem as measured. It gets the problem as registered, and the
+        documents of the newest reports, oldest first. Raises `StateConflictError` if the deployment
+        has ended or has no such version.
         """
         with writing(self._engine) as connection:
-            row = _find_row(connection, deployment_id, for_update=True)
-            _expect_version(row, report.version)
-            self._insert_report(connection, row.position, report)
+            row = _find(connection, deployment_id, lock=True)
+            if row.ended_at is not None:
+                raise StateConflictError(
+                    f"deployment {row.id} has ended; register the training run again"
+                )
+            if not 1 <= report.version <= row.version:
+                has = f"versions 1 to {row.version}" if row.version else "no version yet"
+                raise StateConflictError(
+                    f"version = {report.version}: deployment {row.id} has {has}; report the "
+                    "version that ran"
+                )
+            at = {"at": row.position}
+            measurement = {**asdict(report), "position": row.position}
+            connection.execute(sql.INSERT_MEASUREMENT, {**measurement, "at": self._now()})
             if report.step_ms is not None:
-                _average(connection, row.position, report.version, report.step_ms)
-            documents = _keep_newest_reports(connection, row.position)
-            changed = (
-                sa.update(deployments)
-                .where(deployments.c.position == row.position)
-                .values(measured=measure(row.problem, documents), num_reports=row.num_reports + 1)
-                .returning(deployments)
-            )
-            return _deployment_of(connection.execute(changed).one())
-
-    def _insert_report(self, connection: sa.Connection, position: int, report: Report) -> None:
-        connection.execute(
-            sa.insert(measurements).values(
-                position=position,
-                at=self._now(),
-                version=report.version,
-                step=report.step,
-                step_ms=report.step_ms,
-                document=report.document,
-            )
-        )
+                step = {"of_version": report.version, "step_ms": report.step_ms}
+                connection.execute(sql.ADD_STEP_TIME, at | step)
+            kept = connection.execute(sql.NEWEST_MEASUREMENTS, at | {"most": KEPT_REPORTS}).all()
+            connection.execute(sql.DELETE_MEASUREMENTS_BEFORE, at | {"number": kept[-1].number})
+            values = {
+                "measured": measure(row.problem, [one.document for one in reversed(kept)]),
+                "num_reports": row.num_reports + 1,
+            }
+            return _deployment_of(connection.execute(sql.UPDATE_DEPLOYMENT, at | values).one())
 
     def end(self, deployment_id: str) -> DeploymentRecord:
-        """End a deployment; an ended one stays as it is."""
+        """End a deployment; an ended deployment does not change."""
         with writing(self._engine) as connection:
-            row = _find_row(connection, deployment_id, for_update=True)
+            row = _find(connection, deployment_id, lock=True)
             if row.ended_at is None:
-                ended = (
-                    sa.update(deployments)
-                    .where(deployments.c.position == row.position)
-                    .values(ended_at=self._now())
-                    .returning(deployments)
-                )
-                row = connection.execute(ended).one()
+                values = {"at": row.position, "ended_at": self._now()}
+                row = connection.execute(sql.UPDATE_DEPLOYMENT, values).one()
             return _deployment_of(row)
 
-    # What servers do
+    # Methods for servers
 
     def start(self, known: DeploymentRecord, job_id: str) -> DeploymentRecord | None:
-        """Write down the job of the solve that is wanted."""
+        """Store the job of the solve that is wanted."""
         with writing(self._engine) as connection:
             return _change(connection, known, job_id=job_id)
 
     def saw(self, known: DeploymentRecord, num_seen: int) -> DeploymentRecord | None:
-        """Write down how many schedules of the job were looked at."""
+        """Store how many schedules of the job were considered."""
         with writing(self._engine) as connection:
             return _change(connection, known, num_seen=num_seen)
 
@@ -274,30 +219,29 @@ class DeploymentStore:
                 expected_ms=None,
             )
             if changed is not None:
-                connection.execute(
-                    sa.insert(deployment_versions).values(
-                        position=known.position,
-                        version=changed.version,
-                        created_at=self._now(),
-                        reason=new.reason,
-                        job_id=known.job_id,
-                        predicted_ms=new.predicted_ms,
-                        num_measured=0,
-                        schedule=new.schedule,
-                    )
-                )
+                values = {
+                    "position": known.position,
+                    "version": changed.version,
+                    "created_at": self._now(),
+                    "reason": new.reason,
+                    "job_id": known.job_id,
+                    "predicted_ms": new.predicted_ms,
+                    "num_measured": 0,
+                    "schedule": new.schedule,
+                }
+                connection.execute(sql.INSERT_VERSION, values)
             return changed
 
     def settle(
         self, known: DeploymentRecord, error: JobError | None = None
     ) -> DeploymentRecord | None:
-        """Write down that the solve is over, and why it gave nothing."""
+        """Store that the solve has ended, and the error if it found nothing."""
         with writing(self._engine) as connection:
-            error_text = None if error is None else storable(dump(error))
+            error_text = None if error is None else storable(to_json(error))
             return _change(connection, known, job_id=None, job_reason=None, error=error_text)
 
     def judge(self, known: DeploymentRecord, judgement: Judgement) -> DeploymentRecord | None:
-        """Write down how the schedule in use does, and that a solve is wanted where it is."""
+        """Store how good the schedule in use is, and whether a solve is wanted."""
         values: dict[str, Any] = {
             "num_judged": judgement.num_reports,
             "current_ms": judgement.current_ms,
@@ -315,117 +259,54 @@ class DeploymentStore:
         with writing(self._engine) as connection:
             return _change(connection, known, **values)
 
+    # Deletion
+
     def delete_ended(self, before: float, limit: int) -> int:
         """Delete up to ``limit`` deployments that ended before a moment; return how many."""
-        old = (
-            sa.select(deployments.c.position)
-            .where(deployments.c.ended_at < before)
-            .order_by(deployments.c.position)
-            .limit(limit)
-        )
         with writing(self._engine) as connection:
-            positions = list(connection.execute(old).scalars())
-            _forget(connection, positions)
+            parameters = {"before": before, "most": limit}
+            positions = list(connection.execute(sql.OLD_DEPLOYMENTS, parameters).scalars())
+            _delete(connection, positions)
         return len(positions)
 
     def delete(self, deployment_id: str) -> None:
-        """Forget an ended deployment, its versions and its reports.
+        """Delete an ended deployment, its versions and its reports.
 
         Raises `StateConflictError` if it has not ended.
         """
         with writing(self._engine) as connection:
-            row = _find_row(connection, deployment_id, for_update=True)
+            row = _find(connection, deployment_id, lock=True)
             if row.ended_at is None:
                 raise StateConflictError(
                     f"deployment {deployment_id} goes on: only an ended one can be deleted; end it "
                     f"first: POST /v1/deployments/{deployment_id}/end"
                 )
-            _forget(connection, [row.position])
+            _delete(connection, [row.position])
 
 
-# --- Rows of deployments: found, read, changed by compare-and-set, and made into values.
-
-KEPT_REPORTS: Final = 5
-"""Times are medians over so many reports: a slow step now and then moves none of them."""
-
-_BY_ID = sa.select(deployments).where(deployments.c.id == sa.bindparam("id"))
-_EXPECTED = ("version", "num_solves", "job_reason", "job_id")
-
-
-def _find_row(
-    connection: sa.Connection, deployment_id: str, *, for_update: bool = False
-) -> sa.Row[Any]:
-    query = _BY_ID.with_for_update() if for_update else _BY_ID
-    return row_with_id(connection, query, deployment_id, DeploymentNotFoundError)
-
-
-def _forget(connection: sa.Connection, positions: list[int]) -> None:
-    for table in (measurements, deployment_versions, deployments):
-        connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
+def _find(connection: sa.Connection, deployment_id: str, *, lock: bool = False) -> sa.Row[Any]:
+    statement = sql.DEPLOYMENT_BY_ID_LOCKED if lock else sql.DEPLOYMENT_BY_ID
+    return row_by_id(connection, statement, deployment_id, DeploymentNotFoundError)
 
 
 def _change(
     connection: sa.Connection, known: DeploymentRecord, **values: Any
 ) -> DeploymentRecord | None:
-    """Change a deployment that is still as known."""
-    same = [deployments.c[name].is_not_distinct_from(getattr(known, name)) for name in _EXPECTED]
-    changed = (
-        sa.update(deployments)
-        .where(deployments.c.position == known.position, deployments.c.ended_at.is_(None), *same)
-        .values(**values)
-        .returning(deployments)
-    )
-    row = connection.execute(changed).one_or_none()
+    """Change a deployment that is still as the caller knows it; None if it is not."""
+    expected = {f"known_{name}": getattr(known, name) for name in sql.KNOWN_OF_DEPLOYMENT}
+    values |= expected | {"at": known.position}
+    row = connection.execute(sql.CHANGE_DEPLOYMENT, values).one_or_none()
     return None if row is None else _deployment_of(row)
 
 
-def _expect_version(row: sa.Row[Any], version: int) -> None:
-    """Refuse a report to an ended deployment, or about a version that is not.
-
-    Raises `StateConflictError` with what there is.
-    """
-    if row.ended_at is not None:
-        raise StateConflictError(f"deployment {row.id} has ended; register the training run again")
-    if not 1 <= version <= row.version:
-        has = f"versions 1 to {row.version}" if row.version else "no version yet"
-        raise StateConflictError(
-            f"version = {version}: deployment {row.id} has {has}; report the version that ran"
-        )
-
-
-def _average(connection: sa.Connection, position: int, version: int, step_ms: float) -> None:
-    """Take a step time into the mean of a version."""
-    columns = deployment_versions.c
-    total = sa.func.coalesce(columns.measured_ms, 0.0) * columns.num_measured + step_ms
-    connection.execute(
-        sa.update(deployment_versions)
-        .where(columns.position == position, columns.version == version)
-        .values(
-            measured_ms=total / (columns.num_measured + 1.0), num_measured=columns.num_measured + 1
-        )
-    )
-
-
-def _keep_newest_reports(connection: sa.Connection, position: int) -> list[str]:
-    """Return the reports to keep, oldest first, and delete the others."""
-    newest = (
-        sa.select(measurements.c.number, measurements.c.document)
-        .where(measurements.c.position == position)
-        .order_by(measurements.c.number.desc())
-        .limit(KEPT_REPORTS)
-    )
-    kept = connection.execute(newest).all()
-    connection.execute(
-        sa.delete(measurements).where(
-            measurements.c.position == position, measurements.c.number < kept[-1].number
-        )
-    )
-    return [row.document for row in reversed(kept)]
+def _delete(connection: sa.Connection, positions: list[int]) -> None:
+    for statement in sql.DELETE_DEPLOYMENTS:
+        connection.execute(statement, {"positions": positions})
 
 
 def _deployment_of(row: sa.Row[Any]) -> DeploymentRecord:
     options = json.loads(row.options)
-    return record_of(
+    return to_record(
         DeploymentRecord,
         row,
         options=JobOptions(**options["job"]),

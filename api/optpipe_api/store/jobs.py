@@ -1,133 +1,118 @@
-"""The store of jobs, over SQLite and PostgreSQL; `tests/api/store` holds it to this.
+"""The store of jobs, over SQLite and PostgreSQL; this docstring is its contract.
 
-1. **Atomic.** Each method is one transaction. A process killed inside leaves all of it or nothing.
-2. **Accepted is kept.** When `add` returns, the job survives a kill of the server.
-3. **Compare and set.** A state changes only along `jobs.transition`, and only if the job is still
-   in the state, and under the lease, that the caller believes in. Whoever comes too late gets None
-   and must stop working on the job. Two claims never return the same attempt of a job.
-4. **Final is final.** A finished job refuses every write, until `resume`, or the end of a tighter
-   item of its batch, queues it again.
-5. **Leases.** A running job has an owner and a time until which it is his; `heartbeat` and
-   `record` move that time. `expire` takes jobs whose time has passed, whoever owned them, and
-   those whose owner the caller knows to be gone, and puts them back (or ends them: cancelled where
-   asked for, failed at too many deaths). A lease that ran out but was not yet taken away may still
-   be renewed. Servers that share a store must agree on the time to well below a lease.
-6. **The best is kept.** The schedule is replaced only by one at least as good, the bound only by a
-   higher one, across attempts. Neither is ever lost, not by failure nor by cancellation.
-7. **Once.** A second `add` under the same idempotency key of the same owner returns the first job,
-   or refuses when the request differs. Two at the same time too.
-8. **Owners take turns.** Next is a job of the owner of whom the fewest run, among those the one
-   served longest ago; within an owner the highest priority, then the oldest. Only priorities above
-   `MAX_SHARED_PRIORITY` go before all turns. `page` lists newest first, without doubles or holes
-   for jobs that existed when the first page was read.
-9. **History.** Every change of state, better schedule and higher bound is an entry, written in the
-   transaction of the change; so is every death. Its numbers grow within a job in the order in
-   which entries can be read: who has read up to a number misses nothing by asking for later ones.
-   A finished job's last entry is its state; a job that has a schedule has an incumbent entry of
+The tests in `tests/api/store` check it on both databases.
+
+1. **Atomic.** Each method is one transaction. If the process is killed inside a method, all of its
+   changes are stored or none.
+2. **Durable.** When `add` returns, the job survives a kill of the server.
+3. **Compare and set.** A state changes only along `jobs.transition`. The job must still be in the
+   state, and under the lease, that the caller names. Otherwise the method returns None, and the
+   caller must stop working on the job. Two claims never return the same attempt of a job.
+4. **Final.** A finished job refuses every write. Only `resume`, or the end of a tighter item of its
+   batch, queues it again.
+5. **Leases.** A running job has an owner, and a time until which the lease holds. `heartbeat`,
+   `record` and `tell` move that time. `expire` takes back the jobs whose lease has run out, and
+   those whose owner the caller knows to be gone. It queues them again; it cancels a job if that was
+   requested, and fails one that died too often. A lease that ran out can be renewed until `expire`
+   takes the job. Servers that share a store must agree on the time to well below a lease.
+6. **The best is kept.** Across attempts, a schedule is replaced only by one at least as good, and a
+   bound only by a higher one. Failure and cancellation lose neither.
+7. **Idempotent.** A second `add` under the same idempotency key of the same owner returns the first
+   job, or refuses if the request differs. This also holds for two calls at the same time.
+8. **Owners take turns.** The next job belongs to the owner with the fewest running jobs. Among
+   several such owners, it belongs to the one whose last claim is the oldest. Within an owner the
+   highest priority is first, then the oldest job. Only priorities above `MAX_SHARED_PRIORITY`
+   precede all turns. `page` lists newest first. It neither repeats nor skips a job that existed
+   when the first page was read.
+9. **History.** Every change of state, better schedule, higher bound and death is an entry, written
+   in the transaction of the change. Numbers of entries grow within a job in the order in which
+   readers can see them. A reader of all entries up to a number misses none by reading later ones.
+   The last entry of a finished job is its state. A job with a schedule has an incumbent entry of
    its objective.
 
-A database that does not answer raises `StoreUnavailableError`. Methods block: call them from a
-thread, never from the event loop. All are safe to call from several threads at once.
+Methods block: call them from a thread, never from the event loop. Several threads may call them at
+the same time. They raise `StoreUnavailableError` if the database does not answer. Methods that take
+the id of a job raise `JobNotFoundError` if no job has this id.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from functools import lru_cache
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING, Any
 
 from optpipe.answers import EventKind, JobState
 from optpipe.errors import InputError
-from optpipe_api.errors import StateConflictError
+from optpipe.requests import JobKind
+from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictError
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     AttemptOutcome,
     Claim,
+    DocumentKind,
+    HistoryEntry,
     JobError,
     JobEvent,
     JobRecord,
     Lease,
     NewJob,
+    Standing,
+    StoredSchedule,
     TracePoint,
     Waiting,
 )
-from optpipe_api.store.database import (
-    added_once,
-    batches,
-    checkpoints,
-    comparisons,
-    deployments,
-    events,
-    job_tags,
-    jobs,
-    models,
-    problems,
-    questions,
-    reading,
-    schedules,
-    tuned,
-    turns,
-    writing,
-)
-from optpipe_api.store.job_rows import (
-    ASKED_LIMIT,
-    JobReads,
-    change,
-    document_of,
-    dump,
-    find_by_key,
-    find_row,
-    insert,
-    job_of,
+from optpipe_api.store import statements as sql
+from optpipe_api.store.database import reading, writing
+from optpipe_api.store.shared import (
+    EQUAL,
+    FIRST_LIMIT,
+    add_entry,
+    add_once,
+    cancel,
+    change_state,
+    check_limits,
+    delete_jobs,
+    groups_of_ids,
+    hand_on,
+    insert_job,
+    is_id,
     jobs_of,
-    keep,
-    leased_row,
-    note,
+    key_digest,
     options_of,
+    page_rows,
     plan_of,
-    put,
-    refuse_when_full,
-    refuse_when_kept,
-    refuse_when_many,
-    spent,
+    prolong,
+    put_documents,
+    row_by_id,
     storable,
-    update,
+    to_json,
+    to_record,
 )
+from optpipe_api.store.tables import jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["AttemptOutcome", "JobStore", "finish", "forget", "give_back", "hand_on", "prolong"]
+    import sqlalchemy as sa
 
+    from optpipe_api.jobs import BatchPlan
 
-_IS_QUEUED = jobs.c.state == JobState.QUEUED.value
-_IS_RUNNING = jobs.c.state == JobState.RUNNING.value
-_FIRST_OF = (
-    sa.select(jobs)
-    .where(_IS_QUEUED, jobs.c.owner == sa.bindparam("owner"))
-    .order_by(jobs.c.priority.desc(), jobs.c.position)
-    .limit(1)
-    .with_for_update(skip_locked=True)
-)
-_WAITING = (
-    sa.select(jobs.c.owner, sa.func.max(jobs.c.priority), sa.func.min(jobs.c.position))
-    .where(_IS_QUEUED)
-    .group_by(jobs.c.owner)
-)
-_CLAIM_LOCK = 0x0F71D1FF
-_MOST_PLACES = 5000
-_MOST_WORDS = 1000
+__all__ = ["AttemptOutcome", "JobStore"]
+
+_MAX_PLACES = 5000
+_MAX_LOG_CHARACTERS = 1000
+_MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
+"""After so many attempts an item of a batch ends by this event, even with a worse schedule."""
+_ANY_MS = 1e300
 
 
-class JobStore(JobReads):
-    """Keeps jobs; the promises are in the module's docstring."""
+class JobStore:
+    """Stores jobs; the module's docstring is the contract."""
 
     def __init__(self, engine: sa.Engine, clock: Callable[[], float]) -> None:
-        super().__init__(engine)
+        self._engine = engine
         self._now = clock
 
     # Submitting
@@ -140,41 +125,230 @@ class JobStore(JobReads):
         max_of_owner: int | None = None,
         max_kept: int | None = None,
     ) -> tuple[JobRecord, bool]:
-        """Keep a job and return it; the flag is False where the key had made it before.
+        """Store a job and return it; the flag is False if the key had stored it before.
 
-        Raises `QueueFullError` if ``max_queued`` jobs wait already; one that is born finished needs
-        no room; `TooManyJobsError` if ``max_of_owner`` jobs of its owner wait or run already,
-        likewise; `TooManyKeptError` if ``max_kept`` are kept; `KeyReusedError` if the idempotency
-        key belongs to another request. Of the job of a deployment, which counts itself, only the
-        first.
+        A job that is added finished takes no place in the queue. A job of a deployment is limited
+        by ``max_queued`` alone, because the deployment counts itself. Raises `QueueFullError`,
+        `TooManyJobsError` or `TooManyKeptError` if it exceeds a limit of `check_limits`. Raises
+        `KeyReusedError` if the idempotency key belongs to another request.
         """
+        digest = key_digest(new.owner, new.idempotency_key)
+        has_deployment = new.deployment_id is not None
 
-        def insert_new(connection: sa.Connection) -> tuple[JobRecord, bool]:
-            if new.finished is None:
-                refuse_when_full(connection, max_queued)
-            if new.deployment_id is None:
-                refuse_when_kept(connection, new.owner, max_kept)
-                if new.finished is None:
-                    refuse_when_many(connection, new.owner, max_of_owner)
-            return insert(connection, new, self._now()), True
+        def insert(connection: sa.Connection) -> tuple[JobRecord, bool]:
+            check_limits(
+                connection,
+                new.owner,
+                int(new.finished is None),
+                max_queued,
+                max_of_owner=None if has_deployment else max_of_owner,
+                num_new=1,
+                max_kept=None if has_deployment else max_kept,
+            )
+            return jobs_of(connection, [insert_job(connection, new, self._now())])[0], True
 
         def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
-            known = find_by_key(connection, new)
-            return None if known is None else (known, False)
+            if digest is None:
+                return None
+            row = connection.execute(sql.JOB_BY_KEY, {"key": digest}).one_or_none()
+            if row is None:
+                return None
+            (job,) = jobs_of(connection, [row])
+            # The request of a resumed job had a shorter time limit.
+            first_s = json.loads(row.options).get(FIRST_LIMIT, job.options.time_limit_s)
+            options = replace(job.options, time_limit_s=first_s)
+            request = (job.kind, job.problem_hash, options, job.priority, job.tags)
+            tags = tuple(sorted(set(new.tags)))
+            if request != (new.kind, new.problem_hash, new.options, new.priority, tags):
+                raise KeyReusedError(
+                    f"the Idempotency-Key {new.idempotency_key!r} made job {job.id} from another "
+                    "problem or other options; use a new key for a new request"
+                )
+            return job, False
 
-        return added_once(self._engine, find, insert_new)
+        return add_once(self._engine, find, insert)
 
-    # Changing
+    # Reading
+
+    def get(self, job_id: str) -> JobRecord:
+        """Return a job."""
+        with reading(self._engine) as connection:
+            return jobs_of(connection, [_find(connection, job_id)])[0]
+
+    def standings(self, job_ids: Sequence[str]) -> dict[str, Standing]:
+        """Return how far jobs have come, by their ids, without ids that do not exist.
+
+        Clients that wait for a job cause a call each second. It is one query along indices for up
+        to a thousand jobs.
+        """
+        with reading(self._engine) as connection:
+            return {
+                row.id: Standing(row.owner, JobState(row.state), row.num_schedules, row.last_entry)
+                for ids in groups_of_ids(job_ids)
+                for row in connection.execute(sql.JOB_STANDINGS, {"ids": ids})
+            }
+
+    def page(
+        self,
+        limit: int,
+        before: int | None = None,
+        *,
+        owner: str | None = None,
+        state: JobState | None = None,
+        tag: str | None = None,
+        batch_id: str | None = None,
+    ) -> list[JobRecord]:
+        """Return up to ``limit`` jobs, newest first, of positions below ``before``.
+
+        An owner, a state, a tag and a batch restrict the jobs if they are given.
+        """
+        filters = {"before": before, "owner": owner, "tag": tag, "batch_id": batch_id}
+        filters["state"] = None if state is None else state.value
+        with reading(self._engine) as connection:
+            return jobs_of(connection, page_rows(connection, jobs, limit, filters))
+
+    def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[JobRecord]:
+        """Return an owner's succeeded and infeasible jobs of one problem or model, newest first."""
+        parameters = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
+        with reading(self._engine) as connection:
+            return jobs_of(connection, connection.execute(sql.SAME_JOBS, parameters).all())
+
+    def alike(self, shape_hash: str, *, owner: str, limit: int) -> list[JobRecord]:
+        """Return an owner's finished jobs of one shape that have a schedule, newest first."""
+        parameters = {"hash": shape_hash, "owner": owner, "most": limit}
+        with reading(self._engine) as connection:
+            return jobs_of(connection, connection.execute(sql.ALIKE_JOBS, parameters).all())
+
+    def documents(self, job_id: str, *kinds: DocumentKind) -> dict[DocumentKind, str]:
+        """Return the documents of these kinds that a job has, all of one moment."""
+        rows = self._document_rows(job_id, *kinds)
+        return {DocumentKind(row.kind): row.document for row in rows if row.kind is not None}
+
+    def problem(self, job_id: str) -> str | None:
+        """Return the problem of a job as JSON text; None for a plan or tune without schedule."""
+        return self.documents(job_id, DocumentKind.PROBLEM).get(DocumentKind.PROBLEM)
+
+    def model(self, job_id: str) -> str | None:
+        """Return the model of a plan as JSON text; None for other jobs."""
+        return self.documents(job_id, DocumentKind.MODEL).get(DocumentKind.MODEL)
+
+    def comparison(self, job_id: str) -> str | None:
+        """Return the rows of an ended comparison as JSON text; None for other jobs."""
+        return self.documents(job_id, DocumentKind.COMPARISON).get(DocumentKind.COMPARISON)
+
+    def question(self, job_id: str) -> str | None:
+        """Return the question of a tune as JSON text; None for other jobs."""
+        return self.documents(job_id, DocumentKind.QUESTION).get(DocumentKind.QUESTION)
+
+    def tuned(self, job_id: str) -> str | None:
+        """Return the result of a tune as JSON text; None for other jobs and before the first."""
+        return self.documents(job_id, DocumentKind.TUNED).get(DocumentKind.TUNED)
+
+    def checkpoint(self, job_id: str) -> str | None:
+        """Return the search state of a tune as JSON text; None for other jobs and before it."""
+        return self.documents(job_id, DocumentKind.CHECKPOINT).get(DocumentKind.CHECKPOINT)
+
+    def schedule(self, job_id: str, *, with_problem: bool = False) -> StoredSchedule | None:
+        """Return the best schedule of a job; None before the first.
+
+        ``with_problem``: read the problem that it solves, too.
+        """
+        kinds = [DocumentKind.SCHEDULE, *([DocumentKind.PROBLEM] if with_problem else [])]
+        rows = self._document_rows(job_id, *kinds)
+        texts = {row.kind: row.document for row in rows}
+        if DocumentKind.SCHEDULE not in texts:
+            return None
+        return StoredSchedule(
+            document=texts[DocumentKind.SCHEDULE],
+            number=rows[0].num_schedules,
+            owner=rows[0].owner,
+            problem=texts.get(DocumentKind.PROBLEM),
+        )
+
+    def _document_rows(self, job_id: str, *kinds: DocumentKind) -> Sequence[Any]:
+        parameters = {"id": job_id, "kinds": [kind.value for kind in kinds]}
+        if is_id(job_id):
+            with reading(self._engine) as connection:
+                rows = connection.execute(sql.DOCUMENTS_OF_JOB, parameters).all()
+            if rows:
+                return rows
+        raise JobNotFoundError(job_id)
+
+    def history(self, job_id: str, after: int = 0, limit: int = 500) -> list[HistoryEntry]:
+        """Return up to ``limit`` entries of numbers above ``after``, oldest first."""
+        with reading(self._engine) as connection:
+            at = _find(connection, job_id).position
+            rows = connection.execute(sql.HISTORY, {"at": at, "after": after, "most": limit})
+            return [to_record(HistoryEntry, row, kind=EventKind(row.kind)) for row in rows]
+
+    def trace(self, job_id: str) -> list[TracePoint]:
+        """Return the better schedules and higher bounds of a job's history, oldest first."""
+        with reading(self._engine) as connection:
+            rows = connection.execute(sql.TRACE, {"at": _find(connection, job_id).position})
+            return [to_record(TracePoint, row) for row in rows]
+
+    def made_by(self, job_id: str) -> str:
+        """Return the method of the newest incumbent; an empty text without one."""
+        with reading(self._engine) as connection:
+            parameters = {"at": _find(connection, job_id).position}
+            return connection.execute(sql.NEWEST_METHOD, parameters).scalar_one_or_none() or ""
+
+    def counts(self) -> dict[JobState, int]:
+        """Return the number of jobs in each state; health checks call it, too."""
+        with reading(self._engine) as connection:
+            found = {row[0]: row[1] for row in connection.execute(sql.NUM_JOBS_BY_STATE)}
+        return {state: found.get(state.value, 0) for state in JobState}
+
+    def queue(self, num_slots: int, max_running: int | None = None) -> dict[str, Waiting]:
+        """Return the places of the 5,000 oldest queued jobs, by their ids.
+
+        The places are those of a simulation: ``num_slots`` slots, or as many as are busy, take the
+        jobs in turn. No other job comes, and every job uses its whole time limit.
+        """
+        with reading(self._engine) as connection:
+            running = connection.execute(sql.RUNNING_PLACES).all()
+            queued = connection.execute(sql.QUEUED_PLACES, {"most": _MAX_PLACES}).all()
+            turns = _last_turns(connection)
+        now = at = self._now()
+        ends = [(max(now, row.claimed_at + _left_s(row)), row.owner) for row in running]
+        heapify(ends)
+        num_running = Counter(row.owner for row in running)
+        lines: dict[str, deque[Any]] = defaultdict(deque)
+        for row in sorted(queued, key=lambda row: (-row.priority, row.position)):
+            lines[row.owner].append(row)
+        found: dict[str, Waiting] = {}
+        last_turn = max(turns.values(), default=0)
+        num_free = max(0, num_slots - len(running))
+        while True:
+            next_turns = [
+                _turn(owner, line[0].priority, line[0].position, num_running[owner], turns[owner])
+                for owner, line in lines.items()
+                if num_free > 0 and not _is_at_limit(owner, num_running[owner], max_running)
+            ]
+            if next_turns:
+                owner = min(next_turns)[-1]
+                row = lines[owner].popleft()
+                if not lines[owner]:
+                    del lines[owner]
+                found[row.id] = Waiting(place=len(found) + 1, starts_at=at)
+                last_turn = turns[owner] = last_turn + 1
+                num_running[owner] += 1
+                num_free -= 1
+                heappush(ends, (at + _left_s(row), owner))
+            elif lines and ends:
+                at, owner = heappop(ends)
+                num_running[owner] -= 1
+                num_free += 1
+            else:
+                return found
+
+    # Changing a job from outside
 
     def request_cancel(self, job_id: str) -> JobRecord:
-        """Cancel a queued job; mark a running one; leave a finished one. Return the job."""
+        """Cancel a queued job, mark a running job, leave a finished job; return the job."""
         with writing(self._engine) as connection:
-            row = find_row(connection, job_id, for_update=True)
-            if row.state == JobState.QUEUED.value:
-                change(connection, row, JobEvent.CANCEL, self._now())
-            elif row.state == JobState.RUNNING.value:
-                update(connection, row, cancel_requested=True)
-            return job_of(connection, find_row(connection, job_id))
+            row = _find(connection, job_id, lock=True)
+            return jobs_of(connection, [cancel(connection, row, self._now())])[0]
 
     def resume(
         self,
@@ -187,51 +361,91 @@ class JobStore(JobReads):
     ) -> JobRecord:
         """Queue a finished job again with a longer time limit; it keeps its best.
 
-        Raises `StateConflictError` if it has not ended, or is proven optimal or infeasible;
-        `InputError` if the limit would exceed ``max_time_limit_s``; `QueueFullError`,
-        `TooManyJobsError` as `add`.
+        Raises `StateConflictError` if it has not ended, or is proven optimal or infeasible. Raises
+        `QueueFullError` or `TooManyJobsError` as `add`, and `InputError` if its time limit would
+        exceed ``max_time_limit_s``.
         """
         with writing(self._engine) as connection:
-            row = find_row(connection, job_id, for_update=True)
-            job = job_of(connection, row)
-            _refuse_pointless(job)
-            refuse_when_full(connection, max_queued)
-            refuse_when_many(connection, job.owner, max_of_owner)
-            prolong(
-                connection,
-                row,
-                job,
-                self._now(),
-                seconds=seconds,
-                max_time_limit_s=max_time_limit_s,
-            )
-            return job_of(connection, find_row(connection, job_id))
+            row = _find(connection, job_id, lock=True)
+            (job,) = jobs_of(connection, [row])
+            if not job.state.is_final:
+                raise StateConflictError(
+                    f"job {job.id} is {job.state.value}: only a finished job can be resumed; wait "
+                    "for its end, or cancel it first"
+                )
+            if job.is_proven:
+                proven = "infeasible" if job.state is JobState.INFEASIBLE else "optimal"
+                raise StateConflictError(
+                    f"job {job.id} is proven {proven}: more time changes nothing; submit another "
+                    "problem"
+                )
+            check_limits(connection, job.owner, 1, max_queued, max_of_owner=max_of_owner)
+            old_s = job.options.time_limit_s
+            if old_s + seconds > max_time_limit_s:
+                raise InputError(
+                    f"time_limit_s = {seconds}: with the {old_s} s it had, job {job.id} would get "
+                    f"{old_s + seconds} s, more than {max_time_limit_s} "
+                    "(OPTPIPE_MAX_TIME_LIMIT_S); ask for less"
+                ).at("/time_limit_s")
+            return jobs_of(connection, [prolong(connection, row, job, seconds, self._now())])[0]
+
+    def delete(self, job_id: str) -> None:
+        """Delete an ended job, its documents and its history, and the batch of the last job.
+
+        Raises `StateConflictError` if the job or its deployment has not ended.
+        """
+        with writing(self._engine) as connection:
+            row = _find(connection, job_id, lock=True)
+            if not JobState(row.state).is_final:
+                raise StateConflictError(
+                    f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
+                    f"first: POST /v1/jobs/{job_id}/cancel"
+                )
+            if connection.execute(sql.LIVE_DEPLOYMENT, {"id": row.deployment_id}).first():
+                raise StateConflictError(
+                    f"job {job_id} belongs to deployment {row.deployment_id}, which goes on and "
+                    f"reads it; end that first: POST /v1/deployments/{row.deployment_id}/end"
+                )
+            delete_jobs(connection, [row])
+
+    def delete_finished(self, before: float, limit: int = 500) -> int:
+        """Delete up to ``limit`` jobs that ended before a time, oldest first; return how many.
+
+        Jobs of a deployment that has not ended remain. Jobs of a batch remain until all of them
+        are old; the batch is deleted with the last of them.
+        """
+        with writing(self._engine) as connection:
+            parameters = {"before": before, "most": limit}
+            rows = connection.execute(sql.OLD_JOBS_LOCKED, parameters).all()
+            if rows:
+                delete_jobs(connection, rows)
+            return len(rows)
+
+    # Working on a job
 
     def claim(self, owner: str, lease_s: float, max_running: int | None = None) -> Claim | None:
-        """Take the queued job that is next; None where there is none.
+        """Take the queued job that is next; None without one.
 
-        ``owner``: of the lease. ``max_running``: so many jobs of one key may run under leases of
-        this owner; None = any number.
+        ``owner``: of the lease. ``max_running``: the maximum number of jobs of one API key that
+        run under leases of this owner; None = no maximum.
         """
-        # Idle slots ask often: look before taking the write lock.
+        # Idle slots claim often. A look needs no write lock.
         with reading(self._engine) as connection:
-            if not _turns(connection, owner, max_running):
+            if not _next_owners(connection, owner, max_running):
                 return None
         with writing(self._engine) as connection:
             if connection.dialect.name == "postgresql":
-                # Two that count at the same time would both think it is the same owner's turn.
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CLAIM_LOCK)))
-            # A row that somebody holds is being cancelled.
-            found = (
-                connection.execute(_FIRST_OF, {"owner": turn.owner}).one_or_none()
-                for turn in _turns(connection, owner, max_running)
-            )
-            row = next((row for row in found if row is not None), None)
-            if row is None:
+                # Two claims that count at the same time would both take the same owner's turn.
+                connection.execute(sql.LOCK_CLAIMS)
+            for name in _next_owners(connection, owner, max_running):
+                row = connection.execute(sql.FIRST_OF_OWNER_LOCKED, {"owner": name}).one_or_none()
+                if row is not None:
+                    break
+            else:
                 return None
-            _note_turn(connection, row.owner)
+            connection.execute(sql.TAKE_TURN, {"owner": row.owner})
             now = self._now()
-            claimed = change(
+            claimed = change_state(
                 connection,
                 row,
                 JobEvent.CLAIM,
@@ -242,16 +456,35 @@ class JobStore(JobReads):
                 claimed_at=now,
                 started_at=now if row.started_at is None else row.started_at,
             )
-            return None if claimed is None else _claim_of(connection, claimed)
+            if claimed is None:
+                return None
+            plan = _plan_of_batch(connection, row)
+            better = _best_tighter(connection, row, plan, row.objective_ms, sql.BEST_ITEM)
+            if better is not None:
+                text = f"starts from the schedule of job {better.id}, whose problem is tighter"
+                add_entry(connection, row, now, EventKind.LOG, text=text)
+            positions = {"at": row.position, "start_at": (better or row).position}
+            texts = {
+                row.kind: row.document
+                for row in connection.execute(sql.DOCUMENTS_TO_CLAIM, positions)
+            }
+            return Claim(
+                lease=Lease(row.id, owner, claimed.attempt),
+                job=jobs_of(connection, [claimed])[0],
+                problem=texts.get(DocumentKind.PROBLEM),
+                model=texts.get(DocumentKind.MODEL),
+                question=texts.get(DocumentKind.QUESTION),
+                tuned=texts.get(DocumentKind.TUNED),
+                checkpoint=texts.get(DocumentKind.CHECKPOINT),
+                start=texts.get(DocumentKind.SCHEDULE),
+                is_carried=better is not None,
+            )
 
     def heartbeat(self, lease: Lease, lease_s: float) -> JobRecord | None:
-        """Renew a lease; None where it is lost."""
+        """Renew a lease; None if it is lost."""
         with writing(self._engine) as connection:
-            row = leased_row(connection, lease)
-            if row is None:
-                return None
-            renewed = update(connection, row, lease_expires_at=self._now() + lease_s)
-            return job_of(connection, renewed)
+            row = _leased(connection, lease)
+            return None if row is None else self._renew(connection, row, lease_s)
 
     def record(
         self,
@@ -264,484 +497,282 @@ class JobStore(JobReads):
         found: str | None = None,
         checkpoint: str | None = None,
     ) -> JobRecord | None:
-        """Keep an improvement, renewing the lease; None where it is lost.
+        """Store an improvement and renew the lease; None if the lease is lost.
 
-        ``problem`` is what a plan or tune chose, and replaces the job's along with the schedule;
-        ``found`` is what a tune says by now, and ``checkpoint`` where its search stands.
+        ``problem``: the choice of a plan or tune; it replaces the job's along with the schedule.
+        ``found``: the result of a tune so far. ``checkpoint``: the state of its search.
         """
         with writing(self._engine) as connection:
-            row = leased_row(connection, lease)
+            row = _leased(connection, lease)
             if row is None:
                 return None
-            now = self._now()
-            better = keep(
-                connection, row, point, now, schedule=schedule, problem=problem, found=found
+            better = _store_improvement(
+                connection, row, point, self._now(), schedule=schedule, problem=problem, found=found
             )
-            if checkpoint is not None:
-                put(connection, checkpoints, row.position, checkpoint)
-            renewed = update(connection, row, lease_expires_at=now + lease_s, **better)
-            return job_of(connection, renewed)
+            put_documents(connection, row.position, {DocumentKind.CHECKPOINT: checkpoint})
+            return self._renew(connection, row, lease_s, **better)
 
     def tell(self, lease: Lease, text: str, lease_s: float) -> JobRecord | None:
-        """Write a sentence of a search into the history, renewing the lease; None where lost."""
+        """Add a sentence of a search to the history and renew the lease; None if it is lost."""
         with writing(self._engine) as connection:
-            row = leased_row(connection, lease)
+            row = _leased(connection, lease)
+            if row is None:
+                return None
+            sentence = storable(text)[:_MAX_LOG_CHARACTERS]
+            add_entry(connection, row, self._now(), EventKind.LOG, text=sentence)
+            return self._renew(connection, row, lease_s)
+
+    def _renew(
+        self, connection: sa.Connection, row: sa.Row[Any], lease_s: float, **values: Any
+    ) -> JobRecord:
+        values |= {"at": row.position, "lease_expires_at": self._now() + lease_s}
+        renewed = connection.execute(sql.UPDATE_JOB, values).one()
+        return jobs_of(connection, [renewed])[0]
+
+    def finish(self, lease: Lease, outcome: AttemptOutcome) -> JobRecord | None:
+        """End a running job; None if the lease is lost.
+
+        The outcome replaces the job's best where it is better. An item of a batch is queued again
+        instead if a tighter item has ended with a better schedule.
+        """
+        with writing(self._engine) as connection:
+            row = _leased(connection, lease)
             if row is None:
                 return None
             now = self._now()
-            words = storable(text)[:_MOST_WORDS]
-            note(connection, row.position, now, EventKind.LOG, text=words)
-            return job_of(connection, update(connection, row, lease_expires_at=now + lease_s))
-
-    def finish(self, lease: Lease, outcome: AttemptOutcome) -> JobRecord | None:
-        """End a running job; None where the lease is lost."""
-        with writing(self._engine) as connection:
-            row = leased_row(connection, lease)
-            ended = None if row is None else finish(connection, row, outcome, self._now())
-            return None if ended is None else job_of(connection, ended)
+            spent_s = _spent_s(row, now)
+            last = TracePoint(
+                seconds=spent_s,
+                method=outcome.method,
+                objective_ms=outcome.objective_ms,
+                bound_ms=outcome.bound_ms,
+            )
+            better = _store_improvement(
+                connection,
+                row,
+                last,
+                now,
+                schedule=outcome.schedule,
+                problem=outcome.problem,
+                # Under noise the best schedule is not the shortest.
+                is_chosen=options_of(row).robust is not None,
+            )
+            texts = {name: getattr(outcome, name) for name in ("comparison", "tuned", "checkpoint")}
+            put_documents(connection, row.position, texts)
+            plan = _plan_of_batch(connection, row, lock=True)
+            event, error = outcome.event, outcome.error
+            if row.attempt <= _MOST_ROUNDS.get(event, 0):
+                own_ms = better.get("objective_ms", row.objective_ms)
+                if _best_tighter(connection, row, plan, own_ms, sql.BEST_ENDED_ITEM):
+                    event, error = JobEvent.REQUEUE, None
+            better["error"] = None if error is None else to_json(error)
+            ended = change_state(connection, row, event, now, spent_s=spent_s, **better)
+            hand_on(connection, ended, now, plan)
+            return None if ended is None else jobs_of(connection, [ended])[0]
 
     def requeue(
         self, lease: Lease, *, death: str | None = None, max_attempts: int = 1
     ) -> JobRecord | None:
-        """Give a job back. ``death`` says what died; None is a planned stop and does not count."""
+        """Return a job to the queue; None if the lease is lost.
+
+        ``death``: what died; None = a planned stop, which does not count.
+        """
         with writing(self._engine) as connection:
-            row = leased_row(connection, lease)
+            row = _leased(connection, lease)
             if row is None:
                 return None
-            given = give_back(connection, row, death, max_attempts, self._now())
-            return None if given is None else job_of(connection, given)
+            left = _give_back(connection, row, death, max_attempts, self._now())
+            return None if left is None else jobs_of(connection, [left])[0]
 
     def expire(
         self, max_attempts: int, is_gone: Callable[[str], bool] | None = None
     ) -> list[JobRecord]:
-        """Give back every job whose lease has run out, or whose owner is gone; return them.
+        """Take back every job whose lease has run out, or whose owner is gone; return them.
 
-        ``is_gone`` says of an owner whether it has certainly ended.
+        ``is_gone``: whether an owner has certainly ended.
         """
         now = self._now()
-        owners = sa.select(jobs.c.lease_owner, sa.func.min(jobs.c.lease_expires_at))
-        # Look before taking the write lock: there is nearly always nothing to do.
+        # There is nearly always nothing to do. A look needs no write lock.
         with reading(self._engine) as connection:
-            leases = connection.execute(
-                owners.where(_IS_RUNNING).group_by(jobs.c.lease_owner)
-            ).all()
+            leases = connection.execute(sql.LEASE_OWNERS).all()
         gone = [owner for owner, _ in leases if is_gone is not None and is_gone(owner)]
         if not gone and all(expires_at >= now for _, expires_at in leases):
             return []
-        is_over = (jobs.c.lease_expires_at < now) | jobs.c.lease_owner.in_(gone)
-        lapsed = sa.select(jobs).where(_IS_RUNNING, is_over)
         death = "its server stopped answering"
         with writing(self._engine) as connection:
-            rows = connection.execute(lapsed.with_for_update(skip_locked=True)).all()
-            given = [give_back(connection, row, death, max_attempts, now) for row in rows]
-            return jobs_of(connection, [row for row in given if row is not None])
-
-    def delete_finished(self, before: float, limit: int = 500) -> int:
-        """Forget up to ``limit`` jobs that ended before a time, oldest first; return how many.
-
-        Jobs of a deployment that has not ended are kept, and those of a batch until all are old;
-        with the last of them goes the batch.
-        """
-        live = sa.select(deployments.c.id).where(deployments.c.ended_at.is_(None))
-        old = (
-            sa.select(jobs.c.position, jobs.c.batch_id)
-            # Whatever has ended has this, and nothing else has it.
-            .where(jobs.c.finished_at < before)
-            .where(jobs.c.deployment_id.is_(None) | jobs.c.deployment_id.not_in(live))
-            .where(~_is_in_young_batch(before))
-            .order_by(jobs.c.finished_at)
-            .limit(limit)
-            .with_for_update(skip_locked=True)
-        )
-        with writing(self._engine) as connection:
-            rows = connection.execute(old).all()
-            forget(connection, rows)
-            return len(rows)
-
-    def delete(self, job_id: str) -> None:
-        """Forget an ended job, its documents and its history; with the last of a batch, that too.
-
-        Raises `StateConflictError` if it has not ended, or its deployment has not.
-        """
-        with writing(self._engine) as connection:
-            row = find_row(connection, job_id, for_update=True)
-            if not JobState(row.state).is_final:
-                raise StateConflictError(
-                    f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
-                    f"first: POST /v1/jobs/{job_id}/cancel"
-                )
-            live = sa.select(deployments.c.id).where(
-                deployments.c.id == row.deployment_id, deployments.c.ended_at.is_(None)
-            )
-            if connection.execute(live).first() is not None:
-                raise StateConflictError(
-                    f"job {job_id} belongs to deployment {row.deployment_id}, which goes on and "
-                    f"reads it; end that first: POST /v1/deployments/{row.deployment_id}/end"
-                )
-            forget(connection, [row])
-
-    # Waiting
-
-    def queue(self, num_slots: int, max_running: int | None = None) -> dict[str, Waiting]:
-        """Return the places of queued jobs, by their ids: of the oldest 5,000.
-
-        As if ``num_slots`` (or as many as are busy) took them in turn, nothing else came, and every
-        job used all of its time.
-        """
-        columns = (jobs.c.id, jobs.c.owner, jobs.c.options, jobs.c.spent_s)
-        oldest = sa.select(*columns, jobs.c.priority, jobs.c.position).where(_IS_QUEUED)
-        with reading(self._engine) as connection:
-            busy = connection.execute(sa.select(*columns, jobs.c.claimed_at).where(_IS_RUNNING))
-            running = busy.all()
-            queued = connection.execute(oldest.order_by(jobs.c.position).limit(_MOST_PLACES)).all()
-            served = _served(connection)
-        limits: dict[str, Any] = {"num_slots": num_slots, "max_running": max_running}
-        return _simulated(running, queued, served, self._now(), **limits)
+            rows = connection.execute(sql.LAPSED_JOBS_LOCKED, {"now": now, "gone": gone}).all()
+            left = [_give_back(connection, row, death, max_attempts, now) for row in rows]
+            return jobs_of(connection, [row for row in left if row is not None])
 
 
-# --- Whose turn it is.
+# --- Rows: found, locked and updated.
 
 
-class _Turn(NamedTuple):
-    """An owner who waits; the least is next."""
-
-    urgency: int
-    num_running: int
-    served: int
-    position: int
-    owner: str
-
-    @classmethod
-    def of(cls, owner: str, priority: int, position: int, num_running: int, served: int) -> _Turn:
-        urgency = min(0, MAX_SHARED_PRIORITY - priority)
-        return cls(urgency, num_running, served, position, owner)
+def _find(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
+    statement = sql.JOB_BY_ID_LOCKED if lock else sql.JOB_BY_ID
+    return row_by_id(connection, statement, job_id, JobNotFoundError)
 
 
-def _turns(connection: sa.Connection, server: str, max_running: int | None) -> list[_Turn]:
-    """Return the owners whose jobs may be claimed, the next one first."""
-    waiting = connection.execute(_WAITING).all()
-    if not waiting:
-        return []
-    here = sa.func.sum(sa.case((jobs.c.lease_owner == server, 1), else_=0))
-    query = sa.select(jobs.c.owner, sa.func.count(), here).where(_IS_RUNNING).group_by(jobs.c.owner)
-    running = {owner: (number, own) for owner, number, own in connection.execute(query)}
-    served = _served(connection)
-    return sorted(
-        _Turn.of(owner, priority, position, running.get(owner, (0, 0))[0], served[owner])
-        for owner, priority, position in waiting
-        if not _is_at_limit(owner, running.get(owner, (0, 0))[1], max_running)
-    )
+def _leased(connection: sa.Connection, lease: Lease) -> sa.Row[Any] | None:
+    """Return the locked row of a job that runs under this lease; None if the lease is lost."""
+    parameters = {"id": lease.job_id, "lease_owner": lease.owner, "attempt": lease.attempt}
+    return connection.execute(sql.JOB_UNDER_LEASE_LOCKED, parameters).one_or_none()
 
 
-def _is_at_limit(owner: str, num_running: int, max_running: int | None) -> bool:
-    """Whether a key has as many jobs running as it may; who needs no key has no limit."""
-    return bool(owner) and max_running is not None and num_running >= max_running
+def _spent_s(row: sa.Row[Any], now: float) -> float:
+    """Return the seconds of solving over all attempts; a dead server's end with its lease."""
+    ended_at = min(now, row.lease_expires_at)
+    return float(row.spent_s + max(0.0, ended_at - row.claimed_at))
 
 
-def _served(connection: sa.Connection) -> dict[str, int]:
-    """Return the number of each owner's last claim; 0 for those who had none."""
-    return defaultdict(int, {row.owner: row.number for row in connection.execute(sa.select(turns))})
-
-
-def _note_turn(connection: sa.Connection, owner: str) -> None:
-    last = connection.execute(sa.select(sa.func.max(turns.c.number))).scalar_one() or 0
-    values = {"owner": owner, "number": last + 1}
-    known = connection.execute(sa.update(turns).where(turns.c.owner == owner).values(values))
-    if known.rowcount == 0:
-        connection.execute(sa.insert(turns).values(values))
-
-
-def _simulated(
-    running: Sequence[Any],
-    queued: Sequence[Any],
-    served: dict[str, int],
+def _store_improvement(
+    connection: sa.Connection,
+    row: sa.Row[Any],
+    point: TracePoint,
     now: float,
     *,
-    num_slots: int,
-    max_running: int | None,
-) -> dict[str, Waiting]:
-    """Return when queued jobs are claimed, in that order, from rows; see `JobStore.queue`."""
-    ends = [(max(now, row.claimed_at + _left_s(row)), row.owner) for row in running]
-    heapify(ends)
-    num_running = Counter(row.owner for row in running)
-    lines: dict[str, deque[Any]] = defaultdict(deque)
-    for row in sorted(queued, key=lambda row: (-row.priority, row.position)):
-        lines[row.owner].append(row)
-    found: dict[str, Waiting] = {}
-    last, at = max(served.values(), default=0), now
-    num_free = max(0, num_slots - len(running))
-    while True:
-        next_ones = [
-            _Turn.of(owner, line[0].priority, line[0].position, num_running[owner], served[owner])
-            for owner, line in lines.items()
-            if num_free > 0 and not _is_at_limit(owner, num_running[owner], max_running)
-        ]
-        if next_ones:
-            owner = min(next_ones).owner
-            row = lines[owner].popleft()
-            if not lines[owner]:
-                del lines[owner]
-            found[row.id] = Waiting(place=len(found) + 1, starts_at=at)
-            last = served[owner] = last + 1
-            num_running[owner] += 1
-            num_free -= 1
-            heappush(ends, (at + _left_s(row), owner))
-        elif lines and ends:
-            at, owner = heappop(ends)
-            num_running[owner] -= 1
-            num_free += 1
-        else:
-            return found
+    schedule: str | None = None,
+    problem: str | None = None,
+    found: str | None = None,
+    is_chosen: bool = False,
+) -> dict[str, Any]:
+    """Store what is better, add it to the history, and return the columns that change with it.
 
+    A schedule at least as good replaces the earlier one, along with its problem. A higher bound
+    replaces the earlier one. ``found`` replaces the earlier result, unless it comes with a worse
+    schedule. The history has no entry for a schedule of the same length.
 
-def _left_s(row: sa.Row[Any]) -> float:
-    limit_s: float = json.loads(row.options)["time_limit_s"]
-    return max(0.0, limit_s - float(row.spent_s))
-
-
-# --- What goes.
-
-
-def forget(connection: sa.Connection, rows: Sequence[Any]) -> None:
-    """Delete jobs with all that is kept of them, and batches that have none left."""
-    positions = [row.position for row in rows]
-    documents = (problems, models, questions, schedules, comparisons, tuned, checkpoints)
-    for table in (*documents, job_tags, events, jobs):
-        connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
-    left = sa.select(jobs.c.id).where(jobs.c.batch_id == batches.c.id).exists()
-    emptied = batches.c.id.in_({row.batch_id for row in rows} - {None})
-    connection.execute(sa.delete(batches).where(emptied, ~left))
-
-
-def _is_in_young_batch(before: float) -> sa.ColumnElement[bool]:
-    """Whether a job's batch has one that has not ended before a time: they go whole or not."""
-    others = jobs.alias("others")
-    young = others.c.finished_at.is_(None) | (others.c.finished_at >= before)
-    same = others.c.batch_id == jobs.c.batch_id
-    return jobs.c.batch_id.is_not(None) & sa.select(others.c.id).where(same, young).exists()
-
-
-def _claim_of(connection: sa.Connection, row: sa.Row[Any]) -> Claim | None:
-    job = job_of(connection, row)
-    better = _best_tighter(connection, row, _relations(connection, row), row.objective_ms)
-    if better is not None:
-        text = f"starts from the schedule of job {better.id}, whose problem is tighter"
-        note(connection, row.position, row.claimed_at, EventKind.LOG, text=text)
-    return Claim(
-        lease=Lease(job.id, row.lease_owner, job.attempt),
-        job=job,
-        problem=document_of(connection, problems, row.position),
-        model=document_of(connection, models, row.position),
-        question=document_of(connection, questions, row.position),
-        tuned=document_of(connection, tuned, row.position),
-        checkpoint=document_of(connection, checkpoints, row.position),
-        start=document_of(connection, schedules, (better or row).position),
-        is_carried=better is not None,
+    ``is_chosen``: the schedule replaces the earlier one even if it is longer.
+    """
+    values: dict[str, Any] = {}
+    texts: dict[str, str | None] = {}
+    best_ms, objective_ms = row.objective_ms, point.objective_ms
+    if point.bound_ms is not None and (row.bound_ms is None or point.bound_ms > row.bound_ms):
+        values["bound_ms"] = point.bound_ms
+    is_as_good = objective_ms is not None and (
+        best_ms is None or objective_ms <= best_ms * (1 + EQUAL)
     )
+    is_replaced = schedule is not None and (is_chosen or is_as_good)
+    if is_replaced:
+        texts |= {DocumentKind.SCHEDULE: schedule, DocumentKind.PROBLEM: problem}
+        values |= {"objective_ms": objective_ms, "num_schedules": row.num_schedules + 1}
+    if schedule is None or is_replaced:
+        texts[DocumentKind.TUNED] = found
+    put_documents(connection, row.position, texts)
+    # The solver's bound exceeds its schedule by rounding alone.
+    bound_ms, length_ms = values.get("bound_ms", row.bound_ms), values.get("objective_ms", best_ms)
+    if bound_ms is not None and length_ms is not None and bound_ms > length_ms:
+        values["bound_ms"] = length_ms
+    is_shorter = is_replaced and (best_ms is None or values["objective_ms"] < best_ms)
+    if is_shorter or "bound_ms" in values:
+        add_entry(
+            connection,
+            row,
+            now,
+            EventKind.INCUMBENT if is_shorter else EventKind.BOUND,
+            seconds=point.seconds,
+            method=point.method,
+            objective_ms=objective_ms if is_shorter else None,
+            bound_ms=values.get("bound_ms", row.bound_ms),
+        )
+    return values
 
 
-# --- What happens to a job that exists: it ends, is given back, gets more time.
-# Whoever calls holds the job's row.
-
-
-def finish(
-    connection: sa.Connection, row: sa.Row[Any], outcome: AttemptOutcome, now: float
-) -> sa.Row[Any] | None:
-    """End a running job, keeping its last word where that is better than what is known."""
-    spent_s = spent(row, now)
-    last = TracePoint(
-        seconds=spent_s,
-        method=outcome.method,
-        objective_ms=outcome.objective_ms,
-        bound_ms=outcome.bound_ms,
-    )
-    better = keep(
-        connection,
-        row,
-        last,
-        now,
-        schedule=outcome.schedule,
-        problem=outcome.problem,
-        # Under noise the best one is not the shortest.
-        is_chosen=options_of(row).robust is not None,
-    )
-    last_words = (
-        (comparisons, outcome.comparison),
-        (tuned, outcome.tuned),
-        (checkpoints, outcome.checkpoint),
-    )
-    for table, text in last_words:
-        if text is not None:
-            put(connection, table, row.position, text)
-    relations = _relations(connection, row, hold=True)
-    event, error = outcome.event, None if outcome.error is None else dump(outcome.error)
-    if row.attempt <= _MOST_ROUNDS.get(event, 0):
-        own_ms = better.get("objective_ms", row.objective_ms)
-        if _best_tighter(connection, row, relations, own_ms, has_ended=True) is not None:
-            event, error = JobEvent.REQUEUE, None
-    ended = change(connection, row, event, now, error=error, spent_s=spent_s, **better)
-    hand_on(connection, ended, now, relations)
-    return ended
-
-
-def give_back(
+def _give_back(
     connection: sa.Connection, row: sa.Row[Any], death: str | None, max_attempts: int, now: float
 ) -> sa.Row[Any] | None:
-    """Put a running job back into the queue; end it where it was cancelled or died too often."""
+    """Return a running job to the queue; end it if it was cancelled or died too often."""
     deaths = row.deaths + (death is not None)
-    error = None
-    event = JobEvent.REQUEUE
+    event, error = JobEvent.REQUEUE, None
+    plan = None
     if death is not None:
-        note(
-            connection,
-            row.position,
-            now,
-            EventKind.LOG,
-            text=storable(f"attempt {row.attempt}: {death}"),
-        )
+        text = storable(f"attempt {row.attempt}: {death}")
+        add_entry(connection, row, now, EventKind.LOG, text=text)
     if row.cancel_requested:
         event = JobEvent.CANCEL
     elif death is not None and deaths >= max_attempts:
         event = JobEvent.FAIL
-        error = dump(_given_up(deaths, death))
-    relations = _relations(connection, row, hold=True) if event is JobEvent.FAIL else ()
-    left = change(connection, row, event, now, deaths=deaths, spent_s=spent(row, now), error=error)
-    hand_on(connection, left, now, relations)
+        plan = _plan_of_batch(connection, row, lock=True)
+        message = (
+            f"given up after {deaths} attempts that died, the last because {death}; does the "
+            "problem fit the solver's memory? Submit a smaller one, or raise "
+            "OPTPIPE_SOLVER_MEMORY_BYTES or OPTPIPE_MAX_ATTEMPTS"
+        )
+        error = to_json(JobError(code="job.died", message=message))
+    spent_s = _spent_s(row, now)
+    left = change_state(connection, row, event, now, deaths=deaths, spent_s=spent_s, error=error)
+    hand_on(connection, left, now, plan)
     return left
 
 
-# What an item of a batch has found serves the looser ones (see `optpipe_api.jobs`). Whoever ends an
-# item holds the row of its batch: of two that end at once, one sees the other.
-
-_MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
-"""After so many attempts an item ends by this event, whatever tighter ones have."""
-_EQUAL, _ANY_MS = 1e-9, 1e300
-_HANDS_ON = [JobState.SUCCEEDED.value, JobState.FAILED.value]
+# --- Batches: an item starts from the best schedule of the tighter items (see `optpipe_api.jobs`).
 
 
-def hand_on(
-    connection: sa.Connection,
-    row: sa.Row[Any] | None,
-    now: float,
-    relations: Sequence[Collection[int]],
-) -> None:
-    """Queue ended items again that have worse than this one of ``relations``, which ends now."""
-    if row is None or row.state not in _HANDS_ON or row.objective_ms is None:
-        return
-    looser = [index for index, others in enumerate(relations) if row.batch_index in others]
-    worse = sa.select(jobs).where(
-        jobs.c.batch_id == row.batch_id,
-        jobs.c.batch_index.in_(looser),
-        jobs.c.state.in_(_HANDS_ON),
-        jobs.c.objective_ms.is_(None) | (jobs.c.objective_ms > row.objective_ms * (1 + _EQUAL)),
-    )
-    for other in connection.execute(worse.order_by(jobs.c.position).with_for_update()).all():
-        if not (job := job_of(connection, other)).is_proven:
-            text = f"job {row.id}, whose problem is tighter, has {row.objective_ms:g} ms"
-            note(connection, other.position, now, EventKind.LOG, text=text)
-            prolong(connection, other, job, now, seconds=0.0, max_time_limit_s=float("inf"))
-
-
-def _relations(
-    connection: sa.Connection, row: sa.Row[Any], *, hold: bool = False
-) -> Sequence[Collection[int]]:
-    """Return by index the tighter items of each item of a job's batch; nothing without a batch."""
+def _plan_of_batch(
+    connection: sa.Connection, row: sa.Row[Any], *, lock: bool = False
+) -> BatchPlan | None:
+    """Return the plan of a job's batch; None without a batch."""
     if row.batch_id is None:
-        return ()
-    query = sa.select(batches.c.document).where(batches.c.id == row.batch_id)
-    found = connection.execute(query.with_for_update() if hold else query).scalar_one_or_none()
-    return () if found is None else _tighter_of(found)
-
-
-@lru_cache(maxsize=4)
-def _tighter_of(document: str) -> tuple[frozenset[int], ...]:
-    """Return the relations of a batch's document, which never changes: each claim and end asks."""
-    return tuple(frozenset(item.tighter) for item in plan_of(document).items)
+        return None
+    statement = sql.BATCH_PLAN_LOCKED if lock else sql.BATCH_PLAN
+    batch = connection.execute(statement, {"id": row.batch_id}).one_or_none()
+    return None if batch is None else plan_of(batch.document)
 
 
 def _best_tighter(
     connection: sa.Connection,
     row: sa.Row[Any],
-    relations: Sequence[Collection[int]],
+    plan: BatchPlan | None,
     own_ms: float | None,
-    *,
-    has_ended: bool = False,
+    statement: sa.Select[Any],
 ) -> sa.Row[Any] | None:
-    """Return the best of the tighter items, or of those that have ended; None: none is better."""
-    tighter = relations[row.batch_index] if relations else ()
-    if not tighter:
+    """Return the best of the tighter items if it is better than ``own_ms``."""
+    if plan is None or not plan.items[row.batch_index].tighter:
         return None
-    query = sa.select(jobs).where(
-        jobs.c.batch_id == row.batch_id,
-        jobs.c.batch_index.in_(sorted(tighter)),
-        jobs.c.objective_ms < (_ANY_MS if own_ms is None else own_ms * (1 - _EQUAL)),
+    parameters = {
+        "batch_id": row.batch_id,
+        "indices": plan.items[row.batch_index].tighter,
+        "below_ms": _ANY_MS if own_ms is None else own_ms * (1 - EQUAL),
+    }
+    return connection.execute(statement, parameters).one_or_none()
+
+
+# --- Turns: which owner is next.
+
+
+def _turn(
+    owner: str, priority: int, position: int, num_running: int, last_turn: int
+) -> tuple[int, int, int, int, str]:
+    """Return the sort key of an owner with queued jobs; the minimum is next."""
+    return min(0, MAX_SHARED_PRIORITY - priority), num_running, last_turn, position, owner
+
+
+def _next_owners(connection: sa.Connection, server: str, max_running: int | None) -> list[str]:
+    """Return the owners whose jobs may be claimed, the next one first."""
+    waiting = connection.execute(sql.WAITING_OWNERS).all()
+    if not waiting:
+        return []
+    counts = connection.execute(sql.RUNNING_OWNERS, {"server": server})
+    running = {owner: (in_total, here) for owner, in_total, here in counts}
+    turns = _last_turns(connection)
+    order = sorted(
+        _turn(owner, priority, position, running.get(owner, (0, 0))[0], turns[owner])
+        for owner, priority, position in waiting
+        if not _is_at_limit(owner, running.get(owner, (0, 0))[1], max_running)
     )
-    if has_ended:
-        query = query.where(jobs.c.finished_at.is_not(None))
-    return connection.execute(query.order_by(jobs.c.objective_ms, jobs.c.position)).first()
+    return [key[-1] for key in order]
 
 
-def _given_up(deaths: int, death: str) -> JobError:
-    return JobError(
-        code="job.died",
-        message=f"given up after {deaths} attempts that died, the last because {death}; "
-        "does the problem fit the solver's memory? Submit a smaller one, or raise "
-        "OPTPIPE_SOLVER_MEMORY_BYTES or OPTPIPE_MAX_ATTEMPTS",
-    )
+def _last_turns(connection: sa.Connection) -> dict[str, int]:
+    """Return the number of each owner's last claim; 0 for an owner without one."""
+    return defaultdict(int, {row.owner: row.number for row in connection.execute(sql.TURNS)})
 
 
-def prolong(
-    connection: sa.Connection,
-    row: sa.Row[Any],
-    job: JobRecord,
-    now: float,
-    *,
-    seconds: float,
-    max_time_limit_s: float,
-) -> sa.Row[Any] | None:
-    """Give a finished job more time; it waits in the queue again, as it stands.
-
-    Raises `StateConflictError` if it has not ended, or nothing better can be found; `InputError` if
-    its time limit would exceed the largest one.
-    """
-    _refuse_pointless(job)
-    limit_s = job.options.time_limit_s + seconds
-    if limit_s > max_time_limit_s:
-        raise InputError(
-            f"time_limit_s = {seconds}: with the {job.options.time_limit_s} s it had, job {job.id} "
-            f"would get {limit_s} s, more than {max_time_limit_s} (OPTPIPE_MAX_TIME_LIMIT_S); "
-            "ask for less"
-        ).at("/time_limit_s")
-    options = json.loads(row.options)
-    first_limit = {ASKED_LIMIT: options.get(ASKED_LIMIT, job.options.time_limit_s)}
-    note(connection, row.position, now, EventKind.LOG, text=f"resumed with {seconds:g} s more")
-    return change(
-        connection,
-        row,
-        JobEvent.RESUME,
-        now,
-        options=dump({**options, "time_limit_s": limit_s, **first_limit}),
-        # What it overran is not taken from the new time.
-        spent_s=min(row.spent_s, job.options.time_limit_s),
-        finished_at=None,
-        cancel_requested=False,
-        error=None,
-        deaths=0,
-    )
+def _is_at_limit(owner: str, num_running: int, max_running: int | None) -> bool:
+    """Whether a key has the maximum number of running jobs; without keys there is none."""
+    return bool(owner) and max_running is not None and num_running >= max_running
 
 
-def _refuse_pointless(job: JobRecord) -> None:
-    """Refuse more time for a job that it would not help.
-
-    Raises `StateConflictError` if it has not ended, or nothing better can be found.
-    """
-    if not job.state.is_final:
-        raise StateConflictError(
-            f"job {job.id} is {job.state.value}: only a finished job can be resumed; wait for its "
-            "end, or cancel it first"
-        )
-    if job.is_proven:
-        proven = "infeasible" if job.state is JobState.INFEASIBLE else "optimal"
-        raise StateConflictError(
-            f"job {job.id} is proven {proven}: more time changes nothing; submit another problem"
-        )
+def _left_s(row: Any) -> float:
+    limit_s: float = json.loads(row.options)["time_limit_s"]
+    return max(0.0, limit_s - float(row.spent_s))

@@ -508,7 +508,7 @@ def caching(tmp_path, monkeypatch) -> Iterator[tuple[httpx.Client, _Deletions]]:
 _SWEEP: dict[str, Any] = {"axes": {"memory_scale": [1]}}
 
 
-@pytest.mark.parametrize("read", ["schedule", "made_by", "tuned", "checkpoint"])
+@pytest.mark.parametrize("read", ["documents", "made_by"])
 @pytest.mark.parametrize("of", LISTED)
 def test_a_known_answer_that_is_deleted_meanwhile_is_solved_anew(caching, of: str, read) -> None:
     """A DELETE may come between the look-up of the cache and any of its reads."""
@@ -526,11 +526,10 @@ def test_a_known_answer_that_is_deleted_meanwhile_is_solved_anew(caching, of: st
     assert http.get(f"/v1/jobs/{known['id']}").status_code == 404
 
 
-@pytest.mark.parametrize("read", ["problem", "schedule"])
-def test_a_near_job_that_is_deleted_meanwhile_is_no_start(caching, read: str) -> None:
+def test_a_near_job_that_is_deleted_meanwhile_is_no_start(caching) -> None:
     http, deletions = caching
     known = submit(http).json()
-    deletions.before(read, known["id"])
+    deletions.before("schedule", known["id"])
     stages = [{**stage, "forward_ms": 10.5} for stage in two_stages()["stages"]]
     answer = submit(http, stages=stages)
     assert deletions.deleted == [known["id"]]
@@ -540,7 +539,7 @@ def test_a_near_job_that_is_deleted_meanwhile_is_no_start(caching, read: str) ->
 def test_the_next_known_answer_is_taken_where_the_newest_is_deleted_meanwhile(caching) -> None:
     http, deletions = caching
     first, second = (submit(http).json() for _ in range(2))
-    deletions.before("schedule", second["id"])
+    deletions.before("documents", second["id"])
     third = submit(http).json()
     assert deletions.deleted == [second["id"]]
     assert (third["cache"], third["source_id"]) == ("hit", first["id"])
@@ -551,14 +550,14 @@ def test_a_known_answer_that_gets_more_time_meanwhile_is_not_taken(caching, monk
     http, deletions = caching
     known = submit(http).json()
     store = deletions._store
-    read = store.checkpoint
+    read = store.made_by
 
-    def resume_and_read(job_id: str) -> str | None:
+    def resume_and_read(job_id: str) -> str:
         store.resume(job_id, 1.0, max_time_limit_s=1e9, max_queued=9)
-        found: str | None = read(job_id)
-        return found
+        method: str = read(job_id)
+        return method
 
-    monkeypatch.setattr(store, "checkpoint", resume_and_read)
+    monkeypatch.setattr(store, "made_by", resume_and_read)
     job = submit(http).json()
     assert (job["cache"], job["source_id"]) == ("miss", None)
     assert job["id"] != known["id"]

@@ -16,7 +16,9 @@ from alembic.migration import MigrationContext
 from optpipe.errors import InputError
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.store import database, open_stores
-from optpipe_api.store.database import added_once, connect, metadata, reading, writing
+from optpipe_api.store.database import connect, reading, writing
+from optpipe_api.store.shared import add_once
+from optpipe_api.store.tables import metadata
 
 NUM_THREADS = 16
 INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL)")
@@ -39,20 +41,6 @@ def test_sqlite_lets_readers_read_while_one_writes(tmp_path) -> None:
     with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
-    engine.dispose()
-
-
-def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path) -> None:
-    url = f"sqlite:///{tmp_path}/jobs.db"
-    open_stores(url).close()
-    with sqlite3.connect(tmp_path / "jobs.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    connection.close()
-    with pytest.raises(StoreUnavailableError, match="newer optpipe"):
-        open_stores(url)
-    engine = sa.create_engine(url)
-    with engine.connect() as opened:
-        assert opened.exec_driver_sql("SELECT * FROM alembic_version").scalar_one() == "9999"
     engine.dispose()
 
 
@@ -127,7 +115,7 @@ def insert(connection: sa.Connection, index: int) -> None:
 def test_writers_that_come_at_once_are_all_stored_and_a_failure_takes_back_only_its_own(
     engine: sa.Engine,
 ) -> None:
-    """Each finds what it wrote, from another connection, as soon as it is told so."""
+    """Each finds its row, from another connection, as soon as the write returns."""
     barrier = threading.Barrier(NUM_THREADS)
 
     def write(index: int) -> None:
@@ -156,7 +144,7 @@ def overfill(engine: sa.Engine) -> None:
             connection.exec_driver_sql("PRAGMA max_page_count = 1000000")
 
 
-def test_a_full_disk_is_told_to_the_writer_and_the_next_one_writes(engine: sa.Engine) -> None:
+def test_a_full_disk_fails_one_write_and_the_next_one_succeeds(engine: sa.Engine) -> None:
     with pytest.raises(StoreUnavailableError, match="full"):
         overfill(engine)
     with writing(engine) as connection:
@@ -164,9 +152,7 @@ def test_a_full_disk_is_told_to_the_writer_and_the_next_one_writes(engine: sa.En
     assert stored(engine) == {"2"}
 
 
-def test_writers_that_another_process_keeps_waiting_are_all_told_in_time(
-    tmp_path, monkeypatch
-) -> None:
+def test_writers_that_another_process_blocks_all_fail_in_time(tmp_path, monkeypatch) -> None:
     """Within two timeouts, not within one for each; afterwards the next one writes."""
     monkeypatch.setattr(database, "_BUSY_TIMEOUT_S", 0.5)
     engine = connect(f"sqlite:///{tmp_path}/jobs.db")
@@ -204,5 +190,5 @@ def test_what_another_server_inserts_and_deletes_meanwhile_is_inserted_anew(
             raise races.pop()
         return "inserted"
 
-    assert added_once(engine, lambda _: None, insert) == "inserted"
+    assert add_once(engine, lambda _: None, insert) == "inserted"
     engine.dispose()

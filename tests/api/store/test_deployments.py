@@ -19,8 +19,9 @@ from optpipe_api.deployments import (
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
 from optpipe_api.store import Stores
-from optpipe_api.store.database import deployment_versions, deployments, measurements, reading
+from optpipe_api.store.database import reading
 from optpipe_api.store.deployments import KEPT_REPORTS, DeploymentStore
+from optpipe_api.store.tables import deployment_versions, deployments, measurements
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 

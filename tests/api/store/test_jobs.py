@@ -197,7 +197,7 @@ def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores
     with pytest.raises(JobNotFoundError):
         store.get(job.id)
     with stores.engine.connect() as connection:
-        for name in ("jobs", "problems", "schedules", "job_tags", "events"):
+        for name in ("jobs", "documents", "job_tags", "events"):
             count = connection.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one()
             assert (name, count) == (name, 0)
     assert add(store, key="k").id != job.id

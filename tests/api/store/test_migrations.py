@@ -1,152 +1,179 @@
-"""Jobs that an older version wrote: nothing of them is lost, and they can be followed."""
+"""Databases of older versions: those of revision 0008 are upgraded, older ones are refused."""
 
-import json
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 
-import optpipe_api.store
 from optpipe.answers import EventKind, JobState
-from optpipe.requests import JobKind
-from optpipe_api.jobs import StoredSchedule, TracePoint
-from optpipe_api.store import open_stores
+from optpipe_api.access import Role
+from optpipe_api.errors import KeyReusedError, StoreUnavailableError
+from optpipe_api.jobs import DocumentKind
+from optpipe_api.store import JobStore, Stores, open_stores
+from optpipe_api.store.tables import metadata
+from tests.api.live import Clock, database_in
+from tests.api.store.test_database import NOT_COMPARED
+from tests.conftest import postgres_database
+from tests.data.store.fill import ENDED, new, point
 
-SCRIPTS = Path(optpipe_api.store.__file__).parent / "migrations"
-BEFORE = {
-    "problem_hash": "sha256:p",
-    "objective": "makespan",
-    "options": '{"time_limit_s": 5.0, "threads": 2, "method": "auto"}',
-    "created_at": 100.0,
-    "cancel_requested": False,
-    "attempt": 1,
-    "deaths": 0,
-    "spent_s": 0.0,
-}
-JOBS: list[dict[str, Any]] = [
-    {
-        "id": "1" * 32,
-        "state": "succeeded",
-        "name": "done",
-        "idempotency_key": "k",
-        "started_at": 101.0,
-        "finished_at": 105.0,
-        "objective_ms": 8.0,
-        "bound_ms": 7.0,
+DUMPS = Path("tests/data/store")
+TEXTS = {
+    "solved": {"problem": "problem of solved", "schedule": "schedule of 8 ms"},
+    "planned": {
+        "model": "model of planned",
+        "problem": "cut of planned",
+        "schedule": "schedule of planned",
     },
-    {"id": "2" * 32, "state": "queued", "name": "waiting"},
-]
-TRACE = [(0.5, "zb", 9.0, None), (1.0, "bound", None, 7.0), (2.0, "ls", 8.0, 7.0)]
+    "compared": {"problem": "problem of compared", "comparison": "rows of compared"},
+    "tuned": {
+        "question": "question of tuned",
+        "problem": "cut of tuned",
+        "schedule": "schedule of tuned",
+        "tuned": "tuned so far",
+        "checkpoint": "search of tuned",
+    },
+    "waiting": {"problem": "problem of waiting", "schedule": "schedule of near"},
+    "item 0": {"problem": "problem of item 0"},
+    "item 1": {"problem": "problem of item 1", "schedule": "schedule of item 1"},
+}
 
 
-@contextmanager
-def as_of(revision: str, url: str) -> Iterator[Callable[..., None]]:
-    """Make a database as a migration left it; yields what puts a row into a table."""
-    config = Config()
-    config.set_main_option("script_location", str(SCRIPTS))
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def old(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock):
+    """The stores of a database that the code of commit 84875d5 wrote."""
+    dump = (DUMPS / f"0008.{request.param}.sql").read_text("utf-8")
+    if request.param == "sqlite":
+        with closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+            connection.executescript(dump)
+        with closing(open_stores(f"sqlite:///{tmp_path}/jobs.db", clock)) as stores:
+            yield stores
+        return
+    with postgres_database() as url:
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql(dump)
+        engine.dispose()
+        with closing(open_stores(url, clock)) as stores:
+            yield stores
+
+
+def by_name(store: JobStore, name: str) -> str:
+    (job_id,) = (job.id for job in store.page(99) if job.name == name)
+    return job_id
+
+
+def test_the_upgrade_leads_to_the_tables_of_a_new_database(old: Stores) -> None:
+    options = {"include_object": lambda _object, name, *_: name not in NOT_COMPARED}
+    with old.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, metadata) == []
+
+
+def test_every_job_has_its_documents_tags_and_history(old: Stores) -> None:
+    for name, texts in TEXTS.items():
+        assert old.jobs.documents(by_name(old.jobs, name), *DocumentKind) == texts
+    solved = old.jobs.get(by_name(old.jobs, "solved"))
+    assert (solved.state, solved.tags, solved.owner) == (JobState.SUCCEEDED, ("a", "b"), "ci")
+    assert (solved.objective_ms, solved.bound_ms, solved.num_schedules) == (8.0, 7.0, 2)
+    kinds = [entry.kind for entry in old.jobs.history(solved.id)]
+    assert kinds == [EventKind.STATE] * 2 + [EventKind.INCUMBENT] * 2 + [EventKind.STATE]
+    assert [one.objective_ms for one in old.jobs.trace(solved.id)] == [9.0, 8.0]
+    stored = old.jobs.schedule(solved.id, with_problem=True)
+    assert stored is not None
+    assert (stored.number, stored.problem) == (2, "problem of solved")
+
+
+def test_an_idempotency_key_still_names_its_job(old: Stores) -> None:
+    again = new("solved", idempotency_key="k")
+    with pytest.raises(KeyReusedError):
+        old.jobs.add(again, max_queued=99)
+    job, is_new = old.jobs.add(replace(again, tags=("b", "a")), max_queued=99)
+    assert (job.id, is_new) == (by_name(old.jobs, "solved"), False)
+
+
+def test_a_lease_and_the_queue_go_on(old: Stores, clock: Clock) -> None:
+    """The tune that ran is claimed with all of its documents, and can end."""
+    assert old.jobs.expire(3) == []
+    clock.now += 1000.0
+    (lapsed,) = old.jobs.expire(3)
+    assert (lapsed.name, lapsed.deaths) == ("tuned", 1)
+    claims = {}
+    while (claim := old.jobs.claim("other", 100.0)) is not None:
+        claims[claim.job.name] = claim
+    assert set(claims) == {"item 0", "waiting", "tuned"}
+    tune = claims["tuned"]
+    assert (tune.question, tune.problem, tune.start) == (
+        "question of tuned",
+        "cut of tuned",
+        "schedule of tuned",
+    )
+    assert (tune.tuned, tune.checkpoint, tune.model) == ("tuned so far", "search of tuned", None)
+    assert (claims["waiting"].start, claims["waiting"].is_carried) == ("schedule of near", False)
+    assert (claims["item 0"].start, claims["item 0"].is_carried) == ("schedule of item 1", True)
+    old.jobs.record(tune.lease, point(4.5), 100.0, schedule="better", found="more")
+    old.jobs.finish(tune.lease, ENDED)
+    texts = TEXTS["tuned"] | {"schedule": "better", "tuned": "more"}
+    assert old.jobs.documents(tune.job.id, *DocumentKind) == texts
+
+
+def test_a_batch_goes_on(old: Stores) -> None:
+    (batch,) = old.batches.page(9)
+    assert (batch.name, batch.counts) == ("sweep", {JobState.QUEUED: 1, JobState.SUCCEEDED: 1})
+    assert old.batches.plan(batch.id).items[0].tighter == (1,)
+    old.batches.cancel(batch.id)
+    old.batches.delete(batch.id)
+    assert old.batches.page(9) == []
+
+
+def test_keys_and_deployments_are_there(old: Stores) -> None:
+    assert [(key.name, key.role) for key in old.keys.valid()] == [("ci", Role.SUBMIT)]
+    assert [key.name for key in old.keys.all()] == ["ci", "gone"]
+    (run,) = old.deployments.page(9)
+    assert run.job_id == by_name(old.jobs, "solved")
+    assert old.deployments.schedule(run.id) == (1, "schedule of run")
+    assert old.deployments.documents(run.id).measured == "problem of run as measured"
+    assert old.deployments.end(run.id).ended_at is not None
+
+
+def test_a_new_job_comes_after_the_old_ones(old: Stores) -> None:
+    newest = old.jobs.page(1)[0].position
+    job, _ = old.jobs.add(new("next"), max_queued=99)
+    assert job.position == newest + 1
+    assert old.jobs.problem(job.id) == "problem of next"
+
+
+def set_revision(folder: Path, revision: str) -> str:
+    """Make a database of a revision; return its URL."""
+    url = database_in(folder)
+    open_stores(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        tables = sa.MetaData()
-        tables.reflect(connection)
-
-        def put(table: str, **values: Any) -> None:
-            connection.execute(sa.insert(tables.tables[table]).values(values))
-
-        yield put
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :r"), {"r": revision})
     engine.dispose()
-
-
-def write_as_0001(url: str) -> None:
-    """Put two jobs into it."""
-    with as_of("0001", url) as put:
-        for position, job in enumerate(JOBS, start=1):
-            put("jobs", position=position, **BEFORE, **job)
-            put("problems", position=position, document=job["name"])
-        put("schedules", position=1, document="S")
-        for row in TRACE:
-            columns = ("seconds", "method", "objective_ms", "bound_ms")
-            put("trace", position=1, **dict(zip(columns, row, strict=True)))
-
-
-def assert_migrated(url: str) -> None:
-    with closing(open_stores(url)) as stores:
-        store = stores.jobs
-        waiting, done = store.page(9)
-        assert (done.state, done.kind, done.owner, done.tags) == (
-            JobState.SUCCEEDED,
-            JobKind.SOLVE,
-            "",
-            (),
-        )
-        assert (done.options.threads, done.options.cache, done.priority) == (2, "use", 0)
-        assert store.schedule(done.id) == StoredSchedule(document="S", number=1)
-        assert store.trace(done.id) == [
-            TracePoint(seconds=s, method=m, objective_ms=o, bound_ms=b) for s, m, o, b in TRACE
-        ]
-        kinds = [entry.kind for entry in store.history(done.id)]
-        assert kinds == [EventKind.INCUMBENT, EventKind.BOUND, EventKind.INCUMBENT, EventKind.STATE]
-        assert store.history(done.id)[-1].is_final
-        assert [entry.text for entry in store.history(waiting.id)] == ["queued"]
-        claim = store.claim("worker", 9.0)
-        assert claim is not None
-        assert (claim.job.id, claim.problem) == (waiting.id, "waiting")
-        (same,) = store.same("sha256:p", kind=JobKind.SOLVE, owner="", limit=9)
-        assert same.id == done.id
-
-
-def test_jobs_of_the_first_version_are_kept_on_sqlite(tmp_path) -> None:
-    url = f"sqlite:///{tmp_path}/jobs.db"
-    write_as_0001(url)
-    assert_migrated(url)
+    return url
 
 
 @pytest.mark.parametrize(
-    ("revision", "about"), [("0003", {}), ("0004", {"about_id": "1" * 32})], ids=["0003", "0004"]
+    ("revision", "message"),
+    [
+        ("0001", r"revision 0001, .* revision 0008 or later; .* optpipe 0\.1\.0 at commit 84875d5"),
+        ("0007", r"revision 0007, .* revision 0008 or later; .* optpipe 0\.1\.0 at commit 84875d5"),
+        ("9999", r"9999.*newer optpipe\? Install that one"),
+    ],
 )
-def test_batches_of_an_older_version_are_kept(
-    tmp_path, revision: str, about: dict[str, Any]
+def test_a_database_of_another_revision_is_refused_and_left_alone(
+    tmp_path: Path, revision: str, message: str
 ) -> None:
-    """Also those that say which job they ask about, and what: a what-if is a batch like any other.
-
-    Its questions were kept in its plan; they are read past.
-    """
-    url = f"sqlite:///{tmp_path}/jobs.db"
-    plan = {"axes": {}, "options": {"time_limit_s": 5.0}, "tags": ["t"], "priority": 0, "items": []}
-    questions = {"asking": {"job_id": "1" * 32, "asked": [], "unasked": []}} if about else {}
-    fields = {"id": "3" * 32, "name": "old", "owner": "", "created_at": 100.0}
-    document = json.dumps(plan | questions)
-    with as_of(revision, url) as put:
-        put("batches", **fields, request_hash="sha256:b", document=document, **about)
-    with closing(open_stores(url)) as stores:
-        (found,) = stores.batches.page(9)
-        assert (found.name, stores.batches.plan(found.id).tags) == ("old", ("t",))
-
-
-@pytest.mark.postgres
-def test_jobs_of_the_first_version_are_kept_on_postgres(postgres_url) -> None:
-    url = postgres_url.replace("postgresql://", "postgresql+psycopg://")
-    write_as_0001(url)
-    assert_migrated(postgres_url)
-
-
-def test_a_queued_job_that_shared_another_solve_is_solved_by_itself(tmp_path) -> None:
-    """Versions that shared solves left such rows behind; nobody would answer them now."""
-    url = f"sqlite:///{tmp_path}/jobs.db"
-    write_as_0001(url)
-    with as_of("0005", url):
-        pass
-    with sqlite3.connect(tmp_path / "jobs.db") as connection:
-        connection.execute("UPDATE jobs SET awaits_id = ? WHERE id = ?", ("1" * 32, "2" * 32))
-    connection.close()
-    with closing(open_stores(url)) as stores:
-        claim = stores.jobs.claim("w", 10.0)
-    assert claim is not None
-    assert claim.job.id == "2" * 32
+    url = set_revision(tmp_path, revision)
+    with pytest.raises(StoreUnavailableError, match=message):
+        open_stores(url)
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        kept = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+    engine.dispose()
+    assert kept == revision

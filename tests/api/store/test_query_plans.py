@@ -1,4 +1,4 @@
-"""Nothing that is asked often walks over all jobs, or sorts them: SQLite's own plans say so."""
+"""Frequent queries neither scan nor sort all jobs, by SQLite's own query plans."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +11,23 @@ import sqlalchemy as sa
 
 from optpipe.answers import JobState
 from optpipe.requests import JobKind
+from optpipe_api.jobs import DocumentKind
 from optpipe_api.store import Stores, open_stores
-from optpipe_api.store.database import jobs
-from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many
+from optpipe_api.store.shared import check_limits
+from optpipe_api.store.tables import jobs
 from tests.api.live import make_settings, running
 
 NOW = 1_000_000.0
 ID = f"{7:032x}"
-ASKED: dict[str, Callable[[Stores], Any]] = {
+
+
+def checked(stores: Stores) -> None:
+    most = 10**6
+    with stores.engine.connect() as connection:
+        check_limits(connection, "o1", 1, most, max_of_owner=most, num_new=1, max_kept=most)
+
+
+CALLS: dict[str, Callable[[Stores], Any]] = {
     "claim": lambda stores: stores.jobs.claim("w", 10.0),
     "page": lambda stores: stores.jobs.page(50, 900),
     "page of an owner": lambda stores: stores.jobs.page(50, 900, owner="o1"),
@@ -30,20 +39,15 @@ ASKED: dict[str, Callable[[Stores], Any]] = {
     "alike": lambda stores: stores.jobs.alike("s1", owner="o1", limit=5),
     "get": lambda stores: stores.jobs.get(ID),
     "schedule": lambda stores: stores.jobs.schedule(ID),
+    "documents": lambda stores: stores.jobs.documents(ID, *DocumentKind),
     "history": lambda stores: stores.jobs.history(ID, 5),
     "standings": lambda stores: stores.jobs.standings([ID]),
     "standings of batches": lambda stores: stores.batches.standings([ID]),
     "trace": lambda stores: stores.jobs.trace(ID),
     "retention, with nothing old": lambda stores: stores.jobs.delete_finished(1.0),
-    "is the queue full": lambda stores: refused(stores, refuse_when_full, 10**6),
-    "has an owner many": lambda stores: refused(stores, refuse_when_many, "o1", 10**6),
+    "limits": checked,
 }
 # `expire` groups the few that run.
-
-
-def refused(stores: Stores, refuse: Callable[..., None], *arguments: Any) -> None:
-    with stores.engine.connect() as connection:
-        refuse(connection, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +80,8 @@ def row(index: int) -> dict[str, Any]:
     }
 
 
-def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
-    """How SQLite goes about every statement that asking leads to."""
+def statements_of(stores: Stores, call: Callable[[Stores], Any]) -> list[tuple[str, Any]]:
+    """Return the statements that a call executes, with their parameters."""
     statements: list[tuple[str, Any]] = []
 
     def note(_connection: Any, _cursor: Any, sql: str, parameters: Any, *_: Any) -> None:
@@ -85,10 +89,16 @@ def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
 
     sa.event.listen(stores.engine, "before_cursor_execute", note)
     try:
-        ask(stores)
+        call(stores)
     finally:
         sa.event.remove(stores.engine, "before_cursor_execute", note)
+    return statements
+
+
+def plans(stores: Stores, call: Callable[[Stores], Any]) -> list[str]:
+    """Return the steps of SQLite's plans for the statements that a call executes."""
     found = []
+    statements = statements_of(stores, call)
     with stores.engine.connect() as connection:
         for sql, parameters in statements:
             if sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE")):
@@ -98,12 +108,22 @@ def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_is_asked_often_goes_along_an_index(stores: Stores, name: str) -> None:
-    steps = plans(stores, ASKED[name])
-    walks = [step for step in steps if step.startswith("SCAN jobs") or step == "SCAN job_tags"]
+@pytest.mark.parametrize("name", CALLS)
+def test_frequent_queries_use_an_index(stores: Stores, name: str) -> None:
+    steps = plans(stores, CALLS[name])
+    tables = ("jobs", "job_tags", "documents", "events")
+    scans = [step for step in steps if step.startswith(tuple(f"SCAN {name}" for name in tables))]
     sorts = [step for step in steps if "ORDER BY" in step]
-    assert (walks, sorts) == ([], [])
+    assert (scans, sorts) == ([], [])
+
+
+@pytest.mark.parametrize(("name", "number"), [("claim", 1), ("documents", 1), ("page", 0)])
+def test_documents_are_read_in_one_query_or_not_at_all(
+    stores: Stores, name: str, number: int
+) -> None:
+    """A claim reads all documents in one query, and a list of jobs reads none."""
+    statements = statements_of(stores, CALLS[name])
+    assert sum("documents" in sql for sql, _ in statements) == number
 
 
 def test_the_first_of_the_queue_is_found_as_fast_among_many_as_among_few(stores: Stores) -> None:
@@ -114,8 +134,8 @@ def test_the_first_of_the_queue_is_found_as_fast_among_many_as_among_few(stores:
     assert "priority DESC" in text
 
 
-def test_jobs_are_counted_once_for_all_who_ask_within_a_second(tmp_path, monkeypatch) -> None:
-    """Who asks whether the service is ready needs no key, and may ask as often as he likes."""
+def test_health_checks_within_a_second_share_one_count(tmp_path, monkeypatch) -> None:
+    """A health check needs no key, and has no limit of its rate."""
     with running(make_settings(tmp_path)) as (_, app):
         service = app.state.service
         counts = Mock(return_value={JobState.QUEUED: 1})

@@ -1,10 +1,10 @@
-"""Alembic runs this file, once per migration, inside the transaction `database` has begun."""
+"""Alembic runs this file for each command, inside the transaction of the caller."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from optpipe_api.store.database import metadata
+from optpipe_api.store.tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],
