@@ -489,6 +489,7 @@ class CompareRequest(Request):
         }
     )
 
+    kind: ClassVar[JobKind] = JobKind.COMPARE
     readers: ClassVar[Readers] = {"problem": Problem.parse}
 
     problem: Problem
@@ -841,6 +842,8 @@ class CurrentRun(Request):
 
 class TuneRequest(ModelOnGpus):
     """A model, GPUs and a batch: which configuration trains it fastest."""
+
+    kind: ClassVar[JobKind] = JobKind.TUNE
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -38,11 +38,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from optpipe.answers import Cache, EventKind, JobOptions, JobState
 from optpipe.requests import JobKind
 from optpipe.schedule import OPTIMAL_GAP, gap_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "MAX_SHARED_PRIORITY",
@@ -53,6 +56,7 @@ __all__ = [
     "BatchStanding",
     "Claim",
     "DocumentKind",
+    "Documents",
     "HistoryEntry",
     "ItemPlan",
     "JobError",
@@ -117,6 +121,10 @@ class DocumentKind(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
+Documents: TypeAlias = "Mapping[str, str]"
+"""JSON texts by their `DocumentKind`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
     """Why a job ended without success; ``needs`` as in `InfeasibleProblemError`."""
@@ -161,23 +169,17 @@ class HistoryEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOutcome:
-    """How an attempt ended; ``schedule`` is JSON text and comes with its ``objective_ms``.
+    """How an attempt ended, with the documents that it made; ``objective_ms`` is the schedule's.
 
-    ``method`` made the schedule; ``problem`` is the one that a plan or tune chose, ``comparison``
-    the rows of a comparison, ``tuned`` what a tune has found, ``checkpoint`` what it knows beyond
-    that, all as JSON text.
+    ``method`` made the schedule. A schedule of a plan or tune comes with the problem it solves.
     """
 
     event: JobEvent
-    schedule: str | None = None
+    documents: Documents = field(default_factory=dict)
     objective_ms: float | None = None
     bound_ms: float | None = None
     error: JobError | None = None
     method: str = ""
-    problem: str | None = None
-    comparison: str | None = None
-    tuned: str | None = None
-    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,11 @@ class JobStart:
     objective_ms: float
     method: str
     bound_ms: float | None = None
+
+    @property
+    def documents(self) -> Documents:
+        """The schedule by its kind."""
+        return {DocumentKind.SCHEDULE: self.schedule}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,9 +301,9 @@ class NewJob(JobRecord):
 
     Parameters
     ----------
-    problem, model, question
-        Canonical JSON text: the problem to solve, the model to plan, or the question of a tune;
-        the problem of the latter two is known only with its first schedule.
+    documents
+        What it is asked (see `optpipe_api.kinds`), and what is known from its birth. The problem of
+        a plan or tune comes with its first schedule.
     num_cells
         Stages x micro-batches; layers x micro-batches of a model.
     idempotency_key
@@ -309,9 +316,7 @@ class NewJob(JobRecord):
         How a job that is answered at once ended; it is born so.
     """
 
-    problem: str | None = None
-    model: str | None = None
-    question: str | None = None
+    documents: Documents = field(default_factory=dict)
     num_cells: int = 0
     idempotency_key: str | None = None
     start: JobStart | None = None
@@ -357,22 +362,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job taken from the queue, with its documents; ``start`` is its last incumbent.
+    """A job taken from the queue, with its documents; the schedule is its last incumbent.
 
-    ``problem`` is None for a plan or tune without incumbent, ``model`` for all but plans,
-    ``question`` for all but tunes, of which ``tuned`` is what was found so far and ``checkpoint``
-    where the search stands. ``is_carried``:
-    ``start`` is a better schedule, of another item of its batch whose problem is tighter.
+    ``is_carried``: the schedule is a better one, of another item of its batch whose problem is
+    tighter.
     """
 
     lease: Lease
     job: JobRecord
-    problem: str | None
-    model: str | None = None
-    question: str | None = None
-    tuned: str | None = None
-    checkpoint: str | None = None
-    start: str | None = None
+    documents: Documents
     is_carried: bool = False
 
 

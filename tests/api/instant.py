@@ -14,6 +14,7 @@ from typing import Any
 from optpipe.errors import OptPipeError
 from optpipe_api.engine import worker
 from optpipe_api.engine.processes import MachineState, Message
+from optpipe_api.engine.tasks import TASKS
 from optpipe_api.settings import Settings
 
 
@@ -22,7 +23,7 @@ class InstantSolvers:
 
     def __init__(self, settings: Settings) -> None:
         self._paths = {
-            "job": settings.solve_path,
+            "solve": settings.solve_path,
             "plan": settings.plan_path,
             "compare": settings.compare_path,
             "tune": settings.tune_path,
@@ -46,15 +47,12 @@ class InstantProcess:
     def __init__(self, paths: dict[str, str]) -> None:
         self._paths = paths
         self._said: queue.Queue[Message | None] = queue.Queue()
-        self._told: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
         self._said.put(Message("ready"))
 
     def send(self, message: Message) -> None:
         if message.kind == "stop":
             self._stop.set()
-        elif message.kind == "start":
-            self._told.put(message)
         else:
             self._stop.clear()
             threading.Thread(target=self._solve, args=(message,), daemon=True).start()
@@ -75,17 +73,12 @@ class InstantProcess:
         return "its solver ended"
 
     def _solve(self, task: Message) -> None:
-        channel: Any = SimpleNamespace(send=self._said.put, receive=self._told.get, stop=self._stop)
-        module, _, name = self._paths[task.kind].partition(":")
-        tasks: dict[str, Any] = {
-            "job": worker._solve,
-            "plan": worker._plan,
-            "compare": worker._compare,
-            "tune": worker._tune,
-        }
+        channel: Any = SimpleNamespace(send=self._said.put, stop=self._stop, open_pool=None)
+        kind = task.header["kind"]
+        module, _, name = self._paths[kind].partition(":")
         try:
             fake = getattr(importlib.import_module(module), name)
-            self._said.put(tasks[task.kind](channel, task, fake))
+            self._said.put(TASKS[kind](channel, task, fake))
             self._said.put(Message("ready"))
         except SystemExit:
             self._said.put(None)

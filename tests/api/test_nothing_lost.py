@@ -233,7 +233,7 @@ def _solved(store: JobStore, errand: Errand) -> str:
     schedule = best(problem, errand.num_rounds)
     outcome = AttemptOutcome(
         event=JobEvent.SUCCEED,
-        schedule=schedule.model_dump_json(by_alias=True),
+        documents={"schedule": schedule.model_dump_json(by_alias=True)},
         objective_ms=schedule.objective_ms,
         bound_ms=1.0,
         method="fused",

@@ -165,7 +165,7 @@ class Attempt:
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
         )
-        lease_s, documents = self._settings.lease_s, documents_of(message)
+        lease_s, documents = self._settings.lease_s, message.documents
         self._keep(self._ask_store(self._store.record, self._lease, point, lease_s, documents))
         self._on_change(self._lease.job_id)
 
@@ -185,14 +185,14 @@ class Attempt:
                 code="problem.infeasible", message=header["message"], needs=header["needs"]
             )
             return AttemptOutcome(
-                event=JobEvent.PROVE_INFEASIBLE, error=error, documents=documents_of(message)
+                event=JobEvent.PROVE_INFEASIBLE, error=error, documents=message.documents
             )
         if header["status"] == "unknown" and not self._job.has_schedule:
             return self._nothing_found(header["message"])
         stopped_early = self._cancelled.is_set() and header["status"] != "optimal"
         return AttemptOutcome(
             event=JobEvent.CANCEL if stopped_early else JobEvent.SUCCEED,
-            documents=documents_of(message),
+            documents=message.documents,
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
             method=header.get("method") or "",

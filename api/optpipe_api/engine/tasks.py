@@ -142,7 +142,6 @@ def _tune(
             reported.append(best)
         else:
             say(result.certificate)
-        shown = best if is_better else None
         header = {"seconds": result.seconds, **_words_of(result)}
         header["objective_ms"] = best.step_ms if best is not None and is_better else None
         texts = {"tuned": _text_of(result), "checkpoint": tuning.checkpoint_of(result)}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
 from optpipe_api.engine.processes import Message, decode, encode, limit_cpu, limit_process
+from optpipe_api.engine.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

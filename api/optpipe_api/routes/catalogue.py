@@ -12,8 +12,10 @@ from fastapi import Path as PathParameter
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.answers import Catalogue, EstimateView, Job, MethodList, PasteForm, VariantView
+from optpipe.requests import TuneRequest
 from optpipe_api.bodies import read_body, require_json
 from optpipe_api.http_errors import documented
+from optpipe_api.jobs import DocumentKind
 from optpipe_api.routes.common import (
     ConstantDocument,
     IfNoneMatch,
@@ -29,8 +31,8 @@ from optpipe_api.routes.common import (
     tagged,
 )
 from optpipe_api.routes.jobs import submitted
-from optpipe_api.services.render import pasted_row, recut_row, row_of
-from optpipe_api.services.submission import read_estimate, read_tune, read_variant
+from optpipe_api.services.render import OF_ROWS, pasted_row, recut_row, row_of
+from optpipe_api.services.submission import read_estimate, read_variant
 from optpipe_api.views import load_methods, method_list
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ async def submit_tune(
     Its objective is the whole step, its schedule and problem are the winner's; what was found and
     what is proven is its configuration.
     """
-    return await submitted(request, service, who, read=read_tune, wait_s=wait, key=idempotency_key)
+    return await submitted(request, service, who, TuneRequest, wait_s=wait, key=idempotency_key)
 
 
 _QUESTION: Answers = {
@@ -153,7 +155,9 @@ _QUESTION: Answers = {
 )
 def configuration(job_id: str, service: Serving, who: Reader) -> Response:
     """Return gain, rows, Pareto front and certificate; while it goes on, the best row so far."""
-    return Response(service.jobs.tuned(job_id, who), media_type="application/json")
+    return Response(
+        service.jobs.document(job_id, DocumentKind.TUNED, who), media_type="application/json"
+    )
 
 
 @configurations_router.get(
@@ -164,7 +168,9 @@ def configuration(job_id: str, service: Serving, who: Reader) -> Response:
 )
 def question(job_id: str, service: Serving, who: Reader) -> Response:
     """Return model, GPUs, batch and what is run today, defaults filled in; it can be sent again."""
-    return Response(service.jobs.question(job_id, who), media_type="application/json")
+    return Response(
+        service.jobs.document(job_id, DocumentKind.QUESTION, who), media_type="application/json"
+    )
 
 
 RowId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$", description="Of `configuration`.")]
@@ -225,9 +231,9 @@ async def row_recut(
 
     By the framework's own schedules, simulated; where none fits, `peak_bytes` says by how much.
     """
-    texts = await run_in_threadpool(service.jobs.checkpoint, job_id, who)
+    question, checkpoint = await run_in_threadpool(service.jobs.documents, job_id, who, *OF_ROWS)
     sizes = tuple(map(int, layers.split(",")))
-    text = await service.pool.run(recut_row, *texts, row, sizes, is_heavy=True)
+    text = await service.pool.run(recut_row, question, checkpoint, row, sizes, is_heavy=True)
     return Response(text, media_type="application/json")
 
 
@@ -249,6 +255,6 @@ async def row_paste(
     406 where the framework cannot run it. A torchtitan config names `schedule.csv` where torchtitan
     has no name for the order: fetch it as `csv` and say where it lies.
     """
-    texts = await run_in_threadpool(service.jobs.checkpoint, job_id, who)
-    text = await service.pool.run(pasted_row, *texts, row, form, is_heavy=True)
+    question, checkpoint = await run_in_threadpool(service.jobs.documents, job_id, who, *OF_ROWS)
+    text = await service.pool.run(pasted_row, question, checkpoint, row, form, is_heavy=True)
     return Response(text, media_type="text/plain")

@@ -6,7 +6,7 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio
@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.answers import Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
-from optpipe.requests import ResumeRequest, Tag
+from optpipe.requests import CompareRequest, ResumeRequest, SolveRequest, Tag
 from optpipe_api.bodies import (
     FORMS,
     TABLE_FORMS,
@@ -30,6 +30,7 @@ from optpipe_api.bodies import (
 )
 from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
 from optpipe_api.http_errors import documented
+from optpipe_api.jobs import DocumentKind
 from optpipe_api.routes.common import (
     KNOWN_ALONE,
     NO_SCRIPTS,
@@ -54,16 +55,15 @@ from optpipe_api.routes.common import (
 )
 from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import Shown, Theme, as_text, explanation, row_of, solution
-from optpipe_api.services.submission import read_comparison, read_submission
+from optpipe_api.services.submission import JobRequest, read_job
 from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from optpipe_api.access import Principal
-    from optpipe_api.jobs import HistoryEntry, JobRecord, NewJob, StoredSchedule
+    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule
     from optpipe_api.service import Service
-    from optpipe_api.settings import Settings
 
 __all__ = [
     "charts_router",
@@ -108,8 +108,7 @@ async def submit(
 
     200 where the job ends within `?wait=`, or at once because the same was solved before.
     """
-    read = partial(read_submission, methods=service.methods)
-    return await submitted(request, service, who, read=read, wait_s=wait, key=idempotency_key)
+    return await submitted(request, service, who, SolveRequest, wait_s=wait, key=idempotency_key)
 
 
 comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
@@ -134,9 +133,7 @@ async def compare(
 
     The time limit is the optimiser's; the other methods take their time too.
     """
-    return await submitted(
-        request, service, who, read=read_comparison, wait_s=wait, key=idempotency_key
-    )
+    return await submitted(request, service, who, CompareRequest, wait_s=wait, key=idempotency_key)
 
 
 _CSV_EXAMPLE = "method,placement,makespan_ms,...\n1f1b,as given,84.0,...\n"
@@ -168,7 +165,7 @@ def comparison(
 ) -> Response:
     """Return JSON, CSV or a Markdown table, by `?format=` or `Accept`."""
     chosen = preferred_form(accept, TABLE_FORMS) if form is None else form
-    text = service.jobs.comparison(job_id, who)
+    text = service.jobs.document(job_id, DocumentKind.COMPARISON, who)
     if chosen != "json":
         text = dump_comparison(json.loads(text)["rows"], chosen)
     return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
@@ -256,7 +253,9 @@ def problem(job_id: str, service: Serving, who: Reader) -> Response:
 
     That of a planned model is the one of its best schedule so far.
     """
-    return Response(service.jobs.problem(job_id, who), media_type="application/json")
+    return Response(
+        service.jobs.document(job_id, DocumentKind.PROBLEM, who), media_type="application/json"
+    )
 
 
 @router.get(
@@ -267,7 +266,9 @@ def problem(job_id: str, service: Serving, who: Reader) -> Response:
 )
 def model(job_id: str, service: Serving, who: Reader) -> Response:
     """Return the model of a planned job as it was submitted, defaults filled in."""
-    return Response(service.jobs.model(job_id, who), media_type="application/json")
+    return Response(
+        service.jobs.document(job_id, DocumentKind.MODEL, who), media_type="application/json"
+    )
 
 
 def _whole(service: Service, job_id: str, who: Principal) -> Job:
@@ -279,15 +280,15 @@ async def submitted(
     request: Request,
     service: Service,
     who: Principal,
+    kind: type[JobRequest],
     *,
-    read: Callable[[bytes, Settings], NewJob],
     wait_s: float,
     key: str | None,
 ) -> Response:
     """Queue the job that a body asks for, and answer."""
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
-    new = await service.pool.run(read, body, service.settings)
+    new = await service.pool.run(read_job, body, service.settings, service.methods, kind)
     del body
     with place_to_wait(service, who, wait_s):
         job = await run_in_threadpool(service.jobs.submit, new, who, key)

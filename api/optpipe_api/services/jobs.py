@@ -21,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.answers import Cache, JobState
 from optpipe.check import find_violations
-from optpipe.errors import InfeasibleProblemError, OptPipeError
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, RequestError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_problem, load_schedule
 from optpipe.requests import JobKind
@@ -29,7 +29,7 @@ from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
+from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     AttemptOutcome,
@@ -37,6 +37,7 @@ from optpipe_api.jobs import (
     JobEvent,
     JobStart,
 )
+from optpipe_api.kinds import KINDS
 from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:
@@ -118,31 +119,23 @@ class JobCache:
         looked up: its documents then belong to no answer, or to another one.
         """
         is_infeasible = job.state is JobState.INFEASIBLE
-        kinds = [DocumentKind.SCHEDULE, DocumentKind.TUNED, DocumentKind.CHECKPOINT]
-        if new.problem is None:
-            kinds.append(DocumentKind.PROBLEM)
         try:
-            texts = self._store.documents(job.id, *kinds)
+            texts = self._store.documents(job.id, *KINDS[job.kind].answers)
             if DocumentKind.SCHEDULE not in texts and not is_infeasible:
                 return None
             outcome = AttemptOutcome(
                 event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-                schedule=texts.get(DocumentKind.SCHEDULE),
+                documents=texts,
                 objective_ms=job.objective_ms,
                 bound_ms=job.bound_ms,
                 error=job.error,
                 method=self._store.made_by(job.id),
-                tuned=texts.get(DocumentKind.TUNED),
-                checkpoint=texts.get(DocumentKind.CHECKPOINT),
             )
-            chosen = texts.get(DocumentKind.PROBLEM) if new.problem is None else new.problem
             if self._store.get(job.id) != job:
                 return None
         except JobNotFoundError:
             return None
-        return replace(
-            new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome, problem=chosen
-        )
+        return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
 
     def _near(self, new: NewJob, most_tried: int) -> NewJob | None:
         """Return the job with the best start that near problems give it.
@@ -150,15 +143,16 @@ class JobCache:
         Plans are cut anew, and other methods than the optimiser make one schedule and no other.
         """
         limit = min(most_tried, MOST_CELLS // max(1, new.num_cells))
-        if new.problem is None or new.options.method != _AUTO or limit == 0:
+        problem = new.documents.get(DocumentKind.PROBLEM)
+        if problem is None or new.options.method != _AUTO or limit == 0:
             return None
         candidates = self._store.alike(new.shape_hash, owner=new.owner, limit=limit)
         known = [(job, *texts) for job in candidates if (texts := self._texts(job)) is not None]
         if not known:
             return None
-        others = [text for _, problem, schedule in known for text in (problem, schedule)]
+        others = [text for _, *texts in known for text in texts]
         try:
-            best = self._pool.run_from_thread(best_start, new.problem, *others)
+            best = self._pool.run_from_thread(best_start, problem, *others)
         except OptPipeError as error:
             # It would have been a help; the job does without.
             structlog.get_logger(__name__).warning(str(error), action="cache.near_failed")
@@ -373,76 +367,23 @@ class JobService:
         before = None if after is None else self.find(after, who).position
         return self._store.page(limit, before, owner=owner, state=state, tag=tag, batch_id=batch_id)
 
-    def problem(self, job_id: str, who: Principal) -> str:
-        """Return a job's problem as JSON text; of a plan, the one that is best so far.
+    def document(self, job_id: str, kind: DocumentKind, who: Principal) -> str:
+        """Return a document of a job as JSON text; a plan's problem is the best one so far.
 
-        Raises `ScheduleNotFoundError` if a plan has found none (yet).
+        Raises `NoModelError` if the job was given a problem instead of a model, and
+        `ScheduleNotFoundError` if it has no such document (yet).
         """
-        job = self.find(job_id, who)
-        text = self._store.problem(job_id)
-        if text is None:
-            raise ScheduleNotFoundError(_why_none(job))
+        (text,) = self.documents(job_id, who, kind)
         return text
 
-    def model(self, job_id: str, who: Principal) -> str:
-        """Return a plan's model as JSON text.
-
-        Raises `NoModelError` if the job was given a problem.
-        """
-        self.find(job_id, who)
-        text = self._store.model(job_id)
-        if text is None:
-            raise NoModelError(job_id)
-        return text
-
-    def comparison(self, job_id: str, who: Principal) -> str:
-        """Return the rows of a comparison as JSON text.
-
-        Raises `ScheduleNotFoundError` if it has none (yet), or compares nothing.
-        """
+    def documents(self, job_id: str, who: Principal, *kinds: DocumentKind) -> tuple[str, ...]:
+        """Return documents of a job in this order, all of one moment; raises as `document`."""
         job = self.find(job_id, who)
-        text = self._store.comparison(job_id)
-        if text is not None:
-            return text
-        if job.kind is not JobKind.COMPARE:
-            raise ScheduleNotFoundError(
-                f"job {job_id} was asked for a schedule, not to compare methods; "
-                "POST /v1/compare does that"
-            )
-        raise ScheduleNotFoundError(_why_none(job, "comparison"))
-
-    def tuned(self, job_id: str, who: Principal) -> str:
-        """Return what a tune has found (so far) as JSON text.
-
-        Raises `ScheduleNotFoundError` if that is nothing (yet), or it tunes nothing.
-        """
-        job = self.find(job_id, who)
-        text = self._store.tuned(job_id)
-        if text is None:
-            _refuse_other_than_tune(job)
-            raise ScheduleNotFoundError(_why_none(job, "configuration"))
-        return text
-
-    def checkpoint(self, job_id: str, who: Principal) -> tuple[str, str]:
-        """Return what a tune is asked, and its rows with their schedules, as JSON texts.
-
-        Raises `ScheduleNotFoundError` if it has none (yet), or tunes nothing.
-        """
-        job = self.find(job_id, who)
-        _refuse_other_than_tune(job)
-        texts = self._store.documents(job_id, DocumentKind.QUESTION, DocumentKind.CHECKPOINT)
-        if DocumentKind.CHECKPOINT not in texts:
-            raise ScheduleNotFoundError(_why_none(job, "configuration"))
-        return texts.get(DocumentKind.QUESTION, "{}"), texts[DocumentKind.CHECKPOINT]
-
-    def question(self, job_id: str, who: Principal) -> str:
-        """Return what a tune is asked as JSON text.
-
-        Raises `ScheduleNotFoundError` if it tunes nothing.
-        """
-        job = self.find(job_id, who)
-        _refuse_other_than_tune(job)
-        return self._store.question(job_id) or "{}"
+        texts = self._store.documents(job_id, *kinds)
+        for kind in kinds:
+            if kind not in texts:
+                raise _missing(job, kind)
+        return tuple(texts[kind] for kind in kinds)
 
     def schedule(
         self, job_id: str, who: Principal, *, with_problem: bool = False
@@ -458,7 +399,7 @@ class JobService:
         job = self.find(job_id, who)
         if job.state is JobState.INFEASIBLE and job.error is not None:
             raise InfeasibleProblemError(job.error.message, job.error.needs)
-        raise ScheduleNotFoundError(_why_none(job))
+        raise _missing(job)
 
     def waiting(self, shown: Iterable[JobRecord]) -> Mapping[str, Waiting]:
         """Return the places of the queued jobs among those that are shown.
@@ -580,20 +521,34 @@ def check_priority(priority: int, who: Principal) -> None:
         ).at("/priority")
 
 
-def _refuse_other_than_tune(job: JobRecord) -> None:
-    if job.kind is not JobKind.TUNE:
-        raise ScheduleNotFoundError(
-            f"job {job.id} was not asked for a configuration; POST /v1/tunes does that"
-        )
+_NOUNS = {
+    DocumentKind.COMPARISON: "comparison",
+    DocumentKind.TUNED: "configuration",
+    DocumentKind.CHECKPOINT: "configuration",
+    DocumentKind.QUESTION: "configuration",
+}
 
 
-def _why_none(job: JobRecord, what: str = "schedule") -> str:
-    if job.kind is JobKind.COMPARE and what != "comparison":
-        return (
-            f"job {job.id} compares methods and has no schedule of its own; "
-            f"GET /v1/jobs/{job.id}/comparison has its rows"
+def _missing(job: JobRecord, kind: DocumentKind = DocumentKind.SCHEDULE) -> InputError:
+    """Return the error that says why a job has no such document, or none yet."""
+    if kind is DocumentKind.MODEL:
+        return NoModelError(job.id)
+    noun = _NOUNS.get(kind, "schedule")
+    if not KINDS[job.kind].has(kind):
+        if job.kind is JobKind.COMPARE:
+            return ScheduleNotFoundError(
+                f"job {job.id} compares methods and has no {noun} of its own; "
+                f"GET /v1/jobs/{job.id}/comparison has its rows"
+            )
+        path = "/v1/compare" if kind is DocumentKind.COMPARISON else "/v1/tunes"
+        return ScheduleNotFoundError(
+            f"job {job.id} is a {job.kind.value} and has no {noun}; POST {path} makes one"
         )
     if job.state.is_final:
         why = f": {job.error.message}" if job.error is not None else ""
-        return f"job {job.id} has {job.state.value} without a {what}{why}; submit it again"
-    return f"job {job.id} is {job.state.value} and has no {what} yet; ask again later"
+        return ScheduleNotFoundError(
+            f"job {job.id} has {job.state.value} without a {noun}{why}; submit it again"
+        )
+    return ScheduleNotFoundError(
+        f"job {job.id} is {job.state.value} and has no {noun} yet; ask again later"
+    )

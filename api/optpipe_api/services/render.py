@@ -30,6 +30,7 @@ from optpipe_api.errors import (
     TooManyBodiesError,
     TooManyFormsError,
 )
+from optpipe_api.jobs import DocumentKind
 from optpipe_api.services.parse_pool import ParsePool
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_CHARTED",
+    "OF_ROWS",
     "Charts",
     "KeptRow",
     "Shown",
@@ -222,12 +224,16 @@ class KeptRow(NamedTuple):
     label: str
 
 
+OF_ROWS = (DocumentKind.QUESTION, DocumentKind.CHECKPOINT)
+"""The documents of a tune that its rows are made of."""
+
+
 async def row_of(
     jobs: JobService, pool: ParsePool, job_id: str, who: Principal, row_id: str
 ) -> KeptRow:
     """Return a row of a tune; raises `ScheduleNotFoundError` if there is none, or none yet."""
-    texts = await run_in_threadpool(jobs.checkpoint, job_id, who)
-    return await pool.run(kept_row, *texts, row_id, is_heavy=True)
+    question, checkpoint = await run_in_threadpool(jobs.documents, job_id, who, *OF_ROWS)
+    return await pool.run(kept_row, question, checkpoint, row_id, is_heavy=True)
 
 
 def kept_row(question: str, checkpoint: str, row_id: str) -> KeptRow:
@@ -321,7 +327,7 @@ def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, Stored
     Raises `InfeasibleProblemError`, `ScheduleNotFoundError` as `JobService.schedule`.
     """
     stored = jobs.schedule(job_id, who, with_problem=True)
-    return stored.problem or jobs.problem(job_id, who), stored
+    return stored.problem or jobs.document(job_id, DocumentKind.PROBLEM, who), stored
 
 
 # --- The explanation of a schedule as JSON; made where large request bodies are read.

@@ -11,7 +11,7 @@ import hashlib
 import json
 import statistics
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from optpipe.answers import EstimateView, JobOptions, VariantView
 from optpipe.errors import InputError, ProblemError, RequestError, pointer
@@ -34,7 +34,8 @@ from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
 from optpipe_api.bodies import MAX_VALUES, decode_json
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError
-from optpipe_api.jobs import ItemPlan, NewJob
+from optpipe_api.jobs import DocumentKind, ItemPlan, NewJob
+from optpipe_api.kinds import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_BYTES",
+    "JobRequest",
     "ReadBatch",
     "ReadItem",
     "check_stages",
@@ -57,22 +59,21 @@ __all__ = [
     "measured_problem",
     "planned_job",
     "read_batch",
-    "read_comparison",
     "read_estimate",
+    "read_job",
     "read_registration",
     "read_report",
-    "read_submission",
-    "read_tune",
     "read_variant",
     "refuse_many",
     "solved_job",
     "times_of",
+    "tuned_job",
     "useful_axes",
 ]
 
 
 _MOST_NAME = 150
-_COMPARE_S, _TUNE_S = 20.0, 120.0
+JobRequest: TypeAlias = SolveRequest | CompareRequest | TuneRequest
 
 
 def job_options(
@@ -112,21 +113,33 @@ def job_options(
     return JobOptions.of(options, time_limit_s)
 
 
-def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -> NewJob:
-    """Return the job that a submission asks for; it has no owner yet.
+def read_job(
+    body: bytes, settings: Settings, methods: Collection[str], request: type[JobRequest]
+) -> NewJob:
+    """Return the job that a body asks for; it has no owner yet.
 
-    Raises `InputError` also where its options, or its problem's size, go beyond what this service
-    allows.
+    Raises `InputError` also if its options, or its problem's size, exceed the limits of this
+    service.
     """
-    submission = SolveRequest.parse(decode_json(body))
-    submission.options.check_kind(submission.kind)
-    options = job_options(submission.options, settings, methods)
-    choices: dict[str, Any] = {"tags": submission.tags, "priority": submission.priority}
-    if submission.model is not None:
-        return planned_job(submission.model, options, settings.max_cells, **choices)
-    if submission.problem is not None:
-        return solved_job(submission.problem, options, settings.max_cells, **choices)
-    raise ValueError("a submission has a problem or a model")
+    values = decode_json(body, takes_constants=request is TuneRequest)
+    wanted = request.parse(values)
+    kind = wanted.kind
+    if isinstance(wanted, SolveRequest):
+        wanted.options.check_kind(kind)
+    default_s = KINDS[kind].default_time_limit_s
+    options = job_options(wanted.options, settings, methods, default_s=default_s)
+    if isinstance(wanted, TuneRequest):
+        job = tuned_job(wanted, options, settings.max_cells)
+    elif isinstance(wanted, SolveRequest) and wanted.model is not None:
+        job = planned_job(wanted.model, options, settings.max_cells)
+    elif wanted.problem is not None:
+        job = solved_job(wanted.problem, options, settings.max_cells)
+    else:
+        raise ValueError("a request to solve has a problem or a model")
+    shape_hash = job.shape_hash if kind is JobKind.SOLVE else ""
+    return replace(
+        job, kind=kind, shape_hash=shape_hash, tags=wanted.tags, priority=wanted.priority
+    )
 
 
 def solved_job(
@@ -143,7 +156,7 @@ def solved_job(
         shape_hash=_shape_hash(problem),
         objective=problem.objective,
         options=options,
-        problem=problem.model_dump_json(by_alias=True),
+        documents={DocumentKind.PROBLEM: problem.model_dump_json(by_alias=True)},
         num_cells=num_cells,
         **choices,
     )
@@ -156,12 +169,11 @@ def planned_job(
     data = model.model_dump(mode="json", by_alias=True)
     num_cells = _checked_cells(model, model.num_layers, max_cells)
     return NewJob(
-        kind=JobKind.PLAN,
         name=model.name,
         problem_hash=hash_of({**data, "name": ""}),
         objective=model.objective,
         options=options,
-        model=model.model_dump_json(by_alias=True),
+        documents={DocumentKind.MODEL: model.model_dump_json(by_alias=True)},
         num_cells=num_cells,
         **choices,
     )
@@ -202,36 +214,22 @@ def hash_of(data: object) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_comparison(body: bytes, settings: Settings) -> NewJob:
-    """Return the job that compares methods on a problem; raises as `read_submission`."""
-    wanted = CompareRequest.parse(decode_json(body))
-    options = job_options(wanted.options, settings, default_s=_COMPARE_S)
-    choices: dict[str, Any] = {"tags": wanted.tags, "priority": wanted.priority}
-    job = solved_job(wanted.problem, options, settings.max_cells, **choices)
-    return replace(job, kind=JobKind.COMPARE, shape_hash="")
-
-
-def read_tune(body: bytes, settings: Settings) -> NewJob:
-    """Return the job that tunes a configuration; raises as `read_submission`."""
+def tuned_job(request: TuneRequest, options: JobOptions, max_cells: int) -> NewJob:
+    """Return the job that tunes a configuration; raises as `solved_job`."""
     # Here: parts of the service that never tune need not wait for the solver.
     from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
-    wanted = TuneRequest.parse(decode_json(body, takes_constants=True))
-    options = job_options(wanted.options, settings, default_s=_TUNE_S)
-    read = read_question(wanted)
-    question, values = read.question, wanted.question()
+    read = read_question(request)
+    question, values = read.question, request.question()
     if read.current is not None:
-        _check_current(read.current.pipeline, settings.max_cells)
+        _check_current(read.current.pipeline, max_cells)
     on = f"{question.num_gpus} {'+'.join(one.name for one in question.all_kinds)}"
     return NewJob(
-        kind=JobKind.TUNE,
         name=f"{question.shape.name[:_MOST_NAME]} on {on}",
         problem_hash=hash_of(values),
         objective="step",
         options=options,
-        question=json.dumps(values),
-        tags=wanted.tags,
-        priority=wanted.priority,
+        documents={DocumentKind.QUESTION: json.dumps(values)},
     )
 
 
@@ -342,7 +340,7 @@ def _drafts(
             name = variation.problem.name
             place = "/axes" if variation.values else pointer("problems", index)
             raise ProblemError(f"item {index} ({name}): {error}").at(place) from error
-        num_bytes += len(drafts[-1].problem or "")
+        num_bytes += sum(map(len, drafts[-1].documents.values()))
         if num_bytes > MOST_BYTES:
             raise BodyTooLargeError(
                 f"the first {len(drafts)} of {len(variations)} problems take more than "
@@ -382,7 +380,7 @@ def read_registration(body: bytes, settings: Settings, methods: Collection[str])
     how = {"job": asdict(job.options), "threshold": wanted.threshold}
     return NewDeployment(
         name=wanted.name or job.name,
-        problem=job.problem or "",
+        problem=job.documents[DocumentKind.PROBLEM],
         options=job.options,
         threshold=wanted.threshold,
         request_hash=hash_of([job.problem_hash, wanted.name, how]),

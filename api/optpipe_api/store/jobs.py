@@ -45,13 +45,13 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.answers import EventKind, JobState
 from optpipe.errors import InputError
-from optpipe.requests import JobKind
 from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictError
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     AttemptOutcome,
     Claim,
     DocumentKind,
+    Documents,
     HistoryEntry,
     JobError,
     JobEvent,
@@ -97,6 +97,7 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from optpipe.requests import JobKind
     from optpipe_api.jobs import BatchPlan
 
 __all__ = ["AttemptOutcome", "JobStore"]
@@ -106,6 +107,9 @@ _MAX_LOG_CHARACTERS = 1000
 _MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
 """After so many attempts an item of a batch ends by this event, even with a worse schedule."""
 _ANY_MS = 1e300
+_OF_SCHEDULE = {DocumentKind.SCHEDULE, DocumentKind.PROBLEM, DocumentKind.TUNED}
+"""The documents that are replaced only with a schedule at least as good."""
+NO_DOCUMENTS: Documents = {}
 
 
 class JobStore:
@@ -219,34 +223,10 @@ class JobStore:
         with reading(self._engine) as connection:
             return jobs_of(connection, connection.execute(sql.ALIKE_JOBS, parameters).all())
 
-    def documents(self, job_id: str, *kinds: DocumentKind) -> dict[DocumentKind, str]:
+    def documents(self, job_id: str, *kinds: DocumentKind) -> dict[str, str]:
         """Return the documents of these kinds that a job has, all of one moment."""
         rows = self._document_rows(job_id, *kinds)
-        return {DocumentKind(row.kind): row.document for row in rows if row.kind is not None}
-
-    def problem(self, job_id: str) -> str | None:
-        """Return the problem of a job as JSON text; None for a plan or tune without schedule."""
-        return self.documents(job_id, DocumentKind.PROBLEM).get(DocumentKind.PROBLEM)
-
-    def model(self, job_id: str) -> str | None:
-        """Return the model of a plan as JSON text; None for other jobs."""
-        return self.documents(job_id, DocumentKind.MODEL).get(DocumentKind.MODEL)
-
-    def comparison(self, job_id: str) -> str | None:
-        """Return the rows of an ended comparison as JSON text; None for other jobs."""
-        return self.documents(job_id, DocumentKind.COMPARISON).get(DocumentKind.COMPARISON)
-
-    def question(self, job_id: str) -> str | None:
-        """Return the question of a tune as JSON text; None for other jobs."""
-        return self.documents(job_id, DocumentKind.QUESTION).get(DocumentKind.QUESTION)
-
-    def tuned(self, job_id: str) -> str | None:
-        """Return the result of a tune as JSON text; None for other jobs and before the first."""
-        return self.documents(job_id, DocumentKind.TUNED).get(DocumentKind.TUNED)
-
-    def checkpoint(self, job_id: str) -> str | None:
-        """Return the search state of a tune as JSON text; None for other jobs and before it."""
-        return self.documents(job_id, DocumentKind.CHECKPOINT).get(DocumentKind.CHECKPOINT)
+        return {row.kind: row.document for row in rows if row.kind is not None}
 
     def schedule(self, job_id: str, *, with_problem: bool = False) -> StoredSchedule | None:
         """Return the best schedule of a job; None before the first.
@@ -471,12 +451,7 @@ class JobStore:
             return Claim(
                 lease=Lease(row.id, owner, claimed.attempt),
                 job=jobs_of(connection, [claimed])[0],
-                problem=texts.get(DocumentKind.PROBLEM),
-                model=texts.get(DocumentKind.MODEL),
-                question=texts.get(DocumentKind.QUESTION),
-                tuned=texts.get(DocumentKind.TUNED),
-                checkpoint=texts.get(DocumentKind.CHECKPOINT),
-                start=texts.get(DocumentKind.SCHEDULE),
+                documents=texts,
                 is_carried=better is not None,
             )
 
@@ -491,25 +466,18 @@ class JobStore:
         lease: Lease,
         point: TracePoint,
         lease_s: float,
-        *,
-        schedule: str | None = None,
-        problem: str | None = None,
-        found: str | None = None,
-        checkpoint: str | None = None,
+        documents: Documents = NO_DOCUMENTS,
     ) -> JobRecord | None:
         """Store an improvement and renew the lease; None if the lease is lost.
 
-        ``problem``: the choice of a plan or tune; it replaces the job's along with the schedule.
-        ``found``: the result of a tune so far. ``checkpoint``: the state of its search.
+        ``documents``: what is better now. The problem of a plan or tune replaces the job's along
+        with the schedule.
         """
         with writing(self._engine) as connection:
             row = _leased(connection, lease)
             if row is None:
                 return None
-            better = _store_improvement(
-                connection, row, point, self._now(), schedule=schedule, problem=problem, found=found
-            )
-            put_documents(connection, row.position, {DocumentKind.CHECKPOINT: checkpoint})
+            better = _store_improvement(connection, row, point, self._now(), documents)
             return self._renew(connection, row, lease_s, **better)
 
     def tell(self, lease: Lease, text: str, lease_s: float) -> JobRecord | None:
@@ -552,13 +520,10 @@ class JobStore:
                 row,
                 last,
                 now,
-                schedule=outcome.schedule,
-                problem=outcome.problem,
+                outcome.documents,
                 # Under noise the best schedule is not the shortest.
                 is_chosen=options_of(row).robust is not None,
             )
-            texts = {name: getattr(outcome, name) for name in ("comparison", "tuned", "checkpoint")}
-            put_documents(connection, row.position, texts)
             plan = _plan_of_batch(connection, row, lock=True)
             event, error = outcome.event, outcome.error
             if row.attempt <= _MOST_ROUNDS.get(event, 0):
@@ -630,34 +595,34 @@ def _store_improvement(
     row: sa.Row[Any],
     point: TracePoint,
     now: float,
+    documents: Documents,
     *,
-    schedule: str | None = None,
-    problem: str | None = None,
-    found: str | None = None,
     is_chosen: bool = False,
 ) -> dict[str, Any]:
     """Store what is better, add it to the history, and return the columns that change with it.
 
     A schedule at least as good replaces the earlier one, along with its problem. A higher bound
-    replaces the earlier one. ``found`` replaces the earlier result, unless it comes with a worse
-    schedule. The history has no entry for a schedule of the same length.
+    replaces the earlier one. The result of a tune replaces the earlier result, unless it comes with
+    a worse schedule. Other documents replace the earlier ones. The history has no entry for a
+    schedule of the same length.
 
     ``is_chosen``: the schedule replaces the earlier one even if it is longer.
     """
     values: dict[str, Any] = {}
-    texts: dict[str, str | None] = {}
+    texts = dict(documents)
     best_ms, objective_ms = row.objective_ms, point.objective_ms
     if point.bound_ms is not None and (row.bound_ms is None or point.bound_ms > row.bound_ms):
         values["bound_ms"] = point.bound_ms
     is_as_good = objective_ms is not None and (
         best_ms is None or objective_ms <= best_ms * (1 + EQUAL)
     )
-    is_replaced = schedule is not None and (is_chosen or is_as_good)
+    has_schedule = DocumentKind.SCHEDULE in documents
+    is_replaced = has_schedule and (is_chosen or is_as_good)
     if is_replaced:
-        texts |= {DocumentKind.SCHEDULE: schedule, DocumentKind.PROBLEM: problem}
         values |= {"objective_ms": objective_ms, "num_schedules": row.num_schedules + 1}
-    if schedule is None or is_replaced:
-        texts[DocumentKind.TUNED] = found
+    elif has_schedule:
+        for kind in _OF_SCHEDULE & texts.keys():
+            del texts[kind]
     put_documents(connection, row.position, texts)
     # The solver's bound exceeds its schedule by rounding alone.
     bound_ms, length_ms = values.get("bound_ms", row.bound_ms), values.get("objective_ms", best_ms)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from optpipe_api.deployments import NewDeployment
-    from optpipe_api.jobs import NewBatch, NewJob
+    from optpipe_api.jobs import Documents, NewBatch, NewJob
 
 T = TypeVar("T")
 
@@ -262,14 +262,13 @@ def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any
         "cache": new.cache.value,
         "created_at": now,
     }
-    texts = {name: getattr(new, name) for name in ("problem", "model", "question")}
+    texts = dict(new.documents)
     if known is not None:
-        texts["schedule"] = known.schedule
-        values["num_schedules"] = int(known.schedule is not None)
+        texts |= known.documents
+        values["num_schedules"] = int(DocumentKind.SCHEDULE in texts)
         values |= {"objective_ms": known.objective_ms, "bound_ms": known.bound_ms}
     if new.finished is not None:
         state = transition(JobState.RUNNING, new.finished.event) or JobState.SUCCEEDED
-        texts |= {"tuned": new.finished.tuned, "checkpoint": new.finished.checkpoint}
         error = None if new.finished.error is None else to_json(new.finished.error)
         values |= {"started_at": now, "finished_at": now, "error": error}
     row = connection.execute(sql.INSERT_JOB, {**values, "state": state.value}).one()
@@ -282,7 +281,7 @@ def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any
         if new.start is not None and new.cache is Cache.NEAR:
             text = f"started from a schedule of job {new.source_id}"
             add_entry(connection, row, now, EventKind.LOG, text=text)
-    if known is not None and known.schedule is not None:
+    if known is not None and DocumentKind.SCHEDULE in texts:
         add_entry(
             connection,
             row,
@@ -298,14 +297,10 @@ def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any
     return row
 
 
-def put_documents(
-    connection: sa.Connection, position: int, texts: Mapping[str, str | None]
-) -> None:
-    """Store documents of a job by their kinds, in place of earlier ones; None changes nothing."""
+def put_documents(connection: sa.Connection, position: int, texts: Documents) -> None:
+    """Store documents of a job, in place of earlier ones of their kinds."""
     rows = [
-        {"position": position, "kind": DocumentKind(kind).value, "document": text}
-        for kind, text in texts.items()
-        if text is not None
+        {"position": position, "kind": str(kind), "document": text} for kind, text in texts.items()
     ]
     if rows:
         connection.execute(sql.PUT_DOCUMENT, rows)

@@ -25,7 +25,7 @@ from optpipe.answers import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
 from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
-from optpipe_api.engine.worker import _Reporter
+from optpipe_api.engine.tasks import _Reporter
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_solver import Progress
 from tests.api.bench import Bench
@@ -380,8 +380,7 @@ MESSAGES = st.builds(
     Message,
     st.sampled_from(["job", "progress", "result"]),
     st.dictionaries(st.sampled_from(["seconds", "method"]), st.text() | st.none() | st.integers()),
-    TEXTS,
-    TEXTS,
+    st.dictionaries(st.sampled_from(["schedule", "problem"]), TEXTS),
 )
 
 
@@ -405,7 +404,7 @@ class Heard:
 
     @property
     def schedules(self) -> list[Programs]:
-        return [load_schedule(message.document).programs for message in self.messages]
+        return [load_schedule(message.documents["schedule"]).programs for message in self.messages]
 
 
 def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None:

@@ -92,7 +92,7 @@ def has_ended(process: SolverProcess) -> bool:
 
 def tell(process: SolverProcess, name: str) -> None:
     problem = Problem.parse(two_stages(name)).model_dump_json(by_alias=True)
-    process.send(Message("job", {"options": OPTIONS, "has_start": False}, problem))
+    process.send(Message("job", {"kind": "solve", "options": OPTIONS}, {"problem": problem}))
 
 
 def parent_of(pid: int) -> int:
@@ -205,7 +205,7 @@ def test_a_job_waits_in_the_queue_while_the_cluster_is_full(tmp_path) -> None:
 def test_what_a_client_sent_is_not_unpickled(process: SolverProcess, tmp_path) -> None:
     pickled = f"cos\nsystem\n(S'touch {tmp_path}/harm'\ntR."
     tell(process, pickled)
-    schedule = load_schedule(heard(process).document)
+    schedule = load_schedule(heard(process).documents["schedule"])
     assert schedule.problem_hash == Problem.parse(two_stages(pickled)).problem_hash
     assert not (tmp_path / "harm").exists()
 

@@ -171,7 +171,7 @@ def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
         until(lambda: (message := process.receive(0.1)) and message.kind == "ready")
         problem = Problem.parse(two_stages(f"hang:{tmp_path}/pid")).model_dump_json(by_alias=True)
         options = {"time_limit_s": 1, "threads": 1, "seed": 0, "workload": None}
-        process.send(Message("compare", {"options": options}, problem))
+        process.send(Message("job", {"kind": "compare", "options": options}, {"problem": problem}))
         pid = hung(tmp_path / "pid")
     until(lambda: not is_running(pid))
     process.stop()

@@ -22,7 +22,7 @@ from tests.api.live import Clock
 from tests.api.serial import serial
 from tests.api.services.test_drift import measured as report_of
 from tests.api.services.test_drift import uneven
-from tests.api.store.test_jobs import together
+from tests.api.store.test_jobs import document_text, together
 
 
 class Bench:
@@ -70,11 +70,14 @@ class Bench:
         if self.claim is None:
             self.claim = self.stores.jobs.claim("worker", 1000.0)
         assert self.claim is not None
-        problem = load_problem(self.claim.problem or "")
+        problem = load_problem(self.claim.documents["problem"])
         schedule = evaluate(problem, serial(problem, num_fused), Provenance(method="fake"))
         point = TracePoint(seconds=0.1, method="fake", objective_ms=schedule.objective_ms)
         self.stores.jobs.record(
-            self.claim.lease, point, 1000.0, schedule=schedule.model_dump_json(by_alias=True)
+            self.claim.lease,
+            point,
+            1000.0,
+            documents={"schedule": schedule.model_dump_json(by_alias=True)},
         )
         if ends:
             self.end()
@@ -169,7 +172,7 @@ def test_the_solve_of_drift_starts_from_the_schedule_in_use(bench) -> None:
     programs = load_schedule(in_use[1]).programs
     assert load_schedule(stored.document).programs == programs
     assert (job.state, job.num_schedules) == (JobState.QUEUED, 1)
-    measured = load_problem(bench.stores.jobs.problem(job.id))
+    measured = load_problem(document_text(bench.stores.jobs, job.id, "problem") or "")
     assert job.objective_ms == simulate(measured, programs).makespan_ms
     assert bench.stores.jobs.trace(job.id)[0].method == "version 1 of the deployment"
 

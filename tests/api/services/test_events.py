@@ -302,7 +302,7 @@ async def test_what_another_server_does_is_seen_within_a_second_or_two(open_all)
     claim = theirs.jobs.claim("another server", LEASE_S)
     assert claim is not None
     point = TracePoint(seconds=1.0, method="m", objective_ms=9.0, bound_ms=1.0)
-    theirs.jobs.record(claim.lease, point, LEASE_S, schedule="S")
+    theirs.jobs.record(claim.lease, point, LEASE_S, documents={"schedule": "S"})
     await found
     assert not ended.done()
     theirs.jobs.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED))

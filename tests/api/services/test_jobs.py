@@ -83,7 +83,7 @@ class Bench:
 
     def improve(self, claim: Any, objective_ms: float, *, publish: bool = True) -> None:
         point = TracePoint(seconds=1.0, method="m", objective_ms=objective_ms, bound_ms=1.0)
-        self.store.record(claim.lease, point, LEASE_S, schedule=f"S{objective_ms:g}")
+        self.store.record(claim.lease, point, LEASE_S, documents={"schedule": f"S{objective_ms:g}"})
         if publish:
             self.changes.publish(claim.job.id)
 
@@ -135,7 +135,7 @@ async def test_a_new_job_wakes_the_engine_and_a_repeated_key_does_not(bench: Ben
 @pytest.mark.parametrize("bench", [{"cache": True}], indirect=True)
 async def test_an_answer_that_is_known_wakes_nobody(bench: Bench) -> None:
     bench.submit()
-    bench.end(bench.claim(), schedule="S", objective_ms=9.0)
+    bench.end(bench.claim(), documents={"schedule": "S"}, objective_ms=9.0)
     bench.engine.woken = 0
     job = bench.submit()
     assert (job.state, bench.engine.woken) == (JobState.SUCCEEDED, 0)
@@ -307,7 +307,7 @@ class Shelf:
         schedule = evaluate(problem, programs, Provenance(method="zb"), bound_ms=bound_ms)
         outcome = AttemptOutcome(
             event=event,
-            schedule=schedule.model_dump_json(by_alias=True),
+            documents={"schedule": schedule.model_dump_json(by_alias=True)},
             objective_ms=schedule.objective_ms,
             bound_ms=bound_ms,
             method="zb",
@@ -390,7 +390,7 @@ def test_a_hit_is_the_other_jobs_answer_under_another_name(shelf) -> None:
     assert (new.cache, new.source_id, new.name) == (Cache.HIT, job.id, "second")
     assert new.finished == AttemptOutcome(
         event=JobEvent.SUCCEED,
-        schedule=shelf.store.schedule(job.id).document,
+        documents={"schedule": shelf.store.schedule(job.id).document},
         objective_ms=job.objective_ms,
         bound_ms=1.0,
         method="zb",
@@ -438,14 +438,19 @@ def test_refresh_takes_neither_and_a_service_may_want_neither(shelf, tmp_path) -
 
 
 def test_a_plan_that_was_made_before_comes_with_its_problem(shelf) -> None:
-    plan = replace(shelf.new(two()), kind=JobKind.PLAN, model="M", problem=None, shape_hash="")
+    documents = {"model": "M"}
+    plan = replace(shelf.new(two()), kind=JobKind.PLAN, documents=documents, shape_hash="")
     shelf.store.add(plan, max_queued=9)
     outcome = AttemptOutcome(
-        event=JobEvent.SUCCEED, schedule="S", objective_ms=9.0, problem="P", method="plan"
+        event=JobEvent.SUCCEED,
+        documents={"schedule": "S", "problem": "P"},
+        objective_ms=9.0,
+        method="plan",
     )
     shelf.store.finish(shelf.store.claim("worker", 60.0).lease, outcome)
     new = shelf.cache.complete(plan)
-    assert (new.cache, new.model, new.problem, new.finished.schedule) == (Cache.HIT, "M", "P", "S")
+    assert (new.cache, new.documents) == (Cache.HIT, {"model": "M"})
+    assert new.finished.documents == {"problem": "P", "schedule": "S"}
 
 
 # Which problems are near

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from optpipe import Model, Problem
 from optpipe.answers import JobOptions
 from optpipe.errors import OptPipeError
-from optpipe.requests import JobKind
+from optpipe.requests import CompareRequest, JobKind, SolveRequest
 from optpipe_api import Settings
 from optpipe_api.jobs import NewJob
 from optpipe_api.services import parse_pool
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import (
     planned_job,
-    read_comparison,
-    read_submission,
+    read_job,
     solved_job,
 )
 from tests.api.live import two_stages
@@ -50,7 +49,9 @@ def pool():
 
 
 def read(pool: ParsePool, body: Any) -> NewJob:
-    return asyncio.run(pool.run(read_submission, json.dumps(body).encode(), SETTINGS, METHODS))
+    return asyncio.run(
+        pool.run(read_job, json.dumps(body).encode(), SETTINGS, METHODS, SolveRequest)
+    )
 
 
 @pytest.fixture(params=["thread", "process"])
@@ -67,7 +68,7 @@ def test_a_submission_is_read_whole(anywhere) -> None:
     options = JobOptions(time_limit_s=60.0, seed=3, gap=0.5)
     assert found == solved_job(problem, options, tags=("a", "b"), priority=-3)
     assert found.num_cells == 8
-    assert Problem.parse(json.loads(found.problem or "")) == problem
+    assert Problem.parse(json.loads(found.documents["problem"])) == problem
     noise: dict[str, Any] = {"robust": "P97.5", "stragglers": 0.3}
     noisy = read(anywhere, ASKED | {"options": noise}).options
     assert noisy == JobOptions(time_limit_s=60.0, jitter=0.1, **noise)
@@ -75,16 +76,17 @@ def test_a_submission_is_read_whole(anywhere) -> None:
 
 def test_a_model_is_read_and_named_by_what_it_says(anywhere) -> None:
     found = read(anywhere, {"model": MODEL, "options": {"chunks": [1, 2]}})
-    assert (found.kind, found.num_cells, found.problem) == (JobKind.PLAN, 9, None)
-    assert Model.parse(json.loads(found.model or "")) == Model.parse(MODEL)
+    assert (found.kind, found.num_cells, set(found.documents)) == (JobKind.PLAN, 9, {"model"})
+    assert Model.parse(json.loads(found.documents["model"])) == Model.parse(MODEL)
     assert found.options.chunks == (1, 2)
     assert found.shape_hash == ""
 
 
 def test_a_comparison_is_read(anywhere) -> None:
     body = {"problem": two_stages(), "options": {"time_limit_s": 1, "workload": {}}}
-    job = asyncio.run(anywhere.run(read_comparison, json.dumps(body).encode(), SETTINGS))
-    assert Problem.parse(json.loads(job.problem)) == Problem.parse(two_stages())
+    data = json.dumps(body).encode()
+    job = asyncio.run(anywhere.run(read_job, data, SETTINGS, METHODS, CompareRequest))
+    assert Problem.parse(json.loads(job.documents["problem"])) == Problem.parse(two_stages())
     assert (job.kind, job.options.time_limit_s, job.shape_hash) == (JobKind.COMPARE, 1, "")
 
 
@@ -104,7 +106,7 @@ def test_a_comparison_is_read(anywhere) -> None:
 )
 def test_a_refusal_is_the_same_from_anywhere(anywhere, body: Any, words: str) -> None:
     with pytest.raises(OptPipeError) as direct:
-        read_submission(json.dumps(body).encode(), SETTINGS, METHODS)
+        read_job(json.dumps(body).encode(), SETTINGS, METHODS, SolveRequest)
     with pytest.raises(OptPipeError) as caught:
         read(anywhere, body)
     assert type(caught.value) is type(direct.value)

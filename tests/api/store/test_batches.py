@@ -29,7 +29,7 @@ FAILED = AttemptOutcome(
     event=JobEvent.FAIL, error=JobError(code="solver.nothing_found", message="no")
 )
 ANSWERED = AttemptOutcome(
-    event=JobEvent.SUCCEED, schedule="{}", objective_ms=9.0, bound_ms=9.0, method="m"
+    event=JobEvent.SUCCEED, documents={"schedule": "{}"}, objective_ms=9.0, bound_ms=9.0, method="m"
 )
 
 
@@ -164,7 +164,7 @@ def test_cancel_ends_the_queued_marks_the_running_and_leaves_the_rest(stores) ->
 def test_retry_gives_failed_jobs_their_whole_time_again_and_their_schedules(stores, clock) -> None:
     added, _ = add(stores)
     first = claimed(stores)
-    stores.jobs.record(first.lease, point(9.0, 1.0), 100.0, schedule="{}")
+    stores.jobs.record(first.lease, point(9.0, 1.0), 100.0, documents={"schedule": "{}"})
     clock.now += 4
     stores.jobs.finish(first.lease, FAILED)
     stores.jobs.finish(claimed(stores).lease, ANSWERED)
@@ -175,7 +175,7 @@ def test_retry_gives_failed_jobs_their_whole_time_again_and_their_schedules(stor
         assert (again.options.time_limit_s, again.spent_s) == (limit_s, min(spent_s, 9.0))
         assert again.options.time_limit_s - again.spent_s == OPTIONS.time_limit_s
         claim = claimed(stores)
-        assert (claim.job.id, claim.start) == (first.job.id, "{}")
+        assert (claim.job.id, claim.documents.get("schedule")) == (first.job.id, "{}")
         # It overruns its time.
         clock.now += 6
         stores.jobs.heartbeat(claim.lease, LEASE_S)
@@ -185,7 +185,7 @@ def test_retry_gives_failed_jobs_their_whole_time_again_and_their_schedules(stor
 def test_retry_leaves_alone_what_has_not_failed_or_is_proven(stores) -> None:
     added, _ = add(stores)
     died = claimed(stores).lease
-    stores.jobs.record(died, point(9.0, 9.0), LEASE_S, schedule="{}")
+    stores.jobs.record(died, point(9.0, 9.0), LEASE_S, documents={"schedule": "{}"})
     stores.jobs.requeue(died, death="killed", max_attempts=1)
     stores.jobs.finish(claimed(stores).lease, ANSWERED)
     stores.batches.cancel(added.id)
@@ -247,10 +247,10 @@ def related(stores: Stores) -> tuple[BatchRecord, list[JobRecord]]:
 
 def end(stores: Stores, claim: Claim, objective_ms: float | None, **changes: Any) -> JobState:
     """End a claimed job with a schedule that says how long it is; return how it was left."""
-    schedule = None if objective_ms is None else str(objective_ms)
+    documents = {} if objective_ms is None else {"schedule": str(objective_ms)}
     outcome = replace(
         FAILED if objective_ms is None else ANSWERED,
-        **{"schedule": schedule, "objective_ms": objective_ms, "bound_ms": 1.0} | changes,
+        **{"documents": documents, "objective_ms": objective_ms, "bound_ms": 1.0} | changes,
     )
     left = stores.jobs.finish(claim.lease, outcome)
     assert left is not None
@@ -263,17 +263,20 @@ def test_tighter_items_are_claimed_first_and_what_they_found_is_the_start(stores
     claims = []
     for objective_ms, start in ((9.0, None), (12.0, "9.0"), (13.0, "9.0")):
         claims.append(claimed(stores))
-        assert (claims[-1].start, claims[-1].is_carried) == (start, start is not None)
+        assert (claims[-1].documents.get("schedule"), claims[-1].is_carried) == (
+            start,
+            start is not None,
+        )
         # The fault of a worker that drops its start: the item is queued again.
         left = end(stores, claims[-1], objective_ms)
         assert left is (JobState.SUCCEEDED if start is None else JobState.QUEUED)
         if start is not None:
             again = claimed(stores)
-            assert (again.job.id, again.start) == (claims[-1].job.id, "9.0")
+            assert (again.job.id, again.documents.get("schedule")) == (claims[-1].job.id, "9.0")
             assert end(stores, again, 8.0) is JobState.SUCCEEDED
             break
     last = claimed(stores)
-    assert (last.job.batch_index, last.start) == (0, "8.0")
+    assert (last.job.batch_index, last.documents.get("schedule")) == (0, "8.0")
     sentences = [entry.text for entry in stores.jobs.history(last.job.id)]
     source = f"job {claims[-1].job.id}"
     assert f"starts from the schedule of {source}, whose problem is tighter" in sentences
@@ -295,7 +298,11 @@ def test_an_end_queues_looser_items_that_have_ended_with_worse(stores, ended_ms)
     states = [job.state for job in stores.batches.jobs(added.id)]
     assert states == [JobState.QUEUED, JobState.SUCCEEDED, JobState.CANCELLED]
     again = claimed(stores)
-    assert (again.job.id, again.start, again.is_carried) == (loose.job.id, "9.0", True)
+    assert (again.job.id, again.documents.get("schedule"), again.is_carried) == (
+        loose.job.id,
+        "9.0",
+        True,
+    )
     assert again.job.options == OPTIONS
     assert end(stores, again, 9.0) is JobState.SUCCEEDED
     assert stores.batches.get(added.id).is_finished
@@ -313,7 +320,7 @@ def test_an_item_that_ends_with_worse_than_an_ended_tighter_one_goes_on(
     rounds = 0
     while end(stores, loose, 12.0) is JobState.QUEUED:
         loose = claimed(stores)
-        assert loose.start == "9.0"
+        assert loose.documents.get("schedule") == "9.0"
         rounds += 1
     assert rounds == 9
     assert not stores.batches.get(added.id).is_finished

@@ -81,7 +81,7 @@ def test_an_unknown_id_is_refused_everywhere(stores, unknown: str) -> None:
     jobs, batches, deployments = stores.jobs, stores.batches, stores.deployments
     methods: dict[type[Exception], list[Callable[[str], object]]] = {
         JobNotFoundError: [
-            *(jobs.get, jobs.problem, jobs.model, jobs.schedule, jobs.history, jobs.trace),
+            *(jobs.get, jobs.documents, jobs.schedule, jobs.history, jobs.trace),
             *(jobs.request_cancel, jobs.delete),
             lambda job_id: jobs.resume(job_id, 1.0, max_time_limit_s=9.0, max_queued=9),
         ],

@@ -8,7 +8,7 @@ from optpipe.answers import Cache, EventKind, JobState
 from optpipe.requests import JobKind
 from optpipe_api.errors import KeyReusedError, QueueFullError, StateConflictError, TooManyJobsError
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, JobStart, Standing, StoredSchedule
-from tests.api.store.test_jobs import LEASE_S, add, claimed, new, point, store
+from tests.api.store.test_jobs import LEASE_S, add, claimed, document_text, new, point, store
 
 __all__ = ["store"]
 
@@ -28,7 +28,7 @@ def history_of(store, job_id: str, after: int = 0) -> list[Any]:
 
 def finished(store, event=JobEvent.SUCCEED, bound_ms=1.0, **kwargs):
     claim = claimed(store, **kwargs)
-    store.record(claim.lease, point(9.0, bound_ms), LEASE_S, schedule="S")
+    store.record(claim.lease, point(9.0, bound_ms), LEASE_S, documents={"schedule": "S"})
     return store.finish(claim.lease, AttemptOutcome(event=event))
 
 
@@ -40,40 +40,95 @@ def resume(store, job_id: str, seconds: float) -> Any:
 
 
 def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> None:
-    plan = {"kind": JobKind.PLAN, "model": "M", "problem": None}
+    plan = {"kind": JobKind.PLAN, "documents": {"model": "M"}}
     claim = claimed(store, changes=plan)
-    assert (claim.job.kind, claim.model, claim.problem) == (JobKind.PLAN, "M", None)
-    assert (store.model(claim.job.id), store.problem(claim.job.id)) == ("M", None)
-    store.record(claim.lease, point(9.0), LEASE_S, schedule="S9", problem="P9")
-    store.record(claim.lease, point(9.5), LEASE_S, schedule="S9.5", problem="P9.5")
-    assert store.problem(claim.job.id) == "P9"
+    assert (claim.job.kind, claim.documents.get("model"), claim.documents.get("problem")) == (
+        JobKind.PLAN,
+        "M",
+        None,
+    )
+    assert (
+        document_text(store, claim.job.id, "model"),
+        document_text(store, claim.job.id, "problem"),
+    ) == ("M", None)
+    store.record(
+        claim.lease,
+        point(9.0),
+        LEASE_S,
+        documents={"schedule": "S9", "problem": "P9"},
+    )
+    store.record(
+        claim.lease,
+        point(9.5),
+        LEASE_S,
+        documents={"schedule": "S9.5", "problem": "P9.5"},
+    )
+    assert document_text(store, claim.job.id, "problem") == "P9"
     outcome = AttemptOutcome(
-        event=JobEvent.SUCCEED, schedule="S8", objective_ms=8.0, problem="P8", method="plan"
+        event=JobEvent.SUCCEED,
+        documents={"schedule": "S8", "problem": "P8"},
+        objective_ms=8.0,
+        method="plan",
     )
     job = store.finish(claim.lease, outcome)
-    assert (store.problem(job.id), store.schedule(job.id).document) == ("P8", "S8")
+    assert (document_text(store, job.id, "problem"), store.schedule(job.id).document) == (
+        "P8",
+        "S8",
+    )
     assert store.trace(job.id)[-1].method == "plan"
 
 
 def test_a_tune_has_a_question_and_what_it_found_goes_on_with_it(store) -> None:
     """Like a plan's cut; found is what comes last, unless with a schedule that is worse."""
-    tune = {"kind": JobKind.TUNE, "question": "Q", "problem": None, "num_cells": 0}
+    tune = {"kind": JobKind.TUNE, "documents": {"question": "Q"}, "num_cells": 0}
     claim = claimed(store, changes=tune)
-    assert (claim.question, claim.problem, claim.tuned) == ("Q", None, None)
+    assert (
+        claim.documents.get("question"),
+        claim.documents.get("problem"),
+        claim.documents.get("tuned"),
+    ) == ("Q", None, None)
     store.tell(claim.lease, "100 configurations", LEASE_S)
-    store.record(claim.lease, point(9.0), LEASE_S, schedule="S9", problem="P9", found="T9")
-    store.record(claim.lease, point(9.5), LEASE_S, schedule="S9.5", problem="P9.5", found="T9.5")
-    store.record(claim.lease, point(None, 4.0), LEASE_S, found="T9+", checkpoint="C")
-    assert store.checkpoint(claim.lease.job_id) == "C"
+    store.record(
+        claim.lease,
+        point(9.0),
+        LEASE_S,
+        documents={"schedule": "S9", "problem": "P9", "tuned": "T9"},
+    )
+    store.record(
+        claim.lease,
+        point(9.5),
+        LEASE_S,
+        documents={"schedule": "S9.5", "problem": "P9.5", "tuned": "T9.5"},
+    )
+    store.record(
+        claim.lease,
+        point(None, 4.0),
+        LEASE_S,
+        documents={"tuned": "T9+", "checkpoint": "C"},
+    )
+    assert document_text(store, claim.lease.job_id, "checkpoint") == "C"
     store.requeue(claim.lease)
     again = store.claim("w", LEASE_S)
-    assert (again.question, again.problem, again.start, again.tuned) == ("Q", "P9", "S9", "T9+")
-    assert again.checkpoint == "C"
+    assert (
+        again.documents.get("question"),
+        again.documents.get("problem"),
+        again.documents.get("schedule"),
+        again.documents.get("tuned"),
+    ) == ("Q", "P9", "S9", "T9+")
+    assert again.documents.get("checkpoint") == "C"
     assert store.tell(claim.lease, "too late", LEASE_S) is None
     job = store.finish(
-        again.lease, AttemptOutcome(event=JobEvent.CANCEL, tuned="T", checkpoint="C2")
+        again.lease,
+        AttemptOutcome(
+            event=JobEvent.CANCEL,
+            documents={"tuned": "T", "checkpoint": "C2"},
+        ),
     )
-    known = (store.tuned(job.id), store.question(job.id), store.checkpoint(job.id))
+    known = (
+        document_text(store, job.id, "tuned"),
+        document_text(store, job.id, "question"),
+        document_text(store, job.id, "checkpoint"),
+    )
     assert known == ("T", "Q", "C2")
     assert history_of(store, job.id)[:3] == ["queued", "running", "100 configurations"]
     store.delete(job.id)
@@ -89,14 +144,16 @@ def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
     queued, sentence, incumbent = history_of(store, job.id)
     assert (queued, incumbent) == ("queued", (7.0, None))
     assert "1" * 32 in sentence
-    assert store.claim("worker", LEASE_S).start == "S"
+    assert store.claim("worker", LEASE_S).documents.get("schedule") == "S"
 
 
 @pytest.mark.parametrize(
     ("outcome", "state", "history"),
     [
         (
-            AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=7.0, bound_ms=6.0),
+            AttemptOutcome(
+                event=JobEvent.SUCCEED, documents={"schedule": "S"}, objective_ms=7.0, bound_ms=6.0
+            ),
             JobState.SUCCEEDED,
             [(7.0, 6.0), "succeeded"],
         ),
@@ -154,7 +211,7 @@ def test_a_standing_moves_with_all_that_happens_and_only_then(store) -> None:
     claims = []
     step(lambda: claims.append(store.claim("worker", LEASE_S)))
     (claim,) = claims
-    step(lambda: store.record(claim.lease, point(9.0), LEASE_S, schedule="S"))
+    step(lambda: store.record(claim.lease, point(9.0), LEASE_S, documents={"schedule": "S"}))
     step(lambda: store.record(claim.lease, point(None, 1.0), LEASE_S))
     store.heartbeat(claim.lease, LEASE_S)
     assert store.standings(ids) == seen[-1]
@@ -176,13 +233,14 @@ def test_standings_of_many_jobs_and_of_unknown_ones_are_asked_for_at_once(store)
 
 def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
     claim = claimed(store)
-    store.record(claim.lease, point(9.0), LEASE_S, schedule="S9")
+    store.record(claim.lease, point(9.0), LEASE_S, documents={"schedule": "S9"})
     store.record(claim.lease, point(bound_ms=2.0), LEASE_S)
     store.requeue(claim.lease, death="its process\x00 died", max_attempts=3)
     claim = store.claim("worker", LEASE_S)
-    store.record(claim.lease, point(8.0, 2.0), LEASE_S, schedule="S8")
+    store.record(claim.lease, point(8.0, 2.0), LEASE_S, documents={"schedule": "S8"})
     store.finish(
-        claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="S7", objective_ms=7.0)
+        claim.lease,
+        AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "S7"}, objective_ms=7.0),
     )
     *most, sentence, queued, running, better, best, end = history_of(store, claim.job.id)
     assert most == ["queued", "running", (9.0, None), 2.0]
@@ -202,7 +260,7 @@ def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
 @pytest.mark.parametrize("event", [JobEvent.SUCCEED, JobEvent.FAIL, JobEvent.CANCEL])
 def test_more_time_queues_a_job_again_as_it_stands(store, clock, event) -> None:
     claim = claimed(store)
-    store.record(claim.lease, point(9.0, 1.0), LEASE_S, schedule="S")
+    store.record(claim.lease, point(9.0, 1.0), LEASE_S, documents={"schedule": "S"})
     clock.now += 3
     error = JobError(code="c", message="m")
     store.finish(claim.lease, AttemptOutcome(event=event, error=error))
@@ -214,7 +272,7 @@ def test_more_time_queues_a_job_again_as_it_stands(store, clock, event) -> None:
     sentence, queued = history_of(store, job.id, seen)
     assert (sentence, queued) == ("resumed with 2.5 s more", "queued")
     again = store.claim("other", LEASE_S)
-    assert (again.start, again.job.attempt) == ("S", 2)
+    assert (again.documents.get("schedule"), again.job.attempt) == ("S", 2)
     assert store.finish(claim.lease, AttemptOutcome(event=event)) is None
     ended = store.finish(again.lease, AttemptOutcome(event=JobEvent.SUCCEED))
     assert ended.state is JobState.SUCCEEDED

@@ -15,6 +15,7 @@ from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictEr
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     Claim,
+    DocumentKind,
     JobError,
     JobEvent,
     JobRecord,
@@ -34,6 +35,11 @@ FINAL = [
 ]
 
 
+def document_text(store: JobStore, job_id: str, kind: str) -> str | None:
+    """A document of a job."""
+    return store.documents(job_id, DocumentKind(kind)).get(kind)
+
+
 def new(
     name: str = "a", key: str | None = None, changes: dict[str, Any] | None = None, **options
 ) -> NewJob:
@@ -41,7 +47,7 @@ def new(
         name=name,
         problem_hash=f"sha256:{name.encode().hex()}",
         objective="makespan",
-        problem=json.dumps({"name": name}),
+        documents={"problem": json.dumps({"name": name})},
         options=JobOptions(**({"time_limit_s": 5.0} | options)),
         idempotency_key=key,
     )
@@ -97,7 +103,10 @@ def test_an_added_job_is_read_back_whole_by_another_server(store, open_store) ->
     other = open_store()
     assert other.get(job.id) == job
     assert {name: getattr(job, name) for name in changes} == changes | {"tags": ("a/1", "b")}
-    assert (other.problem(job.id), other.model(job.id)) == (new("n\x00ame").problem, None)
+    assert (document_text(other, job.id, "problem"), document_text(other, job.id, "model")) == (
+        new("n\x00ame").documents["problem"],
+        None,
+    )
     assert job.options == JobOptions(time_limit_s=5.0, **options)
     assert (job.kind, job.cache, job.state) == (JobKind.SOLVE, Cache.MISS, JobState.QUEUED)
     assert (job.has_schedule, job.gap, job.attempt) == (False, None, 0)
@@ -192,7 +201,10 @@ def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores
     claim = store.claim("w", LEASE_S)
     with pytest.raises(StateConflictError, match=r"running.*cancel it first: POST"):
         store.delete(job.id)
-    store.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=1))
+    store.finish(
+        claim.lease,
+        AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "S"}, objective_ms=1),
+    )
     store.delete(job.id)
     with pytest.raises(JobNotFoundError):
         store.get(job.id)
@@ -241,7 +253,9 @@ def test_a_bound_is_never_above_the_schedule_by_rounding(store) -> None:
     """Proven from sums in another order, before a schedule that meets it."""
     lease = claimed(store).lease
     store.record(lease, point(bound_ms=14.520000000000003), LEASE_S)
-    job = store.record(lease, point(14.519999999999998, 14.519999999999998), LEASE_S, schedule="S")
+    job = store.record(
+        lease, point(14.519999999999998, 14.519999999999998), LEASE_S, documents={"schedule": "S"}
+    )
     assert (job.bound_ms, job.objective_ms) == (14.519999999999998, 14.519999999999998)
     job = store.record(lease, point(bound_ms=14.520000000000001), LEASE_S)
     assert job.bound_ms == job.objective_ms
@@ -249,12 +263,16 @@ def test_a_bound_is_never_above_the_schedule_by_rounding(store) -> None:
 
 def test_a_lapsed_job_starts_again_from_its_incumbent(store, clock: Clock) -> None:
     old = claimed(store).lease
-    store.record(old, point(7.0, 3.0), LEASE_S, schedule="S")
+    store.record(old, point(7.0, 3.0), LEASE_S, documents={"schedule": "S"})
     clock.now += LEASE_S + 1
     (job,) = store.expire(3)
     assert (job.state, job.deaths, job.spent_s) == (JobState.QUEUED, 1, LEASE_S)
     claim = store.claim("worker", LEASE_S)
-    assert (claim.start, claim.job.attempt, claim.job.objective_ms) == ("S", 2, 7.0)
+    assert (claim.documents.get("schedule"), claim.job.attempt, claim.job.objective_ms) == (
+        "S",
+        2,
+        7.0,
+    )
 
 
 def test_the_jobs_of_an_owner_that_is_gone_need_not_wait_for_their_lease(store) -> None:
@@ -284,7 +302,7 @@ def test_a_job_that_dies_too_often_fails_with_a_sentence(store, clock: Clock) ->
         job = store.requeue(lease, death="its process was ended by SIGKILL", max_attempts=3)
         assert (job.state, job.error) == (JobState.QUEUED, None)
     lease = store.claim("worker", LEASE_S).lease
-    store.record(lease, point(7.0), LEASE_S, schedule="S")
+    store.record(lease, point(7.0), LEASE_S, documents={"schedule": "S"})
     clock.now += LEASE_S + 1
     (job,) = store.expire(3)
     assert (job.state, job.error.code, job.has_schedule) == (JobState.FAILED, "job.died", True)
@@ -303,11 +321,14 @@ def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
         (9.0, 2.0, "equal", "equal", 2),
         (8.0, 1.0, "better", "better", 3),
     ]:
-        job = store.record(claim.lease, point(objective_ms, bound_ms), LEASE_S, schedule=text)
+        job = store.record(
+            claim.lease, point(objective_ms, bound_ms), LEASE_S, documents={"schedule": text}
+        )
         found = store.schedule(job.id)
         assert (found.document, found.number, job.num_schedules) == (kept, number, number)
     job = store.finish(
-        claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="last", objective_ms=8.1)
+        claim.lease,
+        AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "last"}, objective_ms=8.1),
     )
     assert (store.schedule(job.id).document, job.objective_ms) == ("better", 8.0)
     trace = store.trace(job.id)
@@ -317,11 +338,13 @@ def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
 def test_a_schedule_as_long_replaces_another_and_is_no_news(store) -> None:
     """It is better for another reason, and longer by rounding at most."""
     claim = claimed(store)
-    store.record(claim.lease, point(9.0), LEASE_S, schedule="first")
+    store.record(claim.lease, point(9.0), LEASE_S, documents={"schedule": "first"})
     number = len(store.history(claim.job.id))
-    job = store.record(claim.lease, point(9.0 * (1 + 1e-12)), LEASE_S, schedule="leaner")
+    job = store.record(
+        claim.lease, point(9.0 * (1 + 1e-12)), LEASE_S, documents={"schedule": "leaner"}
+    )
     assert (store.schedule(job.id).document, len(store.history(job.id))) == ("leaner", number)
-    store.record(claim.lease, point(9.0 * (1 + 1e-6)), LEASE_S, schedule="longer")
+    store.record(claim.lease, point(9.0 * (1 + 1e-6)), LEASE_S, documents={"schedule": "longer"})
     assert store.schedule(job.id).document == "leaner"
 
 
@@ -329,8 +352,8 @@ def test_a_schedule_as_long_replaces_another_and_is_no_news(store) -> None:
 def test_what_was_chosen_under_noise_may_be_longer(store, robust, kept) -> None:
     """The last word of such a job is its answer; what came on the way was the shortest."""
     claim = claimed(store, robust=robust)
-    store.record(claim.lease, point(8.0), LEASE_S, schedule="short")
-    last = AttemptOutcome(event=JobEvent.SUCCEED, schedule="late", objective_ms=9.0)
+    store.record(claim.lease, point(8.0), LEASE_S, documents={"schedule": "short"})
+    last = AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "late"}, objective_ms=9.0)
     job = store.finish(claim.lease, last)
     assert (store.schedule(job.id).document, job.objective_ms) == kept
 
@@ -365,8 +388,11 @@ def test_a_cancelled_job_is_not_started_again(store, clock: Clock, how: str) -> 
 def assert_refuses_writes(store: JobStore, lease) -> None:
     before = store.get(lease.job_id)
     assert store.heartbeat(lease, LEASE_S) is None
-    assert store.record(lease, point(0.1, 0.1), LEASE_S, schedule="late") is None
-    assert store.finish(lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="late")) is None
+    assert store.record(lease, point(0.1, 0.1), LEASE_S, documents={"schedule": "late"}) is None
+    assert (
+        store.finish(lease, AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "late"}))
+        is None
+    )
     assert store.requeue(lease) is None
     assert store.get(lease.job_id) == before
     stored = store.schedule(lease.job_id)

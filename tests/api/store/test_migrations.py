@@ -4,22 +4,23 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from optpipe.answers import EventKind, JobState
+from optpipe.answers import EventKind, JobOptions, JobState
 from optpipe_api.access import Role
 from optpipe_api.errors import KeyReusedError, StoreUnavailableError
-from optpipe_api.jobs import DocumentKind
+from optpipe_api.jobs import AttemptOutcome, DocumentKind, JobEvent, NewJob, TracePoint
 from optpipe_api.store import JobStore, Stores, open_stores
 from optpipe_api.store.tables import metadata
 from tests.api.live import Clock, database_in
 from tests.api.store.test_database import NOT_COMPARED
+from tests.api.store.test_jobs import document_text
 from tests.conftest import postgres_database
-from tests.data.store.fill import ENDED, new, point
 
 DUMPS = Path("tests/data/store")
 TEXTS = {
@@ -41,6 +42,20 @@ TEXTS = {
     "item 0": {"problem": "problem of item 0"},
     "item 1": {"problem": "problem of item 1", "schedule": "schedule of item 1"},
 }
+
+
+def like_old(name: str, **changes: Any) -> NewJob:
+    """A job as `tests/data/store/fill_84875d5.txt` adds them."""
+    job = NewJob(
+        name=name,
+        problem_hash=f"sha256:{name}",
+        shape_hash="sha256:shape",
+        objective="makespan",
+        options=JobOptions(time_limit_s=5.0, threads=2),
+        owner="ci",
+        documents={"problem": f"problem of {name}"},
+    )
+    return replace(job, **changes)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -89,7 +104,7 @@ def test_every_job_has_its_documents_tags_and_history(old: Stores) -> None:
 
 
 def test_an_idempotency_key_still_names_its_job(old: Stores) -> None:
-    again = new("solved", idempotency_key="k")
+    again = like_old("solved", idempotency_key="k")
     with pytest.raises(KeyReusedError):
         old.jobs.add(again, max_queued=99)
     job, is_new = old.jobs.add(replace(again, tags=("b", "a")), max_queued=99)
@@ -107,16 +122,35 @@ def test_a_lease_and_the_queue_go_on(old: Stores, clock: Clock) -> None:
         claims[claim.job.name] = claim
     assert set(claims) == {"item 0", "waiting", "tuned"}
     tune = claims["tuned"]
-    assert (tune.question, tune.problem, tune.start) == (
+    assert (
+        tune.documents.get("question"),
+        tune.documents.get("problem"),
+        tune.documents.get("schedule"),
+    ) == (
         "question of tuned",
         "cut of tuned",
         "schedule of tuned",
     )
-    assert (tune.tuned, tune.checkpoint, tune.model) == ("tuned so far", "search of tuned", None)
-    assert (claims["waiting"].start, claims["waiting"].is_carried) == ("schedule of near", False)
-    assert (claims["item 0"].start, claims["item 0"].is_carried) == ("schedule of item 1", True)
-    old.jobs.record(tune.lease, point(4.5), 100.0, schedule="better", found="more")
-    old.jobs.finish(tune.lease, ENDED)
+    assert (
+        tune.documents.get("tuned"),
+        tune.documents.get("checkpoint"),
+        tune.documents.get("model"),
+    ) == ("tuned so far", "search of tuned", None)
+    assert (claims["waiting"].documents.get("schedule"), claims["waiting"].is_carried) == (
+        "schedule of near",
+        False,
+    )
+    assert (claims["item 0"].documents.get("schedule"), claims["item 0"].is_carried) == (
+        "schedule of item 1",
+        True,
+    )
+    old.jobs.record(
+        tune.lease,
+        TracePoint(seconds=1.0, method="ls", objective_ms=4.5),
+        100.0,
+        documents={"schedule": "better", "tuned": "more"},
+    )
+    old.jobs.finish(tune.lease, AttemptOutcome(event=JobEvent.SUCCEED, method="ls"))
     texts = TEXTS["tuned"] | {"schedule": "better", "tuned": "more"}
     assert old.jobs.documents(tune.job.id, *DocumentKind) == texts
 
@@ -142,9 +176,9 @@ def test_keys_and_deployments_are_there(old: Stores) -> None:
 
 def test_a_new_job_comes_after_the_old_ones(old: Stores) -> None:
     newest = old.jobs.page(1)[0].position
-    job, _ = old.jobs.add(new("next"), max_queued=99)
+    job, _ = old.jobs.add(like_old("next"), max_queued=99)
     assert job.position == newest + 1
-    assert old.jobs.problem(job.id) == "problem of next"
+    assert document_text(old.jobs, job.id, "problem") == "problem of next"
 
 
 def set_revision(folder: Path, revision: str) -> str:
