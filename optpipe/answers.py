@@ -78,6 +78,16 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     @classmethod
+    def of(cls, record: object, /, **others: Any) -> Self:
+        """Return an answer whose fields are the record's of the same names, except the others.
+
+        Times of the record, in seconds since the epoch, become UTC times.
+        """
+        names = cls.model_fields.keys() - others
+        values = {name: getattr(record, name) for name in names if hasattr(record, name)}
+        return cls.model_validate(values | others, from_attributes=True)
+
+    @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:

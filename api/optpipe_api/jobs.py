@@ -41,13 +41,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from optpipe.answers import Cache, EventKind, JobOptions, JobState
-from optpipe.requests import JobKind
+from optpipe.requests import CompareRequest, JobKind, Request, SolveRequest, TuneRequest
 from optpipe.schedule import OPTIMAL_GAP, gap_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "KINDS",
     "MAX_SHARED_PRIORITY",
     "AttemptOutcome",
     "BatchItem",
@@ -63,6 +64,7 @@ __all__ = [
     "JobEvent",
     "JobRecord",
     "JobStart",
+    "Kind",
     "Lease",
     "NewBatch",
     "NewJob",
@@ -372,6 +374,65 @@ class Claim:
     job: JobRecord
     documents: Documents
     is_carried: bool = False
+
+
+# --- The kinds of jobs. A kind is a row of `KINDS`, a reader of its request in
+# `optpipe_api.services.submission`, and a task in `optpipe_api.engine.tasks`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of job.
+
+    Parameters
+    ----------
+    request
+        What its HTTP body must be.
+    question
+        The document that its task reads.
+    answers
+        The documents that the job gets. An equal job is answered with them.
+    default_time_limit_s
+        Seconds if the request gives none; None: the default of the service.
+    """
+
+    request: type[Request]
+    question: DocumentKind
+    answers: tuple[DocumentKind, ...]
+    default_time_limit_s: float | None = None
+
+    def has(self, kind: DocumentKind) -> bool:
+        """Return whether jobs of this kind have, or will have, documents of that kind."""
+        return kind is self.question or kind in self.answers
+
+
+KINDS = {
+    JobKind.SOLVE: Kind(
+        request=SolveRequest,
+        question=DocumentKind.PROBLEM,
+        answers=(DocumentKind.SCHEDULE,),
+    ),
+    JobKind.PLAN: Kind(
+        request=SolveRequest,
+        question=DocumentKind.MODEL,
+        answers=(DocumentKind.SCHEDULE, DocumentKind.PROBLEM),
+    ),
+    JobKind.COMPARE: Kind(
+        request=CompareRequest,
+        question=DocumentKind.PROBLEM,
+        answers=(DocumentKind.COMPARISON,),
+        default_time_limit_s=20.0,
+    ),
+    JobKind.TUNE: Kind(
+        request=TuneRequest,
+        question=DocumentKind.QUESTION,
+        answers=(
+            *(DocumentKind.SCHEDULE, DocumentKind.PROBLEM),
+            *(DocumentKind.TUNED, DocumentKind.CHECKPOINT),
+        ),
+        default_time_limit_s=120.0,
+    ),
+}
 
 
 # --- A batch: many problems handed in at once, and what its jobs say about it.

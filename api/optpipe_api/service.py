@@ -16,7 +16,6 @@ from optpipe_api.services.jobs import JobCache, JobService
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.render import Charts
 from optpipe_api.store import open_stores
-from optpipe_api.views import load_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from optpipe_api.settings import Settings
     from optpipe_api.store import Stores
 
-__all__ = ["Retention", "Service"]
+__all__ = ["Retention", "Service", "load_methods"]
 
 
 _COUNTS_FRESH_S = 1.0
@@ -176,3 +175,26 @@ class Retention:
             found = delete(before, _AT_ONCE)
             total += found
         return total
+
+
+# --- The methods that the solver knows, each with one line about it.
+
+_AUTO = (
+    "The optimiser: the best of all methods as a start, improved by local search and "
+    "polished building blocks, with a bound proven by exact searches."
+)
+_MILP = "The full-horizon MILP alone: order and offload together, below the best published method."
+
+
+def load_methods() -> dict[str, str]:
+    """Return every method's name and description.
+
+    The first call imports the solver, half a second: make it in a thread.
+    """
+    from optpipe_solver import METHODS  # noqa: PLC0415 - heavy; the service needs it, workers too
+    from optpipe_solver.families import FAMILIES  # noqa: PLC0415 - likewise
+
+    described = {"auto": _AUTO, "milp": _MILP} | {
+        family.name: family.summary for family in FAMILIES
+    }
+    return {name: described[name] for name in METHODS}

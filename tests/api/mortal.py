@@ -24,8 +24,8 @@ import sqlalchemy as sa
 
 from optpipe_api import Settings, service
 from optpipe_api.main import serve
+from optpipe_api.service import load_methods
 from optpipe_api.store.jobs import JobStore
-from optpipe_api.views import load_methods
 from tests.api.instant import InstantSolvers
 
 MOMENTS = ("begin", "commit", "done")

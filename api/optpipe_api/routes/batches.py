@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import BatchList, BatchView, FrontierView
+from optpipe.answers import BatchList, BatchView, FrontierView, Item, JobState
 from optpipe.formats.tables import dump_sweep
 from optpipe_api.bodies import FRONTIER_FORMS, TABLE_FORMS, preferred_form, read_body, require_json
 from optpipe_api.errors import BatchNotFoundError
@@ -26,17 +26,19 @@ from optpipe_api.routes.common import (
     ended,
     idempotency_key,
     json_body,
+    owner_for,
     page_of,
     place_to_wait,
     seconds_to_wait,
     while_there,
 )
 from optpipe_api.services.submission import read_batch
-from optpipe_api.views import batch_view
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe_api.access import Principal
-    from optpipe_api.jobs import BatchRecord
+    from optpipe_api.jobs import BatchItem, BatchPlan, BatchRecord
     from optpipe_api.service import Service
 
 __all__ = ["router"]
@@ -255,3 +257,32 @@ async def _shown(service: Service, batch_id: str, who: Principal) -> tuple[Batch
 def _view(service: Service, batch_id: str, who: Principal) -> tuple[BatchRecord, bytes]:
     batch, plan, items = service.batches.look(batch_id, who)
     return batch, batch_view(batch, who, plan, items).model_dump_json().encode()
+
+
+def batch_view(
+    batch: BatchRecord,
+    who: Principal,
+    plan: BatchPlan | None = None,
+    items: Sequence[BatchItem] | None = None,
+) -> BatchView:
+    """Return a batch as somebody sees it; without plan and items in lists."""
+    return BatchView.of(
+        batch,
+        owner=owner_for(batch.owner, who),
+        counts={state: batch.counts.get(state, 0) for state in JobState},
+        axes=None if plan is None else plan.axes,
+        options=None if plan is None else plan.options,
+        tags=None if plan is None else plan.tags,
+        priority=None if plan is None else plan.priority,
+        items=None if items is None else tuple(map(_item, items)),
+    )
+
+
+def _item(item: BatchItem) -> Item:
+    return Item.of(
+        item.job,
+        index=item.index,
+        job_id=item.job.id,
+        values=item.plan.values,
+        memory_bytes=max(item.plan.memory_bytes),
+    )

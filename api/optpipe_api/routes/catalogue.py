@@ -11,7 +11,16 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParameter
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import Catalogue, EstimateView, Job, MethodList, PasteForm, VariantView
+from optpipe.answers import (
+    Catalogue,
+    EstimateView,
+    Job,
+    MethodList,
+    MethodView,
+    PasteForm,
+    VariantView,
+)
+from optpipe.plot.scene import title_of
 from optpipe.requests import TuneRequest
 from optpipe_api.bodies import read_body, require_json
 from optpipe_api.http_errors import documented
@@ -31,9 +40,9 @@ from optpipe_api.routes.common import (
     tagged,
 )
 from optpipe_api.routes.jobs import submitted
+from optpipe_api.service import load_methods
 from optpipe_api.services.render import OF_ROWS, pasted_row, recut_row, row_of
 from optpipe_api.services.submission import read_estimate, read_variant
-from optpipe_api.views import load_methods, method_list
 
 if TYPE_CHECKING:
     from optpipe_api.routes.common import Answers
@@ -44,7 +53,15 @@ __all__ = ["configurations_router", "presets_router", "router", "tunes_router"]
 router = APIRouter(prefix="/v1", tags=["methods"])
 
 
-_METHODS = ConstantDocument(lambda: method_list(load_methods()).model_dump_json())
+def _method_list() -> str:
+    views = (
+        MethodView(name=name, title=title_of(name), description=text)
+        for name, text in load_methods().items()
+    )
+    return MethodList(methods=tuple(views)).model_dump_json()
+
+
+_METHODS = ConstantDocument(_method_list)
 
 
 @router.get(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import DeploymentList, DeploymentView, VersionList
+from optpipe.answers import DeploymentList, DeploymentView, Version, VersionList
 from optpipe_api.bodies import etag_of, known_number, read_body, require_json
 from optpipe_api.http_errors import documented
 from optpipe_api.routes.common import (
@@ -21,6 +21,7 @@ from optpipe_api.routes.common import (
     json_body,
     json_content,
     location_of,
+    owner_for,
     page_of,
     place_to_wait,
     seconds_to_wait,
@@ -29,7 +30,10 @@ from optpipe_api.routes.common import (
 )
 from optpipe_api.services.render import as_text
 from optpipe_api.services.submission import read_registration, read_report
-from optpipe_api.views import deployment_view, version_view
+
+if TYPE_CHECKING:
+    from optpipe_api.access import Principal
+    from optpipe_api.deployments import DeploymentRecord
 
 __all__ = ["router"]
 
@@ -181,7 +185,7 @@ async def report(
 def versions(deployment_id: str, service: Serving, who: Reader) -> VersionList:
     """Return every version: why it was published, and its predicted and measured step time."""
     found = service.deployments.versions(deployment_id, who)
-    return VersionList(versions=tuple(version_view(version) for version in found))
+    return VersionList(versions=tuple(Version.of(version) for version in found))
 
 
 @router.get(
@@ -200,3 +204,11 @@ def problem(deployment_id: str, service: Serving, who: Reader) -> Response:
     """Return the problem with the measured times; as registered, before the first report."""
     text = service.deployments.problem(deployment_id, who)
     return Response(text, media_type="application/json")
+
+
+def deployment_view(deployment: DeploymentRecord, who: Principal) -> DeploymentView:
+    return DeploymentView.of(
+        deployment,
+        owner=owner_for(deployment.owner, who),
+        reason=deployment.job_reason,
+    )

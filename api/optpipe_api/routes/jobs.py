@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,10 +14,11 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import Job, JobList, JobState
+from optpipe.answers import Event, Improvement, Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
 from optpipe.requests import CompareRequest, ResumeRequest, SolveRequest, Tag
+from optpipe.schedule import gap_of
 from optpipe_api.bodies import (
     FORMS,
     TABLE_FORMS,
@@ -47,6 +48,7 @@ from optpipe_api.routes.common import (
     idempotency_key,
     json_body,
     json_content,
+    owner_for,
     page_of,
     place_to_wait,
     seconds_to_wait,
@@ -56,13 +58,12 @@ from optpipe_api.routes.common import (
 from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import Shown, Theme, as_text, explanation, row_of, solution
 from optpipe_api.services.submission import JobRequest, read_job
-from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from optpipe_api.access import Principal
-    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule
+    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule, TracePoint, Waiting
     from optpipe_api.service import Service
 
 __all__ = [
@@ -271,6 +272,25 @@ def model(job_id: str, service: Serving, who: Reader) -> Response:
     )
 
 
+def job_view(
+    job: JobRecord,
+    trace: Sequence[TracePoint] | None = None,
+    *,
+    who: Principal,
+    places: Mapping[str, Waiting] | None = None,
+) -> Job:
+    """Return a job as somebody sees it, with its place in the queue; without trace in lists."""
+    place = (places or {}).get(job.id)
+    shown = None if trace is None else tuple(Improvement(**asdict(one)) for one in trace)
+    return Job.of(
+        job,
+        owner=owner_for(job.owner, who),
+        trace=shown,
+        place=None if place is None else place.place,
+        expected_start_at=None if place is None else place.starts_at,
+    )
+
+
 def _whole(service: Service, job_id: str, who: Principal) -> Job:
     job, trace = service.jobs.job(job_id, who)
     return job_view(job, trace, who=who, places=service.jobs.waiting([job]))
@@ -424,7 +444,8 @@ async def _sent(
 @lru_cache(maxsize=_KEPT)
 def _event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
     """Encode an entry, once for all who follow its job."""
-    data = event_view(entry).model_dump_json()
+    gap = None if entry.objective_ms is None else gap_of(entry.objective_ms, entry.bound_ms)
+    data = Event.of(entry, gap=gap).model_dump_json()
     return format_sse_event(
         data_str=data, event=entry.kind.value, id=str(entry.number), retry=retry_ms
     )

@@ -31,13 +31,13 @@ from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
 from optpipe_api.jobs import (
+    KINDS,
     MAX_SHARED_PRIORITY,
     AttemptOutcome,
     DocumentKind,
     JobEvent,
     JobStart,
 )
-from optpipe_api.kinds import KINDS
 from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
 from optpipe_api.bodies import MAX_VALUES, decode_json
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError
-from optpipe_api.jobs import DocumentKind, ItemPlan, NewJob
-from optpipe_api.kinds import KINDS
+from optpipe_api.jobs import KINDS, DocumentKind, ItemPlan, NewJob
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
