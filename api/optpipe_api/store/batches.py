@@ -24,6 +24,7 @@ from optpipe_api.errors import BatchNotFoundError, StateConflictError
 from optpipe_api.jobs import BatchPlan, BatchRecord, BatchStanding
 from optpipe_api.store import statements as sql
 from optpipe_api.store.database import reading, writing
+from optpipe_api.store.jobs import insert_job
 from optpipe_api.store.shared import (
     add_once,
     cancel,
@@ -31,7 +32,6 @@ from optpipe_api.store.shared import (
     delete_jobs,
     groups_of_ids,
     hand_on,
-    insert_job,
     jobs_of,
     new_columns,
     page_rows,

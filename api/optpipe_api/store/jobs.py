@@ -38,12 +38,13 @@ the id of a job raise `JobNotFoundError` if no job has this id.
 from __future__ import annotations
 
 import json
+import uuid
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from optpipe.answers import EventKind, JobState
+from optpipe.answers import Cache, EventKind, JobState
 from optpipe.errors import InputError
 from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictError
 from optpipe_api.jobs import (
@@ -62,6 +63,7 @@ from optpipe_api.jobs import (
     StoredSchedule,
     TracePoint,
     Waiting,
+    transition,
 )
 from optpipe_api.store import statements as sql
 from optpipe_api.store.database import reading, writing
@@ -76,7 +78,6 @@ from optpipe_api.store.shared import (
     delete_jobs,
     groups_of_ids,
     hand_on,
-    insert_job,
     is_id,
     jobs_of,
     key_digest,
@@ -100,7 +101,7 @@ if TYPE_CHECKING:
     from optpipe.requests import JobKind
     from optpipe_api.jobs import BatchPlan
 
-__all__ = ["AttemptOutcome", "JobStore"]
+__all__ = ["AttemptOutcome", "JobStore", "insert_job"]
 
 _MAX_PLACES = 5000
 _MAX_LOG_CHARACTERS = 1000
@@ -110,6 +111,13 @@ _ANY_MS = 1e300
 _OF_SCHEDULE = {DocumentKind.SCHEDULE, DocumentKind.PROBLEM, DocumentKind.TUNED}
 """The documents that are replaced only with a schedule at least as good."""
 NO_DOCUMENTS: Documents = {}
+
+# Columns that a new job has from its record as they are.
+_COPIED = (
+    *("owner", "problem_hash", "shape_hash", "objective", "priority", "source_id", "batch_id"),
+    *("batch_index", "deployment_id", "cancel_requested", "attempt", "deaths", "spent_s"),
+    "num_schedules",
+)
 
 
 class JobStore:
@@ -576,6 +584,55 @@ class JobStore:
 def _find(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
     statement = sql.JOB_BY_ID_LOCKED if lock else sql.JOB_BY_ID
     return row_by_id(connection, statement, job_id, JobNotFoundError)
+
+
+def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any]:
+    """Insert a job with its documents, tags and first history entries; return its row."""
+    known = new.start if new.finished is None else new.finished
+    state = JobState.QUEUED
+    values: dict[str, Any] = {
+        **{name: getattr(new, name) for name in _COPIED},
+        "id": uuid.uuid4().hex,
+        "kind": new.kind.value,
+        "name": storable(new.name),
+        "options": to_json(new.options),
+        "idempotency_key": key_digest(new.owner, new.idempotency_key),
+        "cache": new.cache.value,
+        "created_at": now,
+    }
+    texts = dict(new.documents)
+    if known is not None:
+        texts |= known.documents
+        values["num_schedules"] = int(DocumentKind.SCHEDULE in texts)
+        values |= {"objective_ms": known.objective_ms, "bound_ms": known.bound_ms}
+    if new.finished is not None:
+        state = transition(JobState.RUNNING, new.finished.event) or JobState.SUCCEEDED
+        error = None if new.finished.error is None else to_json(new.finished.error)
+        values |= {"started_at": now, "finished_at": now, "error": error}
+    row = connection.execute(sql.INSERT_JOB, {**values, "state": state.value}).one()
+    put_documents(connection, row.position, texts)
+    if new.tags:
+        tags = [{"position": row.position, "tag": tag} for tag in set(new.tags)]
+        connection.execute(sql.INSERT_TAG, tags)
+    if new.finished is None:
+        add_entry(connection, row, now, EventKind.STATE, text=state.value)
+        if new.start is not None and new.cache is Cache.NEAR:
+            text = f"started from a schedule of job {new.source_id}"
+            add_entry(connection, row, now, EventKind.LOG, text=text)
+    if known is not None and DocumentKind.SCHEDULE in texts:
+        add_entry(
+            connection,
+            row,
+            now,
+            EventKind.INCUMBENT,
+            seconds=0.0,
+            method=known.method,
+            objective_ms=known.objective_ms,
+            bound_ms=known.bound_ms,
+        )
+    if new.finished is not None:
+        add_entry(connection, row, now, EventKind.STATE, text=state.value)
+    return row
 
 
 def _leased(connection: sa.Connection, lease: Lease) -> sa.Row[Any] | None:

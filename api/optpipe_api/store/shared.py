@@ -22,7 +22,6 @@ from optpipe.requests import JobKind
 from optpipe_api.errors import KeyReusedError, QueueFullError, TooManyJobsError, TooManyKeptError
 from optpipe_api.jobs import (
     BatchPlan,
-    DocumentKind,
     ItemPlan,
     JobError,
     JobEvent,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from optpipe_api.deployments import NewDeployment
-    from optpipe_api.jobs import Documents, NewBatch, NewJob
+    from optpipe_api.jobs import Documents, NewBatch
 
 T = TypeVar("T")
 
@@ -51,12 +50,6 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _MAX_IDS = 1000
 _MAX_INSERTS = 3
 _OPTIONS = frozenset(item.name for item in fields(JobOptions))
-# Columns that a new job has from its record as they are.
-_COPIED = (
-    *("owner", "problem_hash", "shape_hash", "objective", "priority", "source_id", "batch_id"),
-    *("batch_index", "deployment_id", "cancel_requested", "attempt", "deaths", "spent_s"),
-    "num_schedules",
-)
 _MAX_METHOD = 100
 
 
@@ -246,55 +239,6 @@ def check_limits(
 
 
 # --- Changes of a job.
-
-
-def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any]:
-    """Insert a job with its documents, tags and first history entries; return its row."""
-    known = new.start if new.finished is None else new.finished
-    state = JobState.QUEUED
-    values: dict[str, Any] = {
-        **{name: getattr(new, name) for name in _COPIED},
-        "id": uuid.uuid4().hex,
-        "kind": new.kind.value,
-        "name": storable(new.name),
-        "options": to_json(new.options),
-        "idempotency_key": key_digest(new.owner, new.idempotency_key),
-        "cache": new.cache.value,
-        "created_at": now,
-    }
-    texts = dict(new.documents)
-    if known is not None:
-        texts |= known.documents
-        values["num_schedules"] = int(DocumentKind.SCHEDULE in texts)
-        values |= {"objective_ms": known.objective_ms, "bound_ms": known.bound_ms}
-    if new.finished is not None:
-        state = transition(JobState.RUNNING, new.finished.event) or JobState.SUCCEEDED
-        error = None if new.finished.error is None else to_json(new.finished.error)
-        values |= {"started_at": now, "finished_at": now, "error": error}
-    row = connection.execute(sql.INSERT_JOB, {**values, "state": state.value}).one()
-    put_documents(connection, row.position, texts)
-    if new.tags:
-        tags = [{"position": row.position, "tag": tag} for tag in set(new.tags)]
-        connection.execute(sql.INSERT_TAG, tags)
-    if new.finished is None:
-        add_entry(connection, row, now, EventKind.STATE, text=state.value)
-        if new.start is not None and new.cache is Cache.NEAR:
-            text = f"started from a schedule of job {new.source_id}"
-            add_entry(connection, row, now, EventKind.LOG, text=text)
-    if known is not None and DocumentKind.SCHEDULE in texts:
-        add_entry(
-            connection,
-            row,
-            now,
-            EventKind.INCUMBENT,
-            seconds=0.0,
-            method=known.method,
-            objective_ms=known.objective_ms,
-            bound_ms=known.bound_ms,
-        )
-    if new.finished is not None:
-        add_entry(connection, row, now, EventKind.STATE, text=state.value)
-    return row
 
 
 def put_documents(connection: sa.Connection, position: int, texts: Documents) -> None:
