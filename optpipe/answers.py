@@ -857,9 +857,9 @@ class RequestField(BaseModel):
 def fields_of(request: type[Request]) -> dict[str, RequestField]:
     """Return the fields of a request by name, from its JSON schema; lists and objects excepted."""
     fields = {}
-    for name, schema in request.model_json_schema()["properties"].items():
+    for name, published in request.model_json_schema()["properties"].items():
         # A field that may be null has its type and range in the first alternative.
-        schema |= schema.get("anyOf", [{}])[0]
+        schema = published | published.get("anyOf", [{}])[0]
         if kind := _KINDS.get(schema.get("type", "")):
             fields[name] = RequestField(
                 kind=kind,
