@@ -15,9 +15,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from optpipe.formats.tables import SweepRow
 from optpipe.presets import GPUS, MODELS, total_parameters
-from optpipe.presets.shape import PRECISIONS
 from optpipe.problem import Problem
-from optpipe.requests import DEFAULT_NOISE, CacheUse, JobKind, SearchOptions
+from optpipe.requests import (
+    DEFAULT_NOISE,
+    CacheUse,
+    CurrentRun,
+    EstimateRequest,
+    JobKind,
+    Request,
+    SearchOptions,
+    SubmitOptions,
+    TuneRequest,
+)
 from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
@@ -60,6 +69,7 @@ __all__ = [
     "ModelEntry",
     "PasteForm",
     "Readiness",
+    "RequestField",
     "ScoreboardError",
     "SweepRowList",
     "Tuned",
@@ -832,22 +842,72 @@ class GpuEntry(BaseModel):
         )
 
 
+FieldKind = Literal["integer", "number", "boolean", "text"]
+_KINDS: dict[str, FieldKind] = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "boolean",
+    "string": "text",
+}
+
+
+class RequestField(BaseModel):
+    """A field of a request, as a form needs it; null where the request's model sets nothing."""
+
+    kind: FieldKind
+    minimum: int | float | None
+    maximum: int | float | None
+    exclusive_minimum: int | float | None
+    exclusive_maximum: int | float | None
+    choices: list[int | str] | None
+    default: bool | int | float | str | None
+    description: str
+
+
+def fields_of(request: type[Request]) -> dict[str, RequestField]:
+    """Return the fields of a request by name, from its JSON schema; lists and objects excepted."""
+    fields = {}
+    for name, published in request.model_json_schema()["properties"].items():
+        # A field that may be null has its type and range in the first alternative.
+        schema = published | published.get("anyOf", [{}])[0]
+        if kind := _KINDS.get(schema.get("type", "")):
+            fields[name] = RequestField(
+                kind=kind,
+                minimum=schema.get("minimum"),
+                maximum=schema.get("maximum"),
+                exclusive_minimum=schema.get("exclusiveMinimum"),
+                exclusive_maximum=schema.get("exclusiveMaximum"),
+                choices=schema.get("enum"),
+                default=schema.get("default"),
+                description=schema.get("description", ""),
+            )
+    return fields
+
+
+_REQUESTS_WITH_FORMS: dict[str, type[Request]] = {
+    "estimate": EstimateRequest,
+    "tune": TuneRequest,
+    "current": CurrentRun,
+    "solve": SubmitOptions,
+}
+
+
 class Catalogue(BaseModel):
-    """What `POST /v1/estimates` knows by name."""
+    """What `POST /v1/estimates` knows by name, and the fields of the requests that have a form."""
 
     models: list[ModelEntry]
     gpus: list[GpuEntry]
-    placements: list[str]
-    precisions: list[str]
+    fields: dict[str, dict[str, RequestField]] = Field(
+        description="By request: estimate, tune, current (of tune) and solve (options of a job)."
+    )
 
     @classmethod
     def make(cls) -> Self:
-        """Return all models and accelerators of the catalogue."""
+        """Return all models and accelerators of the catalogue, and all fields."""
         return cls(
             models=[ModelEntry.of(shape) for shape in MODELS.values()],
             gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],
-            placements=["linear", "loop", "v"],
-            precisions=list(PRECISIONS),
+            fields={name: fields_of(request) for name, request in _REQUESTS_WITH_FORMS.items()},
         )
 
 

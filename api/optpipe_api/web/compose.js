@@ -1,6 +1,7 @@
 // The form at the left: a problem from a preset or a file, varied by sliders, to be solved.
 
-import { choiceField, numberField } from "./controls.js";
+import { catalogue } from "./catalogue.js";
+import { controls, namesOf, pick, valuesOf } from "./controls.js";
 import { byId, later } from "./dom.js";
 import { clearFault, guarded, lastFault } from "./faults.js";
 import { inAddress, packed, unpacked } from "./fragment.js";
@@ -9,20 +10,26 @@ import { amend, go } from "./link.js";
 import { methods } from "./methods.js";
 import { Preset } from "./preset.js";
 import { Sliders } from "./sliders.js";
-import { TUNED, TuneForm } from "./tune.js";
+import { TUNE, TuneForm } from "./tune.js";
 import { unvaried } from "./unvaried.js";
 
 const PAUSE_MS = 150;
 const SWEPT = [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2];
-const OPTIONS = ["time_limit_s", "method", "objective", ...TUNED];
+/** The options of a job: name, short label, and what differs on purpose from the request. */
+export const SOLVE = [
+  ["time_limit_s", "Seconds", { start: 30, max: 3600 }], ["method", "Method"],
+  ["objective", "Objective", { start: "makespan" }],
+];
+const OPTIONS = namesOf(SOLVE, TUNE);
 
-/** The form; tells `onProblem` whenever there is another problem, as the service describes it. */
+/** The form; calls `onProblem` with each new problem, as the service describes it. */
 export class Compose {
   constructor(onProblem) {
     this.onProblem = onProblem;
     this.view = null;
     this.file = null;
-    this.asked = 0;
+    this.turn = 0;
+    this.addressTurn = 0;
     this.soon = later(guarded(() => this.refresh(), "form"), PAUSE_MS);
     this.changed = () => { this.markStale(); this.soon(); };
     this.preset = new Preset(this.changed);
@@ -31,15 +38,14 @@ export class Compose {
     this.listen();
   }
 
-  /** Ask the service what there is to choose, and show the form. */
+  /** Make the form from the fields, models, GPUs and methods that the service has. */
   async load() {
-    const known = await methods();
-    byId("options").append(
-      numberField("time_limit_s", "Seconds", 30, { min: 1, max: 3600, step: 1 }),
-      choiceField("method", "Method", known.map(({ name, title }) => [name, title]), "auto"),
-      choiceField("objective", "Objective", ["makespan", "span"], "makespan",
-        { onchange: this.changed }));
-    await this.preset.load();
+    const [{ fields }, known] = await Promise.all([catalogue(), methods(), this.preset.load()]);
+    this.fields = fields;
+    byId("options").append(...controls(fields.solve, SOLVE, {
+      method: { choices: known.map(({ name, title }) => [name, title]) },
+      objective: { onchange: this.changed } }));
+    byId("tune-fields").append(...controls(fields.tune, TUNE));
     this.isLoaded = true;
     const canSubmit = document.body.dataset.role !== "read";
     for (const id of ["solve", "sweep", "compare", "tune"]) byId(id).disabled = !canSubmit;
@@ -48,9 +54,9 @@ export class Compose {
 
   listen() {
     const form = byId("compose");
-    form.addEventListener("submit", guarded(async (event) => {
+    form.addEventListener("submit", guarded((event) => {
       event.preventDefault();
-      await this.solve();
+      return this.solve();
     }, "form"));
     for (const input of form.querySelectorAll("[name=source]")) {
       input.addEventListener("change", () => { this.showSource(); this.changed(); });
@@ -70,12 +76,12 @@ export class Compose {
   showSource() {
     byId("preset").hidden = this.source !== "preset";
     byId("file").hidden = this.source !== "file";
-    this.tune.tell();
+    this.tune.describe();
   }
 
   /**
-   * Take a problem from a file, a job or a paste; `name` says to people which, `isOfJob` whether the
-   * job in the address leads to it.
+   * Take a problem from a file, a job or a paste. `name` is shown; `isOfJob`: it is the problem of
+   * the job in the address.
    */
   async use(problem, name, { isOfJob = false } = {}) {
     this.take(problem, name, isOfJob);
@@ -89,23 +95,21 @@ export class Compose {
     this.source = "file";
   }
 
-  /** Take everything from an address, and make its problem. */
-  async restore(told) {
-    const pick = (names) => Object.fromEntries(
-      names.filter((name) => name in told).map((name) => [name, told[name]]));
+  /** Fill the form from an address, and make its problem. */
+  async restore(query) {
     const fragment = inAddress();
     const { problem, config, name } = fragment ? await unpacked(fragment) : {};
     this.fragment = fragment;
     if (problem) {
       this.take(problem, name ?? "The problem of this link.");
-      this.sliders.values = pick(Sliders.axes);
+      this.sliders.values = pick(query, Sliders.axes);
     } else {
       this.preset.use(config ?? null, name ?? "config.json");
-      this.preset.state = pick(Preset.names);
-      this.sliders.values = pick(Sliders.names);
+      this.preset.state = pick(query, Preset.names);
+      this.sliders.values = pick(query, Sliders.names);
       this.source = "preset";
     }
-    for (const option of OPTIONS) if (option in told) this.option(option).value = told[option];
+    for (const [name, text] of Object.entries(pick(query, OPTIONS))) this.option(name).value = text;
     await this.refresh();
   }
 
@@ -113,7 +117,7 @@ export class Compose {
     return byId("compose").querySelector(`[name=${name}]`);
   }
 
-  /** What an address says of the form where a job, a batch or nothing leads to what has no name. */
+  /** The texts of the form in an address; a problem or config without a name is not among them. */
   get state() {
     if (this.unnamed) return this.choices;
     return { ...this.preset.state, ...this.sliders.values, ...this.choices };
@@ -123,7 +127,7 @@ export class Compose {
     return Object.fromEntries(OPTIONS.map((name) => [name, this.option(name).value]));
   }
 
-  /** What the problem is made of that has no name: it stands in the fragment of the address. */
+  /** The problem or config that has no name: the fragment of the address holds it. */
   get unnamed() {
     if (this.source === "file") {
       return this.file && { problem: this.file.problem, name: this.file.name };
@@ -137,17 +141,15 @@ export class Compose {
     return { ...preset, ...this.sliders.values, ...this.choices };
   }
 
-  /** Whether the job in the address leads to the problem of the form. */
+  /** Whether the form has the problem of the job in the address. */
   get isOfJob() {
     return this.source === "file" && (!this.file
       || (this.file.isOfJob && Object.keys(this.sliders.values).length === 0));
   }
 
-  markStale() {
-    byId("compose").dataset.stale = "yes";
-  }
+  markStale() { byId("compose").dataset.stale = "yes"; }
 
-  /** Return the problem that the form describes, also where the last change is not through yet. */
+  /** Return the problem that the form describes; makes it first if the form has changed. */
   async problem() {
     if (byId("compose").dataset.stale) await this.refresh();
     if (byId("compose").dataset.stale) {
@@ -157,25 +159,25 @@ export class Compose {
     return this.view.problem;
   }
 
-  /** Have the service make the problem that the form describes; the last to ask is answered. */
+  /** Request the problem that the form describes; only the answer to the last request counts. */
   async refresh() {
     this.soon.cancel();
-    const [turn, known] = [++this.asked, lastFault()];
-    const isLast = () => turn === this.asked;
+    const [turn, known] = [++this.turn, lastFault()];
+    const isLast = () => turn === this.turn;
     this.markStale();
-    const answer = await this.ask().catch((error) => { if (isLast()) throw error; });
+    const answer = await this.request().catch((error) => { if (isLast()) throw error; });
     if (!answer || !isLast()) return;
     const { view, sliders } = answer;
     clearFault("form", known);
     this.sliders.show(...sliders);
     this.view = view;
-    this.tune.tell();
+    this.tune.describe();
     delete byId("compose").dataset.stale;
     this.onProblem(view, this.state);
   }
 
-  /** Return the problem as the service describes it, and what the sliders show of it. */
-  async ask() {
+  /** Return the problem as the service describes it, and the arguments of `sliders.show`. */
+  async request() {
     const values = this.sliders.values;
     if (this.source === "file") {
       if (!this.file) return null;
@@ -188,20 +190,18 @@ export class Compose {
       return null;
     }
     const objective = this.option("objective").value;
-    const asked = objective === "makespan" ? values : { ...values, objective };
-    const view = await askJson("v1/estimates", { json: { ...this.preset.body, values: asked } });
+    const axes = objective === "makespan" ? values : { ...values, objective };
+    const view = await askJson("v1/estimates", { json: { ...this.preset.body, values: axes } });
     return { view, sliders: [unvaried(view.problem, values, view.problem), view.axes, true] };
   }
 
   get options() {
-    const { time_limit_s: seconds, method } = this.choices;
-    return { time_limit_s: Number(seconds), method };
+    const { time_limit_s, method } = this.choices;
+    return valuesOf(this.fields.solve, { time_limit_s, method });
   }
 
-  /** Submit the problem alone, under many memory limits, or to every method; go to what is made. */
-  solve() {
-    return this.submit("v1/jobs", { options: this.options }, "job");
-  }
+  /** Submit the problem alone, under many memory limits, or to every method; go to the result. */
+  solve() { return this.submit("v1/jobs", { options: this.options }, "job"); }
 
   sweep() {
     return this.submit("v1/batches", { axes: { memory_scale: SWEPT }, options: this.options }, "batch");
@@ -212,39 +212,39 @@ export class Compose {
     return this.submit("v1/compare", { options: { time_limit_s } }, "job");
   }
 
-  async submit(path, asked, kind) {
+  async submit(path, body, kind) {
     const problem = await this.problem();
-    const { id } = await askJson(path, { json: { problem, ...asked, tags: ["page"] } });
+    const { id } = await askJson(path, { json: { problem, ...body, tags: ["page"] } });
     clearFault("form");
     this.leave();
     go({ ...this.state, [kind]: id });
   }
 
-  /** From now on a job or a batch leads to the problem. */
+  /** Take the problem out of the address: that of a job or a batch has it. */
   leave() {
-    this.telling = (this.telling ?? 0) + 1;
+    this.addressTurn += 1;
     this.fragment = "";
     byId("link-hint").hidden = true;
   }
 
-  /** Say in the address what the form says. */
-  async tellAddress() {
-    const turn = this.telling = (this.telling ?? 0) + 1;
+  /** Write the form into the address. */
+  async writeAddress() {
+    const turn = ++this.addressTurn;
     const { unnamed } = this;
     const fragment = unnamed && !this.isOfJob ? await packed(unnamed) : "";
-    if (turn !== this.telling) return;
+    if (turn !== this.addressTurn) return;
     byId("link-hint").hidden = fragment !== null;
     this.fragment = fragment ?? "";
-    const gone = [...Preset.names, ...Sliders.axes, ...OPTIONS].map((name) => [name, null]);
-    const said = this.fragment ? this.besideUnnamed : this.state;
-    amend({ ...Object.fromEntries(gone), ...said }, this.fragment);
+    const cleared = [...Preset.names, ...Sliders.axes, ...OPTIONS].map((name) => [name, null]);
+    const texts = this.fragment ? this.besideUnnamed : this.state;
+    amend({ ...Object.fromEntries(cleared), ...texts }, this.fragment);
   }
 
-  /** Whether an address that describes a form describes another one. */
-  differs(told) {
+  /** Whether an address describes another form than this one. */
+  differs(query) {
     if (inAddress()) return inAddress() !== this.fragment;
-    if (!told.model || this.unnamed) return Boolean(told.model);
+    if (!query.model || this.unnamed) return Boolean(query.model);
     const { state } = this;
-    return Object.entries(told).some(([name, it]) => name in state && String(state[name]) !== it);
+    return Object.entries(query).some(([name, text]) => name in state && String(state[name]) !== text);
   }
 }

@@ -1,20 +1,62 @@
-// Form controls: numbers, choices, and sliders over a list of stops.
+// Form controls: those of a request's fields, choices, and sliders over a list of stops.
 
 import { el } from "./dom.js";
 
-/** A labelled number of one field. */
-export function numberField(name, label, value, attributes = {}) {
-  return el("label", {}, label,
-    el("input", { type: "number", name, value, required: true, min: 1, step: 1, ...attributes }));
+// HTML has no exclusive limits: an input's limit is this much inside of one.
+const INSIDE = 0.001;
+
+/**
+ * Return the controls of a request's fields, as `fields` of `/v1/presets` describes them.
+ *
+ * `listed` has [name, label, own] in order; `more` has further own attributes by name. `own` is how
+ * a control differs from the field:
+ * `start`, its first value ("" for none); `choices` of a text; `texts` of choices, that of "" where
+ * nothing is chosen; `scale`, the input's unit in that of the field; `prefix` of its name; attributes.
+ */
+export const controls = (fields, listed, more = {}) => listed.map(([name, label, own]) =>
+  el("label", {}, label, control(fields[name], name, { ...own, ...more[name] })));
+
+/** Return the input of one field, without a label. */
+export function control(field, name, own = {}) {
+  const { start = field.default ?? "", choices, texts = {}, scale = 1, prefix = "", ...attributes } = own;
+  const common = { name: prefix + name, title: field.description.replaceAll("`", "") || null, ...attributes };
+  const listed = choices ?? field.choices ?? (field.kind === "boolean" ? ["false", "true"] : null);
+  const isOptional = start === "";
+  if (listed) return select(isOptional ? ["", ...listed] : listed, start, common, { "": "–", ...texts });
+  const limit = (inclusive, exclusive, inside) =>
+    (inclusive === null && exclusive === null ? null : (inclusive ?? exclusive + inside) / scale);
+  return el("input", { type: field.kind === "text" ? null : "number", value: start,
+    min: limit(field.minimum, field.exclusive_minimum, INSIDE),
+    max: limit(field.maximum, field.exclusive_maximum, -INSIDE),
+    step: field.kind === "integer" && scale === 1 ? 1 : "any",
+    required: !isOptional, placeholder: isOptional ? field.default : null, ...common });
 }
 
-/** A labelled choice; `choices` are texts or [value, text]. */
-export function choiceField(name, label, choices, value, attributes = {}) {
-  const options = choices.map((choice) => {
-    const [key, text] = Array.isArray(choice) ? choice : [choice, choice];
+/** Return the values of a request's fields from the texts of their controls, without empty ones. */
+export const valuesOf = (fields, texts) => Object.fromEntries(Object.entries(texts)
+  .filter(([, text]) => text !== "").map(([name, text]) => [name, valueOf(fields[name], text)]));
+
+function valueOf({ kind }, text) {
+  if (kind === "boolean") return text === "true";
+  return kind === "text" ? text : Number(text);
+}
+
+/** Return the names of listed fields. */
+export const namesOf = (...lists) => lists.flat().map(([name]) => name);
+
+/** Return the entries of an object that have one of the names. */
+export const pick = (values, names) => Object.fromEntries(
+  names.filter((name) => name in values).map((name) => [name, values[name]]));
+
+/** Return a labelled choice; `choices` are texts or [value, text]. */
+export const choiceField = (name, label, choices, value, attributes = {}) =>
+  el("label", {}, label, select(choices, value, { name, ...attributes }));
+
+function select(choices, value, attributes, texts = {}) {
+  return el("select", attributes, choices.map((choice) => {
+    const [key, text] = Array.isArray(choice) ? choice : [choice, texts[choice] ?? choice];
     return el("option", { value: key, selected: String(key) === String(value) }, text);
-  });
-  return el("label", {}, label, el("select", { name, ...attributes }, options));
+  }));
 }
 
 /**
@@ -29,7 +71,7 @@ export class Slider {
     this.input = el("input", {
       type: "range", id: `slider-${axis}`, min: 0, max: stops.length - 1, step: 1,
       "data-axis": axis,
-      oninput: () => { this.tell(this.problem); onChange(); },
+      oninput: () => { this.describeValue(this.problem); onChange(); },
     });
     this.output = el("output", { for: this.input.id });
     this.element = el("div", { class: "slider" },
@@ -41,29 +83,29 @@ export class Slider {
     return this.stops[Number(this.input.value)];
   }
 
-  /** The nearest stop to a value. */
+  /** Move to the nearest stop to a value. */
   set value(wanted) {
     const exact = this.stops.indexOf(wanted);
     const distance = (stop) => Math.abs((Number(stop) || 0) - wanted);
     const nearest = this.stops.reduce((best, stop, index) =>
       (distance(stop) < distance(this.stops[best]) ? index : best), 0);
     this.input.value = exact >= 0 ? exact : nearest;
-    this.tell(this.problem);
+    this.describeValue(this.problem);
   }
 
   get isNeutral() {
     return this.value === this.neutral;
   }
 
-  /** Say what the value means for a problem as it was before it was varied. */
-  tell(problem) {
+  /** Show what the value means for a problem before it is varied. */
+  describeValue(problem) {
     this.problem = problem;
     const text = this.describe(this.value, problem);
     this.output.textContent = text;
     this.input.setAttribute("aria-valuetext", text);
   }
 
-  /** Let it be used only where it changes something; say so where not. */
+  /** Enable the slider only if it changes something. */
   enable(isUseful) {
     this.input.disabled = !isUseful;
     this.element.classList.toggle("off", !isUseful);

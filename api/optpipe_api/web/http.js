@@ -1,9 +1,9 @@
-// Requests to the service this page came from: with the key, where there is one, and with faults
-// as errors that say what the service said.
+// Requests to the service that serves this page, with the key if there is one. An error has the
+// service's code and message.
 
 import { askForKey, storedKey } from "./key.js";
 
-/** What the service refused: `detail` says value, rule and fix; `status` 0 = nobody answered. */
+/** A refusal of the service; its message has value, rule and fix. `status` 0: there was no answer. */
 export class Fault extends Error {
   constructor(status, code, detail) {
     super(detail);
@@ -13,7 +13,7 @@ export class Fault extends Error {
 }
 
 /**
- * Return the answer to a request, whose status is 2xx or 304; asks for a key where one is wanted.
+ * Return the answer to a request, with status 2xx or 304; asks the user for a key after a 401.
  * `options` as of `fetch`; `json` is sent as the body.
  */
 export async function ask(path, { json, headers = {}, ...options } = {}) {
@@ -34,8 +34,18 @@ export async function ask(path, { json, headers = {}, ...options } = {}) {
   }
 }
 
-/** Return what a request is answered with, read as JSON. */
+/** Return the answer to a request, read as JSON. */
 export const askJson = async (path, options) => (await ask(path, options)).json();
+
+const answers = new Map();
+
+/** Return an answer that never changes while the service runs; requests it once. */
+export function askOnce(path) {
+  if (!answers.has(path)) {
+    answers.set(path, askJson(path).catch((error) => { answers.delete(path); throw error; }));
+  }
+  return answers.get(path);
+}
 
 async function reach(path, options) {
   try {

@@ -1,4 +1,4 @@
-// The page: the form at the left, and at the right what the address says.
+// The page: the form at the left; at the right the view that the address names.
 
 import { BatchView } from "./batch.js";
 import { Compose } from "./compose.js";
@@ -19,51 +19,51 @@ let shown = null;
 
 const compose = new Compose((view) => {
   byId("about").replaceChildren(problemSummary(view));
-  if (isWork(read())) tellAddress();
+  if (isWork(read())) writeAddress();
 });
-const tellAddress = guarded(() => compose.tellAddress(), "form");
+const writeAddress = guarded(() => compose.writeAddress(), "form");
 
-const isWork = (told) => !told.list && !told.batch && !isStart(told);
+const isWork = (query) => !query.list && !query.batch && !isStart(query);
 
-/** The start: nothing is said yet, or what was asked before is to be asked otherwise. */
-const isStart = (told) => Boolean(told.ask) || (Object.keys(told).length === 0 && !inAddress());
+/** Whether the address names the start: an empty one, or a question to change. */
+const isStart = (query) => Boolean(query.ask) || (Object.keys(query).length === 0 && !inAddress());
 
-/** Show what the address says. */
-const show = guarded(async (told) => {
+/** Show the view that an address names. */
+const show = guarded(async (query) => {
   clearFault();
   shown?.close();
-  shown = viewOf(told);
-  mark(told);
+  shown = viewOf(query);
+  mark(query);
   result.replaceChildren();
   if (shown) {
     await shown.open(result);
-    if (compose.isLoaded && !saysForm(told)) await fillByQuestion(told.job);
-  } else if (compose.isLoaded && compose.differs(told)) await compose.restore(told);
-  else if (compose.view) await compose.tellAddress();
+    if (compose.isLoaded && !hasForm(query)) await fillByQuestion(query.job);
+  } else if (compose.isLoaded && compose.differs(query)) await compose.restore(query);
+  else if (compose.view) await compose.writeAddress();
 });
 
-function viewOf(told) {
-  if (isStart(told)) return new StartView(told.ask);
-  if (told.job) return new JobView(told.job, told);
-  if (told.batch) return new BatchView(told.batch);
-  if (told.list === "jobs") return new JobList();
-  if (told.list === "batches") return new BatchList();
+function viewOf(query) {
+  if (isStart(query)) return new StartView(query.ask);
+  if (query.job) return new JobView(query.job, query);
+  if (query.batch) return new BatchView(query.batch);
+  if (query.list === "jobs") return new JobList();
+  if (query.list === "batches") return new BatchList();
   return null;
 }
 
-function mark(told) {
-  const name = told.list ?? (isStart(told) ? "start" : "new");
+function mark(query) {
+  const name = query.list ?? (isStart(query) ? "start" : "new");
   for (const link of document.querySelectorAll("nav a")) {
     if (link.dataset.view === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.body.dataset.view = isWork(told) ? "work" : "list";
+  document.body.dataset.view = isWork(query) ? "work" : "list";
 }
 
-/** Whether the address says what stands in the form, which is also the question of a job from there. */
-const saysForm = (told) => !told.job || "time_limit_s" in told || Boolean(inAddress());
+/** Whether the address has the form, which is also the request of a job that was submitted there. */
+const hasForm = (query) => !query.job || "time_limit_s" in query || Boolean(inAddress());
 
-/** Let the form show the question that a tune answers; return whether the job is a tune of one GPU kind. */
+/** Fill the form from the request of a tune; return whether the job is a tune of one GPU kind. */
 async function fillByQuestion(job) {
   const question = await askJson(`v1/jobs/${job}/question`).catch(() => null);
   // The form has one kind of GPU.
@@ -73,31 +73,31 @@ async function fillByQuestion(job) {
   return true;
 }
 
-/** Fill the form: from the address; else, beside a job, with its question or its problem. */
-const fill = guarded(async (told) => {
+/** Fill the form: from the address; else, next to a job, from its request or its problem. */
+const fill = guarded(async (query) => {
   await compose.load();
-  if (!saysForm(told) && !told.model && await fillByQuestion(told.job)) return;
-  // Where there is none, the view says why.
-  const problem = told.job && !told.model && !inAddress()
-    ? await askJson(`v1/jobs/${told.job}/problem`).catch(() => null) : null;
+  if (!hasForm(query) && !query.model && await fillByQuestion(query.job)) return;
+  // If there is none, the view says why.
+  const problem = query.job && !query.model && !inAddress()
+    ? await askJson(`v1/jobs/${query.job}/problem`).catch(() => null) : null;
   if (problem) await compose.use(problem, "The problem of this job.", { isOfJob: true });
-  else await restore(told);
+  else await restore(query);
 }, "form");
 
-/** Take the form from the address; from a damaged one, what a first visit shows, and the fault. */
-async function restore(told) {
+/** Fill the form from the address; from a damaged one as at a first visit, and show the fault. */
+async function restore(query) {
   try {
-    await compose.restore(told);
+    await compose.restore(query);
   } catch (error) {
     if (error.code !== "link.broken") throw error;
     history.replaceState(null, "", location.search || "?");
-    await compose.restore(told);
+    await compose.restore(query);
     throw error;
   }
 }
 
-/** Say to all parts of the page what the key may do: who may only read has no button to submit. */
-const tellRole = guarded(async () => {
+/** Set the key's role for all parts of the page: a key that may only read has no button to submit. */
+const setRole = guarded(async () => {
   const { role } = await askJson("v1/key");
   document.body.dataset.role = role;
 }, "form");
@@ -106,7 +106,7 @@ setUp();
 setUpFiles(compose);
 setUpKeyButton(() => location.reload());
 onGo(show);
-const told = read();
-await tellRole();
-await Promise.all([show(told), fill(told)]);
+const query = read();
+await setRole();
+await Promise.all([show(query), fill(query)]);
 document.body.dataset.ready = "yes";

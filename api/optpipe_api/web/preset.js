@@ -1,17 +1,27 @@
-// A problem from a model's name and an accelerator's: the form; the service estimates.
+// The form of an estimate: a problem from a model and an accelerator, which the service estimates.
 
+import { catalogue } from "./catalogue.js";
+import { control, controls, namesOf, valuesOf } from "./controls.js";
 import { byId, el } from "./dom.js";
-import { bytes } from "./format.js";
-import { askJson } from "./http.js";
-import { choiceField, numberField } from "./controls.js";
 
-const NUMBERS = ["pp", "tp", "sequence", "micro_batch", "num_microbatches", "chunks", "cp", "ep",
-  "dp", "zero", "modes", "slices"];
-const FIRST = { model: "llama3-8b", gpu: "h100", pp: 4, tp: 1, sequence: 4096, micro_batch: 1,
-  num_microbatches: 16, chunks: 1, placement: "", precision: "bf16", cp: 1, ep: 1, dp: 1, zero: 1,
-  modes: 0, slices: 1, pairs: "" };
+/** The fields of each part: name, short label, and what differs on purpose from the request. */
+export const ESTIMATE = {
+  hardware: [["model", "Model", { start: "llama3-8b" }], ["gpu", "GPU", { start: "h100" }]],
+  microbatches: [["num_microbatches", "Micro-batches", { id: "microbatches-number" }]],
+  degrees: [
+    ["pp", "Devices (pp)"], ["tp", "Tensor (tp)"], ["chunks", "Chunks"],
+    ["placement", "Placement", { texts: { "": "usual" } }],
+    ["sequence", "Sequence"], ["micro_batch", "Micro-batch"],
+  ],
+  more: [
+    ["cp", "Context (cp)"], ["ep", "Expert (ep)"], ["dp", "Data (dp)", { start: 1 }],
+    ["precision", "Precision"], ["zero", "ZeRO"], ["modes", "Modes"], ["slices", "Slices"],
+    ["pairs", "Pairs", { texts: { false: "none", true: "F with B" } }],
+  ],
+};
+const NAMES = namesOf(...Object.values(ESTIMATE));
 
-/** The form; `body` is what `/v1/estimates` takes. */
+/** The form; `body` is a request to `/v1/estimates`. */
 export class Preset {
   constructor(onChange) {
     this.place = byId("preset");
@@ -23,98 +33,70 @@ export class Preset {
     });
   }
 
-  /** Ask the service what there is, and show the form. */
+  /** Make the form. */
   async load() {
-    const { models, gpus, placements, precisions } = await askJson("v1/presets");
-    const gpuChoices = gpus.map((gpu) => [gpu.name, `${gpu.name} · ${bytes(gpu.memory_bytes)}`]);
-    const placementChoices = [["", "usual"], ...placements.map((name) => [name, name])];
+    const { fields, choices } = await catalogue();
+    this.fields = fields.estimate;
+    const part = (name) => controls(this.fields, ESTIMATE[name], choices);
     this.place.replaceChildren(
-      el("div", { class: "fields" },
-        choiceField("model", "Model", models.map(({ name }) => name), FIRST.model),
-        choiceField("gpu", "GPU", gpuChoices, FIRST.gpu)),
+      el("div", { class: "fields" }, part("hardware")),
       el("p", { class: "hint", id: "config-name", hidden: true }),
       this.microbatches(),
-      el("div", { class: "fields three" },
-        numberField("pp", "Devices (pp)", FIRST.pp, { max: 1024 }),
-        numberField("tp", "Tensor (tp)", FIRST.tp),
-        numberField("chunks", "Chunks", FIRST.chunks, { max: 8, title: "Stages per device" }),
-        choiceField("placement", "Placement", placementChoices, FIRST.placement),
-        numberField("sequence", "Sequence", FIRST.sequence, { title: "Tokens" }),
-        numberField("micro_batch", "Micro-batch", FIRST.micro_batch, { title: "Sequences" })),
-      el("details", {},
-        el("summary", {}, "More"),
-        el("div", { class: "fields three" },
-          numberField("cp", "Context (cp)", FIRST.cp),
-          numberField("ep", "Expert (ep)", FIRST.ep),
-          numberField("dp", "Data (dp)", FIRST.dp),
-          choiceField("precision", "Precision", precisions, FIRST.precision),
-          choiceField("zero", "ZeRO", [0, 1, 2, 3], FIRST.zero),
-          numberField("modes", "Modes", FIRST.modes, { min: 0, max: 64,
-            title: "Most modes per stage: what of it is kept, offloaded, recomputed; 0: the whole" }),
-          numberField("slices", "Slices", FIRST.slices, { max: 256,
-            title: "Slices of each sequence, each a micro-batch" }),
-          choiceField("pairs", "Pairs", [["", "none"], ["any", "F with B"]], FIRST.pairs,
-            { title: "Forwards and backwards may run together: experts' exchange is hidden" }))));
+      el("div", { class: "fields three" }, part("degrees")),
+      el("details", {}, el("summary", {}, "More"), el("div", { class: "fields three" }, part("more"))));
+    this.start = this.state;
   }
 
-  /** Micro-batches as a slider, and as a number beyond where it ends. */
+  /** Return the number of micro-batches as a number, and as a slider over the first of them. */
   microbatches() {
-    const value = FIRST.num_microbatches;
-    return el("div", { class: "slider" },
-      el("label", { for: "microbatches-number" }, "Micro-batches"),
-      el("input", { type: "number", name: "num_microbatches", id: "microbatches-number", min: 1,
-        step: 1, required: true, value }),
-      el("input", { type: "range", id: "microbatches", min: 1, max: 128, value,
-        "aria-label": "Micro-batches",
-        oninput: (event) => this.setNumber("num_microbatches", event.target.value) }));
+    const [[name, label, own]] = ESTIMATE.microbatches;
+    const number = control(this.fields[name], name, own);
+    return el("div", { class: "slider" }, el("label", { for: number.id }, label), number,
+      el("input", { type: "range", id: "microbatches", min: 1, max: 128, value: number.value,
+        "aria-label": label, oninput: (event) => { number.value = event.target.value; } }));
   }
 
   field(name) {
     return this.place.querySelector(`[name="${name}"]`);
   }
 
-  setNumber(name, value) {
-    this.field(name).value = value;
-  }
-
-  /** Whether every field holds something that may be sent. */
+  /** Whether every input has a value that may be sent. */
   get isValid() {
-    return [...this.place.querySelectorAll("input, select")].every((field) => field.checkValidity());
+    return [...this.place.querySelectorAll("input, select")].every((input) => input.checkValidity());
   }
 
   get body() {
-    const { model, placement, pairs, ...rest } = this.state;
-    const asked = { ...rest, pairs: Boolean(pairs) };
-    for (const name of NUMBERS) asked[name] = Number(rest[name]);
-    if (placement) asked.placement = placement;
-    return this.config ? { ...asked, config: this.config } : { ...asked, model };
+    const { model, ...values } = valuesOf(this.fields, this.state);
+    return this.config ? { ...values, config: this.config } : { ...values, model };
   }
 
-  /** The fields as texts, as they stand in an address. */
+  /** The texts of the controls, as the address has them. */
   get state() {
-    return Object.fromEntries(Object.keys(FIRST).map((name) => [name, this.field(name).value]));
+    return Object.fromEntries(NAMES.map((name) => [name, this.field(name).value]));
   }
 
-  set state(told) {
-    for (const [name, value] of Object.entries({ ...FIRST, ...told })) {
-      const field = this.field(name);
-      if (field) field.value = value;
+  set state(texts) {
+    // Links of earlier versions have `any`.
+    const pairs = texts.pairs === "any" ? { pairs: "true" } : {};
+    for (const [name, text] of Object.entries({ ...this.start, ...texts, ...pairs })) {
+      const input = this.field(name);
+      if (input) input.value = text;
     }
     byId("microbatches").value = this.field("num_microbatches").value;
   }
 
-  /** The names under which `state` stands in an address. */
+  /** The names of `state` in an address. */
   static get names() {
-    return Object.keys(FIRST);
+    return NAMES;
   }
 
   /** Take the shape of a Hugging Face config.json instead of a model of the catalogue. */
   use(config, name) {
     this.config = config;
     this.name = name;
-    const told = byId("config-name");
-    told.textContent = config ? `Model: ${name}` : "";
-    told.hidden = !config;
+    const hint = byId("config-name");
+    hint.textContent = config ? `Model: ${name}` : "";
+    hint.hidden = !config;
     this.field("model").disabled = Boolean(config);
   }
 }

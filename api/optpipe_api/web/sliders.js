@@ -109,7 +109,7 @@ export class Sliders {
    */
   show(problem, axes, isPreset) {
     for (const slider of this.sliders) {
-      slider.tell(problem);
+      slider.describeValue(problem);
       const isElsewhere = isPreset && OF_PRESETS.includes(slider.axis);
       slider.enable(axes.includes(slider.axis) && !isElsewhere);
       slider.element.hidden = isElsewhere;

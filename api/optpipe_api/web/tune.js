@@ -1,62 +1,56 @@
-// The question of which configuration is fastest: what the form says is what is run today.
+// The request for the fastest configuration: the form's degrees are those of the current run.
 
-import { choiceField, numberField } from "./controls.js";
+import { namesOf, pick, valuesOf } from "./controls.js";
 import { byId } from "./dom.js";
 import { clearFault, guarded } from "./faults.js";
 import { askJson } from "./http.js";
 import { go } from "./link.js";
 
-const FRAMEWORKS = [["any", "any"], ["megatron", "Megatron-Core"], ["torchtitan", "torchtitan"]];
+/** Titles of the frameworks, where they differ from the names. */
+export const FRAMEWORKS = { megatron: "Megatron-Core" };
+/** The fields: name, short label, and what differs on purpose from the request. */
+export const TUNE = [
+  ["num_gpus", "GPUs"], ["global_batch", "Batch", { start: "" }],
+  ["framework", "Framework", { texts: FRAMEWORKS }],
+  ["measured_step_s", "Step today, s", { placeholder: "estimated" }],
+];
+const NAMES = namesOf(TUNE);
 const SHARED = ["model", "config", "gpu", "sequence", "precision"];
 const DEGREES = ["tp", "cp", "ep", "pp", "chunks", "micro_batch", "zero"];
 
-/** The names of its fields, as they stand in an address. */
-export const TUNED = ["num_gpus", "global_batch", "framework", "measured_step_s"];
-
-/** The part of the form that asks; `compose` is the form. */
+/** The part of the form with the fields of a tune; `compose` is the form. */
 export class TuneForm {
   constructor(compose) {
     this.compose = compose;
-    byId("tune").addEventListener("click", guarded(() => this.ask(), "form"));
-    const optional = { required: false };
-    byId("tune-fields").append(
-      numberField("num_gpus", "GPUs", "", { ...optional, max: 131072 }),
-      numberField("global_batch", "Batch", "", { ...optional, max: 1048576, title: "Sequences of a step" }),
-      choiceField("framework", "Framework", FRAMEWORKS, "any"),
-      numberField("measured_step_s", "Step today, s", "", { ...optional, min: 0.001, step: "any",
-        placeholder: "estimated", title: "What you measured: it calibrates every time" }));
+    byId("tune").addEventListener("click", guarded(() => this.submit(), "form"));
   }
 
-  /** What is asked: the numbers that are left out are those of what is run today. */
+  /** The request; numbers that are left out are those of the current run. */
   get question() {
-    const { body } = this.compose.preset;
-    const of = (names) => Object.fromEntries(names.map((name) => [name, body[name]]));
-    const said = (name) => Number(this.compose.option(name).value);
-    // What is undefined is not sent: model or config, and a step that nobody measured.
-    return { ...of(SHARED), current: of(DEGREES),
-      num_gpus: said("num_gpus") || body.tp * body.cp * body.pp * body.dp,
-      global_batch: said("global_batch") || body.micro_batch * body.num_microbatches * body.dp,
-      framework: this.compose.option("framework").value,
-      measured_step_s: said("measured_step_s") || undefined };
+    const { preset: { body }, fields, choices } = this.compose;
+    return { ...pick(body, SHARED), current: pick(body, DEGREES),
+      num_gpus: body.tp * body.cp * body.pp * body.dp,
+      global_batch: body.micro_batch * body.num_microbatches * body.dp,
+      ...valuesOf(fields.tune, pick(choices, NAMES)) };
   }
 
-  /** Show a question that was asked; `current` has the degrees of what is run today. */
-  async show(asked, current) {
-    const { preset } = this.compose;
-    const given = Object.fromEntries(DEGREES.map((name) => [name, current[name] ?? 1]));
-    const dp = Math.max(1, Math.round(asked.num_gpus / (given.tp * given.cp * given.pp)));
-    const num_microbatches = Math.max(1, Math.round(asked.global_batch / (dp * given.micro_batch)));
-    const { model, gpu, sequence, precision } = asked;
-    preset.use(asked.config ?? null, "the config.json of this question");
-    preset.state = { ...(model ? { model } : {}), gpu, sequence, precision, ...given, dp, num_microbatches };
+  /** Fill the form from a request; `current` has the degrees of the current run. */
+  async show(question, current) {
+    const { preset, fields } = this.compose;
+    const degrees = Object.fromEntries(DEGREES.map((name) => [name, current[name] ?? fields.current[name].default]));
+    const dp = Math.max(1, Math.round(question.num_gpus / (degrees.tp * degrees.cp * degrees.pp)));
+    const num_microbatches = Math.max(1, Math.round(question.global_batch / (dp * degrees.micro_batch)));
+    const { model, gpu, sequence, precision } = question;
+    preset.use(question.config ?? null, "the config.json of this question");
+    preset.state = { ...(model ? { model } : {}), gpu, sequence, precision, ...degrees, dp, num_microbatches };
     this.compose.sliders.values = {};
-    for (const name of TUNED) this.compose.option(name).value = asked[name] ?? "";
+    for (const name of NAMES) this.compose.option(name).value = question[name] ?? "";
     this.compose.source = "preset";
     await this.compose.refresh();
   }
 
-  /** Say what is asked; a problem of a file is of one configuration alone. */
-  tell() {
+  /** Show the current run and what is searched; hide all of it for a problem from a file. */
+  describe() {
     const { compose } = this;
     byId("tune-part").hidden = compose.source !== "preset";
     if (!compose.preset.isValid) return;
@@ -69,8 +63,8 @@ export class TuneForm {
       + `Searched: every other way to train it on ${gpus} GPUs.`;
   }
 
-  /** Submit the question and go to its job. */
-  async ask() {
+  /** Submit the request and go to its job. */
+  async submit() {
     const { compose } = this;
     if (!byId("compose").reportValidity()) return;
     const options = { time_limit_s: compose.options.time_limit_s };

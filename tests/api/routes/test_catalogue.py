@@ -1,13 +1,17 @@
 """Problems without JSON: the catalogue, estimates, variants; each as the packages make them."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
+from pydantic import BaseModel, ValidationError
 
 from optpipe import Problem
 from optpipe.errors import InputError
 from optpipe.presets import GPUS, MODELS, Training, estimate, find_gpu, find_model
+from optpipe.presets.shape import PRECISIONS
+from optpipe.problem import Objective
+from optpipe.requests import CurrentRun, EstimateRequest, Framework, SubmitOptions, TuneRequest
 from optpipe.sweep import AXES, sweep
 from optpipe_api.services.submission import useful_axes
 from tests.api.live import two_stages
@@ -23,7 +27,64 @@ def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -
     assert [model["name"] for model in found["models"]] == list(MODELS)
     assert [gpu["name"] for gpu in found["gpus"]] == list(GPUS)
     assert all(entry["source"] for entry in (*found["models"], *found["gpus"]))
-    assert found["placements"] == ["linear", "loop", "v"]
+
+
+REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
+    "estimate": (
+        EstimateRequest,
+        {"model": "llama3-8b", "gpu": "h100"},
+        {"config", "recompute", "lengths", "values"},
+    ),
+    "tune": (
+        TuneRequest,
+        {"model": "llama3-8b", "gpu": "h100"},
+        {"config", "current", "fixed", "options", "tags"},
+    ),
+    "current": (CurrentRun, {}, {"recompute", "layers"}),
+    "solve": (SubmitOptions, {}, {"chunks", "placements"}),
+}
+
+
+def refuses(request: type[BaseModel], base: dict[str, Any], name: str, value: object) -> bool:
+    """Return whether a request refuses a value because of the field's own rules."""
+    try:
+        request.model_validate({**base, name: value})
+    except ValidationError as error:
+        return any(one["loc"][:1] == (name,) for one in error.errors())
+    except InputError:
+        pass  # a rule about several fields
+    return False
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_fields_for_forms_have_the_rules_of_their_request(http, name: str) -> None:
+    """Ranges and choices are tried on the request; lists and objects have no control."""
+    request, base, without = REQUESTS[name]
+    fields = http.get("/v1/presets").json()["fields"][name]
+    assert list(fields) == [one for one in request.model_fields if one not in without]
+    for field, rules in fields.items():
+        info = request.model_fields[field]
+        assert rules["description"] == (info.description or "")
+        assert rules["default"] == (None if info.is_required() else info.default)
+        step = 1 if rules["kind"] == "integer" else 1e-9
+        limits = (rules["minimum"], -step), (rules["maximum"], step)
+        accepted = [limit for limit, _ in limits] + (rules["choices"] or []) + [rules["default"]]
+        refused = [limit + outwards for limit, outwards in limits if limit is not None]
+        refused += [rules["exclusive_minimum"], rules["exclusive_maximum"]]
+        refused += ["another"] if rules["choices"] or rules["kind"] != "text" else []
+        for is_refused, values in ((False, accepted), (True, refused)):
+            for value in values:
+                if value is not None:
+                    assert refuses(request, base, field, value) == is_refused, (field, value)
+
+
+def test_choices_of_fields_are_complete(http) -> None:
+    fields = http.get("/v1/presets").json()["fields"]
+    assert fields["estimate"]["precision"]["choices"] == list(PRECISIONS)
+    assert fields["estimate"]["placement"]["choices"] == ["linear", "loop", "v"]
+    assert fields["current"]["zero"]["choices"] == [0, 1, 2, 3]
+    assert fields["tune"]["framework"]["choices"] == list(get_args(Framework))
+    assert fields["solve"]["objective"]["choices"] == list(get_args(Objective))
 
 
 LENGTHS = [[4000, 96], [1024], [8000, 100, 92]]

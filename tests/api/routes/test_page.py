@@ -43,6 +43,24 @@ def test_every_file_that_the_page_names_is_served(http) -> None:
         assert http.get(f"/{path}").status_code == 200, path
 
 
+LISTED = re.compile(r'\["(\w+)", "[^"]+"(?:\]|, \{|, EMPTY)')
+FORMS = {
+    "preset.js": {"estimate"},
+    "tune.js": {"tune"},
+    "compose.js": {"solve"},
+    "start.js": {"tune", "current", "solve"},
+}
+
+
+@pytest.mark.parametrize("file", FORMS)
+def test_every_field_that_a_form_lists_is_a_field_of_its_request(http, file: str) -> None:
+    """The list is all that a form needs: `controls.js` takes the rest from the document."""
+    fields = http.get("/v1/presets").json()["fields"]
+    listed = LISTED.findall((WEB / file).read_text("utf-8"))
+    assert len(listed) > 2
+    assert set(listed) <= {name for request in FORMS[file] for name in fields[request]}
+
+
 def test_no_file_of_the_page_names_another_host() -> None:
     """And none is long, or a library."""
     for file in WEB.iterdir():
