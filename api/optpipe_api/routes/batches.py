@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import BatchList, BatchView, FrontierView, Item, JobState
+from optpipe.answers import BatchList, BatchView, FrontierLineView, FrontierPointView, FrontierView, Item, JobState
 from optpipe.formats.tables import dump_sweep
 from optpipe_api.bodies import FRONTIER_FORMS, TABLE_FORMS, preferred_form, read_body, require_json
 from optpipe_api.errors import BatchNotFoundError
@@ -182,7 +182,7 @@ async def frontier(
     headers = {"Vary": "Accept"}
     if chosen == "json":
         return Response(
-            FrontierView.of(lines).model_dump_json(),
+            _frontier_view(lines).model_dump_json(),
             headers=headers,
             media_type=FRONTIER_FORMS["json"],
         )
@@ -285,4 +285,19 @@ def _item(item: BatchItem) -> Item:
         job_id=item.job.id,
         values=item.plan.values,
         memory_bytes=max(item.plan.memory_bytes),
+    )
+
+
+def _frontier_view(lines):
+    return FrontierView(
+        lines=[
+            FrontierLineView(
+                label=line.label,
+                points=[
+                    FrontierPointView.of(point, memory_bytes=point.limit_bytes)
+                    for point in line.points
+                ],
+            )
+            for line in lines
+        ]
     )
