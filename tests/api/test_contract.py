@@ -72,8 +72,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         return b"<svg/>"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Charts, "picture", drawn)
-        patch.setattr(Charts, "frontier_picture", drawn)
+        patch.setattr(Charts, "draw_schedule", drawn)
+        patch.setattr(Charts, "draw_frontier", drawn)
         with running(settings) as (url, app):
             create = app.state.service.keys.create
             yield Server(url, create("all", Role.ADMIN)[1], create("look", Role.READ)[1])
