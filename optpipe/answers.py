@@ -406,7 +406,8 @@ class DeploymentView(Answer):
     * ``owner``: only admins see it.
     * ``reason``: why the current solve was started; ``error``: why the last one failed.
     * ``current_ms``: step time of the schedule in use, under the measured times.
-    * ``expected_ms``: the same, if the schedule were as good as it is for its original times.
+    * ``expected_ms``: step time of a schedule that is as good for the measured times as the one in
+      use is for its original times.
     * ``drift``: share by which ``current_ms`` exceeds ``expected_ms``.
 
     The last three are null until the first reports under this version are evaluated.

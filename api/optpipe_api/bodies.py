@@ -47,19 +47,11 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     uvicorn discards the rest of a refused body. A client that sends everything before it reads
     therefore still gets the refusal.
 
-    Raises
-    ------
-    MediaTypeError
-        If the Content-Type is not JSON. A browser lets pages of other sites send forms and plain
-        text to this service, but not JSON.
-    BodyTooLargeError
-        If the body is larger than ``max_bytes``: before the first byte if its length is declared,
-        else at the first byte that is too many.
-    TooManyBodiesError
-        As `UnreadBodies.counted`.
-    RequestError
-        If the client disconnects before the end of the body.
+    Raises `MediaTypeError` if the Content-Type is not JSON; `BodyTooLargeError` as soon as the body
+    is known to be larger than ``max_bytes``; `TooManyBodiesError` as `UnreadBodies.counted`;
+    `RequestError` if the client disconnects before the end of the body.
     """
+    # A browser lets pages of other sites send forms and plain text to this service, but not JSON.
     declared_type = request.headers.get("content-type", "")
     media_type = declared_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):

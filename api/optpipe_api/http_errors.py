@@ -66,7 +66,7 @@ _WHEN = {
     403: "The role of the key does not allow this, or the request is from a page of another site "
     "or has the wrong Host.",
     404: "There is no such resource of this key, or no schedule (yet).",
-    406: "`Accept` accepts none of the formats above.",
+    406: "None of the formats above is acceptable, or the server cannot produce it.",
     409: "Proven infeasible (`needs` names what is too small), or not possible in this state.",
     413: "The body is too large.",
     415: "The Content-Type of the body is not JSON.",

@@ -41,6 +41,7 @@ from optpipe_api.routes.common import (
     visible_owner,
     wait_while_connected,
 )
+from optpipe_api.services.render import draw_frontier
 from optpipe_api.services.submission import read_batch
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ async def submit(
     `what_if` is the id of a job that has ended with a schedule (else 409). The items are:
 
     * its problem without a change, unless the job is proven optimal
-    * 1 GB more memory on the device that has the least memory left
+    * 1 GB more memory on the device with the smallest free memory
     * a 20% faster bus
     * twice the number of micro-batches
 
@@ -183,7 +184,7 @@ async def frontier(
     name, lines = await run_in_threadpool(service.batches.frontier, batch_id, caller)
     headers = {"Vary": "Accept"}
     if chosen == "svg":
-        picture = await service.charts.draw_frontier(lines, name)
+        picture = await service.charts.run(draw_frontier, tuple(lines), name)
         return Response(picture, headers=headers | NO_SCRIPTS, media_type=FRONTIER_FORMS["svg"])
     views = [
         FrontierLineView.of(

@@ -10,7 +10,6 @@ from fastapi import Path as PathParameter
 from optpipe.answers import (
     Catalogue,
     EstimateView,
-    Job,
     MethodList,
     MethodView,
     PasteForm,
@@ -28,16 +27,12 @@ from optpipe_api.routes.common import (
     JsonText,
     Reader,
     Serving,
-    Submitter,
     document,
-    ended,
-    idempotency_key,
     json_body,
     parse_body,
-    seconds_to_wait,
     tagged,
 )
-from optpipe_api.routes.jobs import submit_job
+from optpipe_api.routes.jobs import add_submit_route
 from optpipe_api.service import load_methods
 from optpipe_api.services.render import kept_row, pasted_row, recut_row, run_on_row
 from optpipe_api.services.submission import read_estimate, read_variant
@@ -121,35 +116,22 @@ async def variants(request: Request, service: Serving, _caller: Reader) -> Respo
 
 tunes_router = APIRouter(prefix="/v1", tags=["tunes"])
 
-Wait = Annotated[float, seconds_to_wait("the end")]
-Key = Annotated[str | None, idempotency_key("returns the job of the first one")]
 RowId = Annotated[
     str, PathParameter(pattern=r"^[0-9a-f]{12}$", description="`id` of a row of `configuration`.")
 ]
 _ROW_FAULTS = documented(404, 413, 429)
 
 
-@tunes_router.post(
+add_submit_route(
+    tunes_router,
     "/tunes",
-    status_code=202,
-    response_model=Job,
-    responses={**ended(Job, "job"), **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("TuneRequest"),
+    TuneRequest,
+    name="submit_tune",
     summary="Search for the fastest configuration",
+    description="Queue a job that searches degrees, cut, placement, recompute and schedule "
+    "together. Its objective is the duration of the whole step. Its schedule and problem are those "
+    "of the best configuration. `configuration` returns all results and what is proven.",
 )
-async def submit_tune(
-    request: Request,
-    service: Serving,
-    caller: Submitter,
-    wait: Wait = 0.0,
-    idempotency_key: Key = None,
-) -> Response:
-    """Queue a job that searches degrees, cut, placement, recompute and schedule together.
-
-    Its objective is the duration of the whole step. Its schedule and problem are those of the best
-    configuration. `configuration` returns all results and what is proven.
-    """
-    return await submit_job(request, service, caller, TuneRequest, wait_s=wait, key=idempotency_key)
 
 
 @tunes_router.get(

@@ -59,7 +59,7 @@ Wait = Annotated[float, seconds_to_wait("a newer version")]
 async def register(
     request: Request, service: Serving, caller: Submitter, idempotency_key: Key = None
 ) -> Response:
-    """Queue a job for its problem, and answer. The job's first schedule is the first version."""
+    """Start to solve its problem, and answer. The first schedule is the first version."""
     new = await parse_body(request, service, read_registration, service.settings, service.methods)
     found = await run_in_threadpool(service.deployments.register, new, caller, idempotency_key)
     view = _view_deployment(found, caller)

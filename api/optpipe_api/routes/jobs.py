@@ -59,6 +59,9 @@ from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import (
     Shown,
     Theme,
+    chart_frontier,
+    chart_schedules,
+    draw_schedule,
     dump_schedule,
     explain_schedule,
     kept_row,
@@ -74,7 +77,7 @@ if TYPE_CHECKING:
     from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule, TracePoint, Waiting
     from optpipe_api.service import Service
 
-__all__ = ["charts_router", "comparisons_router", "router", "submit_job"]
+__all__ = ["add_submit_route", "charts_router", "comparisons_router", "router"]
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
@@ -89,68 +92,61 @@ _ENDED = ended(Job, "job")
 # --- Submission.
 
 
-@router.post(
-    "",
-    status_code=202,
-    response_model=Job,
-    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("SolveRequest"),
-    summary="Submit a problem or a model",
-)
-async def submit(
-    request: Request,
-    service: Serving,
-    caller: Submitter,
-    wait: Wait = 0.0,
-    idempotency_key: Key = None,
-) -> Response:
-    """Queue a problem to solve, or a model to cut, place and schedule; answer 202.
-
-    The answer is 200 if the job ends within `?wait=`, or if an earlier job solved the same.
-    """
-    return await submit_job(
-        request, service, caller, SolveRequest, wait_s=wait, key=idempotency_key
-    )
-
-
-@comparisons_router.post(
-    "/compare",
-    status_code=202,
-    response_model=Job,
-    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("CompareRequest"),
-    summary="Compare every method",
-)
-async def compare(
-    request: Request,
-    service: Serving,
-    caller: Submitter,
-    wait: Wait = 0.0,
-    idempotency_key: Key = None,
-) -> Response:
-    """Queue a job that runs every method, and the optimiser; its rows are its comparison.
-
-    The time limit is that of the optimiser. The time of the other methods is added.
-    """
-    return await submit_job(
-        request, service, caller, CompareRequest, wait_s=wait, key=idempotency_key
-    )
-
-
-async def submit_job(
-    request: Request,
-    service: Service,
-    caller: Principal,
-    kind: type[JobRequest],
+def add_submit_route(
+    target: APIRouter,
+    path: str,
+    model: type[JobRequest],
     *,
-    wait_s: float,
-    key: str | None,
-) -> Response:
-    """Queue the job of a request body, and return its view."""
-    new = await parse_body(request, service, read_job, service.settings, service.methods, kind)
-    with count_waiting(service, caller, wait_s):
-        job = await run_in_threadpool(service.jobs.submit, new, caller, key)
-        return await _answer_job(request, service, caller, job, wait_s)
+    name: str,
+    summary: str,
+    description: str,
+) -> None:
+    """Add the route that queues the job of a request body; ``name`` is its name in OpenAPI."""
+
+    async def submit(
+        request: Request,
+        service: Serving,
+        caller: Submitter,
+        wait: Wait = 0.0,
+        idempotency_key: Key = None,
+    ) -> Response:
+        new = await parse_body(request, service, read_job, service.settings, service.methods, model)
+        with count_waiting(service, caller, wait):
+            job = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
+            return await _answer_job(request, service, caller, job, wait)
+
+    target.add_api_route(
+        path,
+        submit,
+        methods=["POST"],
+        name=name,
+        status_code=202,
+        response_model=Job,
+        responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
+        openapi_extra=json_body(model.__name__),
+        summary=summary,
+        description=f"{description}\n\nThe answer is 202, or 200 if the job ends within `?wait=`.",
+    )
+
+
+add_submit_route(
+    router,
+    "",
+    SolveRequest,
+    name="submit",
+    summary="Submit a problem or a model",
+    description="Queue a problem to solve, or a model to cut, place and schedule. If an earlier job "
+    "solved the same, the new job has ended already.",
+)
+add_submit_route(
+    comparisons_router,
+    "/compare",
+    CompareRequest,
+    name="compare",
+    summary="Compare every method",
+    description="Queue a job that runs every method, and the optimiser; its rows are its "
+    "comparison. The time limit is that of the optimiser. The time of the other methods is added.",
+)
 
 
 async def _answer_job(
@@ -495,7 +491,7 @@ async def schedule(
         problem, newest = await run_in_threadpool(solution, service.jobs, job_id, caller)
     content: str | bytes = newest.document
     if chosen == "svg":
-        content = await service.charts.draw_schedule(newest.document, problem)
+        content = await service.charts.run(draw_schedule, newest.document, problem)
     elif chosen != "json":
         content = await service.pool.run(dump_schedule, chosen, newest.document, problem)
     headers = _schedule_headers(job_id, newest.number, chosen)
@@ -593,7 +589,11 @@ async def chart(
         shown.append(second)
         form += f"-{beside}"
     return await answer_version(
-        if_none_match, job_id, number, form, lambda: service.charts.chart_schedules(shown, theme)
+        if_none_match,
+        job_id,
+        number,
+        form,
+        lambda: service.charts.run(chart_schedules, tuple(shown), theme),
     )
 
 
@@ -637,4 +637,4 @@ async def frontier_chart(
     """Return the best objective and its bound over the memory limit, with tooltips."""
     _, lines = await run_in_threadpool(service.batches.frontier, batch_id, caller)
     # No title: the page shows the name of the batch above the chart.
-    return JsonText(await service.charts.chart_frontier(lines, "", theme))
+    return JsonText(await service.charts.run(chart_frontier, tuple(lines), "", theme))

@@ -101,7 +101,7 @@ def _add_schema_route(model: type[BaseModel], name: str, use: str) -> None:
         ConstantDocument(build).answer,
         name=f"{name}_schema",
         response_model=dict[str, Any],
-        responses=tagged({200: {"description": "A JSON Schema."}}, of="it") | documented(),
+        responses=tagged({200: {"description": "A JSON Schema."}}, of="the schema") | documented(),
         summary=f"JSON Schema of optpipe/{name}/v1",
         description=f"Return the schema of {use}.",
     )

@@ -1,8 +1,8 @@
 """Schedules and frontiers in other forms: charts, pictures, texts, explanations, rows of tunes.
 
-A chart is JSON that BokehJS embeds. Charts and pictures have their own processes, which stay alive:
-Bokeh and matplotlib take longer to import than to draw a schedule, and a followed job gets a new
-chart after every improvement.
+A chart is JSON that BokehJS embeds. Charts and pictures have their own processes, which stay alive.
+Bokeh and matplotlib take longer to import than to draw a schedule, and the page fetches a new chart
+after every improvement of a job.
 """
 
 from __future__ import annotations
@@ -114,12 +114,7 @@ class Shown:
 
 
 class Charts:
-    """Makes charts and pictures in processes.
-
-    The methods raise `TooLargeToDrawError` if there are too many actions, `NotComparableError` if a
-    method has no schedule for the problem, `FormUnavailableError` if a package is missing, and
-    `TooManyFormsError` if too many calls wait.
-    """
+    """Processes that make charts and pictures."""
 
     def __init__(self) -> None:
         self._pool = ParsePool(cpu_s=_CHART_CPU_S, memory_bytes=_CHART_MEMORY_BYTES)
@@ -127,23 +122,12 @@ class Charts:
     def close(self) -> None:
         self._pool.close()
 
-    async def chart_schedules(self, shown: Sequence[Shown], theme: Theme) -> str:
-        """Return the chart of schedules on one time axis, as JSON text."""
-        return await self._run(chart_schedules, tuple(shown), theme)
+    async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return the chart or picture that a function of this module makes.
 
-    async def chart_frontier(self, lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
-        """Return the chart of a batch's frontier, as JSON text."""
-        return await self._run(chart_frontier, tuple(lines), title, theme)
-
-    async def draw_schedule(self, schedule: str, problem: str) -> bytes:
-        """Return a schedule as an SVG file."""
-        return await self._run(draw_schedule, schedule, problem)
-
-    async def draw_frontier(self, lines: Sequence[FrontierLine], title: str) -> bytes:
-        """Return the frontier of a batch as an SVG file."""
-        return await self._run(draw_frontier, tuple(lines), title)
-
-    async def _run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        Raises `TooLargeToDrawError` if it takes too much time or memory; `TooManyFormsError` if too
+        many calls wait; `FormUnavailableError` if a package is missing; and as the function.
+        """
         try:
             return await self._pool.run(function, *args, is_heavy=True)
         except BodyTooHeavyError:
@@ -165,7 +149,7 @@ def _too_large(reason: str) -> TooLargeToDrawError:
 
 
 def chart_schedules(shown: Sequence[Shown], theme: Theme) -> str:
-    """Return the chart of `Charts.chart_schedules`.
+    """Return the chart of schedules on one time axis, as JSON text.
 
     Raises `MissingExtraError` if bokeh is not installed; `NotComparableError` if a method has no
     schedule for the problem; `TooLargeToDrawError` if there are too many actions.
@@ -228,10 +212,7 @@ def _build_published(method: str, problem: Problem) -> tuple[str, Programs]:
 
 
 def chart_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
-    """Return the chart of `Charts.chart_frontier`.
-
-    Raises `MissingExtraError` if bokeh is not installed.
-    """
+    """Return the chart of a batch's frontier, as JSON text; raises `MissingExtraError`."""
     require_drawing(".html")
     from optpipe.plot.interactive import chart_item, frontier_chart  # noqa: PLC0415 - an extra
 
@@ -239,7 +220,7 @@ def chart_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> s
 
 
 def draw_schedule(schedule: str, problem: str) -> bytes:
-    """Return the picture of `Charts.draw_schedule`.
+    """Return a schedule as an SVG file.
 
     Raises `MissingExtraError` if matplotlib is not installed; `TooLargeToDrawError` if there are
     too many actions.
@@ -257,7 +238,7 @@ def draw_schedule(schedule: str, problem: str) -> bytes:
 
 
 def draw_frontier(lines: Sequence[FrontierLine], title: str) -> bytes:
-    """Return the picture of `Charts.draw_frontier`; raises as `draw_schedule`."""
+    """Return the frontier of a batch as an SVG file; raises `MissingExtraError`."""
     from optpipe.plot.image import frontier_svg  # noqa: PLC0415 - needs an optional extra
 
     return frontier_svg(lines, title)

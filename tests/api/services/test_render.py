@@ -117,7 +117,7 @@ def test_a_process_makes_the_same_as_this_one(shown, monkeypatch) -> None:
     with closing(Charts()) as maker:
 
         def drawn(*shown: Shown) -> str:
-            return asyncio.run(maker.chart_schedules(shown, "light"))
+            return asyncio.run(maker.run(render.chart_schedules, shown, "light"))
 
         assert drawn(shown) == render.chart_schedules([shown], "light")
         with pytest.raises(NotComparableError, match="no published method"):
@@ -166,4 +166,4 @@ def test_what_ends_a_process_is_said_of_drawing(
     with closing(Charts()) as charts:
         monkeypatch.setattr(charts._pool, "run", run)
         with pytest.raises(expected, match=words):
-            asyncio.run(charts.draw_schedule("", ""))
+            asyncio.run(charts.run(render.draw_schedule, "", ""))
