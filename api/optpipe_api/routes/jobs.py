@@ -135,8 +135,8 @@ add_submit_route(
     SolveRequest,
     name="submit",
     summary="Submit a problem or a model",
-    description="Queue a problem to solve, or a model to cut, place and schedule. If an earlier job "
-    "solved the same, the new job has ended already.",
+    description="Queue a problem to solve, or a model to cut, place and schedule. If an earlier "
+    "job solved the same, the new job has already ended.",
 )
 add_submit_route(
     comparisons_router,
