@@ -165,12 +165,12 @@ class JobOptions:
 
     def has_same_task(self, other: JobOptions) -> bool:
         """Return whether both search for the same, apart from budgets and the gap to reach."""
-        return self._task == other._task
 
-    @property
-    def _task(self) -> tuple[object, ...]:
-        noise = (self.robust, self.jitter, self.stragglers) if self.robust else None
-        return self.method, self.chunks, self.placements, noise
+        def task(options: JobOptions) -> tuple[object, ...]:
+            noise = (options.robust, options.jitter, options.stragglers) if options.robust else None
+            return options.method, options.chunks, options.placements, noise
+
+        return task(self) == task(other)
 
     def covers(self, other: JobOptions) -> bool:
         """Return whether a search with these options finds what one with the others would find.

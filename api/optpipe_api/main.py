@@ -334,8 +334,8 @@ def _serve(settings: Settings) -> None:
     listener = _listen(settings)
     if not settings.is_loopback and not settings.keys_required:
         log.warning(
-            "this address can be reached from other machines, and no API keys are asked for: "
-            "whoever reaches it may submit and read jobs; put it behind a firewall",
+            "other machines can reach this address, and requests need no API keys: every client "
+            "may submit and read jobs; protect it with a firewall",
             action="serve.open",
             host=settings.host,
         )

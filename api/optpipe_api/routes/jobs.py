@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -556,9 +557,10 @@ async def chart(
     service: Serving,
     caller: Reader,
     theme: ChartTheme = "light",
-    beside: Annotated[
+    second: Annotated[
         str | None,
         Query(
+            alias="beside",
             max_length=80,
             description="A second schedule on the same time axis: the id of another job, "
             "`method:1f1b` for a published method (its memory may exceed the limit), or `row:` "
@@ -575,19 +577,20 @@ async def chart(
     if_none_match: IfNoneMatch = None,
 ) -> Response:
     """Return the lanes of every device and its memory over time, with zoom and tooltips."""
-    beside = beside or ""
-    row_beside = beside.removeprefix(_ROW) if beside.startswith(_ROW) else ""
-    first = await _show_row(service, job_id, caller, row) if row else None
-    second = await _show_row(service, job_id, caller, row_beside) if row_beside else None
+    second = second or ""
+    second_row = second.removeprefix(_ROW) if second.startswith(_ROW) else ""
+    rows = [
+        row_id and await _show_row(service, job_id, caller, row_id) for row_id in (row, second_row)
+    ]
     shown, number, form = await run_in_threadpool(
-        _show_job, service, job_id, caller, "" if second else beside, theme
+        _show_job, service, job_id, caller, "" if second_row else second, theme
     )
-    if first:
-        shown[0] = first
+    if rows[0]:
+        shown[0] = rows[0]
         form += f"-{row}"
-    if second:
-        shown.append(second)
-        form += f"-{beside}"
+    if rows[1]:
+        shown.append(rows[1])
+        form += f"-{second}"
     return await answer_version(
         if_none_match,
         job_id,
@@ -603,26 +606,24 @@ async def _show_row(service: Service, job_id: str, caller: Principal, row_id: st
 
 
 def _show_job(
-    service: Service, job_id: str, caller: Principal, beside: str, theme: Theme
+    service: Service, job_id: str, caller: Principal, second: str, theme: Theme
 ) -> tuple[list[Shown], int, str]:
     """Return the schedules of a chart, the number of the job's, and a form that names the rest."""
     problem, stored = solution(service.jobs, job_id, caller)
-    form = f"chart-{theme}" + (f"-{beside}" if beside else "")
     own = Shown(problem=problem, schedule=stored.document)
-    if not beside:
+    form = f"chart-{theme}"
+    if not second:
         return [own], stored.number, form
-    if beside.startswith(_METHOD):
-        other = Shown(problem=problem, method=beside.removeprefix(_METHOD))
+    form += f"-{second}"
+    if second.startswith(_METHOD):
+        other = Shown(problem=problem, method=second.removeprefix(_METHOD))
         return [own, other], stored.number, form
-    other_problem, other_stored = solution(service.jobs, beside, caller)
-    titles = [_title_of(service.jobs.find(one, caller)) for one in (job_id, beside)]
-    own = Shown(problem=problem, schedule=stored.document, title=titles[0])
+    other_problem, other_stored = solution(service.jobs, second, caller)
+    records = [service.jobs.find(shown_id, caller) for shown_id in (job_id, second)]
+    titles = [(record.name or record.id[:8])[:60] for record in records]
+    own = replace(own, title=titles[0])
     other = Shown(problem=other_problem, schedule=other_stored.document, title=titles[1])
     return [own, other], stored.number, f"{form}.{other_stored.number}"
-
-
-def _title_of(job: JobRecord) -> str:
-    return (job.name or job.id[:8])[:60]
 
 
 @charts_router.get(

@@ -125,8 +125,8 @@ class Charts:
     async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Return the chart or picture that a function of this module makes.
 
-        Raises `TooLargeToDrawError` if it takes too much time or memory; `TooManyFormsError` if too
-        many calls wait; `FormUnavailableError` if a package is missing; and as the function.
+        Raises as the function; `TooLargeToDrawError` if it takes too much time or memory;
+        `TooManyFormsError` if too many calls wait; `FormUnavailableError` if a package is missing.
         """
         try:
             return await self._pool.run(function, *args, is_heavy=True)
