@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 from benchmarks.ledger import stamp, write_rows
 from benchmarks.service_load import quantile, scripted, serving, solve_one
 from optpipe.client import Client
-from optpipe_api.main import allow_files
+from optpipe_api.main import raise_file_limit
 from tests.api.live import two_stages
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _send_large(target: Target, head: bytes, part: bytes, num_parts: int) -> Non
 async def _repeat_on_all(target: Target, path: str, full_number: int) -> None:
     """Repeat a request after each answer, on many connections at the same time."""
     number = max(1, int(full_number * target.scale))
-    allow_files(number)
+    raise_file_limit(number)
     text = b"GET " + path.encode() + _HOST + b"\r\n"
 
     async def repeat() -> None:
@@ -176,7 +176,7 @@ async def _repeat_on_all(target: Target, path: str, full_number: int) -> None:
 
 def _hold_unread(target: Target, num_requests: int) -> None:
     number = max(1, int(1760 * target.scale))
-    allow_files(number)
+    raise_file_limit(number)
     text = (b"GET " + target.fetch_path.encode() + _HOST + b"\r\n") * num_requests
     until = time.monotonic() + target.seconds
     unread_connections: list[socket.socket] = []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 
 from optpipe_api import Settings, create_app
-from optpipe_api.main import ApiServer, let_go, server_config
+from optpipe_api.main import ApiServer, end_waiting, server_config
 from optpipe_api.telemetry import set_up_logs
 from tests.api import fake_solver
 
@@ -47,7 +47,7 @@ class _Server(ApiServer):
 
     def _obey(self) -> None:
         sys.stdin.read()
-        let_go(self.config.app)
+        end_waiting(self.config.app)
         self.should_exit = True
 
     @contextmanager

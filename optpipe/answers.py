@@ -1,14 +1,16 @@
-"""Every answer of the service, once: the service sends it, the client reads it.
+"""Every answer of the service as a pydantic model: the service sends it, the client reads it.
 
-Jobs and their events, batches and their items, deployments and their versions, methods, rows of
-comparisons and of tunes, estimated problems. `optpipe.requests` holds what callers ask for.
+`optpipe.requests` has the requests, ``answer_examples.json`` the examples that OpenAPI shows.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,12 +32,7 @@ from optpipe.requests import (
 from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
-    from pydantic import GetJsonSchemaHandler
-    from pydantic.json_schema import JsonSchemaValue
-    from pydantic_core import CoreSchema
-
     from optpipe.presets import Hardware, ModelShape
-    from optpipe.sweep import FrontierLine
 
 __all__ = [
     "Answer",
@@ -82,42 +79,71 @@ __all__ = [
 ]
 
 
-class Answer(BaseModel):
-    """What a service answers; a newer one may say more than this, an older one less."""
+@cache
+def _load_examples() -> dict[str, dict[str, Any]]:
+    """Return an example of each answer that has one, by class name."""
+    text = resources.files("optpipe").joinpath("answer_examples.json").read_text("utf-8")
+    examples: dict[str, dict[str, Any]] = json.loads(text)
+    row = examples["TunedRow"] | {"memory": [examples["TunedMemory"]] * 2}
+    tuned = {"counts": examples["TunedCounts"], "rows": [row], "pareto": [row]}
+    return examples | {
+        "TunedRow": row,
+        "Tuned": examples["Tuned"] | tuned,
+        "BatchView": examples["BatchView"] | {"items": [examples["Item"]]},
+    }
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+
+def _add_example(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    example = _load_examples().get(model.__name__)
+    if example is not None:
+        schema["examples"] = [example]
+
+
+def _require_all_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Describe what a service of this version sends: every field, always."""
+    for field in schema["properties"].values():
+        field.pop("default", None)
+    schema["required"] = list(schema["properties"])
+    _add_example(schema, model)
+
+
+class Answer(BaseModel):
+    """Base class of the answers.
+
+    A client ignores fields that only a newer service sends. It fills in the defaults of fields that
+    an older service does not send.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_require_all_fields)
 
     @classmethod
     def of(cls, record: object, /, **others: Any) -> Self:
-        """Return an answer whose fields are the record's of the same names, except the others.
+        """Return an answer with the fields of a record that have the same names.
 
-        Times of the record, in seconds since the epoch, become UTC times.
+        Times of the record are seconds since the epoch. They become UTC times.
+
+        Parameters
+        ----------
+        others
+            Fields that the record does not have, or that replace those of the record.
         """
         names = cls.model_fields.keys() - others
         values = {name: getattr(record, name) for name in names if hasattr(record, name)}
         return cls.model_validate(values | others, from_attributes=True)
 
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Show what a service of this version answers: every field, always."""
-        schema = handler(core_schema)
-        shown = handler.resolve_ref_schema(schema)
-        for field in shown["properties"].values():
-            field.pop("default", None)
-        shown["required"] = list(shown["properties"])
-        return schema
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """The options of a job, defaults filled in; a job has those of its kind.
+    """The options of a job, defaults filled in. A job uses those of its kind.
 
-    They are the arguments of `optpipe_solver.solve`, `plan`, `compare` and `tune` of the same
-    names, except ``cache``, which concerns other jobs. ``chunks`` and ``placements`` are of a plan
-    (None: the solver chooses), ``workload`` of a comparison. ``robust`` is a percentile such as
-    P90, None for the shortest schedule; ``jitter`` and ``stragglers`` are its noise.
+    They are the arguments of `optpipe_solver.solve`, `plan`, `compare` and `tune` with the same
+    names. These differ:
+
+    * ``cache``: whether the answers of earlier jobs are used.
+    * ``chunks``, ``placements``: of a plan; null: the solver chooses.
+    * ``workload``: of a comparison.
+    * ``robust``: a percentile such as P90, null for the shortest schedule; ``jitter`` and
+      ``stragglers`` are the noise that it is computed with.
     """
 
     time_limit_s: float
@@ -135,29 +161,29 @@ class JobOptions:
     workload: dict[str, float | None] | None = None
 
     def __post_init__(self) -> None:
-        # JSON gives lists back, and options are compared.
+        # JSON has lists where equal options have tuples.
         for name in ("chunks", "placements"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
 
     @classmethod
     def of(cls, options: SearchOptions, time_limit_s: float) -> JobOptions:
-        """Return the options of a job that a request gives; ``time_limit_s`` is filled in."""
+        """Return the options of a job from those of its request and a time limit."""
         fields = set(cls.__dataclass_fields__) & set(type(options).model_fields)
         given = options.model_dump(include=fields)
         return cls(**given | {"time_limit_s": time_limit_s})
 
     def has_same_task(self, other: JobOptions) -> bool:
-        """Return whether both want the same done, apart from budgets and the gap to reach."""
-        return self._task == other._task
+        """Return whether both search for the same, apart from budgets and the gap to reach."""
 
-    @property
-    def _task(self) -> tuple[object, ...]:
-        noise = (self.robust, self.jitter, self.stragglers) if self.robust else None
-        return self.method, self.chunks, self.placements, noise
+        def task(options: JobOptions) -> tuple[object, ...]:
+            noise = (options.robust, options.jitter, options.stragglers) if options.robust else None
+            return options.method, options.chunks, options.placements, noise
+
+        return task(self) == task(other)
 
     def covers(self, other: JobOptions) -> bool:
-        """Return whether a solve with these options finds what one with the others would.
+        """Return whether a search with these options finds what one with the others would find.
 
         It has the same task and seed, and at least the same budget.
         """
@@ -176,36 +202,9 @@ class JobOptions:
 
 # --- Jobs.
 
-_JOB_ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"
-_JOB_EXAMPLE: dict[str, Any] = {
-    "id": _JOB_ID,
-    "kind": "solve",
-    "state": "running",
-    "has_schedule": True,
-    "cache": "miss",
-    "name": "two-stages",
-    "problem_hash": "sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
-    "objective": "makespan",
-    "objective_ms": 118.0,
-    "bound_ms": 112.5,
-    "gap": 0.0466,
-    "options": {"time_limit_s": 60.0, "threads": 1, "seed": 0, "method": "auto"},
-    "tags": ["nightly", "team=llm"],
-    "priority": 0,
-    "cancel_requested": False,
-    "attempt": 1,
-    "error": None,
-    "created_at": "2026-01-31T12:00:00Z",
-    "started_at": "2026-01-31T12:00:00.120000Z",
-    "finished_at": None,
-    "place": None,
-    "expected_start_at": None,
-    "trace": [{"seconds": 0.01, "method": "1f1b", "objective_ms": 130.0, "bound_ms": 112.5}],
-}
-
 
 class JobState(StrEnum):
-    """Where a job stands; the picture is in ``optpipe_api.jobs``."""
+    """The state of a job; `optpipe_api.jobs` draws the transitions."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -216,12 +215,12 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will happen to the job any more."""
+        """Whether the job has ended. Only a resume changes it after that."""
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
 class Cache(StrEnum):
-    """What was known when a job came: the answer, a schedule of a near problem, or nothing."""
+    """The result of the lookup at submission: the answer, a schedule to start from, or nothing."""
 
     HIT = "hit"
     NEAR = "near"
@@ -229,7 +228,7 @@ class Cache(StrEnum):
 
 
 class EventKind(StrEnum):
-    """What an event of a job tells."""
+    """The kind of an event of a job."""
 
     STATE = "state"
     INCUMBENT = "incumbent"
@@ -238,7 +237,10 @@ class EventKind(StrEnum):
 
 
 class Failure(Answer):
-    """Why a job ended without success; ``needs`` maps what is too small to what would do."""
+    """The reason why a job ended without success.
+
+    ``needs`` maps each quantity that is too small to a value that is large enough.
+    """
 
     code: str
     message: str
@@ -246,7 +248,7 @@ class Failure(Answer):
 
 
 class Improvement(Answer):
-    """One improvement; ``seconds`` of solving so far."""
+    """A better schedule or bound, and the seconds of solving until it was found."""
 
     seconds: float
     method: str
@@ -255,14 +257,14 @@ class Improvement(Answer):
 
 
 class Job(Answer):
-    """A job as the service last told it; ask again for news.
+    """A job at the time of the answer.
 
-    ``has_schedule`` is true from the first schedule on, whatever the state. ``cache`` says what was
-    known when the job came: `hit` the answer itself, `near` a schedule of a similar problem, to
-    start from; `miss` neither. ``source_id`` is the job that knew it. ``owner`` is for admins.
+    * ``has_schedule``: true from the first schedule on, in every state.
+    * ``cache``: what the service knew at submission. `hit`: the answer. `near`: a schedule of a
+      similar problem, which the job starts from. `miss`: neither.
+    * ``source_id``: the job that this answer or start is from.
+    * ``owner``: only admins see it.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_JOB_EXAMPLE]})
 
     id: str
     kind: JobKind = JobKind.SOLVE
@@ -284,10 +286,10 @@ class Job(Answer):
     batch_index: int | None = None
     deployment_id: str | None = None
     cancel_requested: bool = False
-    attempt: int = Field(default=0, description="How often its solving was begun.")
+    attempt: int = Field(default=0, description="Number of times that solving started.")
     spent_s: float = Field(default=0.0, description="Seconds of solving in earlier attempts.")
     num_schedules: int = Field(
-        default=0, description="Better schedules so far; the newest one's number."
+        default=0, description="Number of schedules so far, each better than the one before."
     )
     error: Failure | None = None
     created_at: datetime
@@ -295,36 +297,37 @@ class Job(Answer):
     finished_at: datetime | None = None
     place: int | None = Field(
         default=None,
-        description="In the queue, 1 = next; null for others, and for a moment after it came.",
+        description="Place in the queue, 1 = next. Null for a moment after submission, and for "
+        "jobs that are not queued.",
     )
     expected_start_at: datetime | None = Field(
         default=None,
-        description="An estimate: if all that runs and all that is before it in the queue takes "
-        "its whole time limit, nothing else comes, and one server solves it all.",
+        description="An estimate for one server. It assumes that running jobs and all jobs before "
+        "this one take their whole time limit, and that no other job is submitted.",
     )
     trace: tuple[Improvement, ...] | None = Field(default=None, description="Null in lists.")
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing will happen to the job any more."""
+        """Whether the job has ended. Only a resume changes it after that."""
         return self.state.is_final
 
 
 class JobList(Answer):
-    """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
+    """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last page."""
 
     jobs: tuple[Job, ...]
     next: str | None
 
 
 class Event(Answer):
-    """One thing that happened to a job: the data of a server-sent event.
+    """An event of a job: the data of a server-sent event.
 
-    ``text`` is the new state of a `state`, the sentence of a `log`. ``seconds`` of solving so far
-    and the numbers are those of an `incumbent` (a better schedule) or a `bound`.
+    * ``text``: the new state of the job (`state`), or a sentence (`log`).
+    * ``seconds``: of solving so far (`incumbent` and `bound`, as the numbers are).
     """
 
-    number: int = Field(description="The event's id; it grows, with holes.")
+    number: int = Field(description="The event's id; it grows, with gaps.")
     kind: EventKind
     at: datetime
     seconds: float | None = None
@@ -337,46 +340,12 @@ class Event(Answer):
 
 # --- Batches.
 
-_ITEM_EXAMPLE: dict[str, Any] = {
-    "index": 1,
-    "job_id": _JOB_ID,
-    "name": "two-stages memory_scale = 0.5",
-    "values": {"memory_scale": 0.5},
-    "state": "succeeded",
-    "cache": "miss",
-    "memory_bytes": 2000,
-    "objective_ms": 118.0,
-    "bound_ms": 112.5,
-    "gap": 0.0466,
-    "error": None,
-    "started_at": "2026-01-31T12:00:00.120000Z",
-    "finished_at": "2026-01-31T12:00:10.120000Z",
-}
-_BATCH_EXAMPLE: dict[str, Any] = {
-    "id": "7c9e6679742540de944be07fc1f90ae7",
-    "name": "how much memory",
-    "owner": None,
-    "is_finished": False,
-    "progress": 0.5,
-    "num_items": 2,
-    "counts": {"queued": 0, "running": 1, "succeeded": 1, "infeasible": 0, "failed": 0},
-    "created_at": "2026-01-31T12:00:00Z",
-    "finished_at": None,
-    "axes": {"memory_scale": [1, 0.5]},
-    "options": {"time_limit_s": 10.0, "threads": 1, "seed": 0, "method": "auto"},
-    "tags": ["nightly"],
-    "priority": 0,
-    "items": [_ITEM_EXAMPLE],
-}
-
 
 class Item(Answer):
-    """One item of a batch: its values on the axes, and what its job has reached.
+    """An item of a batch: its values on the axes, and the results of its job so far.
 
-    ``memory_bytes`` is the budget of the device that has most.
+    ``memory_bytes`` is the memory limit of the device with the most memory.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_ITEM_EXAMPLE]})
 
     index: int
     job_id: str
@@ -394,12 +363,10 @@ class Item(Answer):
 
 
 class BatchView(Answer):
-    """A batch as the service last told it; ``owner`` is for admins.
+    """A batch at the time of the answer, computed from the jobs of its items.
 
-    All of it is read from the jobs of its items. What lists leave out is null there.
+    Only admins see ``owner``.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_BATCH_EXAMPLE]})
 
     id: str
     name: str = ""
@@ -418,55 +385,23 @@ class BatchView(Answer):
 
 
 class BatchList(Answer):
-    """Batches, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
+    """Batches, newest first; ``next`` is the ``cursor`` of the next page, null on the last page."""
 
     batches: tuple[BatchView, ...]
     next: str | None
 
 
 class SweepRowList(Answer):
-    """The items of a batch as rows of a table, in order; a ``state`` is that of a job."""
+    """The items of a batch as rows of a table, in order; ``state`` is the state of the job."""
 
     rows: list[SweepRow]
 
 
 # --- Deployments.
 
-_VERSION_EXAMPLE: dict[str, Any] = {
-    "version": 2,
-    "created_at": "2026-01-31T12:10:00Z",
-    "reason": "drift: forward of stage 2 takes 14% longer than planned; the schedule in use takes "
-    "131.2 ms under the measured times, 4.1% more than one as good for them as it was for those it "
-    "was made for; this one takes 126.1 ms instead of 131.2 ms under the measured times, 3.9% "
-    "shorter",
-    "job_id": _JOB_ID,
-    "predicted_ms": 126.1,
-    "measured_ms": 127.4,
-    "num_measured": 12,
-}
-_DEPLOYMENT_EXAMPLE: dict[str, Any] = {
-    "id": "5d1f0c7b2a394e6f8a9b0c1d2e3f4a5b",
-    "state": "following",
-    "name": "pretraining-7b",
-    "owner": None,
-    "version": 2,
-    "reason": None,
-    "job_id": None,
-    "error": None,
-    "options": {"time_limit_s": 60.0, "threads": 1, "seed": 0, "method": "auto"},
-    "threshold": 0.01,
-    "num_reports": 12,
-    "num_judged": 12,
-    "current_ms": 126.3,
-    "expected_ms": 126.1,
-    "drift": 0.0016,
-    "created_at": "2026-01-31T12:00:00Z",
-    "ended_at": None,
-}
-
 
 class DeploymentState(StrEnum):
-    """What goes on; the picture is in ``optpipe_api.deployments``."""
+    """The state of a deployment; `optpipe_api.deployments` draws the transitions."""
 
     WAITING = "waiting"
     SOLVING = "solving"
@@ -476,28 +411,30 @@ class DeploymentState(StrEnum):
 
 
 class DeploymentView(Answer):
-    """A deployment as the service last told it; ``owner`` is for admins.
+    """A deployment at the time of the answer.
 
-    ``reason`` is why the solve under way was begun, ``error`` why the last one gave nothing.
-    ``current_ms`` is what the schedule in use takes under the measured times, ``expected_ms`` what
-    one would that is as good for them as it was for those it was made for, and ``drift`` by how
-    much the first exceeds the second; null until reports were judged under this version.
+    * ``owner``: only admins see it.
+    * ``reason``: why the current solve was started; ``error``: why the last one failed.
+    * ``current_ms``: step time of the schedule in use, under the measured times.
+    * ``expected_ms``: step time of a schedule that is as good for the measured times as the one in
+      use is for its original times.
+    * ``drift``: share by which ``current_ms`` exceeds ``expected_ms``.
+
+    The last three are null until the first reports under this version are evaluated.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_DEPLOYMENT_EXAMPLE]})
 
     id: str
     state: DeploymentState
     name: str = ""
     owner: str | None = None
-    version: int = Field(description="The newest; 0 = there is none yet.")
+    version: int = Field(description="The newest version; 0 if there is none yet.")
     reason: str | None = None
     job_id: str | None = None
     error: Failure | None = None
     options: JobOptions
     threshold: float
     num_reports: int = 0
-    num_judged: int = Field(default=0, description="Reports that the numbers below know.")
+    num_judged: int = Field(default=0, description="Reports that the numbers below include.")
     current_ms: float | None = None
     expected_ms: float | None = None
     drift: float | None = None
@@ -513,13 +450,11 @@ class DeploymentList(Answer):
 
 
 class Version(Answer):
-    """One published schedule: why, what was predicted, and what was measured under it.
+    """A published schedule: the reason for it, and its predicted and measured step time.
 
-    ``predicted_ms`` is under the truest times known when it was published, ``measured_ms`` the mean
-    of the ``num_measured`` step times reported.
+    ``predicted_ms`` uses the best times known at publication. ``measured_ms`` is the mean of the
+    ``num_measured`` step times in reports.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_VERSION_EXAMPLE]})
 
     version: int
     created_at: datetime
@@ -536,38 +471,11 @@ class VersionList(Answer):
     versions: tuple[Version, ...]
 
 
-# --- Methods, and what they reach on one problem.
-
-_METHOD_EXAMPLE: dict[str, Any] = {
-    "name": "1f1b",
-    "title": "1F1B",
-    "description": "1F1B, also called PipeDream-Flush.",
-}
-_ROW_EXAMPLE: dict[str, Any] = {
-    "method": "1f1b",
-    "placement": "as given",
-    "problem_hash": "sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
-    "programs": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-    "seconds": 0.001,
-    "makespan_ms": 84.0,
-    "span_ms": 84.0,
-    "makespan_bubble": 0.3333,
-    "span_bubble": 0.3333,
-    "p50_ms": 84.3,
-    "p95_ms": 86.9,
-    "peak_bytes": 2000,
-    "host_peak_bytes": 0,
-    "over_limit": False,
-    "tokens_per_s": 97523.8,
-    "mfu": 0.41,
-    "reason": "",
-}
+# --- Methods, and their results on one problem.
 
 
 class MethodView(Answer):
-    """What `method` of a job may be."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_METHOD_EXAMPLE]})
+    """A value of the option `method` of a job."""
 
     name: str
     title: str = ""
@@ -575,21 +483,19 @@ class MethodView(Answer):
 
 
 class MethodList(Answer):
-    """Every method that this service knows."""
+    """Every method of this service."""
 
     methods: tuple[MethodView, ...]
 
 
 class MethodRow(Answer):
-    """One method's schedule; bytes are those of the fullest device or host.
+    """The schedule of one method; bytes are the maximum over devices or hosts.
 
-    ``programs`` is null where the method has none; then ``reason`` says why, and numbers are 0.
-    ``placement`` is `as given`, or names the re-placed copy of the problem that ``problem_hash``
-    and ``programs`` belong to, such as `v x2`, or `v x2, guess` where stages were halved that do
-    not say their layers.
+    * ``programs``: null if the method has no schedule; ``reason`` says why, and numbers are 0.
+    * ``placement``: `as given`, or the name of a re-placed copy of the problem such as `v x2`.
+      ``problem_hash`` and ``programs`` are of this copy. `v x2, guess` means that stages without
+      numbers of layers were halved.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_ROW_EXAMPLE]})
 
     method: str
     placement: str
@@ -600,7 +506,7 @@ class MethodRow(Answer):
     span_ms: float
     makespan_bubble: float
     span_bubble: float
-    p50_ms: float = Field(description="Median step time under +-10 % noise on every duration.")
+    p50_ms: float = Field(description="Median step time under +-10% noise on every duration.")
     p95_ms: float
     peak_bytes: int
     host_peak_bytes: int
@@ -611,7 +517,10 @@ class MethodRow(Answer):
 
 
 class MethodRowList(Answer):
-    """A row per method: best first under the memory limit, then over it, then the absent."""
+    """A row per method, best first.
+
+    Schedules over the memory limit follow those within it. Methods without a schedule are last.
+    """
 
     rows: list[MethodRow]
 
@@ -620,73 +529,11 @@ class MethodRowList(Answer):
 
 
 PasteForm = Literal["arguments", "yaml", "python", "csv"]
-"""How a row is fetched for its framework."""
-
-_MEMORY_EXAMPLE: dict[str, Any] = {
-    "weights_bytes": 2_000_000_000,
-    "gradients_bytes": 4_000_000_000,
-    "optimizer_bytes": 12_000_000_000,
-    "activations_bytes": 6_000_000_000,
-    "buffers_bytes": 86_085_997,
-    "reserved_bytes": 600_000_000,
-}
-_TUNED_ROW_EXAMPLE: dict[str, Any] = {
-    "id": "0123456789ab",
-    "tp": 4,
-    "cp": 1,
-    "dp": 1,
-    "ep": 1,
-    "etp": 1,
-    "zero": 1,
-    "pp": 2,
-    "chunks": 1,
-    "placement": [0, 1],
-    "layers": [18, 16],
-    "micro_batch": 1,
-    "num_microbatches": 16,
-    "recompute": [],
-    "method": "1f1b",
-    "step_ms": 959.2,
-    "makespan_ms": 943.5,
-    "tokens_per_s_per_gpu": 8540.8,
-    "mfu": 0.444,
-    "peak_bytes": [24686085997, 24686085997],
-    "memory": [_MEMORY_EXAMPLE, _MEMORY_EXAMPLE],
-    "command": "CUDA_DEVICE_MAX_CONNECTIONS=1 xargs -a arguments.sh torchrun --nproc-per-node 8 "
-    "pretrain_gpt.py $DATA_ARGS",
-}
-_COUNTS_EXAMPLE: dict[str, Any] = {
-    "total": 4,
-    "do_not_fit": 0,
-    "excluded": 2,
-    "solved": 2,
-    "open": 0,
-}
-_TUNED_EXAMPLE: dict[str, Any] = {
-    "verdict": "16.0 % less time per step than what you run, which the worst error would undo. "
-    "Measure before you change",
-    "certificate": "of 4 configurations 0 do not fit, 2 are excluded by their bounds, 2 were "
-    "solved; within this model none of them, whatever its cut into stages, is more than 0.1% "
-    "faster",
-    "bound_ms": 958.4,
-    "gap": 0.0008,
-    "gain": 0.16,
-    "error": {"median": 0.06, "worst": 0.195, "num_rows": 17},
-    "counts": _COUNTS_EXAMPLE,
-    "memory_bytes": 85520809984,
-    "usable_bytes": 81244769484,
-    "current": None,
-    "rows": [_TUNED_ROW_EXAMPLE],
-    "pareto": [_TUNED_ROW_EXAMPLE],
-    "stopped_by": "optimal",
-    "seconds": 2.4,
-}
+"""The formats of a configuration for its training framework."""
 
 
 class TunedMemory(Answer):
-    """What a pipeline rank holds at its peak, by what it is for."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_MEMORY_EXAMPLE]})
+    """The memory of a pipeline rank at its peak, by use."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -699,15 +546,15 @@ class TunedMemory(Answer):
 class TunedRow(Answer):
     """A configuration with its best schedule: degrees, layers of each stage, time and memory.
 
-    ``id`` tells it from the others of its tune; ``step_ms`` is of the whole step, ``makespan_ms``
-    of its pipeline; ``peak_bytes`` of each pipeline rank, everything reserved counted, and
-    ``memory`` the same by what it is for; ``method`` made the schedule. ``gpus`` is the accelerator
-    of each pipeline rank where there are several kinds, else empty. ``pairs``: forwards and
-    backwards run together; ``slices`` of each sequence. ``command`` trains by it, in bash, on each
-    host, beside the file that is pasted.
+    * ``id``: unique in its tune.
+    * ``step_ms``: duration of the whole step; ``makespan_ms``: duration of its pipeline part.
+    * ``peak_bytes``: per pipeline rank, reserved memory included; ``memory``: the same by use.
+    * ``method``: the method that found the schedule.
+    * ``gpus``: the accelerator of each pipeline rank; empty if there is only one kind.
+    * ``pairs``: whether forwards and backwards run together; ``slices``: of each sequence.
+    * ``command``: bash command that trains with this configuration. Run it on each host, in the
+      folder with the file from `paste`.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_ROW_EXAMPLE]})
 
     id: str
     tp: int
@@ -737,9 +584,7 @@ class TunedRow(Answer):
 
 
 class TunedCounts(Answer):
-    """What became of the configurations; those that are open may be as fast as their bounds."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_COUNTS_EXAMPLE]})
+    """Numbers of configurations by result. An open one may be as fast as its lower bound."""
 
     total: int
     do_not_fit: int
@@ -749,7 +594,7 @@ class TunedCounts(Answer):
 
 
 class ScoreboardError(Answer):
-    """How far estimates of this kind were from published runs, as shares."""
+    """The error of such estimates against published runs, as shares."""
 
     median: float
     worst: float
@@ -757,21 +602,23 @@ class ScoreboardError(Answer):
 
 
 class Tuned(Answer):
-    """What a tune has found; ``rows`` has the fastest first, ``pareto`` less memory for more time.
+    """The result of a tune; a running tune answers its results so far.
 
-    While it goes on it is what is known by now, and so is the certificate. No configuration takes
-    less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share. ``gain`` is
-    how much less time than ``current`` the fastest takes. It is null where ``current`` does not fit
-    in this model, and while the search has found nothing faster. ``verdict`` says the gain, or why
-    there is none. ``error`` is null where no such estimate was compared with published runs. A
-    device has ``memory_bytes``, of which answers fill ``usable_bytes`` at most (of several kinds
-    the smallest's). ``stopped_by``, null while it goes on: ``optimal``; ``gap``, as small as was
-    asked; ``time_limit``, ``work_limit`` or ``cancelled``; ``looked_at``, where there is no closer
-    look at what may be faster. ``notes``
-    say what is not searched though it might be faster, and what the best rests on.
+    * ``rows``: fastest first; ``pareto``: less memory for more time.
+    * ``bound_ms``: lower bound of the step time of every configuration.
+    * ``gap``: share by which a configuration may still be faster; ``certificate``: why, in words.
+    * ``gain``: share of the step time that the fastest row saves compared with ``current``. Null if
+      ``current`` does not fit in this model, or if nothing faster was found yet.
+    * ``verdict``: the gain in words, or why there is none.
+    * ``error``: null if no such estimate was compared with published runs.
+    * ``memory_bytes``: of a device; configurations use at most ``usable_bytes`` of it. With several
+      kinds of devices, of the smallest.
+    * ``stopped_by``: null while the tune runs; else `optimal`, `gap`, `time_limit`, `work_limit`,
+      `cancelled` or `looked_at`. `gap`: the requested gap is reached. `looked_at`: configurations
+      are still open, but the search cannot evaluate them more closely.
+    * ``notes``: options that were not searched although they may be faster, and assumptions of the
+      best row.
     """
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
 
     verdict: str = ""
     certificate: str
@@ -790,7 +637,7 @@ class Tuned(Answer):
     notes: tuple[str, ...] = ()
 
 
-# --- What there is to choose from, and estimated problems.
+# --- The catalogue of models and accelerators, and estimated problems.
 
 
 class ModelEntry(BaseModel):
@@ -817,7 +664,7 @@ class ModelEntry(BaseModel):
 
 
 class GpuEntry(BaseModel):
-    """An accelerator of the catalogue; rates per direction, TFLOP/s dense."""
+    """An accelerator of the catalogue; rates per direction, dense TFLOP/s."""
 
     name: str
     title: str
@@ -912,10 +759,10 @@ class Catalogue(BaseModel):
 
 
 class VariantView(BaseModel):
-    """The problem, varied; ``axes`` are the named ones that can change it.
+    """A varied problem; ``axes`` are the named axes that can change it.
 
-    ``usable_bytes`` and ``static_bytes`` have a number per device: what its memory leaves, reserved
-    bytes taken off, and what its stages hold all the time.
+    ``usable_bytes`` is the memory of each device without the reserved bytes. ``static_bytes`` is
+    the memory that the stages of each device hold during the whole step.
     """
 
     problem: Problem
@@ -926,10 +773,11 @@ class VariantView(BaseModel):
 
 
 class EstimateView(VariantView):
-    """The estimated problem; ``sizes`` are the layers of each stage, embedding and head counted.
+    """An estimated problem.
 
-    ``step_ms`` is of 1F1B, interleaved with several chunks, all that follows it included;
-    ``median_error`` how far such estimates were from published runs, null where none were compared.
+    * ``sizes``: layers of each stage; embedding and head count as layers.
+    * ``step_ms``: of 1F1B (interleaved 1F1B with several chunks), with the work after the pipeline.
+    * ``median_error``: of such estimates against published runs; null if none were compared.
     """
 
     parameters: int
@@ -942,56 +790,34 @@ class EstimateView(VariantView):
     notes: list[str]
 
 
-# --- The frontier of a batch: what memory buys.
+# --- The frontier of a batch: step time over memory limit.
 
 
-class FrontierPointView(BaseModel):
-    """One item on a line.
+class FrontierPointView(Answer):
+    """An item on a line.
 
-    ``objective_ms`` is the best that is known under this memory, here or at a smaller limit,
-    ``bound_ms`` the highest bound proven here or at a larger one.
+    ``objective_ms`` is the best objective found under this or a smaller memory limit. ``bound_ms``
+    is the highest bound proven for this or a larger one.
     """
 
     index: int
-    memory_bytes: int = Field(description="The budget of the device that has most.")
+    memory_bytes: int = Field(description="Memory limit of the device with the most memory.")
     objective_ms: float | None
     bound_ms: float | None
     is_infeasible: bool
 
 
-class FrontierLineView(BaseModel):
-    """Items that differ in nothing but the memory of devices, from the least to the most."""
+class FrontierLineView(Answer):
+    """Items that differ only in the memory of devices, smallest memory first."""
 
     label: str
     points: list[FrontierPointView]
 
 
-class FrontierView(BaseModel):
-    """What memory buys."""
+class FrontierView(Answer):
+    """The objective over the memory limit, a line per combination of the other values."""
 
     lines: list[FrontierLineView]
-
-    @classmethod
-    def of(cls, lines: list[FrontierLine]) -> Self:
-        """Return the view of the lines of a frontier."""
-        return cls(
-            lines=[
-                FrontierLineView(
-                    label=line.label,
-                    points=[
-                        FrontierPointView(
-                            index=point.index,
-                            memory_bytes=point.limit_bytes,
-                            objective_ms=point.objective_ms,
-                            bound_ms=point.bound_ms,
-                            is_infeasible=point.is_infeasible,
-                        )
-                        for point in line.points
-                    ],
-                )
-                for line in lines
-            ]
-        )
 
 
 # --- Faults and health.
@@ -1004,35 +830,21 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """The store answers and the engine solves."""
+    """The store takes writes and the engine solves."""
 
     status: str = "ready"
     jobs: dict[JobState, int]
 
 
 class Fault(BaseModel):
-    """A problem detail (RFC 9457). ``code`` is stable, ``errors`` holds one line per fault.
+    """A problem detail (RFC 9457) with a stable ``code``.
 
-    ``pointers`` says where each of them is in the body (RFC 6901; empty = all of it), or, of a
-    parameter, in the request: `/query/limit`, `/path/name`, `/header/name`.
+    ``errors`` has a line per fault, and ``pointers`` the place of each. A place in the body is a
+    JSON pointer (RFC 6901; empty = the whole body). A place of a parameter is `/query/limit`,
+    `/path/name` or `/header/name`.
     """
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "type": "urn:optpipe:error:problem.invalid",
-                    "title": "Unprocessable Content",
-                    "status": 422,
-                    "detail": "stages[0].forward_ms = -1: must be >= 0; change it",
-                    "code": "problem.invalid",
-                    "instance": "/v1/jobs",
-                    "errors": ["stages[0].forward_ms = -1: must be >= 0; change it"],
-                    "pointers": ["/problem/stages/0/forward_ms"],
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=_add_example)
 
     type: str
     title: str
@@ -1043,4 +855,4 @@ class Fault(BaseModel):
     errors: list[str] | None = None
     pointers: list[str] | None = None
     needs: dict[str, int] | None = None
-    id: str | None = Field(default=None, description="Names the entry in the server's log.")
+    id: str | None = Field(default=None, description="The id of the entry in the server's log.")

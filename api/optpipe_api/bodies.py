@@ -1,4 +1,4 @@
-"""Request bodies: never more than the limit in memory, strictly JSON."""
+"""Reading of request bodies within limits, choice of the answer's form, and entity tags."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 __all__ = [
-    "FORMS",
     "FRONTIER_FORMS",
     "MAX_VALUES",
+    "SCHEDULE_FORMS",
     "TABLE_FORMS",
     "UnreadBodies",
     "decode_json",
@@ -33,117 +33,122 @@ __all__ = [
     "is_known",
     "known_number",
     "preferred_form",
-    "read_body",
-    "require_json",
+    "read_json_body",
 ]
 
 
 MAX_VALUES = 100_000
-"""Of one problem: a hundred devices have ten thousand links, of some four values each."""
-
-_COUNTED = {b",": "values", b"{": "objects", b"[": "lists"}
+"""Limit for one problem: a hundred devices have ten thousand links of about four values each."""
 
 
-def require_json(request: Request) -> None:
-    """Refuse a body that is not declared as JSON.
+async def read_json_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request that declares JSON.
 
-    A page of some other site may make a browser send forms and plain text here, but not JSON.
+    uvicorn discards the rest of a refused body. A client that sends everything before it reads
+    therefore still gets the refusal.
 
-    Raises `MediaTypeError` if it is declared otherwise, or not at all.
+    Raises `MediaTypeError` if the Content-Type is not JSON; `BodyTooLargeError` as soon as the body
+    is known to be larger than ``max_bytes``; `TooManyBodiesError` as `UnreadBodies.counted`;
+    `RequestError` if the client disconnects before the end of the body.
     """
-    declared = request.headers.get("content-type", "")
-    kind = declared.partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    # A browser lets pages of other sites send forms and plain text to this service, but not JSON.
+    declared_type = request.headers.get("content-type", "")
+    media_type = declared_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
         raise MediaTypeError(
-            f"Content-Type {declared[:80]!r} is not JSON; send Content-Type: application/json"
+            f"Content-Type {declared_type[:80]!r} is not JSON; send Content-Type: application/json"
         )
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body.
-
-    Raises `BodyTooLargeError` as soon as it is known to be larger than ``max_bytes``: before the
-    first byte where its length is declared. What still comes is thrown away by uvicorn, so that a
-    client which sends everything before it reads still gets the refusal.
-    """
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise _too_large(f"{declared[:20]} bytes are declared", max_bytes)
+    declared_length = request.headers.get("content-length", "")[:20]
+    if declared_length.isdecimal() and int(declared_length) > max_bytes:
+        raise _body_too_large(f"{declared_length} bytes are declared", max_bytes)
     body = bytearray()
     unread: UnreadBodies = request.app.state.unread
     try:
-        with unread.holding() as hold:
+        with unread.counted() as count:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise _too_large("it is larger", max_bytes)
-                hold(len(chunk))
+                    raise _body_too_large("it is larger", max_bytes)
+                count(len(chunk))
     except ClientDisconnect:
         raise RequestError("the body ends before its end; send it again") from None
     return bytes(body)
 
 
-class UnreadBodies:
-    """How many bytes of bodies may be here in part, waiting for the rest; for the event loop.
+def _body_too_large(fact: str, max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the body may have {max_bytes} bytes (OPTPIPE_MAX_BODY_BYTES), but {fact}; "
+        "send a smaller problem"
+    )
 
-    Whoever sends most of a large body and stops would have us keep it until its time is over; so
-    beyond ``most_bytes`` together large bodies are refused, and small ones are not.
+
+class UnreadBodies:
+    """Limits the bytes of incomplete bodies in memory; for the event loop.
+
+    A client may send most of a large body and then pause until its timeout. Above ``max_bytes`` in
+    total, large bodies are refused and small ones are still read.
     """
 
-    _SMALL = 64 * 1024
+    _SMALL_BYTES = 64 * 1024
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._num_bytes = 0
         self._num_bodies = 0
 
     @contextmanager
-    def holding(self) -> Iterator[Callable[[int], None]]:
-        """Count a body until the block ends; yields what counts that many bytes more of it.
+    def counted(self) -> Iterator[Callable[[int], None]]:
+        """Count a body until the block ends; yields the function that counts its next bytes.
 
-        That raises `TooManyBodiesError` if there are too many, and this body is no small one.
+        That function raises `TooManyBodiesError` if the limit is exceeded and this body is large.
         """
         length = 0
         self._num_bodies += 1
 
-        def hold(more: int) -> None:
+        def count(num_bytes: int) -> None:
             nonlocal length
-            length += more
-            self._num_bytes += more
-            if self._num_bytes > self._most and length > self._SMALL:
+            length += num_bytes
+            self._num_bytes += num_bytes
+            if self._num_bytes > self._max_bytes and length > self._SMALL_BYTES:
                 raise TooManyBodiesError(self._num_bodies)
 
         try:
-            yield hold
+            yield count
         finally:
             self._num_bytes -= length
             self._num_bodies -= 1
 
 
 def decode_json(body: bytes, max_values: int = MAX_VALUES, *, takes_constants: bool = False) -> Any:
-    """Return the object of a strict JSON body.
+    """Return the value of a strict JSON body.
 
-    Values are counted before the body is parsed, by its commas and brackets: to find millions of
-    faults in a body takes minutes, however few bytes say them.
+    The limits are checked before parsing, by counting commas and brackets: a small body can have
+    millions of faults, and to list them takes minutes.
 
     Parameters
     ----------
     max_values
-        Most values that the body may hold; a fifth as many may be lists, and a fifth objects.
+        Maximum number of values; at most a fifth as many objects, and a fifth as many lists.
     takes_constants
-        As `parse_json`: for a body with a model's ``config``, which may hold ``Infinity``.
+        As in `parse_json`: true for a body with the ``config`` of a model, which may hold
+        ``Infinity``.
 
     Raises
     ------
     RequestError
-        If the body is not UTF-8, not JSON, or has a key twice.
+        If the body is not UTF-8, not JSON, or repeats a key in an object.
     BodyTooLargeError
         If the body holds more values.
     """
-    for sign, limit in ((b",", max_values), (b"{", max_values // 5), (b"[", max_values // 5)):
+    few = max_values // 5
+    for sign, noun, limit in (
+        (b",", "values", max_values),
+        (b"{", "objects", few),
+        (b"[", "lists", few),
+    ):
         if body.count(sign) > limit:
             raise BodyTooLargeError(
-                f"the body holds more than {limit} {_COUNTED[sign]}, the limit of this service; "
+                f"the body holds more than {limit} {noun}, the limit of this service; "
                 "send a smaller problem"
             )
     try:
@@ -155,31 +160,28 @@ def decode_json(body: bytes, max_values: int = MAX_VALUES, *, takes_constants: b
     return parse_json(text, RequestError, takes_constants=takes_constants)
 
 
-def _too_large(what: str, max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(
-        f"the body may have {max_bytes} bytes (OPTPIPE_MAX_BODY_BYTES), but {what}; "
-        "send a smaller problem"
-    )
-
-
-# --- Which form of an answer a client wants: ``?format=``, else ``Accept``.
+# --- The form of an answer: `?format=`, else the Accept header.
 
 _PLAIN_FORMS = {"json": "application/json", "csv": "text/csv"}
 
-FORMS = {**_PLAIN_FORMS, "trace": "application/vnd.optpipe.trace+json", "svg": "image/svg+xml"}
-"""Of schedules: name in ``?format=`` -> media type, in order of our preference."""
+SCHEDULE_FORMS = {
+    **_PLAIN_FORMS,
+    "trace": "application/vnd.optpipe.trace+json",
+    "svg": "image/svg+xml",
+}
+"""Forms of a schedule: value of `?format=` -> media type, in the order of our preference."""
 
 TABLE_FORMS = {**_PLAIN_FORMS, "markdown": "text/markdown"}
-"""Of comparisons and batches, likewise."""
+"""Forms of a comparison, and of the table of a batch."""
 
 FRONTIER_FORMS = {"json": "application/json", "svg": "image/svg+xml"}
-"""Of the frontier of a batch, likewise."""
+"""Forms of the frontier of a batch."""
 
 
-def preferred_form(accept: str | None, forms: Mapping[str, str] = FORMS) -> str:
-    """Return the name of the form that an Accept header likes best; JSON where it does not care.
+def preferred_form(accept: str | None, forms: Mapping[str, str] = SCHEDULE_FORMS) -> str:
+    """Return the form that an Accept header prefers; JSON if there is no header.
 
-    Raises `NotAcceptableError` if it takes none of ours.
+    Raises `NotAcceptableError` if the header accepts none of the forms.
     """
     if not accept:
         return "json"
@@ -193,14 +195,14 @@ def preferred_form(accept: str | None, forms: Mapping[str, str] = FORMS) -> str:
 
 
 def _weight(accept: str, media_type: str) -> float:
-    """Return the q of the most specific range that covers a media type; 0 where none does."""
-    ranges = {media_type: 3, f"{media_type.partition('/')[0]}/*": 2, "*/*": 1}
-    found: tuple[int, float] = (0, 0.0)
+    """Return the q of the most specific range that covers a media type; 0 if none does."""
+    specificity = {media_type: 3, f"{media_type.partition('/')[0]}/*": 2, "*/*": 1}
+    best: tuple[int, float] = (0, 0.0)
     for item in accept.split(","):
-        kind, *parameters = (part.strip().lower() for part in item.split(";"))
-        if kind in ranges:
-            found = max(found, (ranges[kind], _quality(parameters)))
-    return found[1]
+        media_range, *parameters = (part.strip().lower() for part in item.split(";"))
+        if media_range in specificity:
+            best = max(best, (specificity[media_range], _quality(parameters)))
+    return best[1]
 
 
 def _quality(parameters: list[str]) -> float:
@@ -213,34 +215,33 @@ def _quality(parameters: list[str]) -> float:
     return 1.0
 
 
-# --- Entity tags of things that come in numbered versions: ``"<id>.<number>"``.
-# One URL answers in several forms, and each form of a version has a tag of its own: JSON's has no
-# suffix, the others have ``.csv`` and so on.
+# --- Entity tags of documents with numbered versions: ``"<id>.<number>"``.
+# A URL answers in several forms, and each form of a version has its own tag. The tag of JSON has no
+# suffix, other forms have ``.csv`` and so on.
 
 _TAG = re.compile(r'(?:W/)?"([^"]*)"')
-_DIGITS = r"([0-9]{1,15})"
 
 
-def etag_of(thing_id: str, number: int, form: str = "json") -> str:
-    """Return the tag of a version in a form, with its quotes."""
-    return f'"{thing_id}.{number}{_suffix(form)}"'
+def etag_of(document_id: str, number: int, form: str = "json") -> str:
+    """Return the entity tag of a version in a form, with its quotes."""
+    return f'"{document_id}.{number}{_suffix(form)}"'
 
 
-def known_number(if_none_match: str | None, thing_id: str, form: str = "json") -> int | None:
+def known_number(if_none_match: str | None, document_id: str, form: str = "json") -> int | None:
     """Return the newest version that a client has in this form, by its If-None-Match header.
 
-    None where it has none of this thing. Tags that `etag_of` did not make count for nothing, and
-    so does ``*``: which version that is, nobody knows.
+    None if the header names no version of this document. Tags that `etag_of` cannot return are
+    ignored, and ``*`` is ignored because it names no version.
     """
-    ours = re.compile(rf"{re.escape(thing_id)}\.{_DIGITS}{re.escape(_suffix(form))}")
-    found = (ours.fullmatch(tag) for tag in _TAG.findall(if_none_match or ""))
-    return max((int(match[1]) for match in found if match), default=None)
+    ours = re.compile(rf"{re.escape(document_id)}\.([0-9]{{1,15}}){re.escape(_suffix(form))}")
+    matches = map(ours.fullmatch, _TAG.findall(if_none_match or ""))
+    return max((int(match[1]) for match in matches if match), default=None)
 
 
 def is_known(if_none_match: str | None, etag: str) -> bool:
-    """Whether an If-None-Match header names a tag, given with its quotes; ``*`` names all."""
-    given = (if_none_match or "").strip()
-    return given == "*" or etag.strip('"') in _TAG.findall(given)
+    """Return whether an If-None-Match header names a tag, given with its quotes; ``*`` does."""
+    header = (if_none_match or "").strip()
+    return header == "*" or etag.strip('"') in _TAG.findall(header)
 
 
 def _suffix(form: str) -> str:

@@ -1,41 +1,6 @@
-"""What only the service raises; `optpipe.errors` holds the rest of the tree.
+"""The errors that only the service raises; `optpipe.errors` has the others.
 
-::
-
-    InputError
-    |-- ThingNotFoundError       no such thing, or not one of yours
-    |   |-- JobNotFoundError
-    |   |-- NoModelError         the job was given a problem
-    |   |-- BatchNotFoundError
-    |   `-- DeploymentNotFoundError
-    |-- KeyRequiredError         no API key, or none that is known
-    |-- ForbiddenError           the key's role does not allow it
-    |-- KeyNameError             no key can be, or is, called so
-    |-- StateConflictError       not possible in the state the thing is in
-    |   `-- TooManyKeptError     as many jobs of a key are kept as may be
-    |-- ScheduleNotFoundError    the job has none (yet)
-    |-- KeyReusedError           an Idempotency-Key with another request
-    |-- MediaTypeError           a Content-Type that is not JSON
-    |-- NotAcceptableError       an Accept that we cannot serve
-    |   `-- FormUnavailableError     a form that this server cannot make
-    |-- TooLargeToDrawError      a schedule that is too large for a picture, or an answer
-    |-- HeadersTooLargeError     more header bytes or fields than the service reads
-    |-- NotComparableError       nothing to show beside a schedule
-    `-- BodyTooLargeError        more bytes than max_body_bytes
-        `-- BodyTooHeavyError        few enough bytes, but they ask for too much
-    WorldError
-    |-- ServerBusyError          carries .retry_after_s
-    |   |-- QueueFullError           too many jobs wait
-    |   |-- TooManyJobsError         a key has as many jobs under way as it may
-    |   |-- TooManyRequestsError     a key, or an address, asks more often than it may
-    |   |-- TooManyFollowersError    as many event streams and waiting requests as may are open
-    |   |-- TooManyFollowersOfKeyError  likewise, of a key
-    |   |-- TooManyPipelinedError    more pipelined requests on a connection than may wait
-    |   |-- TooManyBodiesError       as many large bodies as may wait to be read
-    |   |-- TooManyFormsError        as many forms of schedules as may are being made
-    |-- SolverFailedError        a solver process died, or met a fault of ours
-    |-- NoKeysError              keys are needed, and there is none
-    `-- StoreUnavailableError    the database cannot be opened, or does not answer
+`optpipe_api.http_errors` has the HTTP status of each. ``code`` is stable.
 """
 
 from __future__ import annotations
@@ -59,10 +24,12 @@ __all__ = [
     "NoModelError",
     "NotAcceptableError",
     "NotComparableError",
+    "OtherSiteError",
     "QueueFullError",
     "ScheduleNotFoundError",
     "ServerBusyError",
     "SolverFailedError",
+    "SolverUnavailableError",
     "StateConflictError",
     "StoreUnavailableError",
     "ThingNotFoundError",
@@ -79,7 +46,10 @@ __all__ = [
 
 
 class ThingNotFoundError(InputError):
-    """No such thing, or not one that this caller may see: which, is not said."""
+    """There is no such job, batch or deployment, or the caller may not see it.
+
+    The message does not say which of the two it is.
+    """
 
     code = "not_found"
     kind = "thing"
@@ -100,7 +70,7 @@ class JobNotFoundError(ThingNotFoundError):
 
 
 class NoModelError(ThingNotFoundError):
-    """The job was given a problem, not a model."""
+    """The job has a problem, but no model."""
 
     code = "model.none"
 
@@ -129,19 +99,19 @@ class DeploymentNotFoundError(ThingNotFoundError):
 
 
 class KeyRequiredError(InputError):
-    """No API key came with the request, or none that is known."""
+    """The request has no API key, or an unknown one."""
 
     code = "key.required"
 
 
 class OtherSiteError(InputError):
-    """A browser asks for what a page of another site wants, or by a name that is not ours."""
+    """A page of another site sent the request, or its Host is not allowed."""
 
     code = "request.other_site"
 
 
 class ForbiddenError(InputError):
-    """The key's role does not allow it."""
+    """The role of the key does not allow the request."""
 
     code = "key.forbidden"
 
@@ -153,19 +123,22 @@ class ForbiddenError(InputError):
 
 
 class KeyNameError(InputError):
-    """No key can be called so, or none is."""
+    """The name is not valid for a key, or no key has it."""
 
     code = "key.name"
 
 
 class StateConflictError(InputError):
-    """What is asked is not possible in the state the thing is in."""
+    """The state of the job, batch or deployment does not allow the request."""
 
     code = "state.conflict"
 
 
 class TooManyKeptError(StateConflictError):
-    """As many jobs of a key are kept as may be; more of them end nothing, so it is no 429."""
+    """The number of stored jobs of a key is at its limit.
+
+    It is no `ServerBusyError`, because a retry does not help: only deleting jobs does.
+    """
 
     code = "key.too_many_kept"
 
@@ -184,43 +157,43 @@ class ScheduleNotFoundError(InputError):
 
 
 class KeyReusedError(InputError):
-    """An Idempotency-Key came back with a different request."""
+    """An Idempotency-Key was repeated with a different request."""
 
     code = "idempotency.reused"
 
 
 class MediaTypeError(InputError):
-    """The body is declared to be something else than JSON."""
+    """The Content-Type of the body is not JSON."""
 
     code = "request.media_type"
 
 
 class NotAcceptableError(InputError):
-    """The client accepts none of the forms that exist."""
+    """The client accepts none of the formats of the answer."""
 
     code = "request.not_acceptable"
 
 
 class FormUnavailableError(NotAcceptableError):
-    """A form that this server cannot make; the message says what it lacks."""
+    """The server cannot produce this format; the message says what is missing."""
 
     code = "request.form_unavailable"
 
 
 class TooLargeToDrawError(InputError):
-    """The schedule is too large for what is asked about it; the message says what to do."""
+    """The schedule is too large for this request; the message says what to do instead."""
 
     code = "schedule.too_large"
 
 
 class NotComparableError(InputError):
-    """What is to stand beside a schedule does not exist; the message says why."""
+    """There is no schedule to show next to another one; the message says why."""
 
     code = "chart.beside"
 
 
 class HeadersTooLargeError(InputError):
-    """The headers and trailers of a request exceed the service's limits."""
+    """The headers and trailers of a request exceed a limit."""
 
     code = "request.headers_too_large"
 
@@ -233,13 +206,13 @@ class HeadersTooLargeError(InputError):
 
 
 class BodyTooLargeError(InputError):
-    """The body exceeds the service's limit."""
+    """The body exceeds a limit of the service."""
 
     code = "request.too_large"
 
 
 class BodyTooHeavyError(BodyTooLargeError):
-    """To read the body takes more time or memory than it may."""
+    """Reading the body takes more time or memory than its limit."""
 
     code = "request.too_heavy"
 
@@ -251,17 +224,17 @@ class BodyTooHeavyError(BodyTooLargeError):
 
 
 class ServerBusyError(WorldError):
-    """Not now; ``retry_after_s`` is when to try again."""
+    """The server is busy; retry after ``retry_after_s``."""
 
     code = "busy"
 
-    def __init__(self, what: str, retry_after_s: int = 5) -> None:
-        super().__init__(f"{what}; try again in {retry_after_s} s")
+    def __init__(self, reason: str, retry_after_s: int = 5) -> None:
+        super().__init__(f"{reason}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
 class QueueFullError(ServerBusyError):
-    """Too many jobs wait."""
+    """The number of queued jobs is at its limit."""
 
     code = "queue.full"
 
@@ -270,7 +243,7 @@ class QueueFullError(ServerBusyError):
 
 
 class TooManyJobsError(ServerBusyError):
-    """A key has as many jobs under way as it may."""
+    """The number of unfinished jobs of a key is at its limit."""
 
     code = "key.too_many_jobs"
 
@@ -283,25 +256,28 @@ class TooManyJobsError(ServerBusyError):
 
 
 class TooManyRequestsError(ServerBusyError):
-    """A key, or an address where no key is needed, asks more often than it may.
+    """A key, or an address without a key, exceeds its request rate.
 
-    ``limited``: what counts, and the setting where there is one.
+    Parameters
+    ----------
+    limited
+        The requests that count, or the setting of the limit.
     """
 
     code = "key.too_many_requests"
 
     def __init__(
         self,
-        who: str,
+        caller: str,
         limit: int,
         retry_after_s: int,
         limited: str = "(OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
     ) -> None:
-        super().__init__(f"{who} asks more than {limit} times a minute {limited}", retry_after_s)
+        super().__init__(f"{caller} asks more than {limit} times a minute {limited}", retry_after_s)
 
 
 class TooManyFollowersError(ServerBusyError):
-    """As many event streams and waiting requests as may are open at this server."""
+    """The number of event streams and waiting requests of this server is at its limit."""
 
     code = "followers.full"
 
@@ -313,7 +289,7 @@ class TooManyFollowersError(ServerBusyError):
 
 
 class TooManyFollowersOfKeyError(ServerBusyError):
-    """As many event streams and waiting requests as may are open under one key."""
+    """The number of event streams and waiting requests of a key is at its limit."""
 
     code = "key.too_many_followers"
 
@@ -325,7 +301,7 @@ class TooManyFollowersOfKeyError(ServerBusyError):
 
 
 class TooManyPipelinedError(ServerBusyError):
-    """More requests wait on one connection than may."""
+    """The number of pipelined requests on a connection exceeds its limit."""
 
     code = "request.pipelined"
 
@@ -338,7 +314,7 @@ class TooManyPipelinedError(ServerBusyError):
 
 
 class TooManyBodiesError(ServerBusyError):
-    """As many large bodies as may wait to be read."""
+    """The number of large bodies that wait to be read is at its limit."""
 
     code = "request.busy"
 
@@ -347,7 +323,7 @@ class TooManyBodiesError(ServerBusyError):
 
 
 class TooManyFormsError(ServerBusyError):
-    """As many forms of schedules as may are being made."""
+    """The number of charts and pictures in progress is at its limit."""
 
     code = "forms.busy"
 
@@ -356,13 +332,13 @@ class TooManyFormsError(ServerBusyError):
 
 
 class SolverFailedError(WorldError):
-    """A solver process died, or met a fault of ours."""
+    """A solver process died, or failed because of a bug."""
 
     code = "solver.failed"
 
 
 class NoKeysError(WorldError):
-    """Requests need an API key, and nobody has one."""
+    """Requests need an API key, and there is none."""
 
     code = "key.none"
 
@@ -374,10 +350,10 @@ class NoKeysError(WorldError):
 
 
 class StoreUnavailableError(WorldError):
-    """The database cannot be opened, or does not answer now.
+    """The database cannot be opened, or does not answer.
 
-    Its message names the database and what the driver says: for whoever runs the server, and its
-    log. Over HTTP goes `OUTSIDE`.
+    The message names the database and quotes the driver, so only the log gets it. HTTP answers have
+    the text `OUTSIDE`.
     """
 
     code = "store.unavailable"

@@ -1,4 +1,4 @@
-"""One table from errors to HTTP statuses, and problem details (RFC 9457) for everything else."""
+"""HTTP statuses of errors, and errors as problem details (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from optpipe.answers import Fault
-from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, RequestError, pointer
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, pointer
 from optpipe_api.errors import (
     BodyTooLargeError,
     ForbiddenError,
     HeadersTooLargeError,
     KeyRequiredError,
-    KeyReusedError,
     MediaTypeError,
     NotAcceptableError,
     OtherSiteError,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["ErrorBoundary", "documented", "install", "problem_response", "response_to", "status_of"]
+__all__ = ["ErrorBoundary", "documented", "install", "response_to", "status_of"]
 
 _STATUSES: dict[type[OptPipeError], int] = {
     KeyRequiredError: 401,
@@ -54,8 +53,6 @@ _STATUSES: dict[type[OptPipeError], int] = {
     BodyTooLargeError: 413,
     TooLargeToDrawError: 413,
     MediaTypeError: 415,
-    RequestError: 422,
-    KeyReusedError: 422,
     ServerBusyError: 429,
     HeadersTooLargeError: 431,
     SolverUnavailableError: 503,
@@ -64,39 +61,112 @@ _STATUSES: dict[type[OptPipeError], int] = {
     OptPipeError: 500,
 }
 _WHEN = {
-    400: "The request is not HTTP as we speak it.",
-    401: "No API key, or none that is known; send `Authorization: Bearer KEY`.",
-    403: "The key's role does not allow it; or a page of another site asks, or by a wrong Host.",
-    404: "No such thing, or none of yours; or no schedule (yet).",
-    406: "None of the forms above is accepted.",
-    409: "Proven infeasible (`needs` says what is too small), or not possible in this state.",
+    400: "The request is not valid HTTP.",
+    401: "No API key, or an unknown one; send `Authorization: Bearer KEY`.",
+    403: "The role of the key does not allow this, or the request is from a page of another site "
+    "or has the wrong Host.",
+    404: "There is no such resource of this key, or no schedule (yet).",
+    406: "None of the formats above is acceptable, or the server cannot produce it.",
+    409: "Proven infeasible (`needs` names what is too small), or not possible in this state.",
     413: "The body is too large.",
-    415: "The body is not declared as JSON.",
-    422: "The request breaks a rule; `errors` says which.",
-    429: "Too much is under way; `Retry-After` says when to try again.",
-    500: "The solver failed, or needs more memory or time than it may have; `code` says which.",
-    503: "The database does not answer or takes nothing, no solver starts, or the server stops.",
+    415: "The Content-Type of the body is not JSON.",
+    422: "The request breaks a rule; `errors` names it.",
+    429: "Too many jobs, requests or connections; `Retry-After` is the time until the next try.",
+    500: "The solver failed, or needs more memory or time than its limit; `code` says which.",
+    503: "The database does not answer or refuses writes, no solver starts, or the server stops.",
 }
 _EVERYWHERE = (401, 422, 429, 503)
-_MAX_LINE = 600
-_RETRY_STORE_S = 2
+_MAX_LINE_CHARS = 600
+_RETRY_UNAVAILABLE_S = 2
 
 
 def status_of(error: OptPipeError) -> int:
-    """Return the status of an error: that of its nearest ancestor in the table."""
+    """Return the HTTP status of an error: that of its nearest ancestor in the table."""
     return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI responses of a route that can fail so; some every route can."""
+def documented(*statuses: int, too_large: str = "") -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI descriptions of a route's errors.
+
+    Parameters
+    ----------
+    statuses
+        Further statuses than those that every route has.
+    too_large
+        The description of 413, if it is not about the body.
+    """
+    when = _WHEN | ({413: too_large} if too_large else {})
     content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Fault"}}}
     return {
-        status: {"description": _WHEN[status], "content": content}
+        status: {"description": when[status], "content": content}
         for status in sorted({*statuses, *_EVERYWHERE})
     }
 
 
-def problem_response(
+def install(app: FastAPI) -> None:
+    """Add the handlers that turn exceptions into problem details."""
+
+    @app.exception_handler(OptPipeError)
+    async def on_optpipe_error(request: Request, error: OptPipeError) -> Response:
+        return response_to(error, request.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_parameter_errors(request: Request, error: RequestValidationError) -> Response:
+        lines = [
+            _shorten(f"{'.'.join(map(str, item['loc']))} = {item.get('input')!r}: {item['msg']}")
+            for item in error.errors()
+        ]
+        pointers = [pointer(*item["loc"]) for item in error.errors()]
+        return _problem_response(
+            422,
+            "\n".join(lines),
+            "request.invalid",
+            request.url.path,
+            errors=lines,
+            pointers=pointers,
+        )
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        detail = f"{request.method} {_shorten(request.url.path)}: {error.detail}; see /docs"
+        headers = error.headers
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers = {**(headers or {}), "Allow": ", ".join(_list_methods(request))}
+        status = error.status_code
+        return _problem_response(
+            status, detail, f"http.{status}", request.url.path, headers=headers
+        )
+
+
+def response_to(error: OptPipeError, instance: str) -> Response:
+    """Return the problem detail of an error, with the headers that belong to its status."""
+    text = str(error)
+    if isinstance(error, StoreUnavailableError):
+        # The message names the database, so only the log gets it.
+        structlog.get_logger(__name__).warning(text, action="store.unavailable")
+        text = error.OUTSIDE
+    lines = [_shorten(line) for line in text.splitlines()]
+    status = status_of(error)
+    extra: dict[str, Any] = {}
+    headers = {}
+    if status == HTTPStatus.UNPROCESSABLE_ENTITY:
+        extra["errors"] = lines
+        pointers = error.pointers if isinstance(error, InputError) else ()
+        extra["pointers"] = pointers if len(pointers) == len(lines) else [""] * len(lines)
+    if isinstance(error, InfeasibleProblemError):
+        extra["needs"] = error.needs
+    if isinstance(error, ServerBusyError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, (StoreUnavailableError, SolverUnavailableError)):
+        headers["Retry-After"] = str(_RETRY_UNAVAILABLE_S)
+    if isinstance(error, KeyRequiredError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return _problem_response(
+        status, "\n".join(lines), error.code, instance, headers=headers, **extra
+    )
+
+
+def _problem_response(
     status: int,
     detail: str,
     code: str,
@@ -105,7 +175,6 @@ def problem_response(
     headers: Mapping[str, str] | None = None,
     **extra: Any,
 ) -> Response:
-    """Return a problem detail as a response."""
     fault = Fault(
         type=f"urn:optpipe:error:{code}",
         title=HTTPStatus(status).phrase,
@@ -115,81 +184,13 @@ def problem_response(
         instance=instance,
         **extra,
     )
-    # ASCII: a detail may quote half of a surrogate pair, which UTF-8 cannot hold.
+    # ASCII, because a detail may quote half of a surrogate pair, which UTF-8 cannot encode.
     text = json.dumps(fault.model_dump(exclude_none=True))
     return Response(text, status, headers, media_type="application/problem+json")
 
 
-def install(app: FastAPI) -> None:
-    app.add_exception_handler(OptPipeError, _on_optpipe)
-    app.add_exception_handler(RequestValidationError, _on_parameters)
-    app.add_exception_handler(HTTPException, _on_http)
-
-
-async def _on_optpipe(request: Request, error: Exception) -> Response:
-    if not isinstance(error, OptPipeError):
-        raise error
-    return response_to(error, request.url.path)
-
-
-def response_to(error: OptPipeError, instance: str) -> Response:
-    """Return the problem detail of an error, with the headers that its status asks for."""
-    lines = [_shortened(line) for line in _outside(error).splitlines()]
-    extra: dict[str, Any] = {}
-    headers = {}
-    status = status_of(error)
-    if status == HTTPStatus.UNPROCESSABLE_ENTITY:
-        extra["errors"] = lines
-        places = error.pointers if isinstance(error, InputError) else ()
-        extra["pointers"] = places if len(places) == len(lines) else [""] * len(lines)
-    if isinstance(error, InfeasibleProblemError):
-        extra["needs"] = error.needs
-    if isinstance(error, ServerBusyError):
-        headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, (StoreUnavailableError, SolverUnavailableError)):
-        headers["Retry-After"] = str(_RETRY_STORE_S)
-    if isinstance(error, KeyRequiredError):
-        headers["WWW-Authenticate"] = "Bearer"
-    return problem_response(
-        status, "\n".join(lines), error.code, instance, headers=headers, **extra
-    )
-
-
-def _outside(error: OptPipeError) -> str:
-    """Return what anybody may read of an error; what is kept back stands in the log."""
-    if not isinstance(error, StoreUnavailableError):
-        return str(error)
-    structlog.get_logger(__name__).warning(str(error), action="store.unavailable")
-    return error.OUTSIDE
-
-
-async def _on_parameters(request: Request, error: Exception) -> Response:
-    if not isinstance(error, RequestValidationError):
-        raise error
-    lines = [
-        _shortened(f"{'.'.join(map(str, item['loc']))} = {item.get('input')!r}: {item['msg']}")
-        for item in error.errors()
-    ]
-    places = [pointer(*item["loc"]) for item in error.errors()]
-    return problem_response(
-        422, "\n".join(lines), "request.invalid", request.url.path, errors=lines, pointers=places
-    )
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    detail = f"{request.method} {_shortened(request.url.path)}: {error.detail}; see /docs"
-    headers = error.headers
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        headers = {**(headers or {}), "Allow": ", ".join(_allowed(request))}
-    return problem_response(
-        error.status_code, detail, f"http.{error.status_code}", request.url.path, headers=headers
-    )
-
-
-def _allowed(request: Request) -> list[str]:
-    """Return every method of an address: the framework names those of its first route only."""
+def _list_methods(request: Request) -> list[str]:
+    """Return every method of an address. Starlette names only those of the first route."""
     own = {name: request.scope[name] for name in ("type", "path", "root_path", "headers")}
     return [
         method
@@ -201,12 +202,12 @@ def _allowed(request: Request) -> list[str]:
     ]
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
+def _shorten(line: str) -> str:
+    return line if len(line) <= _MAX_LINE_CHARS else f"{line[:_MAX_LINE_CHARS]}..."
 
 
 class ErrorBoundary:
-    """Around what may fail: an error nobody expected becomes a 500 with an id, as in the log."""
+    """ASGI middleware that answers an unexpected error with a 500 and its id in the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -214,13 +215,13 @@ class ErrorBoundary:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched(message: Message) -> None:
+        async def note_start(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, note_start)
         except Exception:
             if scope["type"] != "http":
                 raise
@@ -233,14 +234,9 @@ class ErrorBoundary:
                 path=scope["path"],
             )
             if not started:
-                await _unexpected(fault_id, scope["path"])(scope, receive, send)
-
-
-def _unexpected(fault_id: str, path: str) -> Response:
-    return problem_response(
-        500,
-        f"an unexpected error, which is a fault of OptPipe; the server's log names it {fault_id}",
-        "internal",
-        path,
-        id=fault_id,
-    )
+                detail = (
+                    "an unexpected error, which is a fault of OptPipe; the server's log names it "
+                    f"{fault_id}"
+                )
+                response = _problem_response(500, detail, "internal", scope["path"], id=fault_id)
+                await response(scope, receive, send)

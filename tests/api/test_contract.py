@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 
 from optpipe.requests import TuneRequest
 from optpipe_api.access import Role
-from optpipe_api.services.render import Charts
+from optpipe_api.services.render import Charts, draw_frontier, draw_schedule
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_plan_jobs import four_layers
 
@@ -68,12 +68,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         max_wait_s=0.05,
     )
 
-    async def drawn(*_: object) -> bytes:
-        return b"<svg/>"
+    run = Charts.run
+
+    async def run_without_drawing(self, function, *args):
+        if function in (draw_schedule, draw_frontier):
+            return b"<svg/>"
+        return await run(self, function, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Charts, "picture", drawn)
-        patch.setattr(Charts, "frontier_picture", drawn)
+        patch.setattr(Charts, "run", run_without_drawing)
         with running(settings) as (url, app):
             create = app.state.service.keys.create
             yield Server(url, create("all", Role.ADMIN)[1], create("look", Role.READ)[1])

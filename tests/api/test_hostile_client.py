@@ -417,8 +417,8 @@ def test_bodies_that_never_end_are_held_within_a_budget(tmp_path: Path) -> None:
             assert unread._num_bytes < 10 * 1024**2
             assert http.post("/v1/jobs", json={"problem": two_stages()}).status_code == 202
         until(lambda: unread._num_bytes == 0 == unread._num_bodies)
-        with unread.holding() as hold:
-            hold(500_000)
+        with unread.counted() as count:
+            count(500_000)
             chunks = (b" " * 700_000 for _ in range(2))
             sent = {"Content-Type": "application/json"}
             assert http.post("/v1/jobs", content=chunks, headers=sent).status_code == 413

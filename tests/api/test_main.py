@@ -153,10 +153,10 @@ def test_a_server_may_have_a_file_open_for_each_follower() -> None:
     script = """
 import resource as r, sys
 import optpipe_api, optpipe_api.settings
-from optpipe_api.main import allow_files
+from optpipe_api.main import raise_file_limit
 for hard in (4096, 1500):
     r.setrlimit(r.RLIMIT_NOFILE, (300, hard))
-    print(allow_files(1000), r.getrlimit(r.RLIMIT_NOFILE), allow_files(0))
+    print(raise_file_limit(1000), r.getrlimit(r.RLIMIT_NOFILE), raise_file_limit(0))
 print([name for name in ("optpipe_solver", "numba", "highspy") if name in sys.modules])
 """
     path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))

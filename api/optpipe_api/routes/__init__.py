@@ -1,1 +1,1 @@
-"""Routes parse, call the service, return; they decide nothing."""
+"""HTTP routes: each parses a request, calls a service and returns its answer."""

@@ -8,27 +8,30 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.answers import DeploymentList, DeploymentView, Version, VersionList
-from optpipe_api.bodies import etag_of, known_number, read_body, require_json
+from optpipe_api.bodies import SCHEDULE_FORMS, known_number
 from optpipe_api.http_errors import documented
 from optpipe_api.routes.common import (
-    KNOWN_ALONE,
+    KNOWN_PARAMETERS_ONLY,
     Cursor,
+    JsonText,
     Limit,
     Reader,
     Serving,
     Submitter,
+    count_waiting,
+    document,
     idempotency_key,
     json_body,
-    json_content,
     location_of,
-    owner_for,
-    page_of,
-    place_to_wait,
+    parse_body,
     seconds_to_wait,
+    split_page,
     tagged,
-    while_there,
+    version_headers,
+    visible_owner,
+    wait_while_connected,
 )
-from optpipe_api.services.render import as_text
+from optpipe_api.services.render import dump_schedule
 from optpipe_api.services.submission import read_registration, read_report
 
 if TYPE_CHECKING:
@@ -40,9 +43,8 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1/deployments", tags=["deployments"])
 
 _MAX_REPORT_BYTES = 4 * 1024**2
-_FORMS = {"json": "application/json", "csv": "text/csv"}
 
-Key = Annotated[str | None, idempotency_key("returns the first one's deployment")]
+Key = Annotated[str | None, idempotency_key("returns the deployment of the first one")]
 Wait = Annotated[float, seconds_to_wait("a newer version")]
 
 
@@ -55,49 +57,40 @@ Wait = Annotated[float, seconds_to_wait("a newer version")]
     summary="Register a training run",
 )
 async def register(
-    request: Request, service: Serving, who: Submitter, idempotency_key: Key = None
+    request: Request, service: Serving, caller: Submitter, idempotency_key: Key = None
 ) -> Response:
-    """Begin to solve its problem and answer; the first version comes with the first schedule."""
-    require_json(request)
-    body = await read_body(request, service.settings.max_body_bytes)
-    registered = await service.pool.run(read_registration, body, service.settings, service.methods)
-    del body
-    found = await run_in_threadpool(service.deployments.register, registered, who, idempotency_key)
-    location = str(request.app.url_path_for("look_at_deployment", deployment_id=found.id))
-    return Response(
-        deployment_view(found, who).model_dump_json(),
-        202,
-        {"Location": location},
-        media_type="application/json",
-    )
+    """Start to solve its problem, and answer. The first schedule is the first version."""
+    new = await parse_body(request, service, read_registration, service.settings, service.methods)
+    found = await run_in_threadpool(service.deployments.register, new, caller, idempotency_key)
+    view = _view_deployment(found, caller)
+    return JsonText(view.model_dump_json(), 202, {"Location": f"/v1/deployments/{found.id}"})
 
 
 @router.get(
     "",
-    dependencies=KNOWN_ALONE,
+    dependencies=KNOWN_PARAMETERS_ONLY,
     responses=documented(404),
     summary="List deployments, newest first",
 )
 def list_deployments(
-    service: Serving, who: Reader, limit: Limit = 50, cursor: Cursor = None
+    service: Serving, caller: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> DeploymentList:
-    """Return a page of deployments; its `next` is the `cursor` of the one after."""
-    found = service.deployments.page(limit + 1, cursor, who)
-    shown, following = page_of(found, limit)
-    views = tuple(deployment_view(deployment, who) for deployment in shown)
+    """Return a page of deployments; `next` is the `cursor` of the next page."""
+    page, following = split_page(service.deployments.page(limit + 1, cursor, caller), limit)
+    views = tuple(_view_deployment(deployment, caller) for deployment in page)
     return DeploymentList(deployments=views, next=following)
 
 
-@router.get("/{deployment_id}", responses=documented(404), summary="Look at a deployment")
-def look_at_deployment(deployment_id: str, service: Serving, who: Reader) -> DeploymentView:
-    """Return what goes on: its newest version, the solve under way, and what drift costs."""
-    return deployment_view(service.deployments.find(deployment_id, who), who)
+@router.get("/{deployment_id}", responses=documented(404), summary="Get a deployment")
+def look_at_deployment(deployment_id: str, service: Serving, caller: Reader) -> DeploymentView:
+    """Return the newest version, the current solve, and the cost of drift."""
+    return _view_deployment(service.deployments.find(deployment_id, caller), caller)
 
 
 @router.post("/{deployment_id}/end", responses=documented(403, 404), summary="End a deployment")
-def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> DeploymentView:
-    """Publish nothing any more and cancel the solve under way; its versions stay."""
-    return deployment_view(service.deployments.end(deployment_id, who), who)
+def end_deployment(deployment_id: str, service: Serving, caller: Submitter) -> DeploymentView:
+    """Publish no more versions and cancel the current solve. Existing versions stay."""
+    return _view_deployment(service.deployments.end(deployment_id, caller), caller)
 
 
 @router.delete(
@@ -106,24 +99,22 @@ def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> Depl
     responses=documented(403, 404, 409),
     summary="Delete a deployment",
 )
-def delete_deployment(deployment_id: str, service: Serving, who: Submitter) -> None:
-    """Forget an ended deployment with its versions and reports. 409 where it goes on."""
-    service.deployments.delete(deployment_id, who)
+def delete_deployment(deployment_id: str, service: Serving, caller: Submitter) -> None:
+    """Delete an ended deployment with its versions and reports. 409 if it has not ended."""
+    service.deployments.delete(deployment_id, caller)
 
 
 @router.get(
     "/{deployment_id}/schedule",
     response_class=Response,
     responses=tagged(
-        {
-            "description": "The newest version; `OptPipe-Version` is its number.",
-            "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/Schedule"}},
-                "text/csv": {"schema": {"type": "string"}, "example": "0F0,0B0\n1F0,1B0\n"},
-            },
-        },
+        document(
+            "Schedule",
+            "The newest version; `OptPipe-Version` is its number.",
+            {"text/csv": "0F0,0B0\n1F0,1B0\n"},
+        ),
         of="this version in this form",
-        OptPipe_Version="Its number.",
+        OptPipe_Version="Number of the version.",
     )
     | documented(404, 409, 413, 429),
     summary="Fetch the newest schedule",
@@ -132,34 +123,27 @@ async def newest_schedule(
     deployment_id: str,
     request: Request,
     service: Serving,
-    who: Reader,
+    caller: Reader,
     *,
     wait: Wait = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
-    """Return the newest version; with `?wait=` and `If-None-Match`, as soon as it is newer.
+    """Return the newest version.
 
-    This is what a training run polls: one request waits for the next version.
+    A training run polls with `?wait=` and `If-None-Match`: one request waits for the next version.
     """
-    known = known_number(if_none_match, deployment_id, form)
-    with place_to_wait(service, who, wait):
-        waiting = service.deployments.wait_schedule(deployment_id, known or 0, wait, who)
-        found = await while_there(request, waiting, wait)
+    known = known_number(if_none_match, deployment_id, form) or 0
+    with count_waiting(service, caller, wait):
+        waiting = service.deployments.wait_schedule(deployment_id, known, wait, caller)
+        found = await wait_while_connected(request, waiting, wait)
+    version, text = found or (known, "")
+    headers = version_headers(deployment_id, version, form) | {"OptPipe-Version": str(version)}
     if found is None:
-        return Response(status_code=304, headers=_marks(deployment_id, known or 0, form))
-    version, text = found
+        return Response(status_code=304, headers=headers)
     if form == "csv":
-        text = await service.pool.run(as_text, form, text)
-    return Response(text, headers=_marks(deployment_id, version, form), media_type=_FORMS[form])
-
-
-def _marks(deployment_id: str, version: int, form: str) -> dict[str, str]:
-    return {
-        "ETag": etag_of(deployment_id, version, form),
-        "OptPipe-Version": str(version),
-        "Cache-Control": "private, no-cache",
-    }
+        text = await service.pool.run(dump_schedule, form, text)
+    return Response(text, headers=headers, media_type=SCHEDULE_FORMS[form])
 
 
 @router.post(
@@ -170,45 +154,32 @@ def _marks(deployment_id: str, version: int, form: str) -> dict[str, str]:
     summary="Report measured times",
 )
 async def report(
-    deployment_id: str, request: Request, service: Serving, who: Submitter
+    deployment_id: str, request: Request, service: Serving, caller: Submitter
 ) -> DeploymentView:
-    """Keep what was measured; where drift costs more than the threshold, a solve is begun."""
-    require_json(request)
-    body = await read_body(request, min(_MAX_REPORT_BYTES, service.settings.max_body_bytes))
-    measured = await service.pool.run(read_report, body)
-    del body
-    reported = await run_in_threadpool(service.deployments.report, deployment_id, measured, who)
-    return deployment_view(reported, who)
+    """Store measured times. If drift costs more than the threshold, a new solve starts."""
+    measured = await parse_body(request, service, read_report, max_bytes=_MAX_REPORT_BYTES)
+    reported = await run_in_threadpool(service.deployments.report, deployment_id, measured, caller)
+    return _view_deployment(reported, caller)
 
 
 @router.get("/{deployment_id}/versions", responses=documented(404), summary="List the versions")
-def versions(deployment_id: str, service: Serving, who: Reader) -> VersionList:
-    """Return every version: why it was published, and its predicted and measured step time."""
-    found = service.deployments.versions(deployment_id, who)
-    return VersionList(versions=tuple(Version.of(version) for version in found))
+def versions(deployment_id: str, service: Serving, caller: Reader) -> VersionList:
+    """Return every version: the reason for it, and its predicted and measured step time."""
+    found = service.deployments.versions(deployment_id, caller)
+    return VersionList(versions=tuple(map(Version.of, found)))
 
 
 @router.get(
     "/{deployment_id}/problem",
     response_class=Response,
-    responses={
-        200: {
-            "description": "The problem with the times last measured.",
-            "content": json_content("Problem"),
-        },
-        **documented(404),
-    },
+    responses=document("Problem", "The problem with the latest measured times.") | documented(404),
     summary="Fetch the problem as measured",
 )
-def problem(deployment_id: str, service: Serving, who: Reader) -> Response:
-    """Return the problem with the measured times; as registered, before the first report."""
-    text = service.deployments.problem(deployment_id, who)
-    return Response(text, media_type="application/json")
+def problem(deployment_id: str, service: Serving, caller: Reader) -> Response:
+    """Return the problem with the measured times. Before the first report, as registered."""
+    return JsonText(service.deployments.problem(deployment_id, caller))
 
 
-def deployment_view(deployment: DeploymentRecord, who: Principal) -> DeploymentView:
-    return DeploymentView.of(
-        deployment,
-        owner=owner_for(deployment.owner, who),
-        reason=deployment.job_reason,
-    )
+def _view_deployment(deployment: DeploymentRecord, caller: Principal) -> DeploymentView:
+    owner = visible_owner(deployment.owner, caller)
+    return DeploymentView.of(deployment, owner=owner, reason=deployment.job_reason)

@@ -1,11 +1,11 @@
-"""``/v1/jobs``: submit, list, look, cancel, resume, delete; the problem and the model back."""
+"""``/v1/jobs``: submit, list, follow, cancel, resume and delete jobs; fetch their documents."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,49 +14,61 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import Event, Improvement, Job, JobList, JobState
+from optpipe.answers import Event, Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
 from optpipe.requests import CompareRequest, ResumeRequest, SolveRequest, Tag
 from optpipe.schedule import gap_of
 from optpipe_api.bodies import (
-    FORMS,
+    SCHEDULE_FORMS,
     TABLE_FORMS,
     decode_json,
-    etag_of,
     known_number,
     preferred_form,
-    read_body,
-    require_json,
+    read_json_body,
 )
 from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.jobs import DocumentKind
 from optpipe_api.routes.common import (
-    KNOWN_ALONE,
+    KNOWN_PARAMETERS_ONLY,
     NO_SCRIPTS,
     Accept,
     Answers,
     Cursor,
     IfNoneMatch,
+    JsonText,
     Limit,
     Reader,
     Serving,
     Submitter,
+    answer_version,
+    count_waiting,
     document,
     ended,
     idempotency_key,
     json_body,
-    json_content,
-    owner_for,
-    page_of,
-    place_to_wait,
+    parse_body,
     seconds_to_wait,
+    split_page,
     tagged,
-    while_there,
+    version_headers,
+    visible_owner,
+    wait_while_connected,
 )
 from optpipe_api.services.events import Purpose
-from optpipe_api.services.render import Shown, Theme, as_text, explanation, row_of, solution
+from optpipe_api.services.render import (
+    Shown,
+    Theme,
+    chart_frontier,
+    chart_schedules,
+    draw_schedule,
+    dump_schedule,
+    explain_schedule,
+    kept_row,
+    run_on_row,
+    solution,
+)
 from optpipe_api.services.submission import JobRequest, read_job
 
 if TYPE_CHECKING:
@@ -66,145 +78,159 @@ if TYPE_CHECKING:
     from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule, TracePoint, Waiting
     from optpipe_api.service import Service
 
-__all__ = [
-    "charts_router",
-    "comparisons_router",
-    "events_router",
-    "explanations_router",
-    "router",
-    "schedules_router",
-    "submitted",
-]
-
+__all__ = ["add_submit_route", "charts_router", "comparisons_router", "router"]
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
 
 _CANCEL_WAIT_S = 1.0
 
-
 Wait = Annotated[float, seconds_to_wait("the end")]
-Key = Annotated[str | None, idempotency_key("returns the first one's job")]
-BatchId = Annotated[str, Query(pattern=r"^[0-9a-f]{32}$")]
-
-
+Key = Annotated[str | None, idempotency_key("returns the job of the first one")]
 _ENDED = ended(Job, "job")
 
 
-@router.post(
+# --- Submission.
+
+
+def add_submit_route(
+    target: APIRouter,
+    path: str,
+    model: type[JobRequest],
+    *,
+    name: str,
+    summary: str,
+    description: str,
+) -> None:
+    """Add the route that queues the job of a request body; ``name`` is its name in OpenAPI."""
+
+    async def submit(
+        request: Request,
+        service: Serving,
+        caller: Submitter,
+        wait: Wait = 0.0,
+        idempotency_key: Key = None,
+    ) -> Response:
+        new = await parse_body(request, service, read_job, service.settings, service.methods, model)
+        with count_waiting(service, caller, wait):
+            job = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
+            return await _answer_job(request, service, caller, job, wait)
+
+    target.add_api_route(
+        path,
+        submit,
+        methods=["POST"],
+        name=name,
+        status_code=202,
+        response_model=Job,
+        responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
+        openapi_extra=json_body(model.__name__),
+        summary=summary,
+        description=f"{description}\n\nThe answer is 202, or 200 if the job ends within `?wait=`.",
+    )
+
+
+add_submit_route(
+    router,
     "",
-    status_code=202,
-    response_model=Job,
-    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("SolveRequest"),
+    SolveRequest,
+    name="submit",
     summary="Submit a problem or a model",
+    description="Queue a problem to solve, or a model to cut, place and schedule. If an earlier "
+    "job solved the same, the new job has already ended.",
 )
-async def submit(
-    request: Request,
-    service: Serving,
-    who: Submitter,
-    wait: Wait = 0.0,
-    idempotency_key: Key = None,
-) -> Response:
-    """Queue a problem to solve, or a model to cut, place and schedule; answer 202.
-
-    200 where the job ends within `?wait=`, or at once because the same was solved before.
-    """
-    return await submitted(request, service, who, SolveRequest, wait_s=wait, key=idempotency_key)
-
-
-comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
-
-
-@comparisons_router.post(
+add_submit_route(
+    comparisons_router,
     "/compare",
-    status_code=202,
-    response_model=Job,
-    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("CompareRequest"),
+    CompareRequest,
+    name="compare",
     summary="Compare every method",
+    description="Queue a job that runs every method, and the optimiser; its rows are its "
+    "comparison. The time limit is that of the optimiser. The time of the other methods is added.",
 )
-async def compare(
-    request: Request,
-    service: Serving,
-    who: Submitter,
-    wait: Wait = 0.0,
-    idempotency_key: Key = None,
-) -> Response:
-    """Queue a job that runs every method, the optimiser among them; its rows are its comparison.
 
-    The time limit is the optimiser's; the other methods take their time too.
+
+async def _answer_job(
+    request: Request, service: Service, caller: Principal, job: JobRecord, wait_s: float
+) -> Response:
+    """Return the view of a job after waiting for its end.
+
+    If the job was deleted in the meantime, the view is of the last known record.
     """
-    return await submitted(request, service, who, CompareRequest, wait_s=wait, key=idempotency_key)
+    if wait_s > 0:
+        job = await wait_while_connected(request, service.jobs.wait(job, wait_s), wait_s) or job
+    view = _view_job(job, caller, [])
+    if not job.is_untouched:
+        with suppress(JobNotFoundError):
+            view = await run_in_threadpool(_load_view, service, job.id, caller)
+    status = 200 if view.is_finished else 202
+    return JsonText(view.model_dump_json(), status, {"Location": f"/v1/jobs/{job.id}"})
 
 
-_CSV_EXAMPLE = "method,placement,makespan_ms,...\n1f1b,as given,84.0,...\n"
-_MARKDOWN_EXAMPLE = "| method | makespan ms | ... |\n| --- | ---: | --- |\n| 1f1b | 84 | ... |\n"
-_ROWS: Answers = {
-    200: {
-        "description": "A row per method, best first.",
-        "content": {
-            **json_content("MethodRowList"),
-            "text/csv": {"schema": {"type": "string"}, "example": _CSV_EXAMPLE},
-            "text/markdown": {"schema": {"type": "string"}, "example": _MARKDOWN_EXAMPLE},
-        },
-    }
-}
+def _view_job(
+    job: JobRecord,
+    caller: Principal,
+    trace: Sequence[TracePoint] | None = None,
+    places: Mapping[str, Waiting] | None = None,
+) -> Job:
+    """Return the view of a job with its place in the queue. Lists leave out the trace."""
+    place = (places or {}).get(job.id)
+    return Job.of(
+        job,
+        owner=visible_owner(job.owner, caller),
+        trace=trace,
+        place=place and place.place,
+        expected_start_at=place and place.starts_at,
+    )
 
 
-@router.get(
-    "/{job_id}/comparison",
-    response_class=Response,
-    responses={**_ROWS, **documented(404, 406)},
-    summary="Fetch the rows of a comparison",
-)
-def comparison(
-    job_id: str,
-    service: Serving,
-    who: Reader,
-    accept: Accept = None,
-    form: Annotated[Literal["json", "csv", "markdown"] | None, Query(alias="format")] = None,
-) -> Response:
-    """Return JSON, CSV or a Markdown table, by `?format=` or `Accept`."""
-    chosen = preferred_form(accept, TABLE_FORMS) if form is None else form
-    text = service.jobs.document(job_id, DocumentKind.COMPARISON, who)
-    if chosen != "json":
-        text = dump_comparison(json.loads(text)["rows"], chosen)
-    return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
+def _load_view(service: Service, job_id: str, caller: Principal) -> Job:
+    job, trace = service.jobs.job(job_id, caller)
+    return _view_job(job, caller, trace, service.jobs.waiting([job]))
+
+
+# --- Jobs that exist.
 
 
 @router.get(
-    "", dependencies=KNOWN_ALONE, responses=documented(404), summary="List jobs, newest first"
+    "",
+    dependencies=KNOWN_PARAMETERS_ONLY,
+    responses=documented(404),
+    summary="List jobs, newest first",
 )
 def list_jobs(
     *,
     service: Serving,
-    who: Reader,
+    caller: Reader,
     state: JobState | None = None,
     tag: Annotated[Tag | None, Query()] = None,
-    batch: BatchId | None = None,
+    batch: Annotated[str | None, Query(pattern=r"^[0-9a-f]{32}$")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> JobList:
-    """Return a page of jobs in a state, with a tag, of a batch; `next` is the next `cursor`."""
-    found = service.jobs.page(limit + 1, cursor, who, state=state, tag=tag, batch_id=batch)
-    shown, following = page_of(found, limit)
-    places = service.jobs.waiting(shown)
-    views = tuple(job_view(job, who=who, places=places) for job in shown)
+    """Return a page of the jobs in a state, with a tag, of a batch.
+
+    `next` is the `cursor` of the next page.
+    """
+    found = service.jobs.page(limit + 1, cursor, caller, state=state, tag=tag, batch_id=batch)
+    page, following = split_page(found, limit)
+    places = service.jobs.waiting(page)
+    views = tuple(_view_job(job, caller, places=places) for job in page)
     return JobList(jobs=views, next=following)
 
 
-@router.get("/{job_id}", responses=documented(404), summary="Look at a job")
-def look(job_id: str, service: Serving, who: Reader) -> Job:
-    """Return state, objective, bound, gap, error, times, and every improvement so far."""
-    return _whole(service, job_id, who)
+@router.get("/{job_id}", responses=documented(404), summary="Get a job")
+def look(job_id: str, service: Serving, caller: Reader) -> Job:
+    """Return state, objective, bound, gap, error and times, and every improvement so far."""
+    return _load_view(service, job_id, caller)
 
 
 @router.delete(
     "/{job_id}", status_code=204, responses=documented(403, 404, 409), summary="Delete a job"
 )
-def delete(job_id: str, service: Serving, who: Submitter) -> None:
-    """Forget an ended job: its problem, its schedule, its history. 409 where it goes on."""
-    service.jobs.delete(job_id, who)
+def delete(job_id: str, service: Serving, caller: Submitter) -> None:
+    """Delete an ended job with its problem, schedule and history. 409 if it has not ended."""
+    service.jobs.delete(job_id, caller)
 
 
 @router.post(
@@ -214,10 +240,10 @@ def delete(job_id: str, service: Serving, who: Submitter) -> None:
     responses={**_ENDED, **documented(403, 404)},
     summary="Cancel a job",
 )
-async def cancel(job_id: str, request: Request, service: Serving, who: Submitter) -> Response:
-    """Stop a job and keep its best schedule; an ended job stays as it is."""
-    job = await run_in_threadpool(service.jobs.cancel, job_id, who)
-    return await _answer(request, service, who, job, _CANCEL_WAIT_S)
+async def cancel(job_id: str, request: Request, service: Serving, caller: Submitter) -> Response:
+    """Stop a job and keep its best schedule. An ended job does not change."""
+    job = await run_in_threadpool(service.jobs.cancel, job_id, caller)
+    return await _answer_job(request, service, caller, job, _CANCEL_WAIT_S)
 
 
 @router.post(
@@ -229,18 +255,17 @@ async def cancel(job_id: str, request: Request, service: Serving, who: Submitter
     summary="Give an ended job more time",
 )
 async def resume(
-    job_id: str, request: Request, service: Serving, who: Submitter, wait: Wait = 0.0
+    job_id: str, request: Request, service: Serving, caller: Submitter, wait: Wait = 0.0
 ) -> Response:
-    """Queue an ended job again with a longer time limit, from where it stands.
+    """Queue an ended job again with a longer time limit. It continues from its best schedule.
 
-    409 where it goes on, or nothing better can be found: it is proven optimal or infeasible.
+    409 if it has not ended, or if it is proven optimal or infeasible.
     """
-    require_json(request)
-    body = await read_body(request, service.settings.max_body_bytes)
-    more_s = ResumeRequest.parse(decode_json(body)).time_limit_s
-    with place_to_wait(service, who, wait):
-        job = await run_in_threadpool(service.jobs.resume, job_id, more_s, who)
-        return await _answer(request, service, who, job, wait)
+    body = await read_json_body(request, service.settings.max_body_bytes)
+    time_limit_s = ResumeRequest.parse(decode_json(body)).time_limit_s
+    with count_waiting(service, caller, wait):
+        job = await run_in_threadpool(service.jobs.resume, job_id, time_limit_s, caller)
+        return await _answer_job(request, service, caller, job, wait)
 
 
 @router.get(
@@ -249,14 +274,12 @@ async def resume(
     responses={**document("Problem"), **documented(404)},
     summary="Fetch the problem",
 )
-def problem(job_id: str, service: Serving, who: Reader) -> Response:
-    """Return the problem as it is solved, defaults filled in.
+def problem(job_id: str, service: Serving, caller: Reader) -> Response:
+    """Return the problem that the job solves, defaults filled in.
 
-    That of a planned model is the one of its best schedule so far.
+    A planned model has several problems: the answer is that of its best schedule so far.
     """
-    return Response(
-        service.jobs.document(job_id, DocumentKind.PROBLEM, who), media_type="application/json"
-    )
+    return JsonText(service.jobs.document(job_id, DocumentKind.PROBLEM, caller))
 
 
 @router.get(
@@ -265,85 +288,50 @@ def problem(job_id: str, service: Serving, who: Reader) -> Response:
     responses={**document("Model"), **documented(404)},
     summary="Fetch the model",
 )
-def model(job_id: str, service: Serving, who: Reader) -> Response:
-    """Return the model of a planned job as it was submitted, defaults filled in."""
-    return Response(
-        service.jobs.document(job_id, DocumentKind.MODEL, who), media_type="application/json"
-    )
+def model(job_id: str, service: Serving, caller: Reader) -> Response:
+    """Return the submitted model of a planned job, defaults filled in."""
+    return JsonText(service.jobs.document(job_id, DocumentKind.MODEL, caller))
 
 
-def job_view(
-    job: JobRecord,
-    trace: Sequence[TracePoint] | None = None,
-    *,
-    who: Principal,
-    places: Mapping[str, Waiting] | None = None,
-) -> Job:
-    """Return a job as somebody sees it, with its place in the queue; without trace in lists."""
-    place = (places or {}).get(job.id)
-    shown = None if trace is None else tuple(Improvement(**asdict(one)) for one in trace)
-    return Job.of(
-        job,
-        owner=owner_for(job.owner, who),
-        trace=shown,
-        place=None if place is None else place.place,
-        expected_start_at=None if place is None else place.starts_at,
-    )
+_ROWS = document(
+    "MethodRowList",
+    "A row per method, best first.",
+    {
+        "text/csv": "method,placement,makespan_ms,...\n1f1b,as given,84.0,...\n",
+        "text/markdown": (
+            "| method | makespan ms | ... |\n| --- | ---: | --- |\n| 1f1b | 84 | ... |\n"
+        ),
+    },
+)
 
 
-def _whole(service: Service, job_id: str, who: Principal) -> Job:
-    job, trace = service.jobs.job(job_id, who)
-    return job_view(job, trace, who=who, places=service.jobs.waiting([job]))
-
-
-async def submitted(
-    request: Request,
-    service: Service,
-    who: Principal,
-    kind: type[JobRequest],
-    *,
-    wait_s: float,
-    key: str | None,
+@router.get(
+    "/{job_id}/comparison",
+    response_class=Response,
+    responses={**_ROWS, **documented(404, 406)},
+    summary="Fetch the rows of a comparison",
+)
+def comparison(
+    job_id: str,
+    service: Serving,
+    caller: Reader,
+    accept: Accept = None,
+    form: Annotated[Literal["json", "csv", "markdown"] | None, Query(alias="format")] = None,
 ) -> Response:
-    """Queue the job that a body asks for, and answer."""
-    require_json(request)
-    body = await read_body(request, service.settings.max_body_bytes)
-    new = await service.pool.run(read_job, body, service.settings, service.methods, kind)
-    del body
-    with place_to_wait(service, who, wait_s):
-        job = await run_in_threadpool(service.jobs.submit, new, who, key)
-        return await _answer(request, service, who, job, wait_s)
+    """Return JSON, CSV or a Markdown table, by `?format=` or `Accept`."""
+    chosen = form or preferred_form(accept, TABLE_FORMS)
+    text = service.jobs.document(job_id, DocumentKind.COMPARISON, caller)
+    if chosen != "json":
+        text = dump_comparison(json.loads(text)["rows"], chosen)
+    return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
 
 
-async def _answer(
-    request: Request, service: Service, who: Principal, job: JobRecord, wait_s: float
-) -> Response:
-    """Show a job that was submitted or changed; one that was deleted since, as it was last seen."""
-    if wait_s > 0:
-        job = await while_there(request, service.jobs.wait(job, wait_s), wait_s) or job
-    view = job_view(job, [], who=who)
-    if not job.is_untouched:
-        with suppress(JobNotFoundError):
-            view = await run_in_threadpool(_whole, service, job.id, who)
-    headers = {"Location": str(request.app.url_path_for("look", job_id=job.id))}
-    return Response(
-        view.model_dump_json(),
-        200 if view.state.is_final else 202,
-        headers,
-        media_type="application/json",
-    )
-
-
-# --- ``/v1/jobs/{id}/events``: what happens to a job, as server-sent events.
-
-events_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+# --- Events of a job, as server-sent events.
 
 _PING_S = 15.0
-_MOST = 2**53
-_KEPT = 1000
 _RECONNECT_MS = 1000
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-_EXAMPLE = 'event: incumbent\nid: 7\ndata: {"number":7,"kind":"incumbent","objective_ms":118.0}\n\n'
+_MAX_EVENT_NUMBER = 2**53
+_NUM_ENCODED_EVENTS = 1000
 _EVENT = {
     "type": "object",
     "required": ["event", "id", "data"],
@@ -358,27 +346,28 @@ _EVENT = {
         "retry": {"type": "integer"},
     },
 }
+_EVENT_EXAMPLE = (
+    'event: incumbent\nid: 7\ndata: {"number":7,"kind":"incumbent","objective_ms":118.0}\n\n'
+)
 _EVENT_ANSWERS: Answers = {
     200: {
-        "description": (
-            "Events `state`, `incumbent`, `bound` and `log`; `id` is the event's number, `data` a "
-            "`Event`. The stream ends with the job."
-        ),
-        "content": {"text/event-stream": {"itemSchema": _EVENT, "example": _EXAMPLE}},
+        "description": "Events `state`, `incumbent`, `bound` and `log`. `id` is the number of the "
+        "event, `data` is an `Event`. The stream ends with the job.",
+        "content": {"text/event-stream": {"itemSchema": _EVENT, "example": _EVENT_EXAMPLE}},
     },
-    204: {"description": "The job has ended, and everything was sent: do not reconnect."},
+    204: {"description": "The job has ended and every event was sent: do not reconnect."},
 }
 
 
-async def _place(service: Serving, who: Reader) -> AsyncIterator[None]:
-    """Count the stream until the last byte is sent, or the client is gone."""
-    with service.connections.counted(who, Purpose.STREAM):
+async def _count_stream(service: Serving, caller: Reader) -> AsyncIterator[None]:
+    """Count the stream until the last byte is sent, or the client disconnects."""
+    with service.connections.counted(caller, Purpose.STREAM):
         yield
 
 
-@events_router.get(
+@router.get(
     "/{job_id}/events",
-    dependencies=[Depends(_place)],
+    dependencies=[Depends(_count_stream)],
     response_class=Response,
     responses={**_EVENT_ANSWERS, **documented(404)},
     summary="Follow a job",
@@ -386,35 +375,36 @@ async def _place(service: Serving, who: Reader) -> AsyncIterator[None]:
 async def events(
     job_id: str,
     service: Serving,
-    who: Reader,
+    caller: Reader,
     after: Annotated[
-        int, Query(ge=0, le=_MOST, description="Send only events of higher numbers.")
+        int, Query(ge=0, le=_MAX_EVENT_NUMBER, description="Send only events of higher numbers.")
     ] = 0,
     last_event_id: Annotated[
         int | None,
         Header(
             alias="Last-Event-ID",
             ge=0,
-            le=_MOST,
-            description="The same, as browsers send it when they reconnect; it wins.",
+            le=_MAX_EVENT_NUMBER,
+            description="As `after`, and instead of it. Browsers send it when they reconnect.",
         ),
     ] = None,
 ) -> Response:
-    """Send everything that has happened to a job, then what happens, until it ends.
+    """Send all events of a job so far, then each new one until the job ends.
 
-    Whoever reconnects with the last number he has seen misses nothing and sees nothing twice.
+    A client that reconnects with the last number it received gets every event exactly once.
     """
     seen = after if last_event_id is None else last_event_id
-    entries = await service.jobs.events(job_id, seen, who)
+    entries = await service.jobs.events(job_id, seen, caller)
     if entries is None:
         return Response(status_code=204)
-    return EventSourceResponse(_sent(entries), headers=_HEADERS)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return EventSourceResponse(_encode_events(entries), headers=headers)
 
 
-async def _sent(
+async def _encode_events(
     entries: AsyncGenerator[HistoryEntry, None], ping_s: float = _PING_S
 ) -> AsyncIterator[bytes]:
-    """Encode entries as they come, with a ping in every pause, so that no proxy hangs up."""
+    """Yield each entry as an event, with a ping in every pause so that proxies keep the stream."""
     retry_ms: int | None = _RECONNECT_MS
     upcoming: asyncio.Future[HistoryEntry | None] | None = None
     try:
@@ -427,13 +417,13 @@ async def _sent(
             entry, upcoming = upcoming.result(), None
             if entry is None:
                 return
-            yield _event(entry, retry_ms)
+            yield _encode_event(entry, retry_ms)
             retry_ms = None
     except StoreUnavailableError:
-        # The client comes back by itself, and goes on where it was.
+        # The client reconnects and continues after the last event that it received.
         return
     finally:
-        # A client that hangs up cancels us: letting go must not be cancelled with it.
+        # The disconnect of a client cancels this coroutine. The clean-up must not be cancelled.
         with anyio.CancelScope(shield=True):
             if upcoming is not None:
                 upcoming.cancel()
@@ -441,9 +431,9 @@ async def _sent(
             await entries.aclose()
 
 
-@lru_cache(maxsize=_KEPT)
-def _event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
-    """Encode an entry, once for all who follow its job."""
+@lru_cache(maxsize=_NUM_ENCODED_EVENTS)
+def _encode_event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
+    """Return an entry as an event, encoded once for all followers of its job."""
     gap = None if entry.objective_ms is None else gap_of(entry.objective_ms, entry.bound_ms)
     data = Event.of(entry, gap=gap).model_dump_json()
     return format_sse_event(
@@ -451,31 +441,21 @@ def _event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
     )
 
 
-# --- ``/v1/jobs/{id}/schedule``: the best schedule so far, in the form that is wanted.
+# --- The best schedule so far.
 
-schedules_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-_WITH_PROBLEM = frozenset({"trace", "svg"})
-_TEXT = {"schema": {"type": "string"}}
-_SCHEDULE_ANSWERS = tagged(
-    {
-        "description": "The best schedule so far.",
-        "content": {
-            FORMS["json"]: {"schema": {"$ref": "#/components/schemas/Schedule"}},
-            FORMS["csv"]: {**_TEXT, "example": "0F0,0B0\n1F0,1B0\n"},
-            FORMS["trace"]: {"schema": {"type": "object"}},
-            FORMS["svg"]: _TEXT,
-        },
-    },
-    of="this schedule in this form",
-) | documented(404, 406, 409, 413, 429)
-_SCHEDULE_ANSWERS[413]["description"] = "The schedule is too large for a picture."
+_SCHEDULE = document(
+    "Schedule",
+    "The best schedule so far.",
+    {SCHEDULE_FORMS["csv"]: "0F0,0B0\n1F0,1B0\n", SCHEDULE_FORMS["svg"]: None},
+)
+_SCHEDULE[200]["content"][SCHEDULE_FORMS["trace"]] = {"schema": {"type": "object"}}
 
 
-@schedules_router.get(
+@router.get(
     "/{job_id}/schedule",
     response_class=Response,
-    responses=_SCHEDULE_ANSWERS,
+    responses=tagged(_SCHEDULE, of="this schedule in this form")
+    | documented(404, 406, 409, 413, 429, too_large="The schedule is too large for a picture."),
     summary="Fetch the best schedule so far",
 )
 async def schedule(
@@ -483,192 +463,179 @@ async def schedule(
     job_id: str,
     request: Request,
     service: Serving,
-    who: Reader,
+    caller: Reader,
     accept: Accept = None,
     form: Annotated[Literal["json", "csv", "trace", "svg"] | None, Query(alias="format")] = None,
     if_none_match: IfNoneMatch = None,
     wait: Annotated[
-        float,
-        Query(
-            ge=0,
-            allow_inf_nan=False,
-            description="Seconds to wait for a better schedule than the known one, or for the "
-            "first; capped. An ended job does not wait.",
-        ),
+        float, seconds_to_wait("the first schedule or a better one, unless the job has ended")
     ] = 0.0,
 ) -> Response:
     """Return JSON, CSV (a row per device), a Chrome trace or a picture; by `?format=` or `Accept`.
 
-    Made for polling: with `If-None-Match` and `?wait=`, the answer is the next improvement, or 304.
+    To poll, send `If-None-Match` and `?wait=`: the answer is the next improvement, or 304.
     """
-    chosen = preferred_form(accept) if form is None else form
+    chosen = form or preferred_form(accept)
     known = known_number(if_none_match, job_id, chosen)
     stored: StoredSchedule | None
     if wait > 0:
-        with place_to_wait(service, who, wait):
-            waiting = service.jobs.wait_schedule(job_id, known or 0, wait, who)
-            stored = await while_there(request, waiting, wait)
+        with count_waiting(service, caller, wait):
+            waiting = service.jobs.wait_schedule(job_id, known or 0, wait, caller)
+            stored = await wait_while_connected(request, waiting, wait)
     else:
-        stored = await run_in_threadpool(service.jobs.schedule, job_id, who)
+        stored = await run_in_threadpool(service.jobs.schedule, job_id, caller)
     if stored is None or stored.number == known:
-        return Response(status_code=304, headers=_headers(job_id, known or 0, chosen))
-    return await _formed(service, who, job_id, stored, chosen)
+        headers = _schedule_headers(job_id, known or 0, chosen)
+        return Response(status_code=304, headers=headers)
+    newest, problem = stored, ""
+    if chosen in {"trace", "svg"}:
+        problem, newest = await run_in_threadpool(solution, service.jobs, job_id, caller)
+    content: str | bytes = newest.document
+    if chosen == "svg":
+        content = await service.charts.run(draw_schedule, newest.document, problem)
+    elif chosen != "json":
+        content = await service.pool.run(dump_schedule, chosen, newest.document, problem)
+    headers = _schedule_headers(job_id, newest.number, chosen)
+    return Response(content, headers=headers, media_type=SCHEDULE_FORMS[chosen])
 
 
-async def _formed(
-    service: Service, who: Principal, job_id: str, stored: StoredSchedule, form: str
-) -> Response:
-    content: str | bytes = stored.document
-    problem = ""
-    if form in _WITH_PROBLEM:
-        problem, stored = await run_in_threadpool(solution, service.jobs, job_id, who)
-    if form == "svg":
-        content = await service.charts.picture(stored.document, problem)
-    elif form != "json":
-        content = await service.pool.run(as_text, form, stored.document, problem)
-    headers = _headers(job_id, stored.number, form)
-    return Response(content, headers=headers, media_type=FORMS[form])
-
-
-def _headers(job_id: str, number: int, form: str) -> dict[str, str]:
-    headers = {
-        "ETag": etag_of(job_id, number, form),
-        "Vary": "Accept",
-        "Cache-Control": "private, no-cache",
-    }
+def _schedule_headers(job_id: str, number: int, form: str) -> dict[str, str]:
+    headers = version_headers(job_id, number, form) | {"Vary": "Accept"}
     return headers | NO_SCRIPTS if form == "svg" else headers
 
 
-# --- ``/v1/jobs/{id}/explanation``: why the best schedule so far is as long as it is.
-
-explanations_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-_FORM = "explanation"
-_EXPLANATION_ANSWERS = tagged(
-    {"description": "What limits it.", "model": Explanation}, of="the schedule explained"
-) | documented(404, 409, 413, 429)
-_EXPLANATION_ANSWERS[413]["description"] = "The schedule is too large to be explained here."
+_EXPLANATION: Answers = {200: {"description": "What limits it.", "model": Explanation}}
 
 
-@explanations_router.get(
+@router.get(
     "/{job_id}/explanation",
     response_class=Response,
-    responses=_EXPLANATION_ANSWERS,
-    summary="Say what limits the best schedule so far",
+    responses=tagged(_EXPLANATION, of="the explained schedule")
+    | documented(404, 409, 413, 429, too_large="The schedule is too large to be explained here."),
+    summary="Explain the makespan of the best schedule so far",
 )
 async def explain(
-    *, job_id: str, service: Serving, who: Reader, if_none_match: IfNoneMatch = None
+    *, job_id: str, service: Serving, caller: Reader, if_none_match: IfNoneMatch = None
 ) -> Response:
-    """Return the critical path, lanes, memory, idle time and offloads, in numbers and `sentences`.
+    """Return critical path, lanes, memory, idle time and offloads, in numbers and `sentences`.
 
-    Sizes are bytes, times ms from the start of the schedule; `topic` groups the sentences.
+    Sizes are bytes, times are ms from the start of the schedule. `topic` groups the sentences.
     """
-    problem, stored = await run_in_threadpool(solution, service.jobs, job_id, who)
-    headers = {"ETag": etag_of(job_id, stored.number, _FORM), "Cache-Control": "private, no-cache"}
-    if known_number(if_none_match, job_id, _FORM) == stored.number:
-        return Response(status_code=304, headers=headers)
-    content = await explanation(service.pool, stored.document, problem)
-    return Response(content, headers=headers, media_type="application/json")
+    problem, stored = await run_in_threadpool(solution, service.jobs, job_id, caller)
+    return await answer_version(
+        if_none_match,
+        job_id,
+        stored.number,
+        "explanation",
+        lambda: explain_schedule(service.pool, stored.document, problem),
+    )
 
 
-# --- Charts that the page embeds: of a job's best schedule, and of a batch's frontier.
+# --- Charts that the page embeds: the best schedule of a job, and the frontier of a batch.
 
 charts_router = APIRouter(prefix="/v1", tags=["charts"])
 
 _METHOD, _ROW = "method:", "row:"
-_ID_CHARS, _TITLE_CHARS = 8, 60
-_ITEM = {
-    "description": "For `Bokeh.embed.embed_item`.",
-    "content": {"application/json": {"schema": {"type": "object"}}},
+_CHART: Answers = {
+    200: {
+        "description": "For `Bokeh.embed.embed_item`.",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
 }
-Themed = Annotated[Theme, Query(description="Of its colours.")]
+ChartTheme = Annotated[Theme, Query(description="The colours.")]
 
 
 @charts_router.get(
     "/jobs/{job_id}/chart",
     response_class=Response,
-    responses=tagged(_ITEM, of="what is shown, as it is drawn")
-    | documented(404, 406, 409, 413, 429),
-    summary="See the best schedule so far in a browser",
+    responses=tagged(_CHART, of="the content of the chart") | documented(404, 406, 409, 413, 429),
+    summary="Show the best schedule so far in a browser",
 )
 async def chart(
     *,
     job_id: str,
     service: Serving,
-    who: Reader,
-    theme: Themed = "light",
-    beside: Annotated[
+    caller: Reader,
+    theme: ChartTheme = "light",
+    second: Annotated[
         str | None,
         Query(
+            alias="beside",
             max_length=80,
-            description="On the same time axis: another job, `method:1f1b` for what a published "
-            "method makes of the problem, whether it fits or not, or of a tune `row:` and a row.",
+            description="A second schedule on the same time axis: the id of another job, "
+            "`method:1f1b` for a published method (its memory may exceed the limit), or `row:` "
+            "and a row of a tune.",
         ),
     ] = None,
     row: Annotated[
         str | None,
-        Query(pattern=r"^[0-9a-f]{12}$", description="Of a tune: instead of its best schedule."),
+        Query(
+            pattern=r"^[0-9a-f]{12}$",
+            description="A row of a tune, shown instead of its best schedule.",
+        ),
     ] = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """Return the lanes of every device and its memory over time, to be zoomed and pointed at."""
-    rows = [row, (beside or "").removeprefix(_ROW) if (beside or "").startswith(_ROW) else None]
-    kept = [one and await row_of(service.jobs, service.pool, job_id, who, one) for one in rows]
-    other = None if kept[1] else beside
-    shown, number, form = await run_in_threadpool(_look, service, job_id, who, other, theme)
-    if kept[0]:
-        shown[0] = Shown(
-            problem=kept[0].problem, schedule=kept[0].schedule, title=f"{kept[0].label}:"
-        )
-        form = f"{form}-{row}"
-    if kept[1]:
-        title = f"{kept[1].label}:"
-        shown.append(Shown(problem=kept[1].problem, schedule=kept[1].schedule, title=title))
-        form = f"{form}-{beside}"
-    headers = {"ETag": etag_of(job_id, number, form), "Cache-Control": "private, no-cache"}
-    if known_number(if_none_match, job_id, form) == number:
-        return Response(status_code=304, headers=headers)
-    item = await service.charts.schedules(shown, theme)
-    return Response(item, headers=headers, media_type="application/json")
+    """Return the lanes of every device and its memory over time, with zoom and tooltips."""
+    second = second or ""
+    second_row = second.removeprefix(_ROW) if second.startswith(_ROW) else ""
+    rows = [
+        row_id and await _show_row(service, job_id, caller, row_id) for row_id in (row, second_row)
+    ]
+    shown, number, form = await run_in_threadpool(
+        _show_job, service, job_id, caller, "" if second_row else second, theme
+    )
+    if rows[0]:
+        shown[0] = rows[0]
+        form += f"-{row}"
+    if rows[1]:
+        shown.append(rows[1])
+        form += f"-{second}"
+    return await answer_version(
+        if_none_match,
+        job_id,
+        number,
+        form,
+        lambda: service.charts.run(chart_schedules, tuple(shown), theme),
+    )
+
+
+async def _show_row(service: Service, job_id: str, caller: Principal, row_id: str) -> Shown:
+    kept = await run_on_row(kept_row, service.jobs, service.pool, job_id, caller, row_id)
+    return Shown(problem=kept.problem, schedule=kept.schedule, title=f"{kept.label}:")
+
+
+def _show_job(
+    service: Service, job_id: str, caller: Principal, second: str, theme: Theme
+) -> tuple[list[Shown], int, str]:
+    """Return the schedules of a chart, the number of the job's, and a form that names the rest."""
+    problem, stored = solution(service.jobs, job_id, caller)
+    own = Shown(problem=problem, schedule=stored.document)
+    form = f"chart-{theme}"
+    if not second:
+        return [own], stored.number, form
+    form += f"-{second}"
+    if second.startswith(_METHOD):
+        other = Shown(problem=problem, method=second.removeprefix(_METHOD))
+        return [own, other], stored.number, form
+    other_problem, other_stored = solution(service.jobs, second, caller)
+    records = [service.jobs.find(shown_id, caller) for shown_id in (job_id, second)]
+    titles = [(record.name or record.id[:8])[:60] for record in records]
+    own = replace(own, title=titles[0])
+    other = Shown(problem=other_problem, schedule=other_stored.document, title=titles[1])
+    return [own, other], stored.number, f"{form}.{other_stored.number}"
 
 
 @charts_router.get(
     "/batches/{batch_id}/chart",
     response_class=Response,
-    responses={200: _ITEM, **documented(404, 406, 413, 429)},
-    summary="See in a browser what memory buys",
+    responses={**_CHART, **documented(404, 406, 413, 429)},
+    summary="Show the frontier of a batch in a browser",
 )
 async def frontier_chart(
-    batch_id: str, service: Serving, who: Reader, theme: Themed = "light"
+    batch_id: str, service: Serving, caller: Reader, theme: ChartTheme = "light"
 ) -> Response:
-    """Return the best objective and its bound over the memory limit, to be pointed at."""
-    _, lines = await run_in_threadpool(service.batches.frontier, batch_id, who)
-    # The page has the batch's name above it.
-    item = await service.charts.frontier(lines, "", theme)
-    return Response(item, media_type="application/json")
-
-
-def _look(
-    service: Service, job_id: str, who: Principal, beside: str | None, theme: Theme
-) -> tuple[list[Shown], int, str]:
-    """Return what is shown, the number of the job's schedule, and a form that names the rest."""
-    problem, stored = solution(service.jobs, job_id, who)
-    form = f"chart-{theme}" + (f"-{beside}" if beside else "")
-    own = Shown(problem=problem, schedule=stored.document)
-    if not beside:
-        return [own], stored.number, form
-    if beside.startswith(_METHOD):
-        return (
-            [own, Shown(problem=problem, method=beside.removeprefix(_METHOD))],
-            stored.number,
-            form,
-        )
-    its_problem, its = solution(service.jobs, beside, who)
-    own = replace(own, title=_title(service.jobs.find(job_id, who)))
-    title = _title(service.jobs.find(beside, who))
-    other = Shown(problem=its_problem, schedule=its.document, title=title)
-    return [own, other], stored.number, f"{form}.{its.number}"
-
-
-def _title(job: JobRecord) -> str:
-    return (job.name or job.id[:_ID_CHARS])[:_TITLE_CHARS]
+    """Return the best objective and its bound over the memory limit, with tooltips."""
+    _, lines = await run_in_threadpool(service.batches.frontier, batch_id, caller)
+    # No title: the page shows the name of the batch above the chart.
+    return JsonText(await service.charts.run(chart_frontier, tuple(lines), "", theme))

@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, what does it speak."""
+"""Health, metrics, the caller's key, JSON Schemas, OpenAPI, and the page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,7 @@ from optpipe.schedule import Schedule
 from optpipe_api.access import Role
 from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
-from optpipe_api.routes.common import (
-    Answers,
-    ConstantDocument,
-    IfNoneMatch,
-    Reader,
-    Serving,
-    tagged,
-)
+from optpipe_api.routes.common import TEXT, ConstantDocument, Reader, Serving, tagged
 from optpipe_api.telemetry import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -39,21 +32,21 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import Scope
 
-__all__ = ["FOLDER", "POLICY", "install", "install_docs", "questions_router", "router"]
+__all__ = ["install_docs", "install_page", "router"]
 
 
 router = APIRouter(tags=["system"])
 
 
-@router.get("/healthz", summary="Is the process alive")
+@router.get("/healthz", summary="Check that the process answers")
 async def healthz() -> Health:
-    """Answer without looking at anything."""
+    """Answer without a check of store or engine."""
     return Health()
 
 
-@router.get("/readyz", responses=documented(), summary="Is the service ready")
+@router.get("/readyz", responses=documented(), summary="Check that the service is ready")
 def readyz(service: Serving) -> Readiness:
-    """Ask the store, which must take what is written, and the engine."""
+    """Check that the store takes writes and that the engine solves."""
     if not service.is_solving:
         raise SolverUnavailableError(
             "no solver process starts, or the engine is not running: the server's log says why; "
@@ -66,140 +59,107 @@ def readyz(service: Serving) -> Readiness:
     "/metrics",
     response_class=Response,
     responses={
-        200: {
-            "description": "Prometheus' text format.",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
-        },
+        200: {"description": "Text format of Prometheus.", "content": {"text/plain": TEXT}},
         **documented(),
     },
-    summary="Numbers for Prometheus",
+    summary="Metrics for Prometheus",
 )
 def metrics(request: Request) -> Response:
-    """Return what `optpipe_api.telemetry` lists; needs a key wherever the rest does."""
+    """Return the metrics of `optpipe_api.telemetry`. If the service needs keys, so does this."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE)
+
+
+class KeyView(BaseModel):
+    """The key of a request. If the service needs no keys: an empty name and role `admin`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "ci", "role": "submit"}]})
+
+    name: str
+    role: Role
+
+
+@router.get("/v1/key", responses=documented(), summary="Get name and role of the key")
+async def key(caller: Reader) -> KeyView:
+    """Return the name and the role of the request's key, but not the key."""
+    return KeyView(name=caller.name, role=caller.role)
 
 
 # --- The JSON Schemas of the file formats.
 
 
-def _schema(of: type[BaseModel], name: str) -> ConstantDocument:
+def _add_schema_route(model: type[BaseModel], name: str, use: str) -> None:
     def build() -> str:
         published = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "$id": f"urn:optpipe:{name}:v1",
-            **of.model_json_schema(),
+            **model.model_json_schema(),
         }
         return json.dumps(published, separators=(",", ":"))
 
-    return ConstantDocument(build)
+    router.add_api_route(
+        f"/v1/schemas/{name}",
+        ConstantDocument(build).answer,
+        name=f"{name}_schema",
+        response_model=dict[str, Any],
+        responses=tagged({200: {"description": "A JSON Schema."}}, of="the schema") | documented(),
+        summary=f"JSON Schema of optpipe/{name}/v1",
+        description=f"Return the schema of {use}.",
+    )
 
 
-_PROBLEM = _schema(Problem, "problem")
-_MODEL = _schema(Model, "model")
-_SCHEDULE = _schema(Schedule, "schedule")
-_SCHEMA_ANSWERS: Answers = tagged({"description": "A JSON Schema."}, of="it") | documented()
+_add_schema_route(Problem, "problem", "`problem` in the body of `POST /v1/jobs`")
+_add_schema_route(Model, "model", "the file that `optpipe plan` reads")
+_add_schema_route(Schedule, "schedule", "the answer of `/v1/jobs/{id}/schedule`")
 
 
-@router.get(
-    "/v1/schemas/problem",
-    response_model=dict[str, Any],
-    responses=_SCHEMA_ANSWERS,
-    summary="JSON Schema of optpipe/problem/v1",
-)
-async def problem_schema(if_none_match: IfNoneMatch = None) -> Response:
-    """Return what `POST /v1/jobs` takes as `problem`."""
-    return await _PROBLEM.answer(if_none_match)
-
-
-@router.get(
-    "/v1/schemas/model",
-    response_model=dict[str, Any],
-    responses=_SCHEMA_ANSWERS,
-    summary="JSON Schema of optpipe/model/v1",
-)
-async def model_schema(if_none_match: IfNoneMatch = None) -> Response:
-    """Return what `optpipe plan` takes."""
-    return await _MODEL.answer(if_none_match)
-
-
-@router.get(
-    "/v1/schemas/schedule",
-    response_model=dict[str, Any],
-    responses=_SCHEMA_ANSWERS,
-    summary="JSON Schema of optpipe/schedule/v1",
-)
-async def schedule_schema(if_none_match: IfNoneMatch = None) -> Response:
-    """Return what `/v1/jobs/{id}/schedule` answers."""
-    return await _SCHEDULE.answer(if_none_match)
-
-
-# --- The documentation of the service: the OpenAPI document, and Swagger UI that shows it.
-
-_OPENAPI, _DOCS = "/openapi.json", "/docs"
-_SWAGGER = "static-offline-docs/"
+# --- The OpenAPI document, and Swagger UI that shows it.
 
 
 def install_docs(app: FastAPI) -> None:
-    """Serve the OpenAPI document and the page that shows it, each built once.
+    """Add the routes of the OpenAPI document and its page. Each is built once.
 
-    The page names only relative addresses.
+    The page uses only relative addresses.
     """
-    document = ConstantDocument(
+
+    def build_page() -> str:
+        folder = "static-offline-docs/"
+        page = get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title=f"{app.title} - Swagger UI",
+            swagger_js_url=f"{folder}swagger-ui-bundle.js",
+            swagger_css_url=f"{folder}swagger-ui.css",
+            swagger_favicon_url=f"{folder}favicon.png",
+        )
+        return bytes(page.body).decode()
+
+    openapi = ConstantDocument(
         lambda: json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")), is_open=True
     )
-    shown = ConstantDocument(lambda: _swagger(app.title), "text/html", is_open=True)
-
-    @app.api_route(_OPENAPI, methods=["GET", "HEAD"], include_in_schema=False)
-    async def openapi(if_none_match: IfNoneMatch = None) -> Response:
-        """Return what the service speaks."""
-        return await document.answer(if_none_match)
-
-    @app.get(_DOCS, include_in_schema=False)
-    async def docs(if_none_match: IfNoneMatch = None) -> Response:
-        """Show people what the service speaks."""
-        return await shown.answer(if_none_match)
-
-
-def _swagger(title: str) -> str:
-    page = get_swagger_ui_html(
-        openapi_url=_OPENAPI.lstrip("/"),
-        title=f"{title} - Swagger UI",
-        swagger_js_url=f"{_SWAGGER}swagger-ui-bundle.js",
-        swagger_css_url=f"{_SWAGGER}swagger-ui.css",
-        swagger_favicon_url=f"{_SWAGGER}favicon.png",
+    page = ConstantDocument(build_page, "text/html", is_open=True)
+    app.add_api_route(
+        "/openapi.json", openapi.answer, methods=["GET", "HEAD"], include_in_schema=False
     )
-    return bytes(page.body).decode()
+    app.add_api_route("/docs", page.answer, include_in_schema=False)
 
 
 # --- The page: ``/``, its files under ``/page/``, and BokehJS from the installed package.
-# What it may do is said in its Content-Security-Policy: nothing from another host, no inline
-# script. Three relaxations are BokehJS's. It loads the callbacks of charts as modules from text, by
-# way of ``eval`` (``unsafe-eval``, ``blob:``): the text is ours, never a client's. It sets styles
-# from scripts: ``unsafe-inline``, for styles alone.
+# The Content-Security-Policy allows nothing from other hosts and no inline scripts. BokehJS needs
+# three exceptions. It loads the callbacks of charts as modules from text with ``eval``
+# (``unsafe-eval``, ``blob:``); this text is ours, never a client's. It sets styles from scripts
+# (``unsafe-inline``, only for styles).
 
-FOLDER = "/page/"
-"""Below it lie files that hold nothing of anybody: no key is asked for."""
-
-_SOURCES = {
-    "default-src": "'none'",
-    "script-src": "'self' blob: 'unsafe-eval'",
-    "style-src": "'self' 'unsafe-inline'",
-    "img-src": "'self' data: blob:",
-    "connect-src": "'self'",
-    "font-src": "'self' data:",
-    "base-uri": "'none'",
-    "form-action": "'none'",
-    "frame-ancestors": "'none'",
-}
-POLICY = "; ".join(f"{what} {sources}" for what, sources in _SOURCES.items())
-
+_POLICY = (
+    "default-src 'none'; script-src 'self' blob: 'unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; "
+    "font-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 _WEB = Path(__file__).parent.parent / "web"
 _SCRIPTS = tuple(f"{name}.min.js" for name in (*COMPONENTS, "bokeh-api"))
-_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class _Files(StaticFiles):
-    """A folder of files, with headers of our own."""
+    """A folder of files, or those of ``names`` in it, with our headers."""
 
     def __init__(self, folder: Path, caching: str, names: tuple[str, ...] | None = None) -> None:
         super().__init__(directory=folder)
@@ -207,7 +167,6 @@ class _Files(StaticFiles):
         self._names = names
 
     def lookup_path(self, path: str) -> tuple[str, stat_result | None]:
-        """Find a file; where only some are served, the others do not exist."""
         if self._names is not None and path not in self._names:
             return "", None
         return super().lookup_path(path)
@@ -219,67 +178,37 @@ class _Files(StaticFiles):
         scope: Scope,
         status_code: int = 200,
     ) -> Response:
-        """Return a file, or that it has not changed."""
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(self._headers)
         return response
 
 
-def install(app: FastAPI) -> None:
-    """Serve the page; without the package bokeh it has no charts, and says so."""
-    bokeh = _bokeh_version()
+def install_page(app: FastAPI) -> None:
+    """Add the page. Without the package bokeh it shows a notice instead of charts."""
+    scripts = ""
+    bokeh = _find_bokeh()
     if bokeh is not None:
-        # The version is in the address: what lies there never changes.
-        files = _Files(_bokeh_folder(), "public, max-age=31536000, immutable", _SCRIPTS)
-        app.mount(f"{FOLDER}bokeh/{bokeh}", files, name="bokeh")
-    app.mount(FOLDER.rstrip("/"), _Files(_WEB, "no-cache"), name="page")
-    headers = {**_HEADERS, "Content-Security-Policy": POLICY}
-    shown = ConstantDocument(lambda: _index(bokeh), "text/html", is_open=True, headers=headers)
+        # The version is in the address, so the files of an address never change.
+        folder = f"page/bokeh/{bokeh[0]}"
+        files = _Files(bokeh[1], "public, max-age=31536000, immutable", _SCRIPTS)
+        app.mount(f"/{folder}", files, name="bokeh")
+        scripts = " ".join(f"{folder}/{name}" for name in _SCRIPTS)
+    app.mount("/page", _Files(_WEB, "no-cache"), name="page")
 
-    @app.get("/", include_in_schema=False)
-    async def page(if_none_match: IfNoneMatch = None) -> Response:
-        """Show people the page."""
-        return await shown.answer(if_none_match)
+    def build_page() -> str:
+        return (_WEB / "index.html").read_text("utf-8").replace("{bokeh}", html.escape(scripts))
 
-
-def _index(bokeh: str | None) -> str:
-    scripts = [] if bokeh is None else [f"page/bokeh/{bokeh}/{name}" for name in _SCRIPTS]
-    text = (_WEB / "index.html").read_text("utf-8")
-    return text.replace("{bokeh}", html.escape(" ".join(scripts)))
+    headers = {**_HEADERS, "Content-Security-Policy": _POLICY}
+    page = ConstantDocument(build_page, "text/html", is_open=True, headers=headers)
+    app.add_api_route("/", page.answer, include_in_schema=False)
 
 
-def _bokeh_version() -> str | None:
-    if find_spec("bokeh") is None:
-        return None
-    try:
-        return version("bokeh")
-    except PackageNotFoundError:
-        return None
-
-
-def _bokeh_folder() -> Path:
-    """Return where BokehJS lies, without the half second that importing bokeh takes."""
+def _find_bokeh() -> tuple[str, Path] | None:
+    """Return the version and the script folder of bokeh without its import, which takes 0.5 s."""
     spec = find_spec("bokeh")
     if spec is None or spec.origin is None:
-        raise RuntimeError("bokeh has no folder")
-    return Path(spec.origin).parent / "server" / "static" / "js"
-
-
-# --- ``/v1/key``: who is asking, and what he may do.
-
-questions_router = APIRouter(prefix="/v1", tags=["system"])
-
-
-class KeyView(BaseModel):
-    """The key of a request; where none is asked for, no name and every right."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "ci", "role": "submit"}]})
-
-    name: str
-    role: Role
-
-
-@questions_router.get("/key", responses=documented(), summary="Which key is this")
-async def key(who: Reader) -> KeyView:
-    """Return the name and the role of the key that the request brings, never the key."""
-    return KeyView(name=who.name, role=who.role)
+        return None
+    try:
+        return version("bokeh"), Path(spec.origin).parent / "server" / "static" / "js"
+    except PackageNotFoundError:
+        return None

@@ -1,8 +1,8 @@
-"""What the service does about batches: take in, show, compare, cancel, retry.
+"""Batches: submit, show, follow, cancel and retry them.
 
-A what-if is a batch whose items are made of a job. To change its problem and to simulate a start
-under it takes seconds where both are large, so it happens where large request bodies are read
-(`optpipe_api.services.parse_pool`).
+A what-if is a batch whose items are changes of a job's problem. Changes of a large problem and
+simulations of its schedule take seconds, so `optpipe_api.services.parse_pool` runs them in a
+process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from optpipe_api.services.submission import ReadItem, hash_of, refuse_many, solv
 
 if TYPE_CHECKING:
     from optpipe.answers import JobOptions
-    from optpipe.schedule import Schedule
     from optpipe.sweep import FrontierLine
     from optpipe_api.access import Principal
     from optpipe_api.jobs import BatchRecord, JobRecord
@@ -53,16 +52,15 @@ __all__ = ["BatchService", "make_items"]
 
 
 _AXIS = "question"
-_MAX_NAME = 200
-
-
-_MOST_TRIED = 100
+_MAX_NAME_CHARS = 200
+_MAX_TRIED_PER_BATCH = 100
 
 
 class BatchService:
-    """Batches as one caller sees them. Coroutines are for the event loop, all else for threads.
+    """The batches of one caller. Coroutines are for the event loop, other methods for threads.
 
-    A batch of somebody else does not exist: `BatchNotFoundError`, here and below.
+    Methods with an id raise `BatchNotFoundError` if there is no such batch, or if the caller may
+    not see it.
     """
 
     def __init__(
@@ -80,28 +78,30 @@ class BatchService:
         self._watch = Watch(stores.batches, changes)
         self._pool = pool
 
-    # Taking in
+    # Submission
 
-    async def ask(self, swept: ReadBatch, who: Principal) -> ReadBatch:
+    async def add_what_ifs(self, batch: ReadBatch, caller: Principal) -> ReadBatch:
         """Return a what-if with its items: a changed problem and a start for each question.
 
-        That the problem as it is gets as much more time shows what is gained by searching, and not
-        by a change; where the job is proven optimal there is nothing to show.
+        One item is the problem without a change. Its result is the gain of more search time alone.
+        It is left out if the job is proven optimal.
 
-        Raises `StateConflictError` if the job goes on, or has ended without a schedule;
-        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToDrawError` if the
-        schedule is too large; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if a batch
-        may not have so many items.
+        Raises `StateConflictError` if the job has not ended, or has ended without a schedule;
+        `InfeasibleProblemError` if it is proven infeasible; `TooLargeToDrawError` if the changes
+        take too much time or memory; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if
+        there are more items than a batch may have.
         """
-        job, problem, schedule = await run_in_threadpool(self._subject, swept.what_if, who)
+        job, problem, schedule = await run_in_threadpool(
+            self._load_ended_job, batch.what_if, caller
+        )
         max_cells = min(MAX_CELLS, self._settings.max_cells)
         try:
-            variants = await self._pool.run(
+            items = await self._pool.run(
                 make_items,
                 problem,
                 schedule,
                 max_cells,
-                swept.options,
+                batch.options,
                 job.is_proven,
                 is_heavy=True,
             )
@@ -111,102 +111,105 @@ class BatchService:
                 "time or memory than this service spends on that; fetch problem and schedule, and "
                 "run optpipe explain --what-if"
             ) from None
-        refuse_many(len(variants), self._settings.max_batch_items)
-        items = tuple(
+        refuse_many(len(items), self._settings.max_batch_items)
+        named_items = tuple(
             replace(
                 item,
                 job=replace(
                     item.job,
-                    name=_named(job.name, item.job.name),
-                    tags=swept.tags,
-                    priority=swept.priority,
+                    name=_prefixed_name(job.name, item.job.name),
+                    tags=batch.tags,
+                    priority=batch.priority,
                     source_id=job.id,
                 ),
             )
-            for item in variants
+            for item in items
         )
         return replace(
-            swept,
-            name=swept.name or _named(job.name, "what if"),
+            batch,
+            name=batch.name or _prefixed_name(job.name, "what if"),
             axes={_AXIS: [item.plan.values[_AXIS] for item in items]},
-            items=items,
+            items=named_items,
         )
 
-    def _subject(self, job_id: str, who: Principal) -> tuple[JobRecord, str, str]:
-        """Return an ended job, its problem and its best schedule, as JSON texts."""
-        job = self._jobs.find(job_id, who)
+    def _load_ended_job(self, job_id: str, caller: Principal) -> tuple[JobRecord, str, str]:
+        """Return an ended job, its problem and its best schedule; the last two as JSON texts."""
+        job = self._jobs.find(job_id, caller)
         if not job.state.is_final:
             raise StateConflictError(
                 f"job {job.id} is {job.state.value}: what more would buy is asked of an ended "
                 "job's best schedule; wait for its end, or cancel it first"
             )
-        # Of an infeasible one `solution` says why, and what is too small.
+        # For an infeasible job, `solution` raises an error that names the memory it needs.
         if not job.has_schedule and job.state is not JobState.INFEASIBLE:
             raise StateConflictError(
                 f"job {job.id} has {job.state.value} without a schedule: what more would buy is "
                 "measured against one; resume it, or submit its problem again"
             )
-        problem, stored = solution(self._jobs, job_id, who)
+        problem, stored = solution(self._jobs, job_id, caller)
         return job, problem, stored.document
 
-    def submit(self, swept: ReadBatch, who: Principal, key: str | None = None) -> BatchRecord:
-        """Queue a job for each item, all or none; a repeated key returns the first batch.
+    def submit(self, batch: ReadBatch, caller: Principal, key: str | None = None) -> BatchRecord:
+        """Queue a job for every item, or for none; a repeated key returns the first batch.
 
-        Items that were solved before are answered at once.
+        The jobs of items that an earlier job solved have ended when this returns.
 
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
-        `BatchStore.add`; `RequestError` if the priority is beyond what this role may give.
+        `BatchStore.add`; `RequestError` if the role of the caller does not allow the priority.
         """
-        check_priority(swept.priority, who)
+        check_priority(batch.priority, caller)
         plan = BatchPlan(
-            axes=swept.axes,
-            options=swept.options,
-            tags=swept.tags,
-            priority=swept.priority,
-            items=tuple(item.plan for item in swept.items),
+            axes=batch.axes,
+            options=batch.options,
+            tags=batch.tags,
+            priority=batch.priority,
+            items=tuple(item.plan for item in batch.items),
         )
         new = NewBatch(
-            name=swept.name,
-            owner=who.name,
+            name=batch.name,
+            owner=caller.name,
             plan=plan,
-            request_hash=_request_hash(swept),
+            request_hash=_request_hash(batch),
             idempotency_key=key,
         )
-        most_near = _most_near([item.job.num_cells for item in swept.items])
+        max_tried = _max_tried([item.job.num_cells for item in batch.items])
         drafts = [
-            self._jobs.draft(replace(item.job, owner=who.name), most_near) for item in swept.items
+            self._jobs.draft(replace(item.job, owner=caller.name), max_tried)
+            for item in batch.items
         ]
-        batch, jobs = self._store.add(
+        record, jobs = self._store.add(
             new,
             drafts,
             max_queued=self._settings.max_queued_jobs,
-            max_of_owner=self._most_of(new.owner),
+            max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         for job in jobs:
             self._jobs.announce(job)
-        return batch
+        return record
 
-    def _most_of(self, owner: str) -> int | None:
-        return self._settings.max_jobs_per_key if owner else None
+    # Results
 
-    # Showing
-
-    def find(self, batch_id: str, who: Principal) -> BatchRecord:
+    def find(self, batch_id: str, caller: Principal) -> BatchRecord:
         batch = self._store.get(batch_id)
-        if not who.sees(batch.owner):
+        if not caller.sees(batch.owner):
             raise BatchNotFoundError(batch_id)
         return batch
 
-    def page(self, limit: int, after: str | None, who: Principal) -> list[BatchRecord]:
-        """Return batches, newest first, from the one ``after``; an admin sees everybody's."""
-        owner = None if who.role is Role.ADMIN else who.name
-        before = None if after is None else self.find(after, who).position
+    def page(self, limit: int, after: str | None, caller: Principal) -> list[BatchRecord]:
+        """Return up to ``limit`` batches, newest first, that follow the one ``after``.
+
+        An admin sees the batches of all keys.
+        """
+        owner = None if caller.role is Role.ADMIN else caller.name
+        before = None if after is None else self.find(after, caller).position
         return self._store.page(limit, before, owner=owner)
 
-    def look(self, batch_id: str, who: Principal) -> tuple[BatchRecord, BatchPlan, list[BatchItem]]:
-        """Return a batch, what it is about, and its items, in order."""
-        batch = self.find(batch_id, who)
+    def load(
+        self, batch_id: str, caller: Principal
+    ) -> tuple[BatchRecord, BatchPlan, list[BatchItem]]:
+        """Return a batch, its plan, and its items in order."""
+        batch = self.find(batch_id, caller)
         plan = self._store.plan(batch_id)
         items = [
             BatchItem(index=job.batch_index, plan=plan.items[job.batch_index], job=job)
@@ -215,128 +218,126 @@ class BatchService:
         ]
         return batch, plan, items
 
-    def table(self, batch_id: str, who: Principal) -> list[SweepRow]:
-        """Return a row per item, in order; what is not known yet is None."""
-        _, _, items = self.look(batch_id, who)
-        return [_row(item.plan, item.job) for item in items]
+    def table(self, batch_id: str, caller: Principal) -> list[SweepRow]:
+        """Return a row per item, in order; unknown values are None."""
+        _, _, items = self.load(batch_id, caller)
+        return [
+            SweepRow(
+                index=item.index,
+                values=item.plan.values,
+                name=item.job.name,
+                state=item.job.state.value,
+                objective_ms=item.job.objective_ms,
+                bound_ms=item.job.bound_ms,
+                gap=item.job.gap,
+                memory_bytes=max(item.plan.memory_bytes),
+                seconds=item.job.spent_s if item.job.state.is_final else None,
+                problem_hash=item.job.problem_hash,
+                job_id=item.job.id,
+                message=None if item.job.error is None else item.job.error.message,
+            )
+            for item in items
+        ]
 
-    def frontier(self, batch_id: str, who: Principal) -> tuple[str, list[FrontierLine]]:
-        """Return the batch's name, and what memory buys as far as it is known."""
-        batch, _, items = self.look(batch_id, who)
-        return batch.name, frontier(_point(item) for item in items)
+    def frontier(self, batch_id: str, caller: Principal) -> tuple[str, list[FrontierLine]]:
+        """Return the name of a batch, and the frontier of its results so far."""
+        batch, _, items = self.load(batch_id, caller)
+        points = [
+            Point(
+                index=item.index,
+                family=item.plan.family,
+                label=label_of(item.plan.values, item.job.name),
+                memory_bytes=item.plan.memory_bytes,
+                objective_ms=item.job.objective_ms,
+                bound_ms=item.job.bound_ms,
+                is_infeasible=item.job.state is JobState.INFEASIBLE,
+            )
+            for item in items
+        ]
+        return batch.name, frontier(points)
 
-    # Changing
+    # Changes
 
-    def cancel(self, batch_id: str, who: Principal) -> BatchRecord:
-        """Cancel what has not ended: queued items now, running ones very soon."""
-        self.find(batch_id, who)
+    def cancel(self, batch_id: str, caller: Principal) -> BatchRecord:
+        """Cancel queued items now, and stop running ones as soon as they notice."""
+        self.find(batch_id, caller)
         for job in self._store.cancel(batch_id):
             if job.state is JobState.RUNNING:
-                # One that has ended meanwhile may be deleted already.
+                # The job may have ended and been deleted since.
                 with suppress(JobNotFoundError):
-                    self._jobs.cancel(job.id, who)
+                    self._jobs.cancel(job.id, caller)
             else:
                 self._jobs.tell(job)
         return self._store.get(batch_id)
 
-    def retry(self, batch_id: str, who: Principal) -> BatchRecord:
-        """Queue failed items again, each with the time it was given, from what it has found.
+    def retry(self, batch_id: str, caller: Principal) -> BatchRecord:
+        """Queue failed items again with their original time limit, from their best schedules.
 
         Raises `QueueFullError`, `TooManyJobsError` as `BatchStore.retry`.
         """
-        owner = self.find(batch_id, who).owner
+        owner = self.find(batch_id, caller).owner
         retried = self._store.retry(
-            batch_id, max_queued=self._settings.max_queued_jobs, max_of_owner=self._most_of(owner)
+            batch_id,
+            max_queued=self._settings.max_queued_jobs,
+            max_of_owner=self._settings.max_jobs_per_key if owner else None,
         )
         for job in retried:
             self._jobs.tell(job)
         return self._store.get(batch_id)
 
-    def delete(self, batch_id: str, who: Principal) -> None:
-        """Forget an ended batch and its jobs; raises `StateConflictError` if one goes on."""
-        self.find(batch_id, who)
+    def delete(self, batch_id: str, caller: Principal) -> None:
+        """Delete an ended batch and its jobs; raises `StateConflictError` if one has not ended."""
+        self.find(batch_id, caller)
         self._store.delete(batch_id)
         self._changes.publish(batch_id)
 
-    # Following
+    # Waiting
 
-    async def check(self, batch_id: str, who: Principal) -> None:
-        """Raise `BatchNotFoundError` unless the batch is there and of this caller.
+    async def check(self, batch_id: str, caller: Principal) -> None:
+        """Raise `BatchNotFoundError` if there is no such batch for the caller.
 
-        One query for all who ask at the same time.
+        Simultaneous calls share a query.
         """
-        now = await self._watch.standing(batch_id)
-        if now is None or not who.sees(now.owner):
+        standing = await self._watch.standing(batch_id)
+        if standing is None or not caller.sees(standing.owner):
             raise BatchNotFoundError(batch_id)
 
     async def wait(self, batch_id: str, seconds: float) -> None:
-        """Return when the batch is finished or deleted, or the time is up."""
-        most_s = min(seconds, self._settings.max_wait_s)
-        if most_s > 0:
-            await self._watch.until(batch_id, lambda now: now.is_finished, most_s)
+        """Return when the batch has ended or is deleted, or after this time."""
+        timeout_s = min(seconds, self._settings.max_wait_s)
+        if timeout_s > 0:
+            await self._watch.until(batch_id, lambda standing: standing.is_finished, timeout_s)
 
 
-def _most_near(cells: list[int]) -> int:
-    """Return how many near problems each item may try, so that all of them together take seconds.
+def _max_tried(num_cells: list[int]) -> int:
+    """Return the number of similar problems whose programs each item may try.
 
-    A request waits for it; items beyond that start without a schedule, and are solved all the same.
+    The request waits for them. The limit keeps the time for all items to a few seconds. An item
+    without a try starts without a schedule.
     """
-    return min(MOST_TRIED, MOST_CELLS // max(1, sum(cells)), _MOST_TRIED // len(cells))
+    by_size = MOST_CELLS // max(1, sum(num_cells))
+    return min(MOST_TRIED, by_size, _MAX_TRIED_PER_BATCH // len(num_cells))
 
 
-def _request_hash(swept: ReadBatch) -> str:
-    # The items of a what-if follow from the job, and change when a better schedule is found.
-    items = [item.job.problem_hash for item in swept.items]
-    data = [
-        swept.what_if or items,
-        swept.name,
-        {} if swept.what_if else swept.axes,
-        swept.tags,
-        swept.priority,
-        asdict(swept.options),
-    ]
-    return hash_of(data)
+def _request_hash(batch: ReadBatch) -> str:
+    # The items and axes of a what-if follow from the job, and change with its best schedule.
+    subject = batch.what_if or [item.job.problem_hash for item in batch.items]
+    axes = {} if batch.what_if else batch.axes
+    return hash_of([subject, batch.name, axes, batch.tags, batch.priority, asdict(batch.options)])
 
 
-def _row(plan: ItemPlan, job: JobRecord) -> SweepRow:
-    return SweepRow(
-        index=job.batch_index or 0,
-        values=plan.values,
-        name=job.name,
-        state=job.state.value,
-        objective_ms=job.objective_ms,
-        bound_ms=job.bound_ms,
-        gap=job.gap,
-        memory_bytes=max(plan.memory_bytes),
-        seconds=job.spent_s if job.state.is_final else None,
-        problem_hash=job.problem_hash,
-        job_id=job.id,
-        message=None if job.error is None else job.error.message,
-    )
-
-
-def _point(item: BatchItem) -> Point:
-    job = item.job
-    return Point(
-        index=item.index,
-        family=item.plan.family,
-        label=label_of(item.plan.values, job.name),
-        memory_bytes=item.plan.memory_bytes,
-        objective_ms=job.objective_ms,
-        bound_ms=job.bound_ms,
-        is_infeasible=job.state is JobState.INFEASIBLE,
-    )
-
-
-# --- The items of a what-if: a changed problem and a start for each question about a job.
+# --- The items of a what-if.
 
 
 def make_items(
     problem_text: str, schedule_text: str, max_cells: int, options: JobOptions, is_proven: bool
 ) -> tuple[ReadItem, ...]:
-    """Return the questions about a schedule as items, whose jobs are named by their words.
+    """Return an item for each question about a schedule; its job has the name of the question.
 
-    ``is_proven``: whether more searching finds nothing better.
+    Parameters
+    ----------
+    is_proven
+        Whether the schedule is proven optimal. The unchanged problem is then left out.
     """
     problem, known = load_problem(problem_text), load_schedule(schedule_text)
     variants = [] if is_proven else [as_it_is(problem, known.programs)]
@@ -347,34 +348,34 @@ def make_items(
     ]
     tighter = tighter_ones([question.problem for question in variants])
     return tuple(
-        _item(question, others, known, options)
+        _make_item(question, others, known.provenance, options)
         for question, others in zip(variants, tighter, strict=True)
     )
 
 
-def _item(
-    question: WhatIfQuestion, tighter: tuple[int, ...], known: Schedule, options: JobOptions
+def _make_item(
+    question: WhatIfQuestion, tighter: tuple[int, ...], origin: Provenance, options: JobOptions
 ) -> ReadItem:
     problem = question.problem
-    made_by = known.provenance
     start = evaluate(
         problem,
         question.start,
-        Provenance(method=made_by.method, seed=made_by.seed),
+        Provenance(method=origin.method, seed=origin.seed),
         stopped_by="cancelled",
-        # That it is legal is a theorem; to check it would take as long again.
+        # The start is feasible by a theorem. A check would double the time.
         run=simulate(problem, question.start),
     )
-    # The job itself would answer it as it is, and nothing would be searched.
-    is_searched_anew = question.name == AS_IT_IS
+    if question.name == AS_IT_IS:
+        # The cache would answer with the job itself, without a search.
+        options = replace(options, cache="refresh")
     job = solved_job(
         problem,
-        replace(options, cache="refresh") if is_searched_anew else options,
+        options,
         cache=Cache.NEAR,
         start=JobStart(
             schedule=start.model_dump_json(by_alias=True),
             objective_ms=start.objective_ms,
-            method=made_by.method,
+            method=origin.method,
         ),
         is_start_promised=True,
     )
@@ -387,8 +388,8 @@ def _item(
     return ReadItem(job=replace(job, name=question.text), plan=plan)
 
 
-def _named(name: str, word: str) -> str:
-    """Return a name for people, no longer than names may be."""
-    word = word[:_MAX_NAME]
-    room = _MAX_NAME - len(word) - 2
-    return f"{name[:room]}: {word}" if name and room > 0 else word
+def _prefixed_name(prefix: str, name: str) -> str:
+    """Return ``prefix: name``, cut to the maximum length of names."""
+    name = name[:_MAX_NAME_CHARS]
+    num_left = _MAX_NAME_CHARS - len(name) - 2
+    return f"{prefix[:num_left]}: {name}" if prefix and num_left > 0 else name

@@ -1,8 +1,8 @@
-"""Schedules and frontiers in other forms: interactive charts, pictures, texts, explanations.
+"""Schedules and frontiers in other forms: charts, pictures, texts, explanations, rows of tunes.
 
-Charts are JSON that BokehJS embeds. They and pictures are made by processes of their own, which are
-kept: to load Bokeh or matplotlib takes longer than to draw a schedule, and a job that is followed
-wants a chart after every improvement.
+A chart is JSON that BokehJS embeds. Charts and pictures have their own processes, which stay alive.
+Bokeh and matplotlib take longer to import than to draw a schedule, and the page fetches a new chart
+after every improvement of a job.
 """
 
 from __future__ import annotations
@@ -45,22 +45,21 @@ if TYPE_CHECKING:
     from optpipe_solver.tune import TuneQuestion, TuneRow
 
 __all__ = [
-    "MOST_CHARTED",
-    "OF_ROWS",
+    "MAX_DRAWN_ACTIONS",
     "Charts",
     "KeptRow",
     "Shown",
-    "as_text",
-    "draw",
+    "chart_frontier",
+    "chart_schedules",
     "draw_frontier",
+    "draw_schedule",
+    "dump_schedule",
+    "explain_schedule",
     "explain_texts",
-    "explanation",
     "kept_row",
-    "make_frontier",
-    "make_schedule",
     "pasted_row",
     "recut_row",
-    "row_of",
+    "run_on_row",
     "solution",
 ]
 
@@ -69,21 +68,43 @@ Theme = Literal["light", "dark"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-MOST_CHARTED = 400_000
-"""Actions that a chart or a picture may have, all its schedules together."""
+MAX_DRAWN_ACTIONS = 400_000
+"""Maximum number of actions in a chart or picture, over all its schedules."""
 
-_NEAREST = {"1f1b": ("interleaved", "gpipe")}
 _CHART_CPU_S = 30.0
-_MEMORY_BYTES = 4 * 1024**3
+_CHART_MEMORY_BYTES = 4 * 1024**3
+_SIMILAR_METHODS = {"1f1b": ("interleaved", "gpipe")}
+
+
+def solution(jobs: JobService, job_id: str, caller: Principal) -> tuple[str, StoredSchedule]:
+    """Return the problem that a job solves, as JSON text, and its best schedule so far.
+
+    Both are of the same moment: a plan that finds a better schedule replaces both in one
+    transaction.
+
+    Raises `InfeasibleProblemError`, `ScheduleNotFoundError` as `JobService.schedule`.
+    """
+    stored = jobs.schedule(job_id, caller, with_problem=True)
+    return stored.problem or jobs.document(job_id, DocumentKind.PROBLEM, caller), stored
+
+
+# --- Charts and pictures.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One schedule of a chart.
+    """A schedule of a chart.
 
-    ``problem``: JSON text. ``schedule``: JSON text; empty: that of ``method``. ``method``: A
-    published method, whose schedule is made for the problem, limits aside. ``title``: stands before
-    the method.
+    Parameters
+    ----------
+    problem
+        JSON text.
+    title
+        Precedes the title of the method.
+    schedule
+        JSON text. Empty: the schedule of ``method``.
+    method
+        A published method. Its schedule is built for the problem, and may exceed memory limits.
     """
 
     problem: str
@@ -92,49 +113,27 @@ class Shown:
     method: str = ""
 
 
-def _too_large(why: str) -> TooLargeToDrawError:
-    return TooLargeToDrawError(
-        f"the schedule is too large for this form: {why}; fetch it as JSON, and draw a part of "
-        "it with optpipe plot"
-    )
-
-
 class Charts:
-    """Makes charts and pictures, a few at once."""
+    """Processes that make charts and pictures."""
 
     def __init__(self) -> None:
-        self._pool = ParsePool(cpu_s=_CHART_CPU_S, memory_bytes=_MEMORY_BYTES)
+        self._pool = ParsePool(cpu_s=_CHART_CPU_S, memory_bytes=_CHART_MEMORY_BYTES)
 
     def close(self) -> None:
         self._pool.close()
 
-    async def schedules(self, shown: Sequence[Shown], theme: Theme) -> str:
-        """Return the chart of schedules on one time axis, as JSON text.
+    async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return the chart or picture that a function of this module makes.
 
-        Raises `TooLargeToDrawError` if they have too many actions; `NotComparableError` if a method
-        has no schedule for the problem; `FormUnavailableError` if this server cannot draw;
-        `TooManyFormsError` if too many wait for theirs.
+        Raises as the function; `TooLargeToDrawError` if it takes too much time or memory;
+        `TooManyFormsError` if too many calls wait; `FormUnavailableError` if a package is missing.
         """
-        return await self._make(make_schedule, tuple(shown), theme)
-
-    async def frontier(self, lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
-        """Return the chart of a sweep's frontier as JSON text; raises as `schedules`."""
-        return await self._make(make_frontier, tuple(lines), title, theme)
-
-    async def picture(self, schedule: str, problem: str) -> bytes:
-        """Return a schedule as an SVG file; raises as `schedules`."""
-        return await self._make(draw, schedule, problem)
-
-    async def frontier_picture(self, lines: Sequence[FrontierLine], title: str) -> bytes:
-        """Return the frontier of a sweep as an SVG file; raises as `schedules`."""
-        return await self._make(draw_frontier, tuple(lines), title)
-
-    async def _make(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         try:
             return await self._pool.run(function, *args, is_heavy=True)
         except BodyTooHeavyError:
             raise _too_large(
-                f"drawing it takes more than {_CHART_CPU_S:g} s or {_MEMORY_BYTES} bytes of memory"
+                f"drawing it takes more than {_CHART_CPU_S:g} s or {_CHART_MEMORY_BYTES} bytes of "
+                "memory"
             ) from None
         except TooManyBodiesError:
             raise TooManyFormsError(self._pool.num_waiting) from None
@@ -142,34 +141,33 @@ class Charts:
             raise FormUnavailableError(str(error)) from None
 
 
-def make_schedule(shown: Sequence[Shown], theme: Theme) -> str:
-    """Return the chart that `Charts.schedules` asks for.
+def _too_large(reason: str) -> TooLargeToDrawError:
+    return TooLargeToDrawError(
+        f"the schedule is too large for this form: {reason}; fetch it as JSON, and draw a part of "
+        "it with optpipe plot"
+    )
+
+
+def chart_schedules(shown: Sequence[Shown], theme: Theme) -> str:
+    """Return the chart of schedules on one time axis, as JSON text.
 
     Raises `MissingExtraError` if bokeh is not installed; `NotComparableError` if a method has no
-    schedule for the problem.
+    schedule for the problem; `TooLargeToDrawError` if there are too many actions.
     """
     require_drawing(".html")
     from optpipe.plot.interactive import chart_item, schedule_chart  # noqa: PLC0415 - an extra
 
     views = [_view(item) for item in shown]
     num_actions = sum(len(program) for view in views for program in view.programs)
-    if num_actions > MOST_CHARTED:
-        raise _too_large(f"it has {num_actions} actions, and a chart may have {MOST_CHARTED}")
+    if num_actions > MAX_DRAWN_ACTIONS:
+        raise _too_large(f"it has {num_actions} actions, and a chart may have {MAX_DRAWN_ACTIONS}")
     return chart_item(schedule_chart(views, theme=theme), theme=theme)
-
-
-def make_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
-    """Return the chart that `Charts.frontier` asks for; raises as `make_schedule`."""
-    require_drawing(".html")
-    from optpipe.plot.interactive import chart_item, frontier_chart  # noqa: PLC0415 - an extra
-
-    return chart_item(frontier_chart(lines, title, theme=theme), theme=theme)
 
 
 def _view(shown: Shown) -> View:
     problem = load_problem(shown.problem)
     if shown.method:
-        title, programs = _built(shown.method, problem)
+        title, programs = _build_published(shown.method, problem)
         return View(title=title, problem=problem, programs=programs)
     schedule = load_schedule(shown.schedule)
     return View(
@@ -180,11 +178,11 @@ def _view(shown: Shown) -> View:
     )
 
 
-def _built(method: str, problem: Problem) -> tuple[str, Programs]:
-    """Return a title and what a published method makes of a problem; memory limits may be broken.
+def _build_published(method: str, problem: Problem) -> tuple[str, Programs]:
+    """Return the title and programs of a published method; they may exceed memory limits.
 
-    1F1B is for one stage per device: elsewhere the nearest to it that has a schedule. Of slices
-    only rules that know them.
+    1F1B needs one stage per device. For other placements, the most similar method that has a
+    schedule replaces it. Problems with slices need methods that support slices.
     """
     from optpipe_solver.families import FAMILIES, NotApplicable  # noqa: PLC0415 - heavy
 
@@ -199,7 +197,7 @@ def _built(method: str, problem: Problem) -> tuple[str, Programs]:
             f"beside = 'method:{method[:60]}': is no published method; give one of {names}"
         )
     reasons = []
-    for name in (method, *_NEAREST.get(method, ())):
+    for name in (method, *_SIMILAR_METHODS.get(method, ())):
         try:
             programs = builders[name](problem)
         except NotApplicable as reason:
@@ -213,99 +211,26 @@ def _built(method: str, problem: Problem) -> tuple[str, Programs]:
     )
 
 
-# --- The rows of a tune, of which each has a problem and a schedule of its own.
+def chart_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
+    """Return the chart of a batch's frontier, as JSON text; raises `MissingExtraError`."""
+    require_drawing(".html")
+    from optpipe.plot.interactive import chart_item, frontier_chart  # noqa: PLC0415 - an extra
+
+    return chart_item(frontier_chart(lines, title, theme=theme), theme=theme)
 
 
-class KeptRow(NamedTuple):
-    """A row's problem and schedule as JSON texts, and its configuration in words."""
+def draw_schedule(schedule: str, problem: str) -> bytes:
+    """Return a schedule as an SVG file.
 
-    problem: str
-    schedule: str
-    label: str
-
-
-OF_ROWS = (DocumentKind.QUESTION, DocumentKind.CHECKPOINT)
-"""The documents of a tune that its rows are made of."""
-
-
-async def row_of(
-    jobs: JobService, pool: ParsePool, job_id: str, who: Principal, row_id: str
-) -> KeptRow:
-    """Return a row of a tune; raises `ScheduleNotFoundError` if there is none, or none yet."""
-    question, checkpoint = await run_in_threadpool(jobs.documents, job_id, who, *OF_ROWS)
-    return await pool.run(kept_row, question, checkpoint, row_id, is_heavy=True)
-
-
-def kept_row(question: str, checkpoint: str, row_id: str) -> KeptRow:
-    """Return a row of a tune; raises `ScheduleNotFoundError` if it has none of this id."""
-    row = _row_of(_question_of(question), checkpoint, row_id)
-    schedule = evaluate(row.problem, row.programs, Provenance(method=row.method))
-    return KeptRow(
-        row.problem.model_dump_json(by_alias=True),
-        schedule.model_dump_json(by_alias=True),
-        row.label,
-    )
-
-
-def pasted_row(question: str, checkpoint: str, row_id: str, form: str) -> str:
-    """Return a row as its framework takes it; raises also `FormUnavailableError`."""
-    from optpipe_solver.tune.document import paste  # noqa: PLC0415 - heavy
-
-    try:
-        return paste(_row_of(_question_of(question), checkpoint, row_id), form)
-    except InputError as error:
-        if isinstance(error, ScheduleNotFoundError):
-            raise
-        raise FormUnavailableError(f"format = {form!r}: {error}") from None
-
-
-def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ...]) -> str:
-    """Return a row with other layers per stage, as JSON; raises `InputError` if they are no cut."""
-    from optpipe_solver.tune import recut  # noqa: PLC0415 - heavy
-
-    tune_question = _question_of(question)
-    row = recut(tune_question, _row_of(tune_question, checkpoint, row_id), layers)
-    return json.dumps(row.as_json(tune_question.framework))
-
-
-def _question_of(text: str) -> TuneQuestion:
-    from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
-
-    return read_question(TuneRequest.parse(json.loads(text))).question
-
-
-def _row_of(question: TuneQuestion, checkpoint: str, row_id: str) -> TuneRow:
-    from optpipe_solver.tune.document import read_kept  # noqa: PLC0415 - heavy
-
-    row = read_kept(question, checkpoint, row_id)
-    if row is None:
-        raise ScheduleNotFoundError(
-            f"row {row_id}: is none of the eleven fastest of this tune, of its Pareto front or "
-            "what is run today; take an id of its configuration"
-        )
-    return row
-
-
-# --- Schedules in other forms than JSON: CSV, a trace, a picture.
-
-
-def as_text(form: str, schedule: str, problem: str = "") -> str:
-    """Return a schedule as text: `csv`, or `trace`, which takes its problem."""
-    programs = load_schedule(schedule).programs
-    if form == "csv":
-        return dump_csv(programs)
-    return dump_chrome_trace(load_problem(problem), programs)
-
-
-def draw(schedule: str, problem: str) -> bytes:
-    """Return the picture that `Charts.picture` asks for.
-
-    Raises `MissingExtraError` if matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed; `TooLargeToDrawError` if there are
+    too many actions.
     """
     drawn = load_schedule(schedule)
     num_actions = sum(map(len, drawn.programs))
-    if num_actions > MOST_CHARTED:
-        raise _too_large(f"it has {num_actions} actions, and a picture may have {MOST_CHARTED}")
+    if num_actions > MAX_DRAWN_ACTIONS:
+        raise _too_large(
+            f"it has {num_actions} actions, and a picture may have {MAX_DRAWN_ACTIONS}"
+        )
     from optpipe.plot.image import draw_svg  # noqa: PLC0415 - needs an optional extra
 
     title = f"OptPipe ({title_of(drawn.provenance.method)})"
@@ -313,34 +238,31 @@ def draw(schedule: str, problem: str) -> bytes:
 
 
 def draw_frontier(lines: Sequence[FrontierLine], title: str) -> bytes:
-    """Return the picture that `Charts.frontier_picture` asks for; raises as `draw`."""
+    """Return the frontier of a batch as an SVG file; raises `MissingExtraError`."""
     from optpipe.plot.image import frontier_svg  # noqa: PLC0415 - needs an optional extra
 
     return frontier_svg(lines, title)
 
 
-def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, StoredSchedule]:
-    """Return a job's best schedule so far and the problem it solves, as JSON texts.
-
-    Both are of one moment: a plan that finds a better schedule replaces both in one transaction.
-
-    Raises `InfeasibleProblemError`, `ScheduleNotFoundError` as `JobService.schedule`.
-    """
-    stored = jobs.schedule(job_id, who, with_problem=True)
-    return stored.problem or jobs.document(job_id, DocumentKind.PROBLEM, who), stored
+# --- Texts and explanations.
 
 
-# --- The explanation of a schedule as JSON; made where large request bodies are read.
-# To simulate and to walk a large schedule holds the interpreter's lock for a second or more, so it
-# happens in a process (`optpipe_api.services.parse_pool`), for small ones too: their answer takes
-# as long as a message there and back.
+def dump_schedule(form: str, schedule: str, problem: str = "") -> str:
+    """Return a schedule as `csv`, or with its problem as a Chrome `trace`."""
+    programs = load_schedule(schedule).programs
+    if form == "csv":
+        return dump_csv(programs)
+    return dump_chrome_trace(load_problem(problem), programs)
 
 
-async def explanation(pool: ParsePool, schedule: str, problem: str) -> str:
+async def explain_schedule(pool: ParsePool, schedule: str, problem: str) -> str:
     """Return the explanation of a schedule, as JSON text of `optpipe.explain.Explanation`.
 
-    Raises `TooLargeToDrawError` if that takes more time or memory than the service spends on it;
-    `TooManyBodiesError` as `ParsePool.run`.
+    A large schedule holds the interpreter lock for a second or more, so a process explains it. For
+    a small one the process adds only the time of two messages.
+
+    Raises `TooLargeToDrawError` if it takes too much time or memory; `TooManyBodiesError` as
+    `ParsePool.run`.
     """
     try:
         return await pool.run(explain_texts, schedule, problem, is_heavy=True)
@@ -352,7 +274,90 @@ async def explanation(pool: ParsePool, schedule: str, problem: str) -> str:
 
 
 def explain_texts(schedule: str, problem: str) -> str:
-    """Return the explanation of a schedule and its problem."""
+    """Return the explanation of `explain_schedule`."""
     known = load_schedule(schedule)
-    found = explain(load_problem(problem), known.programs, bound_ms=known.bound_ms)
-    return found.model_dump_json()
+    return explain(load_problem(problem), known.programs, bound_ms=known.bound_ms).model_dump_json()
+
+
+# --- The rows of a tune. Each has its own problem and schedule.
+
+
+class KeptRow(NamedTuple):
+    """A row of a tune: problem and schedule as JSON texts, and the configuration in words."""
+
+    problem: str
+    schedule: str
+    label: str
+
+
+async def run_on_row(
+    function: Callable[[str, str, *Ts], T],
+    jobs: JobService,
+    pool: ParsePool,
+    job_id: str,
+    caller: Principal,
+    *args: *Ts,
+) -> T:
+    """Return ``function(question, checkpoint, *args)`` for the documents of a tune.
+
+    Raises as `JobService.documents`, `ParsePool.run` and the function.
+    """
+    kinds = (DocumentKind.QUESTION, DocumentKind.CHECKPOINT)
+    question, checkpoint = await run_in_threadpool(jobs.documents, job_id, caller, *kinds)
+    return await pool.run(function, question, checkpoint, *args, is_heavy=True)
+
+
+def kept_row(question: str, checkpoint: str, row_id: str) -> KeptRow:
+    """Return a row of a tune; raises `ScheduleNotFoundError` if there is no such row (yet)."""
+    row = _find_row(_read_question(question), checkpoint, row_id)
+    schedule = evaluate(row.problem, row.programs, Provenance(method=row.method))
+    return KeptRow(
+        row.problem.model_dump_json(by_alias=True),
+        schedule.model_dump_json(by_alias=True),
+        row.label,
+    )
+
+
+def pasted_row(question: str, checkpoint: str, row_id: str, form: str) -> str:
+    """Return a row in a format of its training framework.
+
+    Raises `ScheduleNotFoundError` as `kept_row`; `FormUnavailableError` if the framework cannot run
+    the configuration.
+    """
+    from optpipe_solver.tune.document import paste  # noqa: PLC0415 - heavy
+
+    row = _find_row(_read_question(question), checkpoint, row_id)
+    try:
+        return paste(row, form)
+    except InputError as error:
+        raise FormUnavailableError(f"format = {form!r}: {error}") from None
+
+
+def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ...]) -> str:
+    """Return a row with other numbers of layers per stage, as JSON text.
+
+    Raises `ScheduleNotFoundError` as `kept_row`; `InputError` if these numbers are no cut.
+    """
+    from optpipe_solver.tune import recut  # noqa: PLC0415 - heavy
+
+    tune_question = _read_question(question)
+    row = recut(tune_question, _find_row(tune_question, checkpoint, row_id), layers)
+    return json.dumps(row.as_json(tune_question.framework))
+
+
+def _read_question(text: str) -> TuneQuestion:
+    from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
+
+    return read_question(TuneRequest.parse(json.loads(text))).question
+
+
+def _find_row(question: TuneQuestion, checkpoint: str, row_id: str) -> TuneRow:
+    from optpipe_solver.tune.document import read_kept  # noqa: PLC0415 - heavy
+
+    row = read_kept(question, checkpoint, row_id)
+    if row is None:
+        raise ScheduleNotFoundError(
+            f"row {row_id}: is none of the eleven fastest of this tune, of its Pareto front or "
+            "what is run today; take an id of its configuration"
+        )
+    return row

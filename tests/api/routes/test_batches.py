@@ -15,7 +15,7 @@ from optpipe_api import Settings
 from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooLargeError
 from optpipe_api.services import submission
-from optpipe_api.services.batches import _most_near
+from optpipe_api.services.batches import _max_tried
 from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.submission import read_batch
 from tests.api import fake_solver, start_solver
@@ -369,9 +369,9 @@ def test_batches_of_others_do_not_exist(tmp_path) -> None:
 
 def test_all_items_together_try_so_many_near_problems() -> None:
     """However many items there are, and however large: the request waits for it."""
-    assert _most_near([10] * 3) == MOST_TRIED
+    assert _max_tried([10] * 3) == MOST_TRIED
     for cells in ([10] * 500, [10_000] * 3, [1000] * 10, [1], [MOST_CELLS + 1]):
-        tried = _most_near(cells)
+        tried = _max_tried(cells)
         assert 0 <= tried <= MOST_TRIED
         assert tried * len(cells) <= 100
         assert tried * sum(cells) <= MOST_CELLS

@@ -134,7 +134,7 @@ async def test_pauses_are_filled_with_pings() -> None:
         await asyncio.sleep(0.5)
         yield entry(2)
 
-    first, *pings, second = [part async for part in jobs._sent(entries(), ping_s=0.1)]
+    first, *pings, second = [part async for part in jobs._encode_events(entries(), ping_s=0.1)]
     assert first.startswith(b"event: log\ndata: {")
     assert second.endswith(b"id: 2\n\n")
     assert json.loads(second.split(b"\n")[1].removeprefix(b"data: "))["text"] == entry(2).text
@@ -150,7 +150,7 @@ async def test_a_database_that_is_gone_ends_the_stream_for_a_reconnection() -> N
         yield entry(1)
         raise StoreUnavailableError("gone")
 
-    assert len([part async for part in jobs._sent(entries())]) == 1
+    assert len([part async for part in jobs._encode_events(entries())]) == 1
 
 
 def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:

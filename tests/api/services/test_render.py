@@ -93,7 +93,7 @@ def test_beside_chunks_stands_the_nearest_to_1f1b_that_runs(placement, title, le
     """And says so; a chart tells its schedule's objective, so that the page shows no other."""
     stages = [two_stages()["stages"][0] | {"device": device} for device in placement]
     problem = json.dumps(two_stages(stages=stages))
-    chart = json.loads(render.make_schedule([Shown(problem=problem, method="1f1b")], "light"))
+    chart = json.loads(render.chart_schedules([Shown(problem=problem, method="1f1b")], "light"))
     assert f"{title} (in place of 1F1B): makespan" in json.dumps(chart)
     (root,) = chart["doc"]["roots"]
     assert root["attributes"]["tags"] == [length_ms]
@@ -117,9 +117,9 @@ def test_a_process_makes_the_same_as_this_one(shown, monkeypatch) -> None:
     with closing(Charts()) as maker:
 
         def drawn(*shown: Shown) -> str:
-            return asyncio.run(maker.schedules(shown, "light"))
+            return asyncio.run(maker.run(render.chart_schedules, shown, "light"))
 
-        assert drawn(shown) == render.make_schedule([shown], "light")
+        assert drawn(shown) == render.chart_schedules([shown], "light")
         with pytest.raises(NotComparableError, match="no published method"):
             drawn(Shown(problem=shown.problem, method="magic"))
         monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
@@ -133,15 +133,15 @@ def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
 
     def draw() -> None:
         if kind == "chart":
-            render.make_schedule([shown], "light")
+            render.chart_schedules([shown], "light")
         else:
-            render.draw(shown.schedule, shown.problem)
+            render.draw_schedule(shown.schedule, shown.problem)
 
     with monkeypatch.context() as patch:
         patch.setattr("optpipe.plot.scene.find_spec", lambda name: None)
         with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
             draw()
-    monkeypatch.setattr(render, "MOST_CHARTED", 5)
+    monkeypatch.setattr(render, "MAX_DRAWN_ACTIONS", 5)
     with pytest.raises(TooLargeToDrawError, match=r"20 actions, .* may have 5.*optpipe plot"):
         draw()
 
@@ -166,4 +166,4 @@ def test_what_ends_a_process_is_said_of_drawing(
     with closing(Charts()) as charts:
         monkeypatch.setattr(charts._pool, "run", run)
         with pytest.raises(expected, match=words):
-            asyncio.run(charts.picture("", ""))
+            asyncio.run(charts.run(render.draw_schedule, "", ""))
