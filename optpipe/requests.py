@@ -200,6 +200,13 @@ def _schema(*examples: dict[str, Any], one_of: tuple[str, ...] = ()) -> ConfigDi
     return ConfigDict(json_schema_extra=extra)
 
 
+def _field_error(text: str, value: object = None) -> FieldError:
+    """Return the error of a sentence with its fields in backticks; ``value`` is that of the first."""
+    first, name, *rest = text.split("`")
+    others = [FieldRef(part) if index % 2 else part for index, part in enumerate(rest)]
+    return FieldError(*([first] if first else []), FieldRef(name, value), *others)
+
+
 def _drop_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
@@ -404,13 +411,9 @@ class SubmitOptions(SolveOptions, PlanOptions):
     def _check_noise_has_percentile(self) -> Self:
         noise = sorted(self.model_fields_set & {"jitter", "stragglers"})
         if noise and self.robust is None:
-            raise FieldError(
-                FieldRef(noise[0]),
-                ": is noise, which only ",
-                FieldRef("robust"),
-                " uses; add ",
-                FieldRef("robust"),
-                " P90, or leave it out",
+            raise _field_error(
+                f"`{noise[0]}`: is noise, which only `robust` uses; add `robust` P90, or leave it "
+                "out"
             )
         return self
 
@@ -443,11 +446,9 @@ class WorkloadFacts(Request):
     @model_validator(mode="after")
     def _check_mfu_has_both(self) -> Self:
         if (self.flops_per_microbatch is None) != (self.peak_flops_per_s is None):
-            raise FieldError(
-                FieldRef("flops_per_microbatch"),
-                " and ",
-                FieldRef("peak_flops_per_s"),
-                " make MFU only together; give both or none",
+            raise _field_error(
+                "`flops_per_microbatch` and `peak_flops_per_s` make MFU only together; give both "
+                "or none"
             )
         return self
 
@@ -518,13 +519,18 @@ class SolveRequest(Request):
 class CompareRequest(Request):
     """A problem on which every method runs."""
 
-    _workload: ClassVar[dict[str, float]] = {
-        "tokens_per_microbatch": 2048,
-        "flops_per_microbatch": 1e12,
-        "peak_flops_per_s": 1.16e14,
-    }
     model_config = _schema(
-        {"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 1, "workload": _workload}}
+        {
+            "problem": PROBLEM_EXAMPLE,
+            "options": {
+                "time_limit_s": 1,
+                "workload": {
+                    "tokens_per_microbatch": 2048,
+                    "flops_per_microbatch": 1e12,
+                    "peak_flops_per_s": 1.16e14,
+                },
+            },
+        }
     )
 
     kind: ClassVar[JobKind] = JobKind.COMPARE
@@ -608,12 +614,8 @@ class ModelOnGpus(Request):
     @model_validator(mode="after")
     def _check_one_model(self) -> Self:
         if (self.model is None) == (self.config is None):
-            raise FieldError(
-                "give either ",
-                FieldRef("model"),
-                " or ",
-                FieldRef("config"),
-                ": a model of the catalogue, or its config.json",
+            raise _field_error(
+                "give either `model` or `config`: a model of the catalogue, or its config.json"
             )
         return self
 
@@ -744,16 +746,11 @@ class EstimateRequest(ModelOnGpus):
     def _check_lengths_replace_sizes(self) -> Self:
         also = [name for name in _FROM_LENGTHS if name in self.model_fields_set]
         if self.lengths and also:
-            raise FieldError(
-                FieldRef(also[0]),
-                " and ",
-                FieldRef("lengths"),
-                ": the lengths give it; leave one of them out",
+            raise _field_error(
+                f"`{also[0]}` and `lengths`: the lengths give it; leave one of them out"
             )
         if "costs" in self.model_fields_set and not self.lengths:
-            raise FieldError(
-                FieldRef("costs"), ": groups lengths; add ", FieldRef("lengths"), " FILE"
-            )
+            raise _field_error("`costs`: groups lengths; add `lengths` FILE")
         return self
 
     def estimate(self) -> Estimate:
@@ -791,10 +788,9 @@ class EstimateRequest(ModelOnGpus):
             return total // gpus_per_replica
         if self.dp is None or self.dp * gpus_per_replica != total:
             replicas = f" x dp = {self.dp} replicas" if self.dp else ", nor a multiple"
-            raise FieldError(
-                f"{total} GPUs are not tp x cp x pp = {gpus_per_replica}{replicas}; change ",
-                FieldRef("gpu"),
-                " or the degrees",
+            raise _field_error(
+                f"{total} GPUs are not tp x cp x pp = {gpus_per_replica}{replicas}; change `gpu` "
+                "or the degrees"
             )
         return self.dp
 
@@ -806,10 +802,10 @@ class EstimateRequest(ModelOnGpus):
         for kind in self.gpus:
             count = kind.number or 0
             if count % gpus_per_stage:
-                raise FieldError(
-                    FieldRef("gpu", f"{kind.hardware.name}:{count}"),
-                    f": is no multiple of the {gpus_per_stage} GPUs that share a stage "
+                raise _field_error(
+                    f"`gpu`: is no multiple of the {gpus_per_stage} GPUs that share a stage "
                     "(tp x cp x dp), so a stage would be on two kinds; change it",
+                    value=f"{kind.hardware.name}:{count}",
                 )
             ranks += [kind.hardware] * (count // gpus_per_stage)
         return ranks
@@ -927,19 +923,13 @@ class TuneRequest(ModelOnGpus):
         if self.current is not None and self.current_file is not None:
             raise rule_broken("current and current_file say the same", "give one of them")
         if self.measured_step_s is not None and self.current is None and self.current_file is None:
-            raise FieldError(
-                FieldRef("measured_step_s"),
-                " is the duration of a step of ",
-                FieldRef("current"),
-                "; give both or none",
+            raise _field_error(
+                "`measured_step_s` is the duration of a step of `current`; give both or none"
             )
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
-            raise FieldError(
-                FieldRef("num_gpus", self.num_gpus),
-                ": ",
-                FieldRef("gpu"),
-                f" has {in_gpu} GPUs; give one of them",
+            raise _field_error(
+                f"`num_gpus`: `gpu` has {in_gpu} GPUs; give one of them", value=self.num_gpus
             )
         return self
 

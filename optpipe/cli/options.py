@@ -1,6 +1,11 @@
 """Command-line options from the fields of the requests in `optpipe.requests`.
 
-A command that `takes` a request has an option for each field, fields of nested requests included.
+A command that `takes` a request has an option for each field, fields of nested requests included::
+
+    @takes(PlanOptions, defaults={"time_limit_s": 60.0})
+    def plan(builder: RequestBuilder[PlanOptions], model_file: ModelFile) -> None:
+        options = builder.build()
+
 `optpipe.requests.Option` describes how an option differs from its field.
 """
 
@@ -83,7 +88,7 @@ def takes(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(**arguments: Any) -> None:
+        def run_command(**arguments: Any) -> None:
             values: dict[str, Any] = {}
             files = []
             try:
@@ -113,9 +118,9 @@ def takes(
             *(_typer_parameter(field, defaults.get(field.name)) for field in fields),
             *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others),
         ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
-        return run
+        run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run_command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run_command
 
     return decorate
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.markup import escape
@@ -24,7 +23,7 @@ from optpipe.cli.console import (
     write_output,
 )
 from optpipe.cli.options import RequestBuilder, takes
-from optpipe.errors import InputError
+from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (
     BuiltProblem,
@@ -310,22 +309,10 @@ _PAIRS_NOTE = (
 Read = TypeVar("Read")
 
 
-class Form(StrEnum):
-    """Kind of the files to read."""
-
-    KINETO = "kineto"
-    MEGATRON = "megatron"
-    CSV = "csv"
-
-
-_OPTIONS_OF = {
-    Form.KINETO: {
-        "range_pattern": "--range",
-        "process": "--process",
-        "gpu_time": "--gpu-time",
-        "pairs": "--pairs",
-    },
-    Form.MEGATRON: {"num_stages": "--num-stages", "equal_stages": "--equal-stages"},
+Form = Literal["kineto", "megatron", "csv"]
+_ONLY_OF: dict[Form, tuple[str, ...]] = {
+    "kineto": ("range_pattern", "process", "gpu_time", "pairs"),
+    "megatron": ("num_stages", "equal_stages"),
 }
 _STAGE_SIZES = {
     "activation_bytes", "weight_context_bytes", "offload_bytes", "checkpoint_bytes",
@@ -379,10 +366,12 @@ def import_measurements(
     check_outputs(output, times_out, inputs=[*files, sizes, messages])
     check_outputs(times_out, inputs=[base])
     request = builder.build()
-    for owner, options in _OPTIONS_OF.items():
-        for name, flag in options.items():
-            if getattr(request, name) and owner is not form:
-                raise InputError(f"{flag} belongs to {owner}, not to {form}; leave it out")
+    for owner, names in _ONLY_OF.items():
+        for name in names:
+            if getattr(request, name) and owner != form:
+                raise FieldError(
+                    FieldRef(name), f" belongs to {owner}, not to {form}; leave it out"
+                )
     given = Given(
         stages=_read_file(sizes, read_stages_table) if sizes else (),
         stage=StageFacts(**request.model_dump(include=_STAGE_SIZES, exclude_none=True)),
@@ -416,14 +405,14 @@ def import_measurements(
 def _read_measurements(form: Form, files: list[Path], request: ImportRequest) -> Measurements:
     """Return the measurements of the files, without the steps of warm-up."""
     warmup_steps = request.warmup_steps
-    if form is Form.KINETO:
+    if form == "kineto":
         clock = request.gpu_time or "span"
         found = read_kineto(files, request.range_pattern, clock, request.process)
     elif len(files) > 1:
         raise InputError(
             f"{len(files)} files: {form} reads one; name one, the others in runs of their own"
         )
-    elif form is Form.MEGATRON:
+    elif form == "megatron":
         run = MegatronRun(request.num_microbatches, request.num_stages, request.equal_stages)
         found = _read_file(files[0], lambda text: read_megatron(text, run))
     else:
