@@ -201,7 +201,7 @@ def _schema(*examples: dict[str, Any], one_of: tuple[str, ...] = ()) -> ConfigDi
 
 
 def _field_error(text: str, value: object = None) -> FieldError:
-    """Return the error of a sentence with its fields in backticks; ``value`` is that of the first."""
+    """Return the error of a sentence with its fields in backticks; ``value`` is the first one's."""
     first, name, *rest = text.split("`")
     others = [FieldRef(part) if index % 2 else part for index, part in enumerate(rest)]
     return FieldError(*([first] if first else []), FieldRef(name, value), *others)
