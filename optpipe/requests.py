@@ -1045,8 +1045,8 @@ class ImportRequest(Request):
         "action, microbatch; repeatable. By default those of torch's schedules.",
     )
     process: str = Field("", description="kineto: text in the name of the processes to read.")
-    gpu_time: Annotated[Literal["span", "busy"] | None, Option(metavar="NAME")] = Field(
-        None, description="kineto: span (first kernel to last, the default) or busy (kernels only)."
+    gpu_time: Annotated[Literal["span", "busy"], Option(metavar="NAME")] = Field(
+        "span", description="kineto: span (first kernel to last) or busy (kernels only)."
     )
     pairs: Flag = Field(
         False,
@@ -1085,7 +1085,7 @@ def _parse_problems(listed: Any) -> list[Problem]:
 
 
 class SweepRequest(Request):
-    """A problem and axes to vary it along, a list of problems, or a job to ask what-ifs about.
+    """A problem and axes to vary it along, a list of problems, or a job whose problem to vary.
 
     Each item becomes a job.
     """

@@ -11,12 +11,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from optpipe.cli.console import (
-    INFEASIBLE,
     NOTHING_FOUND,
     AsJson,
     ProblemFile,
     interruptible,
     needs_extra,
+    nothing_found,
     print_json,
     read_problem,
     stderr,
@@ -43,9 +43,9 @@ _LEGEND = """\
 bubble: idle share of the busiest device, of makespan and of span; memory: the fullest device
 P50, P95: step time when every duration varies by +-10 %; took: seconds to find the schedule"""
 _OTHER_PROBLEM = """\
-placement: rows that are not "as given" solve another problem, the same model cut into two chunks
-per device, in a loop or a V; best among them is the optimiser's on the copy that suits it best
-guess: the problem does not say the layers of its stages; each was halved, whole layers or not"""
+placement: rows that are not "as given" solve another problem: the same model with two chunks per
+device, in a loop or a V; the optimiser's row is on the best of these placements
+guess: the problem has no layers of stages; each stage was halved, whole layers or not"""
 
 AsMarkdown = Annotated[
     bool, typer.Option("--markdown", help="Print a Markdown table, for documents.")
@@ -61,13 +61,13 @@ def compare(
 ) -> None:
     """Run every method and print one table.
 
-    Schedules that fit come first, ordered by the objective, then those over the memory limit with
-    the memory they need. Below the table are the methods without a schedule, with the reason. Some
-    published schedules need another placement: they run on a copy of the problem with it, which is
-    also optimised, in half of the time.
+    The best rows come first: schedules that fit, then those over the memory limit with the memory
+    they need. Below the table are the methods without a schedule, with the reason. Some published
+    schedules need another placement. They run on a copy of the problem with that placement, which
+    is also optimised, in half of the time.
 
     Exit codes: 0 with a schedule of the problem as given, 2 on bad input, 3 if none can exist, 4 if
-    none was found, 130 after Ctrl-C, with the rows so far.
+    none was found. After Ctrl-C the rows so far are printed, and the exit code is 130.
 
     \b
     Examples:
@@ -117,8 +117,7 @@ def _check_found(problem: Problem, found: Sequence[ComparisonRow]) -> None:
         return
     missing = feasibility(problem).message
     if missing:
-        stderr().print(f"infeasible: {missing}", markup=False, soft_wrap=True)
-        raise typer.Exit(INFEASIBLE)
+        raise nothing_found("infeasible", missing)
     stderr().print("no method has a schedule of this problem that fits; allow more time")
     raise typer.Exit(NOTHING_FOUND)
 

@@ -83,10 +83,10 @@ def explain(
 ) -> None:
     """Explain what limits a schedule, and why it offloads.
 
-    The report has the critical path, the use of each lane, free memory, idle time by cause, and
-    what would not fit without each offload. --what-if adds the gain of a little more memory,
-    bandwidth or micro-batches. Each is solved for --time-limit seconds and compared with the same
-    search without the change.
+    The report has the critical path, the use of each lane, free memory and idle time by cause. For
+    each offload it shows what would not fit without it. --what-if adds the gain of a little more
+    memory, bandwidth or micro-batches. Each is solved for --time-limit seconds and compared with
+    the same search without the change.
 
     \b
     Examples:
@@ -161,7 +161,7 @@ def _make_folder(path: Path, inputs: tuple[Path, ...]) -> None:
     for file in inputs:
         if file.name.endswith(_ANSWERS) and file.resolve().parent == path.resolve():
             raise InputError(
-                f"-o {path}: {file.name} lies there, and an answer could overwrite it; choose "
+                f"-o {path}: {file.name} is there, and an answer could overwrite it; choose "
                 "another folder"
             )
     try:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring import Profile
     from optpipe.runtime.measuring.memory import StageMenu
 
-__all__ = ["Form", "import_measurements", "measurements_as_json", "profile", "show_measurements"]
+__all__ = ["import_measurements", "profile"]
 
 
 _MIN_WIDTH = 100
@@ -76,9 +76,9 @@ def profile(
 ) -> None:
     """Measure stages on this machine and write their problem.
 
-    Durations, bytes, copies and links are measured, and bytes and recompute time of groups of
-    modules, from which the menu of each stage is made. One process measures all stages on one
-    device; torchrun measures each on its rank, and the links between ranks.
+    Durations, bytes, copies and links are measured. For the menu of each stage, so are bytes and
+    recompute time of groups of modules. One process measures all stages on one device; torchrun
+    measures each on its rank, and the links between ranks.
 
     \b
     Examples:
@@ -138,7 +138,7 @@ def profile(
 
 def _show(measured: Profile) -> None:
     console = stdout()
-    show_measurements(console, measured.measurements, measured.measurements.notes)
+    _show_measurements(console, measured.measurements, measured.measurements.notes)
     table = text_table(
         "stage", "received", "made by W", "D2H, H2D GB/s alone", "together", "under compute"
     )
@@ -204,7 +204,7 @@ def _modes_table(measured: Profile) -> Table:
 _ACTIONS: tuple[MeasuredAction, ...] = ("F", "I", "W", "B", "RECOMPUTE")
 
 
-def show_measurements(
+def _show_measurements(
     console: Console, measurements: Measurements, notes: Iterable[str], missing: str | None = None
 ) -> None:
     """Print the tables, a line per note, and the facts that a problem still needs."""
@@ -223,10 +223,10 @@ def show_measurements(
         console.print(f"no problem yet: {missing}", markup=False, soft_wrap=True)
 
 
-def measurements_as_json(
+def _describe_measurements(
     measurements: Measurements, notes: Iterable[str], missing: str | None = None
 ) -> dict[str, Any]:
-    """Return the report of `show_measurements` as JSON."""
+    """Return the report of `_show_measurements` as JSON."""
     return {
         "source": measurements.source,
         "times": [
@@ -307,8 +307,6 @@ _PAIRS_NOTE = (
     "includes waiting for the other ranks of its group."
 )
 Read = TypeVar("Read")
-
-
 Form = Literal["kineto", "megatron", "csv"]
 _ONLY_OF: dict[Form, tuple[str, ...]] = {
     "kineto": ("range_pattern", "process", "gpu_time", "pairs"),
@@ -352,8 +350,8 @@ def import_measurements(
     """Make a problem from traces, logs or tables.
 
     kineto: PyTorch profiler traces, one per rank. megatron: a Megatron-LM log with its timers.
-    csv: a table stage, action, time_ms. Prints median and spread of each stage's actions. Facts
-    that a problem needs and that were not measured are named; options, --sizes or --base give them.
+    csv: a table stage, action, time_ms. The report has median and spread of each stage's actions.
+    It names missing facts of the problem, which options, --sizes or --base give.
 
     \b
     Examples:
@@ -368,10 +366,9 @@ def import_measurements(
     request = builder.build()
     for owner, names in _ONLY_OF.items():
         for name in names:
-            if getattr(request, name) and owner != form:
-                raise FieldError(
-                    FieldRef(name), f" belongs to {owner}, not to {form}; leave it out"
-                )
+            if name in request.model_fields_set and owner != form:
+                reason = f" belongs to {owner}, not to {form}; leave it out"
+                raise FieldError(FieldRef(name), reason)
     given = Given(
         stages=_read_file(sizes, read_stages_table) if sizes else (),
         stage=StageFacts(**request.model_dump(include=_STAGE_SIZES, exclude_none=True)),
@@ -390,14 +387,14 @@ def import_measurements(
     except MeasurementError as error:
         # Only a problem that is written needs all facts.
         if output is not None:
-            show_measurements(stderr(), measurements, measurements.notes)
+            _show_measurements(stderr(), measurements, measurements.notes)
             raise
         missing = str(error)
     notes = measurements.notes if built is None else built.notes
     if as_json:
-        print_json(measurements_as_json(measurements, notes, missing))
+        print_json(_describe_measurements(measurements, notes, missing))
     else:
-        show_measurements(stdout(), measurements, notes, missing)
+        _show_measurements(stdout(), measurements, notes, missing)
     if built is not None and output is not None:
         write_output(output, dump_problem(built.problem), "problem")
 
@@ -406,8 +403,7 @@ def _read_measurements(form: Form, files: list[Path], request: ImportRequest) ->
     """Return the measurements of the files, without the steps of warm-up."""
     warmup_steps = request.warmup_steps
     if form == "kineto":
-        clock = request.gpu_time or "span"
-        found = read_kineto(files, request.range_pattern, clock, request.process)
+        found = read_kineto(files, request.range_pattern, request.gpu_time, request.process)
     elif len(files) > 1:
         raise InputError(
             f"{len(files)} files: {form} reads one; name one, the others in runs of their own"

@@ -74,8 +74,8 @@ def solve(
     """Find a schedule, and how far from the optimum it can be.
 
     Every improvement is printed during the search. Ctrl-C stops and keeps the best. Exit codes: 0
-    with a schedule, 2 on bad input, 3 if no schedule can exist (with the smallest memory that
-    works), 4 if nothing was found.
+    with a schedule, 2 on bad input, 3 if no schedule can exist, 4 if nothing was found. With 3 the
+    smallest memory that works is printed.
 
     \b
     Examples:

@@ -145,7 +145,7 @@ def tune(
 
     Degrees of parallelism, micro-batch, stages, cut, recomputation and schedule are searched
     together, on estimated durations. Each configuration has a bound over all its cuts and
-    schedules. The bound of those not searched yet limits how much faster any configuration can be.
+    schedules. After the search, the bounds limit how much faster any configuration can be.
 
     \b
     Examples:
@@ -202,10 +202,10 @@ def tune(
 
 
 def _show(
-    console: Console, result: TuneResult, today: Configuration | None, paste: Path | None
+    console: Console, result: TuneResult, current: Configuration | None, paste: Path | None
 ) -> None:
     console.width = max(console.width, _MIN_WIDTH)
-    console.print(_headline(result, today), markup=False)
+    console.print(_headline(result, current), markup=False)
     for sentence in result.notes:
         console.print(f"{sentence[0].upper()}{sentence[1:]}.", markup=False)
     console.print()
@@ -226,12 +226,12 @@ _ENDS = {
 }
 
 
-def _headline(result: TuneResult, today: Configuration | None) -> str:
+def _headline(result: TuneResult, current: Configuration | None) -> str:
     """Return the gain, or why there is none, and the error of such estimates."""
     best, error, verdict = result.best, result.error, result.verdict
     if result.current is None and best is not None:
         why = "--current would show the gain"
-        if today is not None:
+        if current is not None:
             why = "the current configuration is too large to simulate"
         verdict = f"{format_ms(best.step_ms)} ms per step; {why}"
     band = (
@@ -253,11 +253,11 @@ def _rows(result: TuneResult) -> Table:
     if result.current is not None:
         shown = [result.current, *(row for row in shown if row is not result.current)]
     for row in shown:
-        today = row is result.current
+        is_current = row is result.current
         gain = ""
-        if result.current is not None and result.gain is not None and not today:
+        if result.current is not None and result.gain is not None and not is_current:
             gain = f"{1 - row.step_ms / result.current.step_ms:+.1%}"
-        label = f"today: {row.label}" if today else row.label
+        label = f"today: {row.label}" if is_current else row.label
         style = "bold" if row is result.best else ""
         table.add_row(
             label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}",

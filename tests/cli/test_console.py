@@ -234,7 +234,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("import csv times.csv --sizes sizes.csv -o sizes.csv", "sizes.csv: this command reads"),
         ("import csv times.csv --base p.json --times-out p.json", "p.json: this command reads it"),
         ("import csv times.csv -o x --times-out x", "cannot write x twice"),
-        ("explain what.problem.json s.json --what-if -o .", "what.problem.json lies there"),
+        ("explain what.problem.json s.json --what-if -o .", "what.problem.json is there"),
     ],
 )
 def test_no_output_takes_the_place_of_an_input_or_of_another(
