@@ -1017,7 +1017,7 @@ class ImportRequest(Request):
     output_bytes: SizeOption = Field(None, description="Message from each stage to the next.")
     memory_bytes: SizeOption = Field(None, description="Whole memory of each device.")
     reserved_bytes: SizeOption = Field(
-        None, description="Reserved memory of each device: context, NCCL, ..."
+        None, description="Reserved memory of each device, such as context and NCCL."
     )
     d2h_gb_per_s: Bandwidth | None = Field(
         None, description="Bandwidth from device to host in GB/s."
