@@ -76,9 +76,9 @@ def profile(
 ) -> None:
     """Measure stages on this machine and write their problem.
 
-    Durations, bytes, copies and links are measured. For the menu of each stage, so are bytes and
-    recompute time of groups of modules. One process measures all stages on one device; torchrun
-    measures each on its rank, and the links between ranks.
+    Durations, bytes, copies and links are measured. The menu of each stage is made from measured
+    bytes and recompute times of groups of modules. One process measures all stages on one device;
+    torchrun measures each on its rank, and the links between ranks.
 
     \b
     Examples:
