@@ -1,28 +1,30 @@
-"""Every request, once: what a caller may ask for, with units, ranges and defaults.
+"""The requests of OptPipe: type, unit, range, default and description of every field.
 
 Command-line options, HTTP bodies, the client's arguments, OpenAPI and the reference of options are
-made from these models. A new option is a field here and the code that uses it.
+generated from these models. To add an option, add a field here and the code that uses it.
 
-* The command line makes an option of each field (`Option`, `optpipe.cli.options`).
+* The command line has an option for each field (`Option`, `optpipe.cli.options`).
 * The service parses a body with `Request.parse`; `optpipe_api` adds its own limits.
-* The client checks its keyword arguments by sending them.
+* The client sends its keyword arguments, and the service checks them.
 
-`optpipe.answers` holds what the service answers.
+`optpipe.answers` has the models of the service's answers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -46,7 +48,17 @@ from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.presets import Hardware, Training, estimate, find_gpus, find_model, shape_from_config
 from optpipe.presets.shape import RECOMPUTABLE, Dispatch, Dispatcher, Precision
-from optpipe.problem import Count, Index, Milliseconds, Objective, Problem
+from optpipe.problem import (
+    Bandwidth,
+    Bytes,
+    Count,
+    Flag,
+    Index,
+    Milliseconds,
+    Name,
+    Objective,
+    Problem,
+)
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.stage import MOST_COSTS
 from optpipe.sweep import AXES
@@ -65,6 +77,7 @@ __all__ = [
     "EstimateRequest",
     "FixedDegrees",
     "Framework",
+    "ImportRequest",
     "JobKind",
     "ModelOnGpus",
     "Option",
@@ -88,21 +101,23 @@ __all__ = [
 
 
 DEFAULT_NOISE = 0.1
-"""Share by which durations vary up and down under noise, unless the request gives another."""
+"""Default share by which durations vary up and down under noise."""
 
 CacheUse = Literal["use", "refresh"]
-"""Whether a job may be answered by an earlier result; "refresh" solves again."""
+"""Source of a job's result: "use" accepts an earlier result, "refresh" solves again."""
 
 Framework = Literal["any", "megatron", "torchtitan"]
 PlacementKind = Literal["linear", "loop", "v", "free"]
 
 
 class JobKind(StrEnum):
-    """What a job does.
+    """Kind of a job.
 
-    It solves a problem; plans a model (cut, placement and schedule); compares methods on a problem;
-    or tunes a whole training configuration. The schedule of a tune is the winner's, its objective
-    the whole step. A comparison has rows instead of a schedule.
+    * ``solve`` schedules a problem.
+    * ``plan`` cuts, places and schedules a model.
+    * ``compare`` runs every method on a problem. Its result has rows and no schedule.
+    * ``tune`` searches a training configuration. Its schedule is that of the best configuration,
+      its objective the duration of a whole step.
     """
 
     SOLVE = "solve"
@@ -111,44 +126,42 @@ class JobKind(StrEnum):
     TUNE = "tune"
 
 
-# --- What all requests have in common.
+# --- The base of all requests.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """How the command line writes a field, where that does not follow from the field.
+    """Command-line form of a field, where it differs from the default form.
 
     Parameters
     ----------
     flag
-        Such as ``--time-limit``; by default the field's name.
+        Flag, such as ``--time-limit``; by default the field's name.
     metavar
-        What stands for the value in the help: its unit, or N, X, NAME, FILE.
+        Value in the help text: a unit, N, X, NAME or FILE; by default it follows from the type.
     scale
-        Multiplies the number on the command line, where its unit is not the field's.
+        Factor from the option's number to the field's number, where their units differ.
     repeated
-        Whether the option is given once for each value of a list, instead of values with commas.
+        Whether the option is repeated for each value of a list, instead of values with commas.
+    is_text
+        Whether the field converts the option's text itself.
     """
 
     flag: str = ""
     metavar: str = ""
     scale: float = 1
     repeated: bool = False
+    is_text: bool = False
 
 
 Readers = Mapping[str, Callable[[Any], Any]]
 
 
-def no_default(schema: dict[str, Any]) -> None:
-    """Leave null out of a published schema: the field may be left out, and may not be null."""
-    schema.pop("default", None)
-
-
 class Request(BaseModel):
-    """A request, or a part of one; unknown fields are refused by name.
+    """A request or a part of a request; unknown fields are refused by name.
 
-    ``readers`` read those fields that are documents. Their errors say more than pydantic's, and
-    their paths begin at the document.
+    ``readers`` parse the fields that are documents. Their errors are more precise than pydantic's,
+    and their paths begin at the document.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -159,38 +172,60 @@ class Request(BaseModel):
     def parse(cls, data: Any) -> Self:
         """Return the request that a JSON-like object describes.
 
-        Raises `RequestError` if it breaks a rule, and the errors of the readers of its documents.
+        Raises `RequestError` if the object breaks a rule, and the errors of its documents' readers.
         """
         if not isinstance(data, dict):
             names = ", ".join(f'"{name}": ...' for name in cls.model_fields)
             raise RequestError(f"the body must be an object: {{{names}}}")
-        lone = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
-        if lone in cls.readers and lone not in data:
-            raise RequestError(f'the {lone} is not wrapped; wrap it: {{"{lone}": {{...}}}}')
-        documents = {
-            name: _read_at(name, read, data[name])
-            for name, read in cls.readers.items()
-            if name in data
-        }
+        kind = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
+        if kind in cls.readers and kind not in data:
+            raise RequestError(f'the {kind} is not wrapped; wrap it: {{"{kind}": {{...}}}}')
+        documents = {}
+        for name in cls.readers.keys() & data.keys():
+            try:
+                documents[name] = cls.readers[name](data[name])
+            except InputError as error:
+                raise error.inside(pointer(name)) from None
         try:
             return cls.model_validate({**data, **documents})
         except ValidationError as error:
             raise RequestError(explain(error, cls)).at(*places(error)) from None
 
 
-def _read_at(name: str, read: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return read(value)
-    except InputError as error:
-        raise error.inside(pointer(name)) from None
+def _schema(*examples: dict[str, Any], one_of: tuple[str, ...] = ()) -> ConfigDict:
+    """Return the published examples of a request, and fields of which it must have exactly one."""
+    extra: dict[str, Any] = {"examples": list(examples)}
+    if one_of:
+        extra["oneOf"] = [{"required": [name]} for name in one_of]
+    return ConfigDict(json_schema_extra=extra)
 
+
+def _field_error(text: str, value: object = None) -> FieldError:
+    """Return the error of a sentence with its fields in backticks; ``value`` is the first one's."""
+    first, name, *rest = text.split("`")
+    others = [FieldRef(part) if index % 2 else part for index, part in enumerate(rest)]
+    return FieldError(*([first] if first else []), FieldRef(name, value), *others)
+
+
+def _drop_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)
+
+
+# --- Types of fields.
+
+T = TypeVar("T")
+NotNull = Annotated[T | SkipJsonSchema[None], Field(json_schema_extra=_drop_default)]
+"""A field that may be left out and may not be null in the published schema."""
 
 Degree = Annotated[int, Field(ge=1, le=4096, strict=True)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 Many = Annotated[int, Field(ge=1, le=2**17, strict=True)]
+AtLeastOne = Annotated[int, Field(ge=1, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
 Zero = Literal[0, 1, 2, 3]
 Chunks = Annotated[int, Field(ge=1, le=64, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=1024, strict=True)]
+NumModes = Annotated[int, Field(ge=0, le=64, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Seconds = Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False, strict=True)]
@@ -198,11 +233,13 @@ Noise = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Gap = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
 ShortName = Annotated[str, Field(max_length=80)]
+LongName = Annotated[str, Field(max_length=200)]
 Modules = Annotated[frozenset[ShortName], Field(max_length=16)]
+
 Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/=+-]{1,64}$")]
 Tags = Annotated[
     tuple[Tag, ...],
-    Field(max_length=16, description="Labels to find the job by: `?tag=`."),
+    Field(max_length=16, description="Labels of the job; `?tag=` finds jobs by label."),
     AfterValidator(lambda tags: tuple(sorted(set(tags)))),
     Option(flag="--tag", metavar="TAG", repeated=True),
 ]
@@ -212,12 +249,12 @@ Priority = Annotated[
         ge=-100,
         le=100,
         strict=True,
-        description="Of one owner's jobs, higher priorities are taken first. Owners take turns, "
-        "except for priorities above 10, which only admins may give.",
+        description="Priority of the job among the jobs of its owner; the highest runs first. "
+        "Owners take turns, except for priorities above 10, which need an admin key.",
     ),
-    Option(metavar="N"),
 ]
-_DEGREE = Option(metavar="N")
+
+_PERCENTILE = r"^P[1-9][0-9]?(\.[0-9]{1,3})?$"
 
 
 def _check_percentile(text: str) -> str:
@@ -226,12 +263,34 @@ def _check_percentile(text: str) -> str:
     return text
 
 
-_PERCENTILE = r"^P[1-9][0-9]?(\.[0-9]{1,3})?$"
 Percentile = Annotated[
     str,
     AfterValidator(_check_percentile),
     WithJsonSchema({"type": "string", "pattern": _PERCENTILE}),
 ]
+
+_SIZE_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def _parse_size(value: Any) -> Any:
+    """Return the bytes of a text such as ``9.5GiB``; other values are returned as they are."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) ?([a-zA-Z]*)", value.strip())
+    if found is None or found[2].lower() not in _SIZE_UNITS:
+        units = "KB, MB, GB, KiB, MiB, GiB"
+        raise rule_broken("must be a size", f"write bytes, or a number and one of {units}")
+    num_bytes = float(found[1]) * _SIZE_UNITS[found[2].lower()]
+    if num_bytes == math.inf:
+        raise rule_broken("is no finite size", "correct it")
+    return round(num_bytes)
+
+
+ByteSize = Annotated[Bytes, BeforeValidator(_parse_size)]
+SizeOption = Annotated[ByteSize | None, Option(metavar="SIZE", is_text=True)]
 
 PROBLEM_EXAMPLE: dict[str, Any] = {
     "format": "optpipe/problem/v1",
@@ -252,69 +311,67 @@ PROBLEM_EXAMPLE: dict[str, Any] = {
 }
 
 
-# --- How to search: the options of every job.
+# --- Options of searches, by kind of job.
+
+TimeLimit = Annotated[Positive | None, Option(flag="--time-limit", metavar="S")]
+WorkLimit = Annotated[
+    Positive | None,
+    Field(
+        description="Limit of the search in units of work. A unit is counted in iterations and "
+        "takes about one second of one core. The result is then the same on every machine, unless "
+        "the time limit ends the search first."
+    ),
+    Option(metavar="N"),
+]
+Cache = Annotated[
+    CacheUse, Field(description="`use` accepts an earlier result; `refresh` solves again.")
+]
+Method = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,60}$"), Option(metavar="NAME")]
+StageCounts = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=8, strict=True)], ...], Field(min_length=1, max_length=8)
+]
+Placements = Annotated[tuple[PlacementKind, ...], Field(min_length=1, max_length=4)]
 
 
 class SearchOptions(Request):
     """Options of every search."""
 
-    time_limit_s: Annotated[Positive | None, Option(flag="--time-limit", metavar="S")] = Field(
-        default=None, description="Seconds to search."
+    time_limit_s: TimeLimit = Field(None, description="Time limit of the search in seconds.")
+    threads: AtLeastOne = Field(
+        1, description="CPU threads. With two or more, search and lower bounds run in parallel."
     )
-    threads: Annotated[int, Field(ge=1, strict=True), Option(metavar="N")] = Field(
-        default=1, description="Threads; from 2 on, search and proofs run side by side."
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] = Field(
+        0, description="Seed of all random numbers."
     )
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True), Option(metavar="N")] = Field(
-        default=0, description="Seed of all random numbers."
-    )
-
-
-WorkLimit = Annotated[Positive | None, Option(metavar="N")]
-_WORK_LIMIT = (
-    "Units of work, about a second of one core each, counted in iterations. The result is then the "
-    "same on every machine, unless the time limit ends the search first."
-)
-Cache = Annotated[CacheUse, Option(metavar="use|refresh")]
-_CACHE = "`use` may answer with an earlier result; `refresh` solves again."
 
 
 class SolveOptions(SearchOptions):
-    """How to solve a problem."""
+    """Options to solve a problem."""
 
-    method: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,60}$"), Option(metavar="NAME")] = (
-        Field(
-            default="auto",
-            description="auto optimises; or milp, or a published method as `optpipe compare` and "
-            "`/v1/methods` name it.",
-        )
+    method: Method = Field(
+        "auto",
+        description="`auto` (optimises), `milp`, or a published method that `optpipe compare` and "
+        "`/v1/methods` list.",
     )
-    gap: Annotated[Gap, Option(metavar="X")] = Field(
-        default=OPTIMAL_GAP,
-        description="Stop where (objective - bound) / objective is at most this, e.g. 0.01.",
+    gap: Gap = Field(
+        OPTIMAL_GAP,
+        description="Gap at which the search stops: (objective - bound) / objective, e.g. 0.01.",
     )
-    work_limit: WorkLimit = Field(default=None, description=_WORK_LIMIT)
-    cache: Cache = Field(default="use", description=_CACHE)
+    work_limit: WorkLimit = None
+    cache: Cache = "use"
 
 
 class PlanOptions(SearchOptions):
-    """How to plan a model: cut, placement and schedule."""
+    """Options to plan a model: cut, placement and schedule."""
 
-    work_limit: WorkLimit = Field(default=None, description=_WORK_LIMIT)
-    chunks: (
-        Annotated[
-            tuple[Annotated[int, Field(ge=1, le=8, strict=True)], ...],
-            Field(min_length=1, max_length=8),
-        ]
-        | None
-    ) = Field(
-        default=None, description="Numbers of stages per device to try, each 1-8; default 1,2,4."
+    work_limit: WorkLimit = None
+    chunks: StageCounts | None = Field(
+        None, description="Numbers of stages per device to try, each 1-8. By default 1,2,4."
     )
-    placements: Annotated[tuple[PlacementKind, ...], Field(min_length=1, max_length=4)] | None = (
-        Field(
-            default=None,
-            description="Placements to try: linear, loop, v, and free (other orders of the "
-            "devices); default all.",
-        )
+    placements: Placements | None = Field(
+        None,
+        description="Placements to try: linear, loop, v, and free (other orders of the devices). "
+        "By default all.",
     )
 
 
@@ -330,111 +387,102 @@ _NOT_OF: dict[JobKind, dict[str, str]] = {
 
 
 class SubmitOptions(SolveOptions, PlanOptions):
-    """How to solve a problem, or how to plan a model; chunks and placements are of plans."""
+    """Options to solve a problem or to plan a model; chunks and placements are for plans."""
 
     objective: Objective | None = Field(
-        default=None,
-        description="Objective to minimise, instead of the one that the problem or model names.",
+        None, description="Objective to minimise, instead of that of the problem or model."
     )
     robust: Annotated[Percentile, Option(metavar="P90")] | None = Field(
-        default=None,
-        description="Rank schedules by this percentile of the objective under noise, as P90. Bound "
-        "and gap stay those without noise.",
+        None,
+        description="Percentile of the objective under noise that ranks schedules, such as P90. "
+        "Bound and gap are those without noise.",
     )
-    jitter: Annotated[Noise, Option(metavar="X")] = Field(
-        default=DEFAULT_NOISE,
-        description="With robust: share by which the duration of every action varies.",
+    jitter: Noise = Field(
+        DEFAULT_NOISE,
+        description="With robust: share (0-1) by which the duration of each action varies.",
     )
-    stragglers: Annotated[Noise, Option(metavar="X")] = Field(
-        default=DEFAULT_NOISE,
-        description="With robust: share by which all compute times of a device vary together.",
+    stragglers: Noise = Field(
+        DEFAULT_NOISE,
+        description="With robust: share (0-1) by which all compute durations of a device vary "
+        "together.",
     )
 
     @model_validator(mode="after")
-    def _noise_needs_a_percentile(self) -> Self:
+    def _check_noise_has_percentile(self) -> Self:
         noise = sorted(self.model_fields_set & {"jitter", "stragglers"})
         if noise and self.robust is None:
-            raise FieldError(
-                FieldRef(noise[0]),
-                ": is noise, which only ",
-                FieldRef("robust"),
-                " uses; add ",
-                FieldRef("robust"),
-                " P90, or leave it out",
+            raise _field_error(
+                f"`{noise[0]}`: is noise, which only `robust` uses; add `robust` P90, or leave it "
+                "out"
             )
         return self
 
     def check_kind(self, kind: JobKind) -> None:
-        """Refuse options that a job of a kind does not have. Raises `InputError`."""
-        others = _NOT_OF[kind]
-        foreign = sorted(name for name in self.model_fields_set if name in others)
+        """Refuse options that a kind of job does not have. Raises `InputError`."""
+        foreign = sorted(self.model_fields_set & _NOT_OF[kind].keys())
         if foreign:
-            raise InputError(f"options.{foreign[0]}: {others[foreign[0]]}; leave it out").at(
-                f"/options/{foreign[0]}"
-            )
+            reason = _NOT_OF[kind][foreign[0]]
+            message = f"options.{foreign[0]}: {reason}; leave it out"
+            raise InputError(message).at(f"/options/{foreign[0]}")
 
 
 class WorkloadFacts(Request):
-    """Facts that durations do not tell; tokens/s and MFU are computed from them."""
+    """Tokens and FLOPs of a problem, from which tokens/s and MFU are computed."""
 
     tokens_per_microbatch: Annotated[Positive | None, Option(metavar="N")] = Field(
-        default=None, description="Tokens of one micro-batch; adds tokens/s."
+        None, description="Tokens per micro-batch; adds tokens/s."
     )
     flops_per_microbatch: Annotated[
         Positive | None, Option(flag="--tflop-per-microbatch", metavar="TFLOP", scale=1e12)
     ] = Field(
-        default=None,
-        description="Model FLOPs of one micro-batch, forward and backward, without recomputation; "
-        "with the peak rate adds MFU.",
+        None,
+        description="Model FLOPs per micro-batch, forward and backward, without recomputation; "
+        "adds MFU, together with the peak rate.",
     )
     peak_flops_per_s: Annotated[
         Positive | None, Option(flag="--peak-tflops", metavar="TFLOP/s", scale=1e12)
-    ] = Field(default=None, description="Peak rate, the sum over all devices.")
+    ] = Field(None, description="Peak rate of all devices together.")
 
     @model_validator(mode="after")
-    def _mfu_takes_both(self) -> Self:
+    def _check_mfu_has_both(self) -> Self:
         if (self.flops_per_microbatch is None) != (self.peak_flops_per_s is None):
-            raise FieldError(
-                FieldRef("flops_per_microbatch"),
-                " and ",
-                FieldRef("peak_flops_per_s"),
-                " make MFU only together; give both or none",
+            raise _field_error(
+                "`flops_per_microbatch` and `peak_flops_per_s` make MFU only together; give both "
+                "or none"
             )
         return self
 
 
 class CompareOptions(SearchOptions):
-    """How to compare methods; the time limit is the optimiser's, by default 20 s."""
+    """Options to compare methods; the time limit is that of the optimiser, by default 20 s."""
 
     workload: WorkloadFacts = WorkloadFacts()
 
 
 class TuneOptions(SearchOptions):
-    """How to tune; the time limit is 120 s by default."""
+    """Options to tune; the time limit is 120 s by default."""
 
-    gap: Annotated[Gap, Option(metavar="X")] = Field(
-        default=0.002,
-        description="Stop where no configuration is faster than the best by more than this share.",
+    gap: Gap = Field(
+        0.002,
+        description="Share (0-1) at which the search stops: no configuration is faster than the "
+        "best by more.",
     )
-    work_limit: WorkLimit = Field(default=None, description=_WORK_LIMIT)
-    cache: Cache = Field(default="use", description=_CACHE)
+    work_limit: WorkLimit = None
+    cache: Cache = "use"
 
 
 # --- Jobs: solve, plan, compare.
 
 
 class SolveRequest(Request):
-    """A problem to solve, or a model to plan: to cut, to place and to schedule."""
+    """A problem to schedule, or a model to cut, place and schedule."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}],
-            "oneOf": [{"required": ["problem"]}, {"required": ["model"]}],
-        }
+    model_config = _schema(
+        {"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}, one_of=("problem", "model")
     )
 
-    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=no_default)
-    model: Model | SkipJsonSchema[None] = Field(default=None, json_schema_extra=no_default)
+    problem: NotNull[Problem] = None
+    model: NotNull[Model] = None
     options: SubmitOptions = SubmitOptions()
     tags: Tags = ()
     priority: Priority = 0
@@ -455,7 +503,7 @@ class SolveRequest(Request):
         return super().parse(data)
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_one_document(self) -> Self:
         if self.problem is None and self.model is None:
             raise rule_broken("problem: is missing", "give it, or a model to plan")
         if self.problem is not None and self.model is not None:
@@ -464,28 +512,24 @@ class SolveRequest(Request):
 
     @property
     def kind(self) -> JobKind:
-        """Whether a problem is solved or a model planned."""
+        """The kind of the job: solve a problem, or plan a model."""
         return JobKind.SOLVE if self.model is None else JobKind.PLAN
 
 
 class CompareRequest(Request):
-    """A problem on which to compare every method."""
+    """A problem on which every method runs."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "problem": PROBLEM_EXAMPLE,
-                    "options": {
-                        "time_limit_s": 1,
-                        "workload": {
-                            "tokens_per_microbatch": 2048,
-                            "flops_per_microbatch": 1e12,
-                            "peak_flops_per_s": 1.16e14,
-                        },
-                    },
-                }
-            ]
+    model_config = _schema(
+        {
+            "problem": PROBLEM_EXAMPLE,
+            "options": {
+                "time_limit_s": 1,
+                "workload": {
+                    "tokens_per_microbatch": 2048,
+                    "flops_per_microbatch": 1e12,
+                    "peak_flops_per_s": 1.16e14,
+                },
+            },
         }
     )
 
@@ -501,98 +545,83 @@ class CompareRequest(Request):
 class ResumeRequest(Request):
     """More time for a job that has ended."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"time_limit_s": 60}]})
+    model_config = _schema({"time_limit_s": 60})
 
     time_limit_s: Annotated[Positive, Option(flag="--time-limit", metavar="S")] = Field(
-        description="Seconds to add to those that the job had."
+        description="Seconds to add to the job's time limit."
     )
 
 
-# --- A model on accelerators: what estimates and tunes have in common.
+# --- A model on accelerators: the common part of estimates and tunes.
 
 
-def _not_null(value: Any) -> Any:
+def _refuse_null(value: Any) -> Any:
     if value is None:
         raise RequestError("model or config = null: is neither; leave it out")
     return value
 
 
 class ModelOnGpus(Request):
-    """A model, accelerators, and the settings of a training that no degree of parallelism is."""
+    """A model, accelerators, and training settings other than degrees of parallelism."""
 
-    model: Annotated[ShortName, Option(metavar="NAME")] | SkipJsonSchema[None] = Field(
-        default=None,
-        json_schema_extra=no_default,
-        description="Model of the catalogue (`optpipe estimate --list`, `/v1/presets`).",
+    model: Annotated[NotNull[ShortName], Option(metavar="NAME")] = Field(
+        None, description="Model of the catalogue (`optpipe estimate --list`, `/v1/presets`)."
     )
-    config: Annotated[dict[str, Any], Option(metavar="FILE")] | SkipJsonSchema[None] = Field(
-        default=None,
-        json_schema_extra=no_default,
-        description="Instead of model: a Hugging Face config.json.",
+    config: Annotated[NotNull[dict[str, Any]], Option(metavar="FILE")] = Field(
+        None, description="Hugging Face config.json, instead of a model of the catalogue."
     )
-    name: ShortName = Field(default="", description="Name of the config's model, for people.")
+    name: ShortName = Field("", description="Display name of the model in config.")
     gpu: Annotated[ShortName, Option(metavar="NAME[:N]", repeated=True)] = Field(
-        description="Accelerator of the catalogue, and how many (h100:64). With several kinds "
+        description="Accelerator of the catalogue, and how many, such as h100:64. Of several kinds "
         "(h100:32,a100:32) each is a part of the pipeline."
     )
-    sequence: Annotated[Size, _DEGREE] = Field(default=4096, description="Tokens per sequence.")
+    sequence: Size = Field(4096, description="Tokens per sequence.")
     precision: Annotated[Precision, Option(metavar="NAME")] = Field(
-        default="bf16",
+        "bf16",
         description=f"Precision of the layers' matrix products: {', '.join(get_args(Precision))}.",
     )
     flash: Switch = Field(
-        default=True, description="Flash attention; without it, scores are stored."
+        True, description="Flash attention; without it, attention scores are stored."
     )
-    cuda_graphs: Switch = Field(
-        default=False, description="CUDA graphs: kernel launches cost the host nothing."
-    )
+    cuda_graphs: Switch = Field(False, description="CUDA graphs: kernel launches take no time.")
     ep_overlap: Switch = Field(
-        default=False,
-        description="The all-to-all of experts runs while other micro-batches compute.",
+        False,
+        description="Overlap of the experts' all-to-all with the compute of other micro-batches.",
     )
     dispatcher: Annotated[Dispatcher, Option(metavar="NAME")] = Field(
-        default="alltoall",
-        description="alltoall sends a copy of a token per expert; deduplicated sends one per rank "
-        "(DeepEP, HybridEP).",
+        "alltoall",
+        description="Dispatcher of tokens: alltoall sends a copy per expert, deduplicated sends "
+        "one per rank (DeepEP, HybridEP).",
     )
-    dispatch: Dispatch = Field(
-        default="bf16", description="Precision of tokens on the way to their experts."
-    )
-    overlap: Switch = Field(
-        default=True, description="Collectives run next to compute where they can."
-    )
+    dispatch: Dispatch = Field("bf16", description="Precision of tokens sent to their experts.")
+    overlap: Switch = Field(True, description="Overlap of collectives with compute.")
     network: Annotated[ShortName, Option(metavar="KIND[:GBIT]")] | None = Field(
-        default=None,
-        description="Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
+        None, description="Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU."
     )
-    oversubscription: Annotated[float, Field(ge=1, le=64, strict=True), Option(metavar="X")] = (
-        Field(default=1.0, description="Divides the bandwidth between nodes.")
+    oversubscription: Annotated[float, Field(ge=1, le=64, strict=True)] = Field(
+        1.0, description="Divisor of the bandwidth between nodes."
     )
     memory_bytes: Annotated[
         Annotated[int, Field(ge=1, le=10**15, strict=True)] | None,
         Option(flag="--memory-gb", metavar="GB", scale=1e9),
-    ] = Field(default=None, description="Memory per device, instead of all that it has.")
+    ] = Field(None, description="Memory per device, instead of the data sheet's.")
     measured_step_s: Annotated[Seconds | None, Option(metavar="S")] = Field(
-        default=None, description="Measured seconds of a step; calibrates every duration."
+        None, description="Measured duration of a step in seconds; calibrates every duration."
     )
 
-    readers: ClassVar[Readers] = {"model": _not_null, "config": _not_null}
+    readers: ClassVar[Readers] = {"model": _refuse_null, "config": _refuse_null}
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_one_model(self) -> Self:
         if (self.model is None) == (self.config is None):
-            raise FieldError(
-                "give either ",
-                FieldRef("model"),
-                " or ",
-                FieldRef("config"),
-                ": a model of the catalogue, or its config.json",
+            raise _field_error(
+                "give either `model` or `config`: a model of the catalogue, or its config.json"
             )
         return self
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's sizes. Raises `InputError` if it is unknown, or its config is not read."""
+        """The model's sizes. Raises `InputError` if model or config is unknown."""
         if self.model is not None:
             return find_model(self.model)
         try:
@@ -602,139 +631,135 @@ class ModelOnGpus(Request):
 
     @cached_property
     def gpus(self) -> list[Accelerators]:
-        """Each kind of accelerator and how many there are, on the network that was given."""
+        """Each kind of accelerator with its number and its network."""
         return find_gpus(self.gpu.split(","), self.network, self.oversubscription)
 
 
+_MODEL_OR_CONFIG = ("model", "config")
 _TRAINING = set(Training.__dataclass_fields__)
-_GIVEN_BY_LENGTHS = ("sequence", "micro_batch", "num_microbatches")
-_VALUES = (
-    f"Axis -> its value: {', '.join(AXES)}, or the path of a field; as the axes of `/v1/batches`."
-)
-Values = Annotated[dict[Annotated[str, Field(max_length=200)], Any], Field(max_length=16)]
+_FROM_LENGTHS = ("sequence", "micro_batch", "num_microbatches")
+Values = Annotated[
+    dict[LongName, Any],
+    Field(
+        max_length=16,
+        description=f"Axis -> value. Axes: {', '.join(AXES)}, or the path of a field; as in "
+        "`/v1/batches`.",
+    ),
+]
+Lengths = Annotated[list[Annotated[list[Size], Field(min_length=1)]], Option(metavar="FILE")]
+Pp = Annotated[Degree, Field(description="Devices of the pipeline.")]
+Tp = Annotated[Degree, Field(description="Tensor-parallel degree.")]
+Cp = Annotated[Degree, Field(description="Context-parallel degree.")]
+Ep = Annotated[Degree, Field(description="Expert-parallel degree; ep x etp divides tp x cp x dp.")]
+Etp = Annotated[Degree, Field(description="Tensor-parallel degree of the experts.")]
+StagesPerDevice = Annotated[Chunks, Field(description="Stages per device.")]
+ZeroStage = Annotated[
+    Zero,
+    Field(
+        description="Sharding over dp: 0 nothing, 1 optimizer states, 2 also gradients, 3 also "
+        "weights (FSDP)."
+    ),
+]
 
 
 class EstimateRequest(ModelOnGpus):
     """A model on accelerators with degrees of parallelism, and values to vary the problem by."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "llama3-8b",
-                    "gpu": "h100",
-                    "pp": 4,
-                    "num_microbatches": 16,
-                    "values": {"memory_scale": 0.5},
-                }
-            ],
-            "oneOf": [{"required": ["model"]}, {"required": ["config"]}],
-        }
+    model_config = _schema(
+        {
+            "model": "llama3-8b",
+            "gpu": "h100",
+            "pp": 4,
+            "num_microbatches": 16,
+            "values": {"memory_scale": 0.5},
+        },
+        one_of=_MODEL_OR_CONFIG,
     )
 
-    pp: Annotated[Degree, _DEGREE] = Field(default=4, description="Devices of the pipeline.")
-    tp: Annotated[Degree, _DEGREE] = Field(default=1, description="Tensor-parallel degree.")
-    cp: Annotated[Degree, _DEGREE] = Field(default=1, description="Context-parallel degree.")
-    ep: Annotated[Degree, _DEGREE] = Field(
-        default=1, description="Expert-parallel degree; ep x etp divides tp x cp x dp."
+    pp: Pp = 4
+    tp: Tp = 1
+    cp: Cp = 1
+    ep: Ep = 1
+    etp: Etp = 1
+    dp: Degree | None = Field(
+        None, description="Data-parallel degree. By default 1, or the number of GPUs determines it."
     )
-    etp: Annotated[Degree, _DEGREE] = Field(
-        default=1, description="Tensor-parallel degree of the experts."
+    micro_batch: Size = Field(1, description="Sequences per micro-batch.")
+    num_microbatches: Annotated[Size, Option(flag="--microbatches")] = Field(
+        16, description="Micro-batches per step."
     )
-    dp: Annotated[Degree | None, _DEGREE] = Field(
-        default=None,
-        description="Data-parallel degree; by default 1, or what the number of GPUs leaves.",
-    )
-    micro_batch: Annotated[Size, _DEGREE] = Field(
-        default=1, description="Sequences per micro-batch."
-    )
-    num_microbatches: Annotated[Size, Option(flag="--microbatches", metavar="N")] = Field(
-        default=16, description="Micro-batches per step."
-    )
-    chunks: Annotated[Chunks, _DEGREE] = Field(default=1, description="Stages per device.")
+    chunks: StagesPerDevice = 1
     placement: Annotated[Literal["linear", "loop", "v"] | None, Option(metavar="NAME")] = Field(
-        default=None, description="linear, loop or v; by default linear, with several chunks loop."
+        None,
+        description="Placement: linear, loop or v. By default linear, or loop with several chunks.",
     )
     layout: Literal["balanced", "even"] = Field(
-        default="balanced",
-        description="balanced: the slowest stage is as fast as possible; even: as frameworks cut.",
+        "balanced",
+        description="Cut: balanced makes the slowest stage as fast as possible, even cuts as "
+        "frameworks do.",
     )
-    zero: Zero = Field(
-        default=1,
-        description="What is sharded over dp: 0 nothing, 1 optimizer states, 2 gradients too, 3 "
-        "weights too (FSDP).",
-    )
+    zero: ZeroStage = 1
     sequence_parallel: Switch = Field(
-        default=True, description="Tensor parallelism also splits norms and the residual stream."
+        True, description="Tensor parallelism also of norms and residual stream."
     )
     lean: Switch = Field(
-        default=False,
-        description="Outputs of norms and activation functions are recomputed in I.",
+        False, description="Recomputation of norms and activation functions in the backward I."
     )
     recompute: Annotated[Modules, Option(metavar="LIST")] = Field(
-        default=frozenset(),
+        frozenset(),
         description=f"Modules that the backward recomputes, of {', '.join(RECOMPUTABLE)}.",
     )
-    offloaded_layers: Annotated[int, Field(ge=0, le=4096, strict=True), _DEGREE] = Field(
-        default=0, description="Layers whose activations stay in host memory."
+    offloaded_layers: Annotated[int, Field(ge=0, le=4096, strict=True)] = Field(
+        0, description="Layers whose activations stay in host memory."
     )
-    time_factor: Annotated[Seconds | None, Option(metavar="X")] = Field(
-        default=None, description="Multiplies every duration: the factor of another configuration."
+    time_factor: Seconds | None = Field(
+        None, description="Factor of every duration, e.g. from another configuration's calibration."
     )
-    mfu: Annotated[Share | None, Option(metavar="X")] = Field(
-        default=None, description="Share (0-1) of peak FLOP/s that F, I and W reach together."
+    mfu: Share | None = Field(
+        None, description="Share (0-1) of peak FLOP/s that F, I and W reach together."
     )
-    pcie_efficiency: Annotated[Share | None, Option(metavar="X")] = Field(
-        default=None, description="Share (0-1) of the PCIe bandwidth that copies reach."
+    pcie_efficiency: Share | None = Field(
+        None, description="Share (0-1) of the PCIe bandwidth that copies reach."
     )
-    modes: Annotated[int, Field(ge=0, le=64, strict=True), _DEGREE] = Field(
-        default=0,
-        description="Maximum number of modes per stage, e.g. 8; 0: keep, offload and recompute "
-        "whole micro-batches.",
+    modes: NumModes = Field(
+        0,
+        description="Maximum number of modes per stage, e.g. 8. With 0: keep, offload and "
+        "recompute whole micro-batches.",
     )
     pairs: Switch = Field(
-        default=False,
-        description="Forwards and backwards may run together; the experts' exchange is hidden.",
+        False, description="Pairs of a forward and a backward that hide the experts' all-to-all."
     )
-    slices: Annotated[int, Field(ge=1, le=256, strict=True), _DEGREE] = Field(
-        default=1, description="Slices of each sequence, each a micro-batch of the problem."
+    slices: Annotated[int, Field(ge=1, le=256, strict=True)] = Field(
+        1, description="Slices per sequence; each is a micro-batch of the problem."
     )
-    lengths: Annotated[list[Annotated[list[Size], Field(min_length=1)]], Option(metavar="FILE")] = (
-        Field(
-            default=[],
-            description="Unequal micro-batches: for each one, the lengths in tokens of the "
-            "sequences packed into it.",
-        )
+    lengths: Lengths = Field(
+        [],
+        description="Unequal micro-batches: for each one, the lengths in tokens of the sequences "
+        "packed into it.",
     )
-    costs: Annotated[int, Field(ge=1, le=MOST_COSTS, strict=True), _DEGREE] = Field(
-        default=8, description="With lengths: maximum number of kinds of micro-batches, rounded up."
+    costs: Annotated[int, Field(ge=1, le=MOST_COSTS, strict=True)] = Field(
+        8, description="With lengths: maximum number of kinds of micro-batches, rounded up."
     )
-    values: Values = Field(default={}, description=_VALUES)
+    values: Values = {}
 
     @model_validator(mode="after")
-    def _lengths_replace_sizes(self) -> Self:
-        also = [name for name in _GIVEN_BY_LENGTHS if name in self.model_fields_set]
+    def _check_lengths_replace_sizes(self) -> Self:
+        also = [name for name in _FROM_LENGTHS if name in self.model_fields_set]
         if self.lengths and also:
-            raise FieldError(
-                FieldRef(also[0]),
-                " and ",
-                FieldRef("lengths"),
-                ": the lengths give it; leave one of them out",
+            raise _field_error(
+                f"`{also[0]}` and `lengths`: the lengths give it; leave one of them out"
             )
         if "costs" in self.model_fields_set and not self.lengths:
-            raise FieldError(
-                FieldRef("costs"), ": groups lengths; add ", FieldRef("lengths"), " FILE"
-            )
+            raise _field_error("`costs`: groups lengths; add `lengths` FILE")
         return self
 
     def estimate(self) -> Estimate:
-        """Return the estimate that is asked for; raises as `optpipe.presets.estimate`."""
-        of_replica = self.tp * self.cp * self.pp
-        given = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths"})
-        training = Training(**given, dp=self._dp(of_replica))
+        """Return the estimate of the request. Raises as `optpipe.presets.estimate`."""
+        fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths"})
+        training = Training(**fields, dp=self._find_dp(self.tp * self.cp * self.pp))
         return estimate(
             self.shape,
-            self._pipeline_ranks(training.ranks),
+            self._place_hardware(training.ranks),
             training,
             pp=self.pp,
             num_microbatches=len(self.lengths) or self.num_microbatches,
@@ -753,174 +778,158 @@ class EstimateRequest(ModelOnGpus):
             costs=self.costs,
         )
 
-    def _dp(self, of_replica: int) -> int:
+    def _find_dp(self, gpus_per_replica: int) -> int:
+        """Return the data-parallel degree. Raises `FieldError` if it contradicts the GPUs."""
         counts = [kind.number for kind in self.gpus if kind.number is not None]
         if not counts:
             return self.dp or 1
         total = sum(counts)
-        if self.dp is None and total % of_replica == 0:
-            return total // of_replica
-        if self.dp is None or self.dp * of_replica != total:
+        if self.dp is None and total % gpus_per_replica == 0:
+            return total // gpus_per_replica
+        if self.dp is None or self.dp * gpus_per_replica != total:
             replicas = f" x dp = {self.dp} replicas" if self.dp else ", nor a multiple"
-            raise FieldError(
-                f"{total} GPUs are not tp x cp x pp = {of_replica}{replicas}; change ",
-                FieldRef("gpu"),
-                " or the degrees",
+            raise _field_error(
+                f"{total} GPUs are not tp x cp x pp = {gpus_per_replica}{replicas}; change `gpu` "
+                "or the degrees"
             )
         return self.dp
 
-    def _pipeline_ranks(self, of_stage: int) -> Hardware | list[Hardware]:
-        """Return the accelerator; with several kinds, the one of each pipeline rank."""
+    def _place_hardware(self, gpus_per_stage: int) -> Hardware | list[Hardware]:
+        """Return the accelerator; of several kinds, that of each pipeline rank."""
         if len(self.gpus) == 1:
             return self.gpus[0].hardware
         ranks: list[Hardware] = []
         for kind in self.gpus:
             count = kind.number or 0
-            if count % of_stage:
-                raise FieldError(
-                    FieldRef("gpu", f"{kind.hardware.name}:{count}"),
-                    f": is no multiple of the {of_stage} GPUs that share a stage (tp x cp x dp), "
-                    "so a stage would be on two kinds; change it",
+            if count % gpus_per_stage:
+                raise _field_error(
+                    f"`gpu`: is no multiple of the {gpus_per_stage} GPUs that share a stage "
+                    "(tp x cp x dp), so a stage would be on two kinds; change it",
+                    value=f"{kind.hardware.name}:{count}",
                 )
-            ranks += [kind.hardware] * (count // of_stage)
+            ranks += [kind.hardware] * (count // gpus_per_stage)
         return ranks
 
 
 class VariantRequest(Request):
-    """A problem, and one value on each axis that changes."""
+    """A problem, and one value for each axis that changes."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"problem": PROBLEM_EXAMPLE, "values": {"memory_scale": 0.75}}]
-        }
-    )
+    model_config = _schema({"problem": PROBLEM_EXAMPLE, "values": {"memory_scale": 0.75}})
 
     readers: ClassVar[Readers] = {"problem": Problem.parse}
 
     problem: Problem
-    values: Values = Field(default={}, description=_VALUES)
+    values: Values = {}
 
 
 # --- Tune.
 
 
 class FixedDegrees(Request):
-    """Degrees that are fixed instead of searched."""
+    """Degrees that the search keeps fixed."""
 
-    tp: Degree | None = None
-    cp: Degree | None = None
-    ep: Degree | None = None
-    etp: Degree | None = None
+    tp: Tp | None = None
+    cp: Cp | None = None
+    ep: Ep | None = None
+    etp: Etp | None = None
     dp: Many | None = None
-    pp: Degree | None = None
-    chunks: Chunks | None = None
+    pp: Pp | None = None
+    chunks: StagesPerDevice | None = None
     micro_batch: Many | None = None
-    zero: Zero | None = None
+    zero: ZeroStage | None = None
     pairs: Literal[0, 1] | None = None
     slices: Literal[1, 2, 4, 8, 16] | None = None
 
 
 class CurrentRun(Request):
-    """What is run today: 1F1B, or interleaved 1F1B with several chunks."""
+    """The current configuration: 1F1B, or interleaved 1F1B with several chunks."""
 
-    tp: Degree = 1
-    cp: Degree = 1
-    dp: Many | None = Field(default=None, description="By default what the number of GPUs leaves.")
-    ep: Degree = 1
-    etp: Degree = 1
-    pp: Degree = 1
-    chunks: Chunks = 1
-    micro_batch: Many = 1
-    zero: Zero = 1
-    recompute: Modules = frozenset()
+    tp: Tp = 1
+    cp: Cp = 1
+    dp: Many | None = Field(
+        None, description="Data-parallel degree. By default the number of GPUs determines it."
+    )
+    ep: Ep = 1
+    etp: Etp = 1
+    pp: Pp = 1
+    chunks: StagesPerDevice = 1
+    micro_batch: Many = Field(1, description="Sequences per micro-batch.")
+    zero: ZeroStage = 1
+    recompute: Modules = Field(frozenset(), description="Modules that the backward recomputes.")
     layers: Annotated[tuple[Layers, ...], Field(min_length=1, max_length=512)] | None = Field(
-        default=None,
-        description="Layers of each stage in model order, embedding and head counted; by default "
-        "cut evenly.",
+        None,
+        description="Layers of each stage in model order, including embedding and head. By default "
+        "an even cut.",
     )
 
 
 class TuneRequest(ModelOnGpus):
-    """A model, GPUs and a batch: which configuration trains it fastest."""
+    """A model, GPUs and a batch, for which the fastest training configuration is searched."""
 
     kind: ClassVar[JobKind] = JobKind.TUNE
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "llama3-8b",
-                    "gpu": "h100",
-                    "num_gpus": 8,
-                    "global_batch": 16,
-                    "framework": "megatron",
-                    "current": {"tp": 2, "pp": 4},
-                    "fixed": {"tp": 4, "pp": 2, "chunks": 1, "micro_batch": 1},
-                    "options": {"time_limit_s": 10},
-                }
-            ],
-            "oneOf": [{"required": ["model"]}, {"required": ["config"]}],
-        }
+    model_config = _schema(
+        {
+            "model": "llama3-8b",
+            "gpu": "h100",
+            "num_gpus": 8,
+            "global_batch": 16,
+            "framework": "megatron",
+            "current": {"tp": 2, "pp": 4},
+            "fixed": {"tp": 4, "pp": 2, "chunks": 1, "micro_batch": 1},
+            "options": {"time_limit_s": 10},
+        },
+        one_of=_MODEL_OR_CONFIG,
     )
 
-    num_gpus: Annotated[Many | None, Option(flag="--gpus", metavar="N")] = Field(
-        default=None, description="Number of GPUs; by default the sum of those in gpu, or 8."
+    num_gpus: Annotated[Many | None, Option(flag="--gpus")] = Field(
+        None, description="Number of GPUs. By default the sum of the numbers in gpu, or 8."
     )
-    global_batch: Annotated[int, Field(ge=1, le=2**20, strict=True), _DEGREE] = Field(
-        default=128, description="Sequences of a step, over all replicas."
+    global_batch: Annotated[int, Field(ge=1, le=2**20, strict=True)] = Field(
+        128, description="Sequences per step, over all replicas."
     )
     framework: Annotated[Framework, Option(metavar="NAME")] = Field(
-        default="any",
-        description="Whose schedules may be the answer: megatron, torchtitan, or any (those of our "
-        "runtime).",
+        "any",
+        description="Framework that runs the schedule: megatron, torchtitan, or any (the "
+        "optpipe runtime).",
     )
     current: Annotated[CurrentRun, Option(metavar="FILE|FLAGS")] | None = Field(
-        default=None,
-        description="What you run today, e.g. tp=4,pp=8,chunks=5,micro_batch=1. The gain is over "
-        "it.",
+        None,
+        description="Current configuration, e.g. tp=4,pp=8,chunks=5,micro_batch=1. The gain is "
+        "relative to it.",
     )
     current_file: (
         Annotated[str, Field(min_length=1, max_length=100_000), Option(flag="--current")] | None
     ) = Field(
-        default=None,
-        description="Instead of current: Megatron arguments or YAML, or a torchtitan config, as "
-        "text.",
+        None,
+        description="Current configuration as the text of Megatron arguments or YAML, or of a "
+        "torchtitan config; instead of current.",
     )
     current_format: Literal["megatron", "torchtitan"] | None = Field(
-        default=None,
-        description="Framework of current_file; by default it follows from framework and text.",
+        None, description="Format of current_file. By default it follows from framework and text."
     )
     fixed: Annotated[FixedDegrees, Option(flag="--fix", metavar="NAME=N", repeated=True)] = Field(
-        default=FixedDegrees(), description="Degrees that are not searched."
+        FixedDegrees(), description="Degrees that are not searched."
     )
-    headroom: Annotated[
-        float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True), Option(metavar="X")
-    ] = Field(
-        default=0.05,
-        description="Share (0-1) of the memory that answers leave free: bytes are estimates too.",
+    headroom: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)] = Field(
+        0.05, description="Share (0-1) of the memory that stays free, as bytes are estimates."
     )
     options: TuneOptions = TuneOptions()
     tags: Tags = ()
     priority: Priority = 0
 
     @model_validator(mode="after")
-    def _today_is_consistent(self) -> Self:
+    def _check_current_and_gpus(self) -> Self:
         if self.current is not None and self.current_file is not None:
             raise rule_broken("current and current_file say the same", "give one of them")
         if self.measured_step_s is not None and self.current is None and self.current_file is None:
-            raise FieldError(
-                FieldRef("measured_step_s"),
-                " is the duration of a step of ",
-                FieldRef("current"),
-                "; give both or none",
+            raise _field_error(
+                "`measured_step_s` is the duration of a step of `current`; give both or none"
             )
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
-            raise FieldError(
-                FieldRef("num_gpus", self.num_gpus),
-                ": ",
-                FieldRef("gpu"),
-                f" has {in_gpu} GPUs; give one of them",
+            raise _field_error(
+                f"`num_gpus`: `gpu` has {in_gpu} GPUs; give one of them", value=self.num_gpus
             )
         return self
 
@@ -930,7 +939,7 @@ class TuneRequest(ModelOnGpus):
         return self.num_gpus or sum(kind.number or 0 for kind in self.gpus) or 8
 
     def question(self) -> dict[str, Any]:
-        """Return everything that the answer depends on, options excepted, as JSON values."""
+        """Return all fields that the result depends on, except the options, as JSON values."""
         values = self.model_dump(mode="json", exclude={"options", "tags", "priority"})
         values["num_gpus"] = self.total_gpus
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
@@ -941,79 +950,128 @@ class TuneRequest(ModelOnGpus):
         return {name: value for name, value in values.items() if value not in (None, "")}
 
 
-# --- Profile: measuring stages on this machine. Only the command line has it.
+# --- Profile and import, which only the command line has.
 
 
 class ProfileRequest(Request):
-    """Stages to measure, and how."""
+    """Stages to measure on this machine, and how to measure them."""
 
     stages: Annotated[str, Option(metavar="MODULE:FUNCTION")] = Field(
         description="Function that returns (stages, sample) or (stages, sample, loss_fn, target)."
     )
-    microbatch: Annotated[Size | None, _DEGREE] = Field(
-        default=None, description="Samples per micro-batch, passed to the function."
+    microbatch: Size | None = Field(
+        None, description="Samples per micro-batch, passed to the function."
     )
-    num_microbatches: Annotated[
-        Annotated[int, Field(ge=1, le=2_000_000, strict=True)] | None, _DEGREE
-    ] = Field(default=None, description="Micro-batches of a step; default 4 per device.")
-    placement: Annotated[
-        tuple[Annotated[int, Field(ge=0, strict=True)], ...] | None, Option(metavar="N,N")
-    ] = Field(
-        default=None, description="Device of each stage; default one each, or a loop over ranks."
+    num_microbatches: Annotated[int, Field(ge=1, le=2_000_000, strict=True)] | None = Field(
+        None, description="Micro-batches per step. By default 4 per device."
+    )
+    placement: Annotated[tuple[NotNegative, ...] | None, Option(metavar="N,N")] = Field(
+        None,
+        description="Device of each stage. By default one device per stage, or a loop over ranks.",
     )
     device: Annotated[str | None, Option(metavar="NAME")] = Field(
-        default=None, description="cuda or cpu; default cuda if there is one."
+        None, description="Device: cuda or cpu. By default cuda if there is one."
     )
     memory_bytes: Annotated[
         Annotated[int, Field(ge=1, le=2**53, strict=True)] | None, Option(metavar="BYTES")
-    ] = Field(default=None, description="Memory of each device; default what it has.")
-    state_copies: Annotated[float, Field(ge=0, le=100, strict=True), Option(metavar="X")] = Field(
-        default=2.0, description="Optimizer states in copies of the weights; Adam has 2."
+    ] = Field(None, description="Memory of each device. By default the measured device's.")
+    state_copies: Annotated[float, Field(ge=0, le=100, strict=True)] = Field(
+        2.0, description="Size of the optimizer states in copies of the weights; 2 for Adam."
     )
-    recompute: Switch = Field(
-        default=True, description="Schedules may recompute whole micro-batches."
-    )
-    modes: Annotated[int, Field(ge=0, le=64, strict=True), _DEGREE] = Field(
-        default=8,
-        description="Maximum number of modes per stage; 0: keep, offload and recompute whole "
+    recompute: Switch = Field(True, description="Recomputation of whole micro-batches.")
+    modes: NumModes = Field(
+        8,
+        description="Maximum number of modes per stage. With 0: keep, offload and recompute whole "
         "micro-batches.",
     )
     overlap: Annotated[str | None, Option(metavar="MODULE:FUNCTION")] = Field(
-        default=None,
-        description="Function that runs pairs, e.g. optpipe.runtime.overlap:interleave; what pairs "
-        "hide is then measured.",
+        None,
+        description="Function that runs pairs, e.g. optpipe.runtime.overlap:interleave; the time "
+        "that pairs hide is then measured.",
     )
-    link_latency_ms: Annotated[float | None, Option(metavar="MS")] = Field(
-        default=None, description="Latency of links that were not measured."
+    link_latency_ms: Annotated[Milliseconds | None, Option(metavar="MS")] = Field(
+        None, description="Latency of links that were not measured."
     )
-    link_gb_per_s: Annotated[float | None, Option(metavar="GB/s")] = Field(
-        default=None, description="Bandwidth of links that were not measured."
+    link_gb_per_s: Annotated[
+        Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None, Option(metavar="GB/s")
+    ] = Field(None, description="Bandwidth of links that were not measured; 0 is unlimited.")
+    threads: AtLeastOne = Field(1, description="CPU threads, as many as a rank will have.")
+    repeats: AtLeastOne = Field(20, description="Samples per pass.")
+    warmups: NotNegative = Field(5, description="Rounds of warm-up before the samples.")
+
+
+class ImportRequest(Request):
+    """Facts that traces, logs or tables lack, and how to read them."""
+
+    name: Name | None = Field(None, description="Name of the problem.")
+    num_microbatches: Count | None = Field(None, description="Micro-batches per step.")
+    activation_bytes: SizeOption = Field(None, description="Activations per stage, e.g. 9.5GiB.")
+    weight_context_bytes: SizeOption = Field(
+        None, description="Bytes per stage that are kept from I to W."
     )
-    threads: Annotated[int, Field(ge=1, strict=True), _DEGREE] = Field(
-        default=1, description="CPU threads, as a rank will have."
+    offload_bytes: SizeOption = Field(None, description="Bytes per stage that may be offloaded.")
+    checkpoint_bytes: SizeOption = Field(
+        None, description="Bytes per stage that recomputation starts from; allows recomputation."
     )
-    repeats: Annotated[int, Field(ge=1, strict=True), _DEGREE] = Field(
-        default=20, description="Samples per pass."
+    static_bytes: SizeOption = Field(None, description="Weights and optimizer states per stage.")
+    output_bytes: SizeOption = Field(None, description="Message from each stage to the next.")
+    memory_bytes: SizeOption = Field(None, description="Whole memory of each device.")
+    reserved_bytes: SizeOption = Field(
+        None, description="Reserved memory of each device, such as context and NCCL."
     )
-    warmups: Annotated[int, Field(ge=0, strict=True), _DEGREE] = Field(
-        default=5, description="Rounds before the samples."
+    d2h_gb_per_s: Bandwidth | None = Field(
+        None, description="Bandwidth from device to host in GB/s."
+    )
+    h2d_gb_per_s: Bandwidth | None = Field(
+        None, description="Bandwidth from host to device in GB/s."
+    )
+    link_latency_ms: Milliseconds | None = Field(
+        None, description="Latency in ms of links that were not measured."
+    )
+    link_gb_per_s: Bandwidth | None = Field(
+        None, description="Bandwidth in GB/s of links that were not measured."
+    )
+    weight_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = Field(
+        None, description="Share of B that W takes, where only B was measured."
+    )
+    warmup_steps: NotNegative | None = Field(
+        None, description="First steps to leave out. By default 1 of several, and 0 for tables."
+    )
+    range_pattern: Annotated[
+        tuple[str, ...], Option(flag="--range", metavar="PATTERN", repeated=True)
+    ] = Field(
+        (),
+        description="kineto: names of your ranges, ACTION=REGEX or a REGEX with the groups stage, "
+        "action, microbatch; repeatable. By default those of torch's schedules.",
+    )
+    process: str = Field("", description="kineto: text in the name of the processes to read.")
+    gpu_time: Annotated[Literal["span", "busy"], Option(metavar="NAME")] = Field(
+        "span", description="kineto: span (first kernel to last) or busy (kernels only)."
+    )
+    pairs: Flag = Field(
+        False,
+        description="kineto: pairs of a forward and a backward, as far as the exchange with "
+        "experts (all-to-all) of one hides in the other.",
+    )
+    num_stages: AtLeastOne | None = Field(
+        None, description="megatron: number of stages, if the log lacks it."
+    )
+    equal_stages: Flag = Field(
+        False, description="megatron: use the times of all ranks for each stage."
     )
 
 
 # --- Sweeps: many problems that are solved together, as a batch.
 
 _JOB_ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"
-_AXES = (
-    "Name -> values; every combination is an item, and the last axis varies fastest. Names: "
-    f"{', '.join(AXES)}, or the path of a field: devices[*].memory_bytes, stages[3].forward_ms."
-)
 Axes = Annotated[
-    dict[Annotated[str, Field(max_length=200)], Annotated[list[Any], Field(min_length=1)]],
+    dict[LongName, Annotated[list[Any], Field(min_length=1)]],
     Field(max_length=8),
+    Option(flag="--axis", metavar="NAME=V1,V2,...", repeated=True),
 ]
 
 
-def _parse_all(listed: Any) -> list[Problem]:
+def _parse_problems(listed: Any) -> list[Problem]:
     if not isinstance(listed, list):
         raise RequestError("problems: must be a list; put the problems in [ ]")
     problems = []
@@ -1027,51 +1085,46 @@ def _parse_all(listed: Any) -> list[Problem]:
 
 
 class SweepRequest(Request):
-    """A problem and axes to vary it along, a list of problems, or a job to ask what-ifs about.
+    """A problem and axes to vary it along, a list of problems, or a job whose problem to vary.
 
     Each item becomes a job.
     """
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "problem": PROBLEM_EXAMPLE,
-                    "axes": {"memory_scale": [1, 0.5]},
-                    "options": {"time_limit_s": 10},
-                },
-                {"what_if": _JOB_ID, "options": {"time_limit_s": 20}},
-            ],
-            "oneOf": [{"required": [name]} for name in ("problem", "problems", "what_if")],
-        }
+    model_config = _schema(
+        {
+            "problem": PROBLEM_EXAMPLE,
+            "axes": {"memory_scale": [1, 0.5]},
+            "options": {"time_limit_s": 10},
+        },
+        {"what_if": _JOB_ID, "options": {"time_limit_s": 20}},
+        one_of=("problem", "problems", "what_if"),
     )
 
-    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=no_default)
-    axes: Annotated[Axes, Option(flag="--axis", metavar="NAME=V1,V2,...", repeated=True)] = Field(
-        default={}, description=_AXES
+    problem: NotNull[Problem] = None
+    axes: Axes = Field(
+        {},
+        description="Axis -> values. Every combination is an item; the last axis varies fastest. "
+        f"Axes: {', '.join(AXES)}, or the path of a field: devices[*].memory_bytes, "
+        "stages[3].forward_ms.",
     )
-    problems: tuple[Problem, ...] | SkipJsonSchema[None] = Field(
-        default=None, min_length=1, json_schema_extra=no_default
-    )
+    problems: NotNull[tuple[Problem, ...]] = Field(None, min_length=1)
     what_if: str = Field(
-        default="",
+        "",
         min_length=1,
         max_length=200,
-        description="Id of an ended job; each item changes a little of its problem (more memory, a "
-        "faster bus, more micro-batches).",
-        json_schema_extra=no_default,
+        description="Id of an ended job. Each item changes its problem a little: more memory, a "
+        "faster bus, more micro-batches.",
+        json_schema_extra=_drop_default,
     )
-    name: str = Field(
-        default="", max_length=200, description="Name of the batch; by default the problem's."
-    )
-    options: SolveOptions = Field(default=SolveOptions(), description="Options of every item.")
+    name: LongName = Field("", description="Name of the batch. By default the problem's.")
+    options: SolveOptions = Field(SolveOptions(), description="Options of every item.")
     tags: Tags = ()
     priority: Priority = 0
 
-    readers: ClassVar[Readers] = {"problem": Problem.parse, "problems": _parse_all}
+    readers: ClassVar[Readers] = {"problem": Problem.parse, "problems": _parse_problems}
 
     @model_validator(mode="after")
-    def _one_of_three(self) -> Self:
+    def _check_one_source(self) -> Self:
         if [self.problem is None, self.problems is None, not self.what_if].count(False) != 1:
             raise rule_broken(
                 "a batch has a problem (with axes), a list of problems, or what_if, a job's id",
@@ -1088,56 +1141,44 @@ class SweepRequest(Request):
 class DeployRequest(Request):
     """A training run that follows the newest schedule of its problem."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}, "threshold": 0.02}
-            ]
-        }
+    model_config = _schema(
+        {"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}, "threshold": 0.02}
     )
 
     readers: ClassVar[Readers] = {"problem": Problem.parse}
 
     problem: Problem
-    name: str = Field(
-        default="", max_length=200, description="Name of the run; by default the problem's."
-    )
-    options: SolveOptions = Field(default=SolveOptions(), description="Options of every solve.")
+    name: LongName = Field("", description="Name of the run. By default the problem's.")
+    options: SolveOptions = Field(SolveOptions(), description="Options of every solve.")
     threshold: Noise = Field(
-        default=0.01,
-        description="Share of the step that a new version gains at least; a solve begins only "
-        "where drift costs more.",
+        0.01,
+        description="Minimum gain of a new version, as a share (0-1) of the step. A solve begins "
+        "only where drift costs more.",
     )
 
 
 class ReportRequest(Request):
-    """What a training run measured: the value of `ActionTimer.measurements`, and the step's time.
+    """Measurements of a training run: `ActionTimer.measurements` and the duration of a step.
 
-    Only times count, those of copies and messages included; sizes stay as registered.
+    Only durations count, those of copies and messages included; sizes stay as registered.
     """
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "version": 1,
-                    "step": 400,
-                    "step_ms": 127.9,
-                    "actions": {
-                        "source": "training, 8 sampled steps up to step 400",
-                        "samples": [
-                            {"stage": 0, "action": "F", "time_ms": 10.2},
-                            {"stage": 0, "action": "B", "time_ms": 18.4},
-                        ],
-                    },
-                }
-            ]
+    model_config = _schema(
+        {
+            "version": 1,
+            "step": 400,
+            "step_ms": 127.9,
+            "actions": {
+                "source": "training, 8 sampled steps up to step 400",
+                "samples": [
+                    {"stage": 0, "action": "F", "time_ms": 10.2},
+                    {"stage": 0, "action": "B", "time_ms": 18.4},
+                ],
+            },
         }
     )
 
     version: Count = Field(description="Version of the schedule that ran.")
-    step: Index | None = Field(default=None, description="Step at which it was measured.")
-    step_ms: Milliseconds | None = Field(
-        default=None, description="Milliseconds from start to end of a step."
-    )
+    step: Index | None = Field(None, description="Number of the measured step.")
+    step_ms: Milliseconds | None = Field(None, description="Duration of a step in milliseconds.")
     actions: Measurements

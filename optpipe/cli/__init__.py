@@ -1,8 +1,13 @@
-"""The command line: the outermost layer, which composes everything and imports it lazily.
+"""The command line: the outermost layer, which imports everything else lazily.
 
-``optpipe --help`` is the reference. Exit codes: 0 done, 1 the world is not as needed (an extra is
-missing, nobody answers), 2 bad input, 3 proven infeasible, 4 nothing found and nothing proven,
-130 ended by Ctrl-C.
+``optpipe --help`` is the reference. Exit codes:
+
+* 0: done
+* 1: a failure outside the input, such as a missing extra or an unreachable service
+* 2: bad input
+* 3: proven infeasible
+* 4: no schedule found, and none proven impossible
+* 130: ended by Ctrl-C
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from optpipe.cli.compare import compare
-from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
+from optpipe.cli.console import BAD_INPUT, FAILURE, INFEASIBLE, print_error
 from optpipe.cli.estimate import estimate_problem
 from optpipe.cli.explain import diff, explain
 from optpipe.cli.plan import plan
@@ -38,33 +43,32 @@ __all__ = ["main", "make_app"]
 
 
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    "Ask": {
+    "Estimate": {
         "tune": tune,
         "estimate": estimate_problem,
         "profile": profile,
         "import": import_measurements,
     },
     "Solve": {"solve": solve, "plan": plan, "sweep": sweep, "compare": compare, "bound": bound},
-    "Look": {"explain": explain, "diff": diff, "plot": plot, "check": check},
-    "Run": {"export": export},
+    "Inspect": {"explain": explain, "diff": diff, "plot": plot, "check": check},
+    "Export": {"export": export},
     "Serve": {"serve": serve, "submit": submit, "fetch": fetch},
 }
-_GROUPS_UNDER = "Serve"
 
 
 class _ByTopic(TyperGroup):
-    """Help with commands under headings, in the order in which they are added."""
+    """A group whose help lists the commands under headings."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section per heading."""
-        headings: dict[str, list[tuple[str, str]]] = {}
+        """Write a section for each heading."""
+        sections: dict[str, list[tuple[str, str]]] = {}
         longest = max(map(len, self.commands))
         for name in self.list_commands(ctx):
             command = self.commands[name]
-            heading = getattr(command, "rich_help_panel", None) or _GROUPS_UNDER
             line = (name.ljust(longest), command.get_short_help_str(formatter.width))
-            headings.setdefault(str(heading), []).append(line)
-        for heading, lines in headings.items():
+            heading = str(getattr(command, "rich_help_panel", None) or "Serve")
+            sections.setdefault(heading, []).append(line)
+        for heading, lines in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(lines)
 
@@ -80,52 +84,16 @@ def make_app() -> typer.Typer:
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_about)
+    app.callback()(_optpipe)
     for heading, commands in _COMMANDS.items():
         for name, command in commands.items():
             app.command(name, rich_help_panel=heading)(command)
     for group in (make_jobs_app(), make_keys_app()):
-        app.add_typer(group, rich_help_panel=_GROUPS_UNDER)
+        app.add_typer(group)
     return app
 
 
-@cache
-def _program() -> Any:
-    """Return what parses a command line: made once, for who calls `main` often."""
-    return get_command(make_app())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code; no OptPipeError shows a stack trace.
-
-    As a process of its own (no ``arguments``) it does not wait for what a solve has left behind.
-    """
-    try:
-        try:
-            _program()(args=arguments, prog_name="optpipe")
-        except OptPipeError as error:
-            print_error(error)
-            if isinstance(error, InfeasibleProblemError):
-                sys.exit(INFEASIBLE)
-            sys.exit(BAD_INPUT if isinstance(error, InputError) else WORLD)
-    except SystemExit as leave:
-        if arguments is None and isinstance(leave.code, int):
-            _leave_at_once(leave.code)
-        raise
-
-
-def _leave_at_once(code: int) -> None:
-    """Leave while threads of a solve are on their way to their next look, which can take long."""
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("solve-")]
-    if left:
-        for stream in (sys.stdout, sys.stderr):
-            # A closed pipe (| head) is no reason to stay.
-            with suppress(OSError):
-                stream.flush()
-        os._exit(code)
-
-
-def _about() -> None:
+def _optpipe() -> None:
     """Pipeline-parallel schedules with activation offloading, chosen by optimisation.
 
     \b
@@ -134,3 +102,37 @@ def _about() -> None:
       optpipe solve examples/problems/llama3-8b-h100-pp4.json -o schedule.json
       optpipe plot  examples/problems/llama3-8b-h100-pp4.json schedule.json -o schedule.svg
     """
+
+
+@cache
+def _program() -> Any:
+    """Return the parsed application; cached because tests call `main` often."""
+    return get_command(make_app())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; an `OptPipeError` is printed without a stack trace.
+
+    Without ``arguments`` it is its own process and exits without waiting for threads of a solve.
+    """
+    try:
+        try:
+            _program()(args=arguments, prog_name="optpipe")
+        except OptPipeError as error:
+            print_error(error)
+            if isinstance(error, InfeasibleProblemError):
+                sys.exit(INFEASIBLE)
+            sys.exit(BAD_INPUT if isinstance(error, InputError) else FAILURE)
+    except SystemExit as leave:
+        if arguments is None and isinstance(leave.code, int):
+            _exit_despite_threads(leave.code)
+        raise
+
+
+def _exit_despite_threads(code: int) -> None:
+    """Exit if a solve has left threads, which can take long to reach their next check."""
+    if any(thread.name.startswith("solve-") for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a closed pipe (| head)
+                stream.flush()
+        os._exit(code)

@@ -1,8 +1,7 @@
-"""``optpipe compare``: every method on one problem, in one table."""
+"""``optpipe compare``: one table of every method on one problem."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -12,26 +11,25 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from optpipe.cli.console import (
-    INFEASIBLE,
-    INTERRUPTED,
     NOTHING_FOUND,
     AsJson,
     ProblemFile,
     interruptible,
     needs_extra,
+    nothing_found,
+    print_json,
     read_problem,
     stderr,
     stdout,
+    stopped_by_user,
 )
-from optpipe.cli.options import OptionsOf, takes
+from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.formats.tables import comparison_columns, dump_comparison, is_present
 from optpipe.requests import CompareOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from rich.console import Console
 
     from optpipe.formats.tables import Rows
     from optpipe.problem import Problem
@@ -40,14 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
-_LEAST_WIDTH = 100
+_MIN_WIDTH = 100
 _LEGEND = """\
 bubble: idle share of the busiest device, of makespan and of span; memory: the fullest device
 P50, P95: step time when every duration varies by +-10 %; took: seconds to find the schedule"""
 _OTHER_PROBLEM = """\
-placement: rows that are not "as given" solve another problem, the same model cut into two chunks
-per device, in a loop or a V; best among them is the optimiser's on the copy that suits it best
-guess: the problem does not say the layers of its stages; each was halved, whole layers or not"""
+placement: rows that are not "as given" solve another problem: the same model with two chunks per
+device, in a loop or a V; the optimiser's row is on the best of these placements
+guess: the problem has no layers of stages; each stage was halved, whole layers or not"""
 
 AsMarkdown = Annotated[
     bool, typer.Option("--markdown", help="Print a Markdown table, for documents.")
@@ -56,18 +54,20 @@ AsMarkdown = Annotated[
 
 @takes(CompareOptions, defaults={"time_limit_s": 20.0, "threads": 2})
 def compare(
-    given: OptionsOf[CompareOptions],
+    builder: RequestBuilder[CompareOptions],
     problem_file: ProblemFile,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
 ) -> None:
     """Run every method and print one table.
 
-    Best first: schedules that fit, then those over the memory limit with what they would take, and
-    below the table the methods that have none, each with the reason. Where a published schedule
-    asks for another placement, a copy of the problem with it is tried and also optimised, in half
-    of the time. Leaves as solve does: 0 with a schedule of the problem as given, 2 on bad input, 3
-    where none can exist, 4 where none was found; by Ctrl-C with 130 and what there is so far.
+    The best rows come first: schedules that fit, then those over the memory limit with the memory
+    they need. Below the table are the methods without a schedule, with the reason. Some published
+    schedules need another placement. They run on a copy of the problem with that placement, which
+    is also optimised, in half of the time.
+
+    Exit codes: 0 with a schedule of the problem as given, 2 on bad input, 3 if none can exist, 4 if
+    none was found. After Ctrl-C the rows so far are printed, and the exit code is 130.
 
     \b
     Examples:
@@ -78,11 +78,11 @@ def compare(
     """
     if as_json and as_markdown:
         raise InputError("--json and --markdown exclude each other; give one of them")
-    options = given()
+    options = builder.build()
     limit_s = options.time_limit_s or 0.0
     problem = read_problem(problem_file)
     text = f"comparing every method; the optimiser takes up to {limit_s:g} s"
-    with needs_extra("solver"), interruptible() as stop, _progress(text) as tell:
+    with needs_extra("solver"), interruptible() as stop, _progress(text) as note_done:
         from optpipe_solver.compare import Workload
         from optpipe_solver.compare import compare as compare_methods
 
@@ -92,31 +92,23 @@ def compare(
             threads=options.threads,
             seed=options.seed,
             workload=Workload(**options.workload.model_dump()),
-            on_row=lambda row: tell(f"{row.method} ({row.placement})"),
+            on_row=lambda row: note_done(f"{row.method} ({row.placement})"),
             should_stop=stop.is_set,
         )
-    _print([row.as_json() for row in found], as_json=as_json, as_markdown=as_markdown)
-    if stop.is_set():
-        stderr().print("stopped by Ctrl-C; methods that were not reached are missing")
-        raise typer.Exit(INTERRUPTED)
-    _leave(problem, found)
-
-
-def _print(rows: Rows, *, as_json: bool, as_markdown: bool) -> None:
+    rows = [row.as_json() for row in found]
     if as_json:
-        stdout().out(json.dumps(rows, indent=2), highlight=False)
+        print_json(rows)
     elif as_markdown:
         stdout().out(dump_comparison(rows, "markdown"), highlight=False, end="")
     else:
-        _show(stdout(), rows)
+        _show(rows)
+    if stop.is_set():
+        raise stopped_by_user("methods")
+    _check_found(problem, found)
 
 
-def _leave(problem: Problem, found: Sequence[ComparisonRow]) -> None:
-    """Leave with the code that solve has for the problem as given.
-
-    Raises `typer.Exit` if no row is a schedule of it that fits, with 3 where that is proven and 4
-    elsewhere.
-    """
+def _check_found(problem: Problem, found: Sequence[ComparisonRow]) -> None:
+    """Exit as ``optpipe solve`` if no row is a schedule of the problem as given that fits."""
     from optpipe_solver.compare import AS_GIVEN
     from optpipe_solver.feasibility import feasibility
 
@@ -125,15 +117,14 @@ def _leave(problem: Problem, found: Sequence[ComparisonRow]) -> None:
         return
     missing = feasibility(problem).message
     if missing:
-        stderr().print(f"infeasible: {missing}", markup=False, soft_wrap=True)
-        raise typer.Exit(INFEASIBLE)
+        raise nothing_found("infeasible", missing)
     stderr().print("no method has a schedule of this problem that fits; allow more time")
     raise typer.Exit(NOTHING_FOUND)
 
 
 @contextmanager
 def _progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Say what goes on: with a clock and what was done last on a terminal, once elsewhere."""
+    """Show a clock and the last finished row on a terminal; elsewhere print the text once."""
     console = stderr()
     if not console.is_terminal:
         console.print(text, markup=False)
@@ -150,9 +141,10 @@ def _progress(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda done: shown.update(task, done=f"done: {done}")
 
 
-def _show(console: Console, rows: Rows) -> None:
-    # Narrower, names would be cut to a few letters a line; files and pipes count as 80 columns.
-    console.width = max(console.width, _LEAST_WIDTH)
+def _show(rows: Rows) -> None:
+    console = stdout()
+    # Files and pipes have 80 columns, where names would be cut to a few letters a line.
+    console.width = max(console.width, _MIN_WIDTH)
     present = [row for row in rows if is_present(row)]
     if present:
         console.print(_table(present))
@@ -170,7 +162,7 @@ def _show(console: Console, rows: Rows) -> None:
 
 
 def _table(rows: Rows) -> Table:
-    """Return the table; the name of a method is the one thing that may wrap."""
+    """Return the table; only the names of methods wrap."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     columns = comparison_columns(rows)
     for column in columns:
@@ -181,7 +173,7 @@ def _table(rows: Rows) -> Table:
             no_wrap=not is_name,
             overflow="fold" if is_name else "ellipsis",
         )
-    # A blank before the plus lets a long name break there instead of in a word.
+    # A blank before the plus lets a long name break there.
     cells = [
         [cell.replace("+", " +") if at == 0 else cell for at, cell in enumerate(row)]
         for row in zip(*(column.cells for column in columns), strict=True)

@@ -1,10 +1,8 @@
-"""What all commands share: consoles, exit codes, Ctrl-C, extras; how results are shown; files.
-
-No file is lost, and what took long is kept where it cannot be written.
-"""
+"""Shared parts of the commands: consoles, exit codes, Ctrl-C, options, results and files."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -15,7 +13,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe.check import check
-from optpipe.errors import IllegalScheduleError, InputError, MissingExtraError
+from optpipe.errors import InputError, MissingExtraError
 from optpipe.evaluate import verify
 from optpipe.formats.exports import dump_csv, load_csv
 from optpipe.formats.json import dump_schedule, load_problem, load_schedule, read_text
@@ -49,78 +47,78 @@ if TYPE_CHECKING:
 __all__ = [
     "BAD_INPUT",
     "DEFAULT_URL",
+    "FAILURE",
     "INFEASIBLE",
     "INTERRUPTED",
-    "MOST_DRAWN",
+    "MAX_DRAWN",
     "NOTHING_FOUND",
     "PIPE",
-    "WORLD",
     "ApiKey",
     "AsJson",
-    "Follow",
     "JobId",
-    "LinkLatency",
-    "LinkRate",
     "Output",
     "ProblemFile",
     "ProblemOut",
     "ScheduleFile",
     "Url",
     "baseline_programs",
-    "check_apart",
-    "check_schedule_file",
-    "check_writable",
+    "check_outputs",
+    "check_schedule_name",
     "gap_text",
-    "in_file",
     "interruptible",
     "load_programs",
+    "name_file",
     "needs_extra",
     "nothing_found",
     "number_table",
+    "output_option",
     "print_error",
+    "print_json",
     "progress_line",
     "read_input",
     "read_problem",
     "read_programs",
-    "rescued",
-    "results",
-    "say_written",
+    "remaining_s",
+    "report_written",
+    "rescue_text",
+    "result_console",
     "searching",
     "show_schedule",
     "stderr",
     "stdout",
+    "stopped_by_user",
     "text_table",
     "warn",
-    "warn_of_links",
     "write_file",
+    "write_output",
     "write_schedule",
 ]
 
 
-WORLD, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
+FAILURE, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
 INTERRUPTED = 130
-# Unicode has pictures of the first and of DEL; of the others there are none.
-_SHOWN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_SHOWN |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+# Unicode has pictures of C0 control characters and of DEL, and none of C1.
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 PIPE = Path("-")
-"""Instead of a file's name: standard input, or standard output."""
+"""File name that means standard input or standard output."""
 
 
 class _Console(Console):
-    """Shows control characters and leaves them to no terminal: names may be anybody's.
+    """A console that prints control characters as visible text: names are untrusted input.
 
-    Through a pipe as well, at whose end may be a terminal (`less -R`, the log of a CI). Only `out`
-    gives a program the data as they are.
+    The same holds for a pipe, because a terminal may be at its end (`less -R`, a CI log). Only
+    `out` leaves data for programs unchanged.
     """
 
     _is_data = False
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; a table that does not fit is wider than the console before a number is cut."""
+        """Print; widen the console for a table whose numbers do not fit."""
         width = self.width
         tables = (thing for thing in objects if isinstance(thing, Table))
-        self.width = max(width, *(_least_width(self, table) for table in tables), 0)
+        self.width = max(width, *(_min_width(self, table) for table in tables), 0)
         try:
             super().print(*objects, **options)
         finally:
@@ -135,19 +133,19 @@ class _Console(Console):
             self._is_data = False
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as text; here, so that tables know how wide it will be."""
-        return super().render_str(self._shown(text), **options)
+        """Return a string as text; replaced here so that tables measure what is printed."""
+        return super().render_str(self._replace_controls(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Give the pieces of anything that is printed; not those that rich itself commands."""
+        """Yield the segments of a renderable; rich's own control segments are kept."""
         for segment in super().render(renderable, options):
-            shown = segment.text if segment.control else self._shown(segment.text)
-            yield Segment(shown, segment.style, segment.control)
+            text = segment.text if segment.control else self._replace_controls(segment.text)
+            yield Segment(text, segment.style, segment.control)
 
-    def _shown(self, text: str) -> str:
-        return text if self._is_data else text.translate(_SHOWN)
+    def _replace_controls(self, text: str) -> str:
+        return text if self._is_data else text.translate(_VISIBLE)
 
 
 def stdout() -> Console:
@@ -160,29 +158,38 @@ def stderr() -> Console:
     return _Console(stderr=True, highlight=False)
 
 
+def result_console(output: Path | None) -> Console:
+    """Return the console for results: standard output, unless the output file is written there."""
+    return stderr() if output == PIPE else stdout()
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON on standard output."""
+    stdout().out(json.dumps(value, indent=2), highlight=False)
+
+
 def print_error(error: OptPipeError) -> None:
-    """Print what went wrong, with marked cells of a grid in red."""
+    """Print an error message, with the marked cells of a grid in red."""
     text = Text(str(error))
     text.highlight_regex(r">>[^<]+<<", "bold red")
-    console = stderr()
-    console.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+    stderr().print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
-_LEAST_TEXT = 12
+_MIN_TEXT_WIDTH = 12
 
 
-def _least_width(console: Console, table: Table) -> int:
-    """Return how wide a table must be for columns that do not wrap: numbers, and what is drawn."""
+def _min_width(console: Console, table: Table) -> int:
+    """Return the width that a table needs for its columns that do not wrap."""
     wide, (_, right, _, left) = console.options.update(width=10_000), table.padding
     needed = 0
     for column in table.columns:
         size = measure_renderables(console, wide, [column.header, *column.cells])
-        needed += size.maximum if column.no_wrap else min(size.minimum, _LEAST_TEXT)
+        needed += size.maximum if column.no_wrap else min(size.minimum, _MIN_TEXT_WIDTH)
     return needed + (left + right) * len(table.columns)
 
 
 def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
-    """Return a table without lines: columns of texts, which wrap, then of numbers, by names."""
+    """Return a table without lines: columns of text that wrap, then columns of numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in texts:
         table.add_column(name, overflow="fold")
@@ -193,10 +200,7 @@ def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Turn the absence of an extra's package into the pip command that installs it.
-
-    Raises `MissingExtraError` if a package of the extra is not installed.
-    """
+    """Turn a missing package of an extra into a `MissingExtraError` with the pip command."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -214,31 +218,49 @@ _SAME_INTERRUPT_S = 1.0
 
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """Let a first Ctrl-C ask for the best so far, and a second one end the program.
+    """Set the event on the first Ctrl-C, to keep the best so far; the second ends the program.
 
-    What comes within a second of the first is the same one: `timeout` signals a process, and then
-    its group.
+    Signals within a second of the first are ignored: `timeout` signals a process and its group.
     """
     stop = Event()
     first_s = math.inf
 
-    def ask(_number: int, _frame: object) -> None:
+    def request_stop(_number: int, _frame: object) -> None:
         nonlocal first_s
         if time.monotonic() > first_s + _SAME_INTERRUPT_S:
             raise KeyboardInterrupt
         first_s = min(first_s, time.monotonic())
         stop.set()
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, request_stop)
     try:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-# --- Arguments and options that several commands have in common.
+def stopped_by_user(what: str) -> typer.Exit:
+    """Print what an interrupted command did not reach; return its exit."""
+    stderr().print(f"stopped by Ctrl-C; {what} that were not reached are missing")
+    return typer.Exit(INTERRUPTED)
+
+
+def nothing_found(state: str, reason: str) -> typer.Exit:
+    """Print why there is no schedule; return the command's exit."""
+    text = Text.assemble((f"{state}:", "bold red"), f" {reason}")
+    stderr().print(text, soft_wrap=True)
+    return typer.Exit(INFEASIBLE if state == "infeasible" else NOTHING_FOUND)
+
+
+# --- Arguments and options that several commands have.
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def output_option(help_text: str, metavar: str = "FILE") -> Any:
+    """Return the option ``-o``."""
+    return typer.Option("--output", "-o", metavar=metavar, help=help_text)
+
 
 ProblemFile = Annotated[
     Path,
@@ -246,28 +268,13 @@ ProblemFile = Annotated[
         metavar="PROBLEM", help="Problem file (optpipe/problem/v1, JSON); - is standard input."
     ),
 ]
-ProblemOut = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the problem here.")
-]
+ProblemOut = Annotated[Path | None, output_option("Write the problem here.")]
 ScheduleFile = Annotated[
     Path, typer.Argument(metavar="SCHEDULE", help="Schedule file, JSON or CSV.")
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Write the schedule here: .csv is CSV, else JSON; - is standard output.",
-    ),
-]
-LinkLatency = Annotated[
-    float | None,
-    typer.Option("--link-latency-ms", metavar="X", help="Of links that were not measured."),
-]
-LinkRate = Annotated[
-    float | None,
-    typer.Option("--link-gb-per-s", metavar="X", help="Of links that were not measured."),
+    output_option("Write the schedule here: .csv is CSV, else JSON; - is standard output."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Url = Annotated[
@@ -278,48 +285,42 @@ ApiKey = Annotated[
     typer.Option(
         envvar="OPTPIPE_API_KEY",
         metavar="KEY",
-        help="What the service asks for, where others can reach it.",
+        help="API key, if the service requires one.",
         show_envvar=True,
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printed.")]
-Follow = Annotated[
-    bool, typer.Option("--follow", help="Wait for the end, printing every improvement.")
-]
 
+
+# --- Results.
 
 _SHOWN_DEVICES = 16
 _SHOWN_WARNINGS = 2
-MOST_DRAWN = 50_000
-"""Actions up to which a result is drawn: picture, table and 1F1B beside it take 40 us for each."""
+MAX_DRAWN = 50_000
+"""Maximum number of actions that a result draws: each takes 40 us, with table and 1F1B."""
 
 
 def show_schedule(
     console: Console, problem: Problem, schedule: Schedule, baseline: Programs | None
 ) -> None:
-    """Print the picture and, below it, the numbers, beside those of 1F1B where they are given.
+    """Print the picture and the numbers of a schedule, next to those of 1F1B if given.
 
-    Of more than 50,000 actions the numbers alone, so that a solve ends with its time limit.
+    Above `MAX_DRAWN` actions print the numbers only, so that a solve ends with its time limit.
     """
     name = " - ".join(part for part in (problem.name, schedule.provenance.method) if part)
-    if (count := sum(map(len, schedule.programs))) > MOST_DRAWN:
-        left_out = f"{name}: {count:,} actions are not drawn; optpipe plot does it"
+    if (count := sum(map(len, schedule.programs))) > MAX_DRAWN:
+        left_out = f"{name}: {count:,} actions are not drawn; use optpipe plot"
         console.print(left_out, markup=False)
         baseline = None
     else:
         console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))
     console.print()
     console.print(number_table(problem, schedule.programs, schedule, baseline))
-    warn_of_links(problem, schedule.makespan_ms)
-
-
-def warn_of_links(problem: Problem, makespan_ms: float) -> None:
-    """Say on standard error which links could not deliver within a makespan in ms."""
-    warn("links", link_warnings(problem, makespan_ms))
+    warn("links", link_warnings(problem, schedule.makespan_ms))
 
 
 def warn(what: str, sentences: Sequence[str]) -> None:
-    """Print warnings on standard error: two, and how many more of the same there are."""
+    """Print the first two warnings on standard error, and the number of the others."""
     for sentence in sentences[:_SHOWN_WARNINGS]:
         stderr().print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
     if (more := len(sentences) - _SHOWN_WARNINGS) > 0:
@@ -327,9 +328,9 @@ def warn(what: str, sentences: Sequence[str]) -> None:
 
 
 def baseline_programs(problem: Problem) -> Programs | None:
-    """Return 1F1B's programs, over the memory limit or not; None where it does not apply.
+    """Return 1F1B's programs, possibly over the memory limit; None where it does not apply.
 
-    Slices have none: the last of a sample goes back first.
+    It does not apply to slices, because the last slice of a sample goes backward first.
     """
     from optpipe_solver.families.classic import build_one_f_one_b
     from optpipe_solver.families.common import NotApplicable
@@ -345,24 +346,18 @@ def baseline_programs(problem: Problem) -> Programs | None:
 def number_table(
     problem: Problem, programs: Programs, schedule: Schedule | None, baseline: Programs | None
 ) -> Table:
-    """Return the table: one row per number, one column per schedule.
+    """Return a table with a row per number and a column per schedule.
 
-    What a schedule says of itself is taken from it: it was judged when it was solved, or verified
-    when it was read, and simulating it once more takes seconds where programs are long.
+    The numbers of ``schedule`` are its own: they were checked when it was solved or read, and
+    another simulation of long programs takes seconds.
     """
     table = Table(box=None, pad_edge=False, show_header=baseline is not None)
     table.add_column("")
     table.add_column("this schedule", justify="right")
+    columns = [_numbers(problem, programs, schedule)]
     if baseline is not None:
         table.add_column("1F1B", justify="right")
-    if schedule is None:
-        known = _measured(problem, programs)
-    else:
-        peaks = schedule.peak_bytes[:_SHOWN_DEVICES]
-        known = _Known(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
-    columns = [_numbers(problem, programs, known)]
-    if baseline is not None:
-        columns.append(_numbers(problem, baseline, _measured(problem, baseline)))
+        columns.append(_numbers(problem, baseline, None))
     for label in columns[0]:
         table.add_row(escape(label), *(column.get(label, "") for column in columns))
         if label == "bubble of the span" and schedule is not None:
@@ -372,68 +367,31 @@ def number_table(
     return table
 
 
-def gap_text(gap: float | None) -> str:
-    """Return a gap for people."""
-    if gap is None:
-        return "unknown"
-    return "0 % (optimal)" if gap <= 1e-6 else format_share(gap)
-
-
-def progress_line(
-    seconds: float, method: str, objective_ms: float | None, bound_ms: float | None
-) -> str:
-    """Return one line about the best known so far."""
-    best = "no schedule yet" if objective_ms is None else f"{format_ms(objective_ms)} ms"
-    bound = "" if bound_ms is None else f"   bound {format_ms(bound_ms)} ms"
-    return f"{seconds:7.1f} s   {best:>14}{bound}   {method}"
-
-
-@contextmanager
-def searching(text: str) -> Iterator[dict[str, Any]]:
-    """Give a solver's arguments that let it print what it finds, and let Ctrl-C stop it."""
-    console = stderr()
-
-    def tell(news: Progress) -> None:
-        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
-        console.print(line, markup=False)
-
-    with interruptible() as stop, console.status(text):
-        yield {"on_progress": tell, "should_stop": stop.is_set}
-
-
-def nothing_found(state: str, reason: str) -> typer.Exit:
-    """Print why there is no schedule; return how the command leaves."""
-    text = Text.assemble((f"{state}:", "bold red"), f" {reason}")
-    stderr().print(text, soft_wrap=True)
-    return typer.Exit(INFEASIBLE if state == "infeasible" else NOTHING_FOUND)
-
-
-class _Known(NamedTuple):
-    """What programs cost: ms, and bytes of the devices that are shown, and of all hosts."""
-
-    makespan_ms: float
-    span_ms: float
-    peak_bytes: tuple[int, ...]
-    host_peak_bytes: dict[str, int]
-
-
-def _measured(problem: Problem, programs: Programs) -> _Known:
-    run = simulate(problem, programs)
-    shown = programs[:_SHOWN_DEVICES]
-    peaks = tuple(device_peak_bytes(problem, device, row) for device, row in enumerate(shown))
-    return _Known(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
-
-
-def _numbers(problem: Problem, programs: Programs, known: _Known) -> dict[str, str]:
+def _numbers(problem: Problem, programs: Programs, schedule: Schedule | None) -> dict[str, str]:
+    """Return label -> text; without a schedule's record the programs are simulated."""
+    if schedule is None:
+        run = simulate(problem, programs)
+        makespan_ms, span_ms = run.makespan_ms, run.span_ms
+        shown = enumerate(programs[:_SHOWN_DEVICES])
+        peaks = tuple(device_peak_bytes(problem, device, program) for device, program in shown)
+        host_peaks = host_peak_bytes(problem, programs)
+    else:
+        makespan_ms, span_ms = schedule.makespan_ms, schedule.span_ms
+        peaks, host_peaks = schedule.peak_bytes[:_SHOWN_DEVICES], schedule.host_peak_bytes
     rows = {
-        "makespan": f"{format_ms(known.makespan_ms)} ms",
-        "span": f"{format_ms(known.span_ms)} ms",
-        "bubble of the makespan": format_share(bubble_rate(problem, known.makespan_ms)),
-        "bubble of the span": format_share(bubble_rate(problem, known.span_ms)),
+        "makespan": f"{format_ms(makespan_ms)} ms",
+        "span": f"{format_ms(span_ms)} ms",
+        "bubble of the makespan": format_share(bubble_rate(problem, makespan_ms)),
+        "bubble of the span": format_share(bubble_rate(problem, span_ms)),
     }
-    for device, peak in enumerate(known.peak_bytes):
-        rows[f"peak memory {problem.devices[device].name}"] = _peak_text(problem, device, peak)
-    for host, peak in known.host_peak_bytes.items():
+    for device, peak in zip(problem.devices, peaks, strict=False):
+        over = peak - device.usable_bytes
+        rows[f"peak memory {device.name}"] = (
+            f"[bold red]{format_bytes(peak)}, {format_bytes(over)} too much[/]"
+            if over > 0
+            else f"{format_bytes(peak)} of {format_bytes(device.usable_bytes)}"
+        )
+    for host, peak in host_peaks.items():
         if peak:
             rows[f"peak memory of host {host}"] = format_bytes(peak)
     for kind, label in ((ActionType.OFFLOAD, "offloaded"), (ActionType.RECOMPUTE, "recomputed")):
@@ -444,72 +402,64 @@ def _numbers(problem: Problem, programs: Programs, known: _Known) -> dict[str, s
     return rows
 
 
-def _peak_text(problem: Problem, device: int, peak: int) -> str:
-    limit = problem.devices[device].usable_bytes
-    if peak > limit:
-        return f"[bold red]{format_bytes(peak)}, {format_bytes(peak - limit)} too much[/]"
-    return f"{format_bytes(peak)} of {format_bytes(limit)}"
+def gap_text(gap: float | None) -> str:
+    """Return a gap as a percentage."""
+    if gap is None:
+        return "unknown"
+    return "0 % (optimal)" if gap <= 1e-6 else format_share(gap)
 
 
-# --- Files that commands read and write.
+def progress_line(
+    seconds: float, method: str, objective_ms: float | None, bound_ms: float | None
+) -> str:
+    """Return one line about the best schedule and bound so far."""
+    best = "no schedule yet" if objective_ms is None else f"{format_ms(objective_ms)} ms"
+    bound = "" if bound_ms is None else f"   bound {format_ms(bound_ms)} ms"
+    return f"{seconds:7.1f} s   {best:>14}{bound}   {method}"
 
+
+@contextmanager
+def searching(text: str) -> Iterator[dict[str, Any]]:
+    """Yield a solver's callbacks: they print improvements, and stop it at Ctrl-C."""
+    console = stderr()
+
+    def print_progress(news: Progress) -> None:
+        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
+        console.print(line, markup=False)
+
+    with interruptible() as stop, console.status(text):
+        yield {"on_progress": print_progress, "should_stop": stop.is_set}
+
+
+def remaining_s(limit_s: float | None, began_s: float) -> float:
+    """Return the time limit less the seconds since ``began_s``; at least half of the limit.
+
+    Reading and imports count, or the command would end late on a busy machine.
+    """
+    limit_s = limit_s or 0.0
+    return max(limit_s / 2, limit_s - (time.monotonic() - began_s))
+
+
+# --- Output files.
 
 _PICTURES = frozenset({".svg", ".png", ".pdf", ".html"})
 
 
-def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Write a schedule; the suffix .csv chooses CSV, any other JSON."""
-    if path.suffix.lower() == ".csv":
-        write_file(path, dump_csv(schedule.programs))
-    else:
-        write_file(path, dump_schedule(schedule))
+def check_outputs(*outputs: Path | None, inputs: Iterable[Path | None] = ()) -> None:
+    """Refuse output files before the work is done.
 
-
-def check_writable(path: Path | None) -> None:
-    """Refuse an output file that cannot be written, before the work for it is done.
-
-    Raises `InputError` if its folder does not exist or may not be written to, or it is a folder
-    itself.
+    Raises `InputError` if a file cannot be written, or would overwrite an input or another output.
     """
-    if path is None or path == PIPE:
-        return
-    folder = path.absolute().parent
-    try:
-        if not folder.is_dir():
-            raise InputError(f"cannot write {path}: there is no folder {folder}; make it first")
-        if path.is_dir():
-            raise InputError(f"cannot write {path}: it is a folder; give a file name in it")
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise InputError(f"cannot write {path}: permission denied; choose another place")
-    except OSError as error:  # a name that is too long
-        raise InputError(f"cannot write {path}: {error.strerror}; choose another name") from None
-
-
-def check_schedule_file(path: Path | None) -> None:
-    """Refuse a file that a schedule cannot be written to, or whose suffix is that of a picture.
-
-    Raises `InputError` as `check_writable`; or if people would take the file for a picture.
-    """
-    check_writable(path)
-    if path is not None and path.suffix.lower() in _PICTURES:
-        raise InputError(
-            f"cannot write a schedule to {path.name}: {path.suffix} is for pictures; write .json "
-            "or .csv, and draw it with optpipe plot"
-        )
-
-
-def check_apart(*outputs: Path | None, inputs: Iterable[Path | None] = ()) -> None:
-    """Refuse an output that would overwrite what the command reads, or another output.
-
-    Raises `InputError` with the file that would be lost.
-    """
-    read = {_place(path) for path in inputs if path is not None and path != PIPE}
+    read = {os.path.realpath(path) for path in inputs if path is not None and path != PIPE}
     written: set[str] = set()
     for path in outputs:
-        # Devices, such as /dev/null, lose nothing.
-        if path is None or (path != PIPE and path.exists() and not path.is_file()):
+        if path is None:
             continue
-        place = _place(path)
+        if path != PIPE:
+            _check_writable(path)
+            if path.exists() and not path.is_file():  # a device, such as /dev/null
+                continue
+        place = os.path.realpath(path)
         if place in read:
             raise InputError(
                 f"cannot write {path}: this command reads it, and it would be lost; give another "
@@ -522,123 +472,108 @@ def check_apart(*outputs: Path | None, inputs: Iterable[Path | None] = ()) -> No
         written.add(place)
 
 
-def _place(path: Path) -> str:
-    return str(path) if path == PIPE else os.path.realpath(path)
+def _check_writable(path: Path) -> None:
+    folder = path.absolute().parent
+    try:
+        if not folder.is_dir():
+            raise InputError(f"cannot write {path}: there is no folder {folder}; make it first")
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder; give a file name in it")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise InputError(f"cannot write {path}: permission denied; choose another place")
+    except OSError as error:  # a name that is too long
+        raise InputError(f"cannot write {path}: {error.strerror}; choose another name") from None
 
 
-def results(output: Path | None) -> Console:
-    """Return the console for what people read: standard output, unless a file goes there."""
-    return stderr() if output == PIPE else stdout()
-
-
-def say_written(path: Path, what: str = "") -> None:
-    """Tell where a file went, if it is one."""
-    if path != PIPE:
-        stderr().print(f"{what} written to {path}".lstrip(), markup=False)
+def check_schedule_name(path: Path | None) -> None:
+    """Refuse a schedule file with the suffix of a picture. Raises `InputError`."""
+    if path is not None and path.suffix.lower() in _PICTURES:
+        raise InputError(
+            f"cannot write a schedule to {path.name}: {path.suffix} is for pictures; write .json "
+            "or .csv, and draw it with optpipe plot"
+        )
 
 
 def write_file(path: Path, text: str) -> None:
     """Write a text file, or standard output.
 
-    A file that stood there is replaced once the new one is whole. Raises `InputError` if it cannot
-    be written; names the place where the text is kept instead.
+    An existing file is replaced only by a complete one. Raises `InputError` if the file cannot be
+    written; the message names a temporary file with the text.
     """
     if path == PIPE:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    place = Path(os.path.realpath(path))
+    part = place.with_name(f".optpipe-{os.getpid()}.part")
     try:
-        _write_whole(path, text)
+        is_other = place.exists() and not (place.is_file() and os.access(place, os.W_OK))
+        if is_other or not os.access(place.parent, os.W_OK):
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            part.write_text(text, encoding="utf-8")
+            if place.exists():
+                shutil.copymode(place, part)
+            part.replace(place)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
-        fix = rescued(path, text)
+        fix = rescue_text(path, text)
         raise InputError(f"cannot write {path}: {error.strerror}; {fix}") from None
 
 
-def _write_whole(path: Path, text: str) -> None:
-    place = Path(os.path.realpath(path))
-    is_other = place.exists() and not (place.is_file() and os.access(place, os.W_OK))
-    if is_other or not os.access(place.parent, os.W_OK):
-        path.write_text(text, encoding="utf-8")
-        return
-    part = place.with_name(f".optpipe-{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        if place.exists():
-            shutil.copymode(place, part)
-        part.replace(place)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def rescued(path: Path, text: str) -> str:
-    """Keep a text whose file cannot be written, for it may have taken hours; say where."""
+def rescue_text(path: Path, text: str) -> str:
+    """Write a text that may have taken hours to a temporary file; return a hint with its name."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", prefix="optpipe-", suffix=path.suffix, delete=False
-        ) as kept:
-            kept.write(text)
+        ) as file:
+            file.write(text)
     except OSError:
         return "check the path"
-    return f"its text is in {kept.name}: move it, or check the path"
+    return f"its text is in {file.name}: move it, or check the path"
 
 
-# --- What commands read: problems and schedules, from files or standard input.
+def report_written(path: Path, what: str = "") -> None:
+    """Print on standard error where a file was written."""
+    if path != PIPE:
+        stderr().print(f"{what} written to {path}".lstrip(), markup=False)
+
+
+def write_output(path: Path, text: str, what: str = "") -> None:
+    """Write a file as `write_file` and report it."""
+    write_file(path, text)
+    report_written(path, what)
+
+
+def write_schedule(schedule: Schedule, path: Path, what: str = "") -> None:
+    """Write a schedule and report it; the suffix .csv selects CSV, any other JSON."""
+    is_csv = path.suffix.lower() == ".csv"
+    text = dump_csv(schedule.programs) if is_csv else dump_schedule(schedule)
+    write_output(path, text, what)
+
+
+# --- Input files.
+
+
+@contextmanager
+def name_file(path: Path) -> Iterator[None]:
+    """Put the name of a file in front of the messages of its errors."""
+    try:
+        yield
+    except InputError as error:
+        if str(path) not in str(error):
+            error.args = (f"{path}: {error}",)
+        raise
 
 
 def read_input(path: Path) -> str:
-    """Return the text of a file, or of standard input."""
-    return _piped() if path == PIPE else read_text(path)
+    """Return the text of a file, or of standard input. Raises `InputError`."""
+    return _read_stdin() if path == PIPE else read_text(path)
 
 
-def read_problem(path: Path) -> Problem:
-    """Return the problem of a file, or of standard input; errors name the file."""
-    try:
-        return load_problem(read_input(path))
-    except InputError as error:
-        raise in_file(path, error) from None
-
-
-def read_programs(problem: Problem, path: Path) -> tuple[Programs, Schedule | None]:
-    """Return legal programs of a JSON or CSV file, and the schedule record where there is one.
-
-    Raises `InputError` if the file is no schedule, not of this problem, or illegal; names the file.
-    """
-    programs, schedule = load_programs(path)
-    try:
-        if schedule is None:
-            check(problem, programs)
-        else:
-            verify(problem, schedule)
-    except IllegalScheduleError as error:
-        raise IllegalScheduleError(f"{path}: {error}", error.violations) from None
-    except InputError as error:
-        raise in_file(path, error) from None
-    return programs, schedule
-
-
-def load_programs(path: Path) -> tuple[Programs, Schedule | None]:
-    """Return what a schedule file holds, legal or not, and the record where it is JSON.
-
-    Raises `InputError` if the file is no schedule; names the file.
-    """
-    if path == PIPE:
-        raise InputError("- is for problems: schedules are read from files; give a file's name")
-    text = read_text(path)
-    try:
-        if _is_csv(path, text):
-            return load_csv(text), None
-        schedule = load_schedule(text)
-    except InputError as error:
-        raise in_file(path, error) from None
-    return schedule.programs, schedule
-
-
-def _is_csv(path: Path, text: str) -> bool:
-    suffix = path.suffix.lower()
-    return suffix == ".csv" or (suffix != ".json" and not text.lstrip().startswith("{"))
-
-
-def _piped() -> str:
+def _read_stdin() -> str:
     if sys.stdin.isatty():
         raise InputError(
             "- reads standard input, and nothing is piped into it; "
@@ -652,8 +587,37 @@ def _piped() -> str:
         ) from None
 
 
-def in_file(path: Path, error: InputError) -> InputError:
-    """Return the error with the name of the file in front, unless its message has it."""
-    if str(path) in str(error):
-        return error
-    return type(error)(f"{path}: {error}")
+def read_problem(path: Path) -> Problem:
+    """Return the problem of a file, or of standard input. Raises `InputError`."""
+    with name_file(path):
+        return load_problem(read_input(path))
+
+
+def read_programs(problem: Problem, path: Path) -> tuple[Programs, Schedule | None]:
+    """Return the legal programs of a JSON or CSV file, and the record of a JSON file.
+
+    Raises `InputError` if the file is no schedule, is for another problem, or is illegal.
+    """
+    programs, schedule = load_programs(path)
+    with name_file(path):
+        if schedule is None:
+            check(problem, programs)
+        else:
+            verify(problem, schedule)
+    return programs, schedule
+
+
+def load_programs(path: Path) -> tuple[Programs, Schedule | None]:
+    """Return the programs of a schedule file, legal or not, and the record of a JSON file.
+
+    Raises `InputError` if the file is no schedule.
+    """
+    if path == PIPE:
+        raise InputError("- is for problems: schedules are read from files; give a file's name")
+    text = read_text(path)
+    suffix = path.suffix.lower()
+    with name_file(path):
+        if suffix == ".csv" or (suffix != ".json" and not text.lstrip().startswith("{")):
+            return load_csv(text), None
+        schedule = load_schedule(text)
+    return schedule.programs, schedule

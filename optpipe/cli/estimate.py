@@ -1,4 +1,4 @@
-"""``optpipe estimate``: a problem from a model's name and an accelerator's, nothing measured."""
+"""``optpipe estimate``: a problem from the names of a model and an accelerator, unmeasured."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.console import (
-    check_apart,
-    check_writable,
-    in_file,
-    results,
-    say_written,
+    check_outputs,
+    name_file,
+    output_option,
+    result_console,
     stdout,
     text_table,
     warn,
-    write_file,
+    write_output,
 )
-from optpipe.cli.options import OptionsOf, flags_of, takes
+from optpipe.cli.options import RequestBuilder, flags_of, takes
 from optpipe.errors import InputError
 from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
@@ -42,34 +41,30 @@ if TYPE_CHECKING:
 __all__ = ["estimate_problem", "read_config"]
 
 
-_LEAST_WIDTH = 130
-_LEAST_SHARE = 0.005
+_MIN_WIDTH = 130
+_MIN_SHARE = 0.005
 _SHOWN_STAGES = 64
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return the fields of a request that a Hugging Face config.json gives.
+    """Return the request's fields of a Hugging Face config.json.
 
-    The model is named after the file, or after its folder. Raises `InputError` if the file is no
-    JSON object.
+    The model is named after the file, or after the folder of a config.json. Raises `InputError` if
+    the file is no JSON object.
     """
     file = Path(path)
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
-    try:
+    with name_file(file):
         config = parse_json(read_text(file), takes_constants=True)
-    except InputError as error:
-        raise in_file(file, error) from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: config: must be a JSON object; give a model's config.json")
     return {"config": config, "name": name[:80]}
 
 
 def _read_lengths(path: str) -> dict[str, Any]:
-    """Return the lengths of a file: for each micro-batch a length, or a list of lengths."""
-    try:
+    """Return the request's fields of a file with a length, or lengths, for each micro-batch."""
+    with name_file(Path(path)):
         found = parse_json(read_text(Path(path)))
-    except InputError as error:
-        raise in_file(Path(path), error) from None
     listed = found if isinstance(found, list) else []
     batches = [one if isinstance(one, list) else [one] for one in listed]
     if not batches or not all(type(n) is int for one in batches for n in one):
@@ -86,16 +81,13 @@ def _read_lengths(path: str) -> dict[str, Any]:
     readers={"config": read_config, "lengths": _read_lengths},
 )
 def estimate_problem(
-    given: OptionsOf[EstimateRequest],
+    builder: RequestBuilder[EstimateRequest],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the problem here; - is standard output."
-        ),
+        Path | None, output_option("Write the problem here; - is standard output.")
     ] = None,
     model_json: Annotated[
         bool,
-        typer.Option("--model-json", help="Write the layers, uncut, for optpipe plan instead."),
+        typer.Option("--model-json", help="Write the uncut layers for optpipe plan instead."),
     ] = False,
     list_all: Annotated[
         bool, typer.Option("--list", help="Print every model and accelerator, with sources.")
@@ -103,9 +95,9 @@ def estimate_problem(
 ) -> None:
     """Estimate a problem from a model and an accelerator.
 
-    Times, bytes and rates follow from sizes and data sheets, by formulas with sources; nothing is
-    measured. Layers are cut so that the slowest stage is as fast as can be, embedding and head
-    counted.
+    Durations, bytes and bandwidths are computed from sizes and data sheets, by formulas with
+    sources; nothing is measured. The cut makes the slowest stage as fast as possible, including
+    embedding and head.
 
     \b
     Examples:
@@ -124,9 +116,8 @@ def estimate_problem(
     if list_all:
         _show_catalogue(stdout())
         return
-    check_writable(output)
-    check_apart(output, inputs=given.files)
-    request = given()
+    check_outputs(output, inputs=builder.files)
+    request = builder.build()
     if model_json and (request.slices > 1 or request.lengths):
         name = "--lengths" if request.lengths else f"--slices {request.slices}"
         raise InputError(
@@ -134,14 +125,15 @@ def estimate_problem(
             "one out"
         )
     found = request.estimate()
-    _show(results(output), request, found)
-    if output is not None:
-        write_file(output, dump_model(found.model) if model_json else dump_problem(found.problem))
-        say_written(output, "model" if model_json else "problem")
+    _show(result_console(output), request, found)
+    if output is not None and model_json:
+        write_output(output, dump_model(found.model), "model")
+    elif output is not None:
+        write_output(output, dump_problem(found.problem), "problem")
 
 
 def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
-    console.width = max(console.width, _LEAST_WIDTH)
+    console.width = max(console.width, _MIN_WIDTH)
     shape = request.shape
     parameters = total_parameters(shape) / 1e9
     titles = " and ".join(kind.hardware.title for kind in request.gpus)
@@ -179,7 +171,7 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
 
 
 def _pairs_line(problem: Problem) -> str:
-    """Say how many pairs are listed, and the most that one hides of the two passes' time."""
+    """Return the number of pairs, and the duration of the pair that hides the most."""
     most = max(problem.pairs, key=lambda pair: pair.hidden_ms)
     stage = problem.stages[most.backward]
     back = stage.fused_backward_ms if most.with_ == "B" else stage.backward_input_ms
@@ -191,7 +183,7 @@ def _pairs_line(problem: Problem) -> str:
 
 
 def _step_lines(found: Estimate) -> Iterator[str]:
-    """Yield what a step takes, and how far such estimates were from published runs."""
+    """Yield the duration of a step, and the error of such estimates on published runs."""
     step, error = found.step, found.error
     interleaved = "interleaved " if len(found.sizes) > len(found.problem.devices) else ""
     yield (
@@ -215,7 +207,7 @@ def _step_lines(found: Estimate) -> Iterator[str]:
 
 
 def _spent_line(step: StepEstimate) -> str:
-    """Return where the time of the rank that decides goes, largest first."""
+    """Return the shares of the slowest rank's step, largest first."""
     parts = {
         **step.spent._asdict(),
         "idle": step.idle_ms,
@@ -225,7 +217,7 @@ def _spent_line(step: StepEstimate) -> str:
     }
     shares = sorted(((ms / step.step_ms, name) for name, ms in parts.items()), reverse=True)
     return "of it: " + ", ".join(
-        f"{name} {format_share(share)}" for share, name in shares if share >= _LEAST_SHARE
+        f"{name} {format_share(share)}" for share, name in shares if share >= _MIN_SHARE
     )
 
 
@@ -253,7 +245,7 @@ def _stage_table(found: Estimate) -> Table:
 
 
 def _menu_table(problem: Problem) -> Table:
-    """Return the menu of the middle stage: those of other stages differ by embedding and head."""
+    """Return the menu of the middle stage; others differ by embedding and head."""
     index = len(problem.stages) // 2
     table = text_table("left by F", "offload", "stays", "in backward", "again ms",
                        texts=("stage", "mode"))  # fmt: skip
@@ -266,7 +258,7 @@ def _menu_table(problem: Problem) -> Table:
 
 
 def _show_catalogue(console: Console) -> None:
-    console.width = max(console.width, _LEAST_WIDTH)
+    console.width = max(console.width, _MIN_WIDTH)
     models = text_table("parameters", "layers", "hidden", texts=("model",))
     models.add_column("source", overflow="fold")
     for shape in MODELS.values():
@@ -285,7 +277,7 @@ def _show_catalogue(console: Console) -> None:
 
 
 def _costs_line(problem: Problem) -> str:
-    """Say how many micro-batches have each cost, and what F, I and W of one take together."""
+    """Return the number of micro-batches of each cost, and the duration of F, I and W together."""
     many = Counter(problem.cost_of)
     counts = ", ".join(
         f"{many[cost]} of {format_ms(sum(stage.under(cost).busy_ms for stage in problem.stages))}"

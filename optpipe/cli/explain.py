@@ -1,8 +1,7 @@
-"""``optpipe explain``: what limits a schedule, why it offloads, and what more would buy."""
+"""``optpipe explain`` and ``diff``: what limits a schedule, and what changed between two."""
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,34 +9,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.console import (
-    INTERRUPTED,
     PIPE,
     AsJson,
     ProblemFile,
     ScheduleFile,
-    check_writable,
+    check_outputs,
     interruptible,
     load_programs,
     needs_extra,
+    output_option,
+    print_json,
     read_problem,
     read_programs,
+    report_written,
     stderr,
     stdout,
+    stopped_by_user,
     write_file,
-    write_schedule,
 )
-from optpipe.cli.options import OptionsOf, takes
+from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError, MissingExtraError
-from optpipe.formats.json import dump_problem, read_text
+from optpipe.formats.json import dump_problem, dump_schedule, read_text
 from optpipe.requests import SearchOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe.explain import Cost, Explanation, ProblemDifference, ScheduleDifference
+    from optpipe.explain import Cost, ProblemDifference, ScheduleDifference
     from optpipe.explain.what_if import Unasked
     from optpipe.problem import Problem
-    from optpipe.schedule import Programs, Schedule
+    from optpipe.schedule import Programs
     from optpipe_solver.compare import WhatIf
 
 __all__ = ["DIFFERENT", "diff", "explain"]
@@ -48,7 +49,7 @@ _TITLES = {
     "length": "Length",
     "critical path": "Critical path (start in ms, what, how long)",
     "lanes": "Lanes",
-    "pairs": "What hides behind what",
+    "pairs": "Pairs that hide time",
     "slack": "Slack (alone, before the step is longer)",
     "memory": "Memory",
     "idle": "Idle",
@@ -57,7 +58,7 @@ _TITLES = {
     "mode": "Why it does not keep",
 }
 
-AskWhatIf = Annotated[
+WithWhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
@@ -67,29 +68,25 @@ AskWhatIf = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="DIR",
-        help="Write problem and schedule of each what-if into this folder.",
-    ),
+    output_option("Write problem and schedule of each what-if into this folder.", metavar="DIR"),
 ]
 
 
 @takes(SearchOptions, defaults={"time_limit_s": 10.0, "threads": 2})
 def explain(
-    given: OptionsOf[SearchOptions],
+    builder: RequestBuilder[SearchOptions],
     problem_file: ProblemFile,
     schedule_file: ScheduleFile,
-    what_if: AskWhatIf = False,
+    what_if: WithWhatIf = False,
     as_json: AsJson = False,
     output: Folder = None,
 ) -> None:
-    """Say in words what limits a schedule, and why it offloads.
+    """Explain what limits a schedule, and why it offloads.
 
-    The critical path, how much each lane is used, memory left, idle time by cause, and what would
-    not fit without each offload. With --what-if: what a little more would buy, each solved for
-    --time-limit seconds and measured against the same search without the change.
+    The report has the critical path, the use of each lane, free memory and idle time by cause. For
+    each offload it shows what would not fit without it. --what-if adds the gain of a little more
+    memory, bandwidth or micro-batches. Each is solved for --time-limit seconds and compared with
+    the same search without the change.
 
     \b
     Examples:
@@ -101,41 +98,32 @@ def explain(
         raise InputError("-o DIR is for what --what-if finds; add --what-if, or leave -o out")
     problem = read_problem(problem_file)
     programs, schedule = read_programs(problem, schedule_file)
-    folder = None if output is None else _made_folder(output, (problem_file, schedule_file))
-    explanation = _explain(problem, programs, schedule)
+    if output is not None:
+        _make_folder(output, (problem_file, schedule_file))
+    from optpipe.explain import explain as explain_programs
+
+    bound_ms = None if schedule is None else schedule.bound_ms
+    explanation = explain_programs(problem, programs, bound_ms=bound_ms)
     if not as_json:
-        _show_explanation(explanation)
+        for topic, sentences in groupby(explanation.sentences, key=lambda one: one.topic):
+            stdout().print(_TITLES[topic], style="bold")
+            for sentence in sentences:
+                stdout().print(f"  {sentence.text}", markup=False, soft_wrap=True)
     document = explanation.model_dump(mode="json")
     with interruptible() as stop:
         if what_if:
-            options = given().model_dump()
-            answers = _ask(
+            options = builder.build().model_dump()
+            answers = _solve_what_ifs(
                 problem, programs, explanation.length_ms, should_stop=stop.is_set, **options
             )
-            document["what_if"] = [_tell(answer, folder, as_json) for answer in answers]
+            document["what_if"] = [_report(answer, output, as_json) for answer in answers]
     if as_json:
-        stdout().out(json.dumps(document, indent=2), highlight=False)
+        print_json(document)
     if stop.is_set():
-        stderr().print("stopped by Ctrl-C; questions that were not reached are missing")
-        raise typer.Exit(INTERRUPTED)
+        raise stopped_by_user("what-ifs")
 
 
-def _explain(problem: Problem, programs: Programs, schedule: Schedule | None) -> Explanation:
-    from optpipe.explain import explain as explain_programs
-
-    bound = None if schedule is None else schedule.bound_ms
-    return explain_programs(problem, programs, bound_ms=bound)
-
-
-def _show_explanation(explanation: Explanation) -> None:
-    console = stdout()
-    for topic, sentences in groupby(explanation.sentences, key=lambda sentence: sentence.topic):
-        console.print(_TITLES[topic], style="bold")
-        for sentence in sentences:
-            console.print(f"  {sentence.text}", markup=False, soft_wrap=True)
-
-
-def _ask(
+def _solve_what_ifs(
     problem: Problem, programs: Programs, objective_ms: float, **options: Any
 ) -> Iterator[WhatIf | Unasked]:
     with needs_extra("solver"):
@@ -143,7 +131,7 @@ def _ask(
 
         answers = what_if(problem, programs, objective_ms, **options)
     while True:
-        # Not while an answer is printed: both would write on the same line of a terminal.
+        # Only while solving: the status and an answer would share a line of the terminal.
         with stderr().status("solving"):
             answer = next(answers, None)
         if answer is None:
@@ -151,47 +139,44 @@ def _ask(
         yield answer
 
 
-def _tell(answer: WhatIf | Unasked, folder: Path | None, as_json: bool) -> dict[str, Any]:
-    """Print an answer as soon as it is there, write its files, and return it as JSON."""
-    console = stdout()
+def _report(answer: WhatIf | Unasked, folder: Path | None, as_json: bool) -> dict[str, Any]:
+    """Print an answer and write its files; return it as JSON."""
     if not as_json:
         if answer.name == "as-it-is":
-            console.print("What if", style="bold")
-        console.print(f"  {answer.sentence()}", markup=False, soft_wrap=True)
+            stdout().print("What if", style="bold")
+        stdout().print(f"  {answer.sentence()}", markup=False, soft_wrap=True)
     schedule, problem = getattr(answer, "schedule", None), getattr(answer, "problem", None)
     if folder is not None and schedule is not None and problem is not None:
         write_file(folder / f"{answer.name}.problem.json", dump_problem(problem))
-        write_schedule(schedule, folder / f"{answer.name}.schedule.json")
-        stderr().print(f"written to {folder / answer.name}.*.json", markup=False)
+        write_file(folder / f"{answer.name}.schedule.json", dump_schedule(schedule))
+        report_written(folder / f"{answer.name}.*.json")
     return answer.as_json()
 
 
-def _made_folder(path: Path, inputs: tuple[Path, ...]) -> Path:
-    """Return a folder that exists and can be written to.
+def _make_folder(path: Path, inputs: tuple[Path, ...]) -> None:
+    """Make a folder for answers.
 
-    Raises `InputError` if there is none and none can be made, or an input lies in it under the name
-    of an answer.
+    Raises `InputError` if it cannot be made, or if an answer could overwrite an input in it.
     """
     for file in inputs:
         if file.name.endswith(_ANSWERS) and file.resolve().parent == path.resolve():
             raise InputError(
-                f"-o {path}: {file.name} lies there, may be the name of an answer, and would be "
-                "lost; choose another folder"
+                f"-o {path}: {file.name} is there, and an answer could overwrite it; choose "
+                "another folder"
             )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make folder {path}: {error.strerror}; choose another") from None
-    check_writable(path / "problem.json")
-    return path
+    check_outputs(path / "problem.json")
 
 
-# --- ``optpipe diff``: what changed between two schedules or two problems, and what it cost.
+# --- ``optpipe diff``: what changed between two schedules or two problems, in ms and bytes.
 
 DIFFERENT = 1
-"""The exit code where something changed, as that of diff(1)."""
+"""Exit code if something changed, as of diff(1)."""
 
-_ALWAYS = ("makespan", "span")
+_ALWAYS_SHOWN = ("makespan", "span")
 _PROBLEM_FORMAT = '"optpipe/problem/'
 
 Before = Annotated[
@@ -205,8 +190,7 @@ TheirProblem = Annotated[
     Path | None,
     typer.Argument(
         metavar="PROBLEM",
-        help="The problem of both schedules: then they are checked, and what changed is told in "
-        "ms and bytes.",
+        help="The problem of both schedules. It adds a check of both, and ms and bytes.",
         show_default=False,
     ),
 ]
@@ -215,13 +199,13 @@ TheirProblem = Annotated[
 def diff(
     before: Before, after: After, problem_file: TheirProblem = None, as_json: AsJson = False
 ) -> None:
-    """Say what changed between two schedules or two problems.
+    """Show what changed between two schedules or two problems.
 
-    Schedules: placement, what is offloaded and recomputed, split or fused backwards, order. The
-    problem of both adds what it cost in ms and bytes; without it there is what the files say of
-    themselves. Problems: every field; with the solver installed, also the proven bound and the
-    smallest memory that works. Leaves as diff(1) does: 0 where nothing changed, 1 where something
-    did, 2 on bad input.
+    Schedules differ in placement, offload and recompute, split or fused backwards, and order. With
+    their problem the report adds the difference in ms and bytes; without it, the numbers in the
+    files. Problems differ in any field; with the solver installed the report adds the proven bound
+    and the smallest memory that works. Exit codes as of diff(1): 0 if nothing changed, 1 if
+    something did, 2 on bad input.
 
     \b
     Examples:
@@ -240,19 +224,30 @@ def diff(
         )
     if kinds[0] and problem_file is not None:
         raise InputError(f"{problem_file}: two problems need no third; leave it out")
-    found = _problems(before, after) if kinds[0] else _schedules(before, after, problem_file)
+    found = (
+        _compare_problems(before, after)
+        if kinds[0]
+        else _compare_schedules(before, after, problem_file)
+    )
+    # Equal programs that were made for different problems have different costs.
+    costs_differ = any(
+        None not in (cost.before, cost.after) and cost.before != cost.after for cost in found.costs
+    )
+    is_different = costs_differ or not found.is_empty
     if as_json:
         stdout().out(found.model_dump_json(indent=2), highlight=False)
-    else:
+    elif is_different:
         _show_difference(found)
-    if not found.is_empty or _costs_differ(found):
+    else:
+        stderr().print("no difference")
+    if is_different:
         raise typer.Exit(DIFFERENT)
 
 
 def _is_problem(path: Path) -> bool:
-    """Whether a file says that it is a problem, or, being JSON, lacks what schedules have.
+    """Whether a file has the format of a problem, or is JSON without programs.
 
-    Standard input is one, as it is for all commands.
+    Standard input is a problem, as for all commands.
     """
     if path == PIPE:
         return True
@@ -266,27 +261,20 @@ def _show_difference(found: ScheduleDifference | ProblemDifference) -> None:
     from optpipe.explain import cost_line, difference_lines
 
     console = stdout()
-    if found.is_empty and not _costs_differ(found):
-        stderr().print("no difference")
-        return
     if found.is_empty:
-        console.print("the programs are the same, what the files say of them is not")
+        console.print("the programs are the same, the numbers in the files are not")
     for line in difference_lines(found):
         console.print(line, markup=False, soft_wrap=True)
-    costs = [cost for cost in found.costs if cost.before != cost.after or cost.name in _ALWAYS]
+    costs = [
+        cost for cost in found.costs if cost.before != cost.after or cost.name in _ALWAYS_SHOWN
+    ]
     if costs:
-        console.print("What it cost", style="bold")
+        console.print("Cost", style="bold")
     for cost in costs:
         console.print(f"  {cost_line(cost)}", markup=False, soft_wrap=True)
 
 
-def _costs_differ(found: ScheduleDifference | ProblemDifference) -> bool:
-    """Whether a number differs that both say: of equal programs, made for different problems."""
-    pairs = ((cost.before, cost.after) for cost in found.costs)
-    return any(a is not None and b is not None and a != b for a, b in pairs)
-
-
-def _problems(before: Path, after: Path) -> ProblemDifference:
+def _compare_problems(before: Path, after: Path) -> ProblemDifference:
     from optpipe.explain import compare_problems, problem_costs
 
     pair = read_problem(before), read_problem(after)
@@ -294,7 +282,7 @@ def _problems(before: Path, after: Path) -> ProblemDifference:
 
 
 def _solver_costs(before: Problem, after: Problem) -> list[Cost]:
-    """Return what only the solver knows of problems; nothing where it is not installed."""
+    """Return bounds and smallest memories; nothing if the solver is not installed."""
     from optpipe.explain import Cost
 
     if before == after:
@@ -321,7 +309,7 @@ def _solver_costs(before: Problem, after: Problem) -> list[Cost]:
     ]  # fmt: skip
 
 
-def _schedules(before: Path, after: Path, problem_file: Path | None) -> ScheduleDifference:
+def _compare_schedules(before: Path, after: Path, problem_file: Path | None) -> ScheduleDifference:
     from optpipe.explain import compare_programs, record_costs, schedule_costs
 
     if problem_file is not None:

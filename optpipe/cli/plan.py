@@ -1,8 +1,7 @@
-"""``optpipe plan``: where to cut a model, where to put the stages, and the schedule, together."""
+"""``optpipe plan``: cut, placement and schedule of a model, searched together."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,24 +13,22 @@ from rich.markup import escape
 from optpipe.cli.console import (
     AsJson,
     Output,
-    check_apart,
-    check_schedule_file,
-    check_writable,
+    check_outputs,
+    check_schedule_name,
     gap_text,
-    in_file,
+    name_file,
     needs_extra,
     nothing_found,
+    print_json,
     read_input,
-    results,
-    say_written,
+    remaining_s,
+    result_console,
     searching,
-    stdout,
     text_table,
-    write_file,
+    write_output,
     write_schedule,
 )
-from optpipe.cli.options import OptionsOf, takes
-from optpipe.errors import InputError
+from optpipe.cli.options import RequestBuilder, takes
 from optpipe.formats.json import dump_problem, load_model
 from optpipe.requests import PlanOptions
 from optpipe.units import format_ms, format_share
@@ -58,13 +55,13 @@ ModelFile = Annotated[
 ]
 ProblemOut = Annotated[
     Path | None,
-    typer.Option("--problem-out", metavar="FILE", help="Write the problem that the cut makes."),
+    typer.Option("--problem-out", metavar="FILE", help="Write the problem of the cut."),
 ]
 
 
 @takes(PlanOptions, defaults={"time_limit_s": 60.0, "threads": 2})
 def plan(
-    given: OptionsOf[PlanOptions],
+    builder: RequestBuilder[PlanOptions],
     model_file: ModelFile,
     output: Output = None,
     problem_out: ProblemOut = None,
@@ -72,10 +69,9 @@ def plan(
 ) -> None:
     """Cut a model into stages, place them, and schedule them.
 
-    Cuts are searched together with placement and schedule; the plan is never worse than what was
-    found for equal numbers of layers in the order of the devices. Ctrl-C stops and keeps the best.
-    Leaves with the exit codes of `optpipe solve`. The schedule belongs to the problem that
-    --problem-out writes.
+    Cut, placement and schedule are searched together. The plan is never worse than the best for an
+    even cut in the order of the devices. Ctrl-C stops and keeps the best. The schedule belongs to
+    the problem that --problem-out writes. Exit codes are those of `optpipe solve`.
 
     \b
     Examples:
@@ -83,22 +79,19 @@ def plan(
       optpipe plan model.json -o schedule.json --problem-out problem.json
       optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
     """
-    began = time.monotonic()
-    options = given()
-    model = _read_model(model_file)
-    check_schedule_file(output)
-    check_writable(problem_out)
-    check_apart(output, problem_out, inputs=[model_file])
+    began_s = time.monotonic()
+    options = builder.build()
+    with name_file(model_file):
+        model = load_model(read_input(model_file))
+    check_schedule_name(output)
+    check_outputs(output, problem_out, inputs=[model_file])
     with needs_extra("solver"), searching("planning") as search:
         from optpipe_solver.plan import plan as plan_model
 
-        # Reading and loading count, or the command would end late on a busy machine.
-        limit_s = options.time_limit_s or 0.0
-        left_s = max(limit_s / 2, limit_s - (time.monotonic() - began))
         tried = options.model_dump(include={"chunks", "placements"}, exclude_none=True)
         result = plan_model(
             model,
-            time_limit_s=left_s,
+            time_limit_s=remaining_s(options.time_limit_s, began_s),
             work_limit=options.work_limit,
             threads=options.threads,
             seed=options.seed,
@@ -106,24 +99,15 @@ def plan(
             **search,
         )
     if result.problem is not None and problem_out is not None:
-        write_file(problem_out, dump_problem(result.problem))
-        say_written(problem_out, "problem")
+        write_output(problem_out, dump_problem(result.problem), "problem")
     if result.schedule is not None and output is not None:
-        write_schedule(result.schedule, output)
-        say_written(output, "schedule")
+        write_schedule(result.schedule, output, "schedule")
     if as_json:
-        stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
+        print_json(result.as_json())
     elif result.schedule is not None:
-        _show(results(output), model, result)
+        _show(result_console(output), model, result)
     if result.schedule is None:
         raise nothing_found(result.status, result.message)
-
-
-def _read_model(path: Path) -> Model:
-    try:
-        return load_model(read_input(path))
-    except InputError as error:
-        raise in_file(path, error) from None
 
 
 def _show(console: Console, model: Model, result: PlanResult) -> None:
@@ -162,7 +146,7 @@ def _ms(value: float | None) -> str:
 
 
 def _cut_table(model: Model, chosen: PlanRow) -> Table:
-    """Return one line per device, and in it the layers it holds, in model order."""
+    """Return a row per device with the layers it holds, in model order."""
     owners = [
         (stage, device)
         for stage, (device, size) in enumerate(zip(chosen.placement, chosen.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""``optpipe plot`` and ``export``: a schedule as a picture, or in the form of another runtime."""
+"""``optpipe plot`` and ``export``: a schedule as a picture, or in another runtime's format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from optpipe.cli.console import (
     ProblemFile,
     ScheduleFile,
     baseline_programs,
-    check_apart,
-    check_writable,
+    check_outputs,
     needs_extra,
+    output_option,
     read_problem,
     read_programs,
-    say_written,
+    report_written,
     stdout,
-    write_file,
+    write_output,
 )
 from optpipe.errors import InputError
 from optpipe.formats.exports import (
@@ -50,19 +50,17 @@ Schedules = Annotated[
 ]
 PictureFile = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Draw into a file: .png, .svg, .pdf; .html to zoom into; .json for a Chrome trace.",
-    ),
+    output_option("Draw into a file: .png, .svg, .pdf; .html (zooms); .json is a Chrome trace."),
 ]
-Beside = Annotated[
+WithBaseline = Annotated[
     bool, typer.Option("--beside-1f1b", help="Show plain 1F1B first, on the same time axis.")
 ]
-Dark = Annotated[bool, typer.Option("--dark", help="Light on dark (.html).")]
+Dark = Annotated[bool, typer.Option("--dark", help="Draw light on dark (.html).")]
 NumDevices = Annotated[
-    int, typer.Option("--devices", metavar="N", min=1, help="Show so many devices (terminal).")
+    int,
+    typer.Option(
+        "--devices", metavar="N", min=1, help="Maximum number of devices in the terminal."
+    ),
 ]
 
 
@@ -70,15 +68,15 @@ def plot(
     problem_file: ProblemFile,
     schedule_files: Schedules,
     output: PictureFile = None,
-    beside_1f1b: Beside = False,
+    beside_1f1b: WithBaseline = False,
     devices: NumDevices = 16,
     dark: Dark = False,
 ) -> None:
-    """Draw schedules: terminal, image, chart to zoom into, or trace.
+    """Draw schedules: terminal, image, zoomable chart, or trace.
 
-    Several stand one above the other on one time axis. Without -o they are drawn in the
-    terminal. An .html file holds all it needs and asks the network for nothing: zoom with the
-    wheel, drag along, point at an action. A .json file is a Chrome trace, which ui.perfetto.dev
+    Several schedules share one time axis, one above the other. Without -o they are drawn in the
+    terminal. An .html file is self-contained and needs no network: zoom with the wheel, drag to
+    move, point at an action for details. A .json file is a Chrome trace, which ui.perfetto.dev
     opens.
 
     \b
@@ -90,26 +88,47 @@ def plot(
     """
     problem = read_problem(problem_file)
     check_drawable(output)
-    check_apart(output, inputs=[problem_file, *schedule_files])
+    check_outputs(output, inputs=[problem_file, *schedule_files])
     if dark and (output is None or output.suffix != ".html"):
         shown = "the terminal" if output is None else output.name
         raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
-    views = [_read(problem, path) for path in schedule_files]
+    views = []
     if beside_1f1b:
-        views.insert(0, _baseline(problem))
-    if output is None:
-        _show(views, devices)
+        with needs_extra("solver"):
+            baseline = baseline_programs(problem)
+        if baseline is None:
+            raise InputError(
+                "--beside-1f1b: 1F1B is for one stage per device, and this problem has several on "
+                "one; leave the option out"
+            )
+        views.append(View("1F1B", problem, baseline))
+    for path in schedule_files:
+        programs, schedule = read_programs(problem, path)
+        plain = View(path.stem, problem, programs)
+        views.append(plain if schedule is None else _view_schedule(problem, schedule))
+    if output is not None:
+        _draw_into(output, views, theme="dark" if dark else "light")
         return
-    _draw_into(output, views, theme="dark" if dark else "light")
+    length_ms = max(simulate(view.problem, view.programs).makespan_ms for view in views)
+    console = stdout()
+    for view in views:
+        picture = ScheduleView(
+            problem=view.problem,
+            programs=view.programs,
+            title=view.title,
+            length_ms=length_ms,
+            max_devices=devices,
+            legend=view is views[-1],
+        )
+        console.print(picture)
+        console.print()
 
 
 def check_drawable(output: Path | None) -> None:
-    """Refuse a file that no picture can go into, before the work for it is done.
+    """Refuse a picture file with another suffix than those of the formats.
 
-    Raises `InputError` if its suffix is none of those that can be drawn, or it cannot be written.
-    Raises `MissingExtraError` if the package that draws it is not installed.
+    Raises `InputError`, and `MissingExtraError` if the package that draws it is not installed.
     """
-    check_writable(output)
     if output is None or output.suffix == ".json":
         return
     if output.suffix not in FRONTIER_SUFFIXES:
@@ -121,87 +140,49 @@ def check_drawable(output: Path | None) -> None:
 
 
 def _draw_into(output: Path, views: list[View], *, theme: Theme = "light") -> None:
-    """Draw schedules into a file that `check_drawable` accepts, and tell where it is."""
+    """Draw schedules into a file that `check_drawable` accepts."""
     if output.suffix == ".json":
-        write_file(output, _trace(views))
+        if len(views) > 1:
+            raise InputError(
+                f"a trace holds one schedule, not {len(views)}; write one file for each"
+            )
+        write_output(output, dump_chrome_trace(views[0].problem, views[0].programs))
     elif output.suffix == ".html":
         from optpipe.plot.interactive import chart_html, schedule_chart
 
         title = views[0].problem.name or "schedules"
         chart = schedule_chart(views, theme=theme)
-        write_file(output, chart_html(chart, title=title, theme=theme))
+        write_output(output, chart_html(chart, title=title, theme=theme))
     else:
         save_figure(views, output)
-    say_written(output)
-
-
-def _read(problem: Problem, path: Path) -> View:
-    programs, schedule = read_programs(problem, path)
-    return View(path.stem, problem, programs) if schedule is None else _solved(problem, schedule)
+        report_written(output)
 
 
 def draw_solved(output: Path, problem: Problem, schedule: Schedule) -> None:
-    """Draw a schedule into a file, below 1F1B where that applies; alone in a trace."""
-    views = [_solved(problem, schedule)]
+    """Draw a schedule below 1F1B, where that applies; draw it alone in a trace."""
+    views = [_view_schedule(problem, schedule)]
     baseline = baseline_programs(problem) if output.suffix != ".json" else None
     if baseline is not None:
         views.insert(0, View("1F1B", problem, baseline))
     _draw_into(output, views)
 
 
-def _solved(problem: Problem, schedule: Schedule) -> View:
+def _view_schedule(problem: Problem, schedule: Schedule) -> View:
     title = f"OptPipe ({title_of(schedule.provenance.method)})"
     return View(title, problem, schedule.programs, schedule.bound_ms)
 
 
-def _baseline(problem: Problem) -> View:
-    with needs_extra("solver"):
-        programs = baseline_programs(problem)
-    if programs is None:
-        raise InputError(
-            "--beside-1f1b: 1F1B is for one stage per device, and this problem has several on "
-            "one; leave the option out"
-        )
-    return View("1F1B", problem, programs)
-
-
-def _show(views: list[View], max_devices: int) -> None:
-    length = max(simulate(view.problem, view.programs).makespan_ms for view in views)
-    console = stdout()
-    for view in views:
-        picture = ScheduleView(
-            problem=view.problem,
-            programs=view.programs,
-            title=view.title,
-            length_ms=length,
-            max_devices=max_devices,
-            legend=view is views[-1],
-        )
-        console.print(picture)
-        console.print()
-
-
-def _trace(views: list[View]) -> str:
-    if len(views) > 1:
-        raise InputError(f"a trace holds one schedule, not {len(views)}; write one file for each")
-    return dump_chrome_trace(views[0].problem, views[0].programs)
-
-
-# --- ``optpipe export``: a schedule for another runtime.
+# --- ``optpipe export``: a schedule in another runtime's format.
 
 Target = Annotated[
     str, typer.Option("--to", metavar="NAME", help="torch-csv, python, megatron-layout or trace.")
 ]
-ExportFile = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to stdout.")
-]
+ExportFile = Annotated[Path | None, output_option("Write here, instead of standard output.")]
 NumLayers = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Refuse unless the stages hold N transformer layers."),
 ]
-Fuse = Annotated[
-    bool, typer.Option("--fuse", help="Run I and W as one backward B first; checked anew.")
-]
+Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse I and W into one backward B first.")]
 
 
 def export(
@@ -212,17 +193,17 @@ def export(
     fuse: Fuse = False,
     num_layers: NumLayers = None,
 ) -> None:
-    """Write a schedule in the form that another runtime takes.
+    """Write a schedule in the format of another runtime.
 
     \b
       torch-csv        torch.distributed.pipelining and torchtitan
                        (pipeline_parallel_schedule_csv)
       python           ScheduledNode lists of the public zero-bubble runtime, as Python text
-      megatron-layout  the cut alone, as Megatron-Core's arguments; its order is its own
+      megatron-layout  the cut as Megatron-Core's arguments; Megatron has its own order
       trace            a Chrome trace, which ui.perfetto.dev opens
 
-    What a runtime cannot run, or would run with wrong gradients, is refused with its row and
-    column. docs/exports.md says how each is used and what was tried.
+    A schedule that a runtime cannot run, or would run with wrong gradients, is refused with its row
+    and column. docs/exports.md describes how to use each format, and what was tested.
 
     \b
     Examples:
@@ -231,26 +212,24 @@ def export(
     """
     if to not in TARGETS:
         raise InputError(f"--to {to!r}: must be one of {', '.join(TARGETS)}; choose one")
-    check_writable(output)
-    check_apart(output, inputs=[problem_file, schedule_file])
+    check_outputs(output, inputs=[problem_file, schedule_file])
     problem = read_problem(problem_file)
     if num_layers is not None:
         check_num_layers(problem, num_layers)
     programs, _ = read_programs(problem, schedule_file)
     if fuse:
-        programs = _fused(problem, programs)
+        programs = _fuse(problem, programs)
     text = TARGETS[to](problem, programs)
     if output is None:
         print(text, end="")
-        return
-    write_file(output, text)
-    say_written(output)
+    else:
+        write_output(output, text)
 
 
-def _fused(problem: Problem, programs: Programs) -> Programs:
-    """Return programs in which every I is a B and no W is left.
+def _fuse(problem: Problem, programs: Programs) -> Programs:
+    """Return programs with B for every I, and without W.
 
-    Checked anew: a B has a workspace and a time of its own.
+    They are checked again, because a B has its own workspace and duration.
     """
     fused = tuple(
         tuple(
@@ -272,4 +251,4 @@ TARGETS: dict[str, Callable[[Problem, Programs], str]] = {
     "megatron-layout": lambda problem, _: megatron_layout(problem) + "\n",
     "trace": dump_chrome_trace,
 }
-"""Every form by name."""
+"""Format -> function that writes it."""

@@ -1,34 +1,29 @@
-"""``optpipe profile`` and ``optpipe import``: a problem of what was measured on the real thing."""
+"""``optpipe profile`` and ``optpipe import``: a problem from measurements."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from pydantic import ValidationError
 from rich.markup import escape
 
 from optpipe.cli.console import (
     AsJson,
-    LinkLatency,
-    LinkRate,
     ProblemOut,
-    check_apart,
-    check_writable,
+    check_outputs,
+    name_file,
+    print_json,
     read_problem,
     stderr,
     stdout,
     text_table,
     write_file,
+    write_output,
 )
-from optpipe.cli.options import OptionsOf, takes
-from optpipe.errors import InputError, explain
+from optpipe.cli.options import RequestBuilder, takes
+from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (
     BuiltProblem,
@@ -48,11 +43,11 @@ from optpipe.measurements import (
 )
 from optpipe.presets.overlap import measured_pairs
 from optpipe.problem import Problem
-from optpipe.requests import ProfileRequest
+from optpipe.requests import ImportRequest, ProfileRequest
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console
     from rich.table import Table
@@ -61,10 +56,10 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring import Profile
     from optpipe.runtime.measuring.memory import StageMenu
 
-__all__ = ["Form", "import_measurements", "measurements_as_json", "profile", "show_measurements"]
+__all__ = ["import_measurements", "profile"]
 
 
-_LEAST_WIDTH = 100
+_MIN_WIDTH = 100
 _MICROBATCHES_PER_DEVICE = 4
 
 SamplesOut = Annotated[
@@ -75,14 +70,14 @@ SamplesOut = Annotated[
 
 @takes(ProfileRequest)
 def profile(
-    given: OptionsOf[ProfileRequest],
+    builder: RequestBuilder[ProfileRequest],
     output: ProblemOut = None,
     samples_out: SamplesOut = None,
 ) -> None:
-    """Run stages on this machine and write the problem they make.
+    """Measure stages on this machine and write their problem.
 
-    Times, bytes, copies and links are measured, and what groups of modules hold and take to run
-    again: of that the menu of each stage is made. One process measures all stages on one device;
+    Durations, bytes, copies and links are measured. The menu of each stage is made from measured
+    bytes and recompute times of groups of modules. One process measures all stages on one device;
     torchrun measures each on its rank, and the links between ranks.
 
     \b
@@ -91,11 +86,11 @@ def profile(
       optpipe profile --stages optpipe.runtime.demo:tiny_gpt
       torchrun --nproc-per-node 4 -m optpipe.cli profile --stages my_model:stages -o problem.json
     """
-    check_writable(output)
-    check_writable(samples_out)
-    check_apart(output, samples_out)
-    request = given()
-    links = _given_links(request)
+    check_outputs(output, samples_out)
+    request = builder.build()
+    links = Given(
+        link_latency_ms=request.link_latency_ms, link_gb_per_s=request.link_gb_per_s or None
+    )
     from optpipe.runtime.measuring import (
         Effort,
         load_function,
@@ -106,9 +101,9 @@ def profile(
     )
     from optpipe.runtime.measuring import measure as measure_stages
 
-    runs_pairs = None
+    run_pairs = None
     if request.overlap is not None:
-        runs_pairs = load_function("--overlap", request.overlap)
+        run_pairs = load_function("--overlap", request.overlap)
     found = load_stages(request.stages, request.microbatch)
     where = select_device(request.device)
     with use_threads(request.threads), use_process_group(where):
@@ -125,34 +120,25 @@ def profile(
             recompute=request.recompute,
             modes=request.modes,
             links=links.link_latency_ms is None and links.link_gb_per_s is None,
-            overlap=runs_pairs,
+            overlap=run_pairs,
         )
     if os.environ.get("RANK", "0") != "0":
         return
     num_devices = len(measured.measurements.devices)
     count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
-    # First what was measured: where it makes no problem, it is still there.
-    _show(stdout(), measured)
+    # Show and write the measurements first: they are kept even if they make no problem.
+    _show(measured)
     if samples_out is not None:
-        write_file(samples_out, measured.with_reserved(count).model_dump_json(indent=1) + "\n")
-        stderr().print(f"samples written to {samples_out}", markup=False)
+        samples = measured.with_reserved(count).model_dump_json(indent=1) + "\n"
+        write_output(samples_out, samples, "samples")
     problem = measured.problem(count, links)
     if output is not None:
-        write_file(output, dump_problem(problem))
-        stderr().print(f"problem written to {output}", markup=False)
+        write_output(output, dump_problem(problem), "problem")
 
 
-def _given_links(request: ProfileRequest) -> Given:
-    try:
-        return Given(
-            link_latency_ms=request.link_latency_ms, link_gb_per_s=request.link_gb_per_s or None
-        )
-    except ValidationError as error:
-        raise InputError(explain(error, Given)) from None
-
-
-def _show(console: Console, measured: Profile) -> None:
-    show_measurements(console, measured.measurements, measured.measurements.notes)
+def _show(measured: Profile) -> None:
+    console = stdout()
+    _show_measurements(console, measured.measurements, measured.measurements.notes)
     table = text_table(
         "stage", "received", "made by W", "D2H, H2D GB/s alone", "together", "under compute"
     )
@@ -175,7 +161,7 @@ def _show(console: Console, measured: Profile) -> None:
 
 
 def _groups_table(menus: Iterable[StageMenu]) -> Table:
-    """What each group holds less of when it is recomputed, moves when offloaded, and takes."""
+    """Return bytes freed, bytes moved and recompute time of each group of modules."""
     table = text_table(
         "modules", "freed by\nrecomputing", "by\noffload", "again\nms", texts=("stage", "group")
     )
@@ -213,17 +199,17 @@ def _modes_table(measured: Profile) -> Table:
     return table
 
 
-# --- How measurements are shown: times of each stage, links, and what to know of them.
+# --- The report of measurements: times of each stage, links, sizes and notes.
 
 _ACTIONS: tuple[MeasuredAction, ...] = ("F", "I", "W", "B", "RECOMPUTE")
 
 
-def show_measurements(
+def _show_measurements(
     console: Console, measurements: Measurements, notes: Iterable[str], missing: str | None = None
 ) -> None:
-    """Print the tables, one line per note, and what a problem still needs."""
-    # Narrower, rows would be broken up; files and pipes count as 80 columns.
-    console.width = max(console.width, _LEAST_WIDTH)
+    """Print the tables, a line per note, and the facts that a problem still needs."""
+    # Files and pipes have 80 columns, where rows would be broken up.
+    console.width = max(console.width, _MIN_WIDTH)
     console.print(escape(measurements.source))
     console.print(_measured_times_table(measurements))
     if measurements.links:
@@ -237,10 +223,10 @@ def show_measurements(
         console.print(f"no problem yet: {missing}", markup=False, soft_wrap=True)
 
 
-def measurements_as_json(
+def _describe_measurements(
     measurements: Measurements, notes: Iterable[str], missing: str | None = None
 ) -> dict[str, Any]:
-    """Return what `show_measurements` prints, for programs."""
+    """Return the report of `_show_measurements` as JSON."""
     return {
         "source": measurements.source,
         "times": [
@@ -314,46 +300,35 @@ def _device_lines(devices: Iterable[DeviceFacts]) -> list[str]:
     return lines
 
 
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<unit>[a-zA-Z]*)")
-
+# --- ``optpipe import``: traces, logs and tables.
 
 _PAIRS_NOTE = (
-    "Pairs hide what their kernels would at full speed, both run together; the time of an exchange "
+    "Pairs hide the time that their kernels would hide at full speed; the time of an exchange "
     "includes waiting for the other ranks of its group."
 )
 Read = TypeVar("Read")
+Form = Literal["kineto", "megatron", "csv"]
+_ONLY_OF: dict[Form, tuple[str, ...]] = {
+    "kineto": ("range_pattern", "process", "gpu_time", "pairs"),
+    "megatron": ("num_stages", "equal_stages"),
+}
+_STAGE_SIZES = {
+    "activation_bytes", "weight_context_bytes", "offload_bytes", "checkpoint_bytes",
+    "static_bytes", "output_bytes",
+}  # fmt: skip
+_DEVICE_FACTS = {"memory_bytes", "reserved_bytes", "d2h_gb_per_s", "h2d_gb_per_s"}
+_OTHER_FACTS = {
+    "name", "num_microbatches", "weight_share", "link_latency_ms", "link_gb_per_s",
+}  # fmt: skip
 
-
-class Form(StrEnum):
-    """What kind of files are read."""
-
-    KINETO = "kineto"
-    MEGATRON = "megatron"
-    CSV = "csv"
-
-
-class _GpuClock(StrEnum):
-    """Which time of a range on a GPU."""
-
-    SPAN = "span"
-    BUSY = "busy"
-
-
-def _size_option(help_text: str) -> Any:
-    return typer.Option(metavar="SIZE", help=help_text)
-
-
-Size = str | None
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE...", help="Traces, one per rank; or one log or table.")
 ]
 
 
+@takes(ImportRequest)
 def import_measurements(
+    builder: RequestBuilder[ImportRequest],
     form: Annotated[Form, typer.Argument(metavar="FORM", help="kineto, megatron or csv.")],
     files: Files,
     output: ProblemOut = None,
@@ -367,78 +342,16 @@ def import_measurements(
     messages: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Timed messages: from, to, bytes, time_ms.")
     ] = None,
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Name of the problem.")] = None,
-    num_microbatches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Micro-batches per step.")
-    ] = None,
-    activation_bytes: Annotated[Size, _size_option("Of every stage; e.g. 9.5GiB.")] = None,
-    weight_context_bytes: Annotated[Size, _size_option("Of every stage, from I to W.")] = None,
-    offload_bytes: Annotated[Size, _size_option("Of every stage: what may be offloaded.")] = None,
-    checkpoint_bytes: Annotated[Size, _size_option("Of every stage; allows recompute.")] = None,
-    static_bytes: Annotated[Size, _size_option("Of every stage: weights, optimizer.")] = None,
-    output_bytes: Annotated[Size, _size_option("Sent from each stage to the next.")] = None,
-    memory_bytes: Annotated[Size, _size_option("Of every device, all of it.")] = None,
-    reserved_bytes: Annotated[Size, _size_option("Of every device: context, NCCL, ...")] = None,
-    d2h_gb_per_s: Annotated[float | None, typer.Option(metavar="X", help="To the host.")] = None,
-    h2d_gb_per_s: Annotated[float | None, typer.Option(metavar="X", help="And back.")] = None,
-    link_latency_ms: LinkLatency = None,
-    link_gb_per_s: LinkRate = None,
-    weight_share: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Share (0-1) of B that W takes where only B was measured."),
-    ] = None,
-    warmup_steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="First steps left out; default 1 of several, of tables none."
-        ),
-    ] = None,
-    range_pattern: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--range",
-            metavar="PATTERN",
-            help="kineto: names of your ranges, ACTION=REGEX or a REGEX with the groups stage, "
-            "action, microbatch; repeatable. Without: those of torch's schedules.",
-        ),
-    ] = None,
-    process: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="kineto: only processes with this in their name."),
-    ] = None,
-    gpu_time: Annotated[
-        _GpuClock | None,
-        typer.Option(
-            metavar="NAME",
-            help="kineto: span (first kernel to last, the default) or busy (kernels alone).",
-        ),
-    ] = None,
-    pairs: Annotated[
-        bool,
-        typer.Option(
-            "--pairs",
-            help="kineto: forwards and backwards may run together, as far as one's exchange with "
-            "experts (all-to-all) hides behind the other.",
-        ),
-    ] = False,
-    num_stages: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="megatron: stages, if the log does not say."),
-    ] = None,
-    equal_stages: Annotated[
-        bool,
-        typer.Option("--equal-stages", help="megatron: times of all ranks count for each stage."),
-    ] = False,
     times_out: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write every sample as a table.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a problem of traces, logs or tables.
+    """Make a problem from traces, logs or tables.
 
     kineto: PyTorch profiler traces, one per rank. megatron: a Megatron-LM log with its timers.
-    csv: a table stage, action, time_ms. Prints median and spread of each stage's actions. What a
-    problem needs and was not measured is named, and given by options, --sizes or --base.
+    csv: a table stage, action, time_ms. The report has median and spread of each stage's actions.
+    It names missing facts of the problem, which options, --sizes or --base give.
 
     \b
     Examples:
@@ -447,136 +360,81 @@ def import_measurements(
           --memory-bytes 80GiB -o measured.json
       optpipe import csv times.csv --sizes stages.csv --memory-bytes 80GiB -o measured.json
     """
-    for path in (output, times_out):
-        check_writable(path)
-    # The problem may take the place of --base, which is what it replaces.
-    check_apart(output, times_out, inputs=[*files, sizes, messages])
-    check_apart(times_out, inputs=[base])
-    kineto = {
-        "--range": range_pattern, "--process": process, "--gpu-time": gpu_time, "--pairs": pairs,
-    }  # fmt: skip
-    megatron = {"--num-stages": num_stages, "--equal-stages": equal_stages}
-    for own, options in ((Form.KINETO, kineto), (Form.MEGATRON, megatron)):
-        for option, value in options.items():
-            if value and own is not form:
-                raise InputError(f"{option} belongs to {own}, not to {form}; leave it out")
-    given = _given_sizes(
-        fields={"name": name, "num_microbatches": num_microbatches, "weight_share": weight_share,
-                "link_latency_ms": link_latency_ms, "link_gb_per_s": link_gb_per_s},
-        stage={"activation_bytes": activation_bytes, "weight_context_bytes": weight_context_bytes,
-               "offload_bytes": offload_bytes, "checkpoint_bytes": checkpoint_bytes,
-               "static_bytes": static_bytes, "output_bytes": output_bytes},
-        device={"memory_bytes": memory_bytes, "reserved_bytes": reserved_bytes},
-        rates={"d2h_gb_per_s": d2h_gb_per_s, "h2d_gb_per_s": h2d_gb_per_s},
-        stages=_from_file(sizes, read_stages_table) if sizes else (),
-    )  # fmt: skip
-    steps = 0 if form is Form.CSV and warmup_steps is None else warmup_steps
-    if form is Form.KINETO:
-        clock = gpu_time or _GpuClock.SPAN
-        found = read_kineto(files, tuple(range_pattern or ()), clock.value, process or "")
+    # The problem may overwrite --base, which it replaces.
+    check_outputs(output, times_out, inputs=[*files, sizes, messages])
+    check_outputs(times_out, inputs=[base])
+    request = builder.build()
+    for owner, names in _ONLY_OF.items():
+        for name in names:
+            if name in request.model_fields_set and owner != form:
+                reason = f" belongs to {owner}, not to {form}; leave it out"
+                raise FieldError(FieldRef(name), reason)
+    given = Given(
+        stages=_read_file(sizes, read_stages_table) if sizes else (),
+        stage=StageFacts(**request.model_dump(include=_STAGE_SIZES, exclude_none=True)),
+        device=DeviceFacts(**request.model_dump(include=_DEVICE_FACTS, exclude_none=True)),
+        **request.model_dump(include=_OTHER_FACTS, exclude_none=True),
+    )
+    measurements = _read_measurements(form, files, request)
+    if messages is not None:
+        measurements = measurements.with_transfers(_read_file(messages, read_messages_table))
+    if times_out is not None:
+        write_file(times_out, dump_times(measurements))
+    base_problem = read_problem(base) if base else None
+    built, missing = None, None
+    try:
+        built = _build(measurements, given, base_problem, request.pairs)
+    except MeasurementError as error:
+        # Only a problem that is written needs all facts.
+        if output is not None:
+            _show_measurements(stderr(), measurements, measurements.notes)
+            raise
+        missing = str(error)
+    notes = measurements.notes if built is None else built.notes
+    if as_json:
+        print_json(_describe_measurements(measurements, notes, missing))
+    else:
+        _show_measurements(stdout(), measurements, notes, missing)
+    if built is not None and output is not None:
+        write_output(output, dump_problem(built.problem), "problem")
+
+
+def _read_measurements(form: Form, files: list[Path], request: ImportRequest) -> Measurements:
+    """Return the measurements of the files, without the steps of warm-up."""
+    warmup_steps = request.warmup_steps
+    if form == "kineto":
+        found = read_kineto(files, request.range_pattern, request.gpu_time, request.process)
     elif len(files) > 1:
         raise InputError(
             f"{len(files)} files: {form} reads one; name one, the others in runs of their own"
         )
-    elif form is Form.MEGATRON:
-        run = MegatronRun(num_microbatches, num_stages, equal_stages)
-        found = _from_file(files[0], lambda text: read_megatron(text, run))
+    elif form == "megatron":
+        run = MegatronRun(request.num_microbatches, request.num_stages, request.equal_stages)
+        found = _read_file(files[0], lambda text: read_megatron(text, run))
     else:
-        found = _from_file(files[0], read_times)
-    measurements = found.without_warmup(steps)
-    if messages is not None:
-        measurements = measurements.with_transfers(_from_file(messages, read_messages_table))
-    if times_out is not None:
-        write_file(times_out, dump_times(measurements))
-    based = read_problem(base) if base else None
-    _finish(measurements, lambda: _built(measurements, given, based, pairs), output, as_json)
+        found = _read_file(files[0], read_times)
+        warmup_steps = warmup_steps or 0
+    return found.without_warmup(warmup_steps)
 
 
-def _given_sizes(
-    *,
-    fields: Mapping[str, object],
-    stage: Mapping[str, Size],
-    device: Mapping[str, Size],
-    rates: Mapping[str, float | None],
-    stages: tuple[StageFacts, ...],
-) -> Given:
-    known = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return Given(
-            stages=stages,
-            stage=StageFacts(**_sizes(stage)),
-            device=DeviceFacts(**_sizes(device), **rates),
-            **known,
-        )
-    except ValidationError as error:
-        raise InputError(explain(error, Given)) from None
-
-
-def _sizes(texts: Mapping[str, Size]) -> dict[str, Any]:
-    return {name: _num_bytes(name, text) for name, text in texts.items() if text is not None}
-
-
-def _num_bytes(name: str, text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    factor = _UNITS.get(found["unit"].lower()) if found is not None else None
-    if found is None or factor is None:
-        raise InputError(
-            f"--{name.replace('_', '-')} {text!r}: must be a size; write bytes, or a number and "
-            "one of KB, MB, GB, KiB, MiB, GiB"
-        )
-    num_bytes = float(found["number"]) * factor
-    if num_bytes == math.inf:
-        raise InputError(f"--{name.replace('_', '-')} {text!r}: is no finite size; correct it")
-    return round(num_bytes)
-
-
-def _from_file(path: Path, read: Callable[[str], Read]) -> Read:
+def _read_file(path: Path, read: Callable[[str], Read]) -> Read:
     text = read_text(path)
-    try:
+    with name_file(path):
         return read(text)
-    except MeasurementError as error:
-        raise MeasurementError(f"{path}: {error}") from None
 
 
-def _built(
+def _build(
     measurements: Measurements, given: Given, base: Problem | None, pairs: bool
 ) -> BuiltProblem:
     if not pairs:
         return build_problem(measurements, given, base)
-    # What those of the base hide need not fit the measured times.
+    # The base's pairs may hide more than the measured durations.
     built = build_problem(measurements, given, base.with_pairs(()) if base else None)
     listed = measured_pairs(built.problem, measurements.samples)
     if not listed:
         raise MeasurementError(
-            "--pairs: nothing hides behind anything: the traces hold no exchange with experts "
-            "(kernels of an all-to-all), or no computation beside it, or --gpu-time busy leaves "
-            "it out; leave --pairs out, or trace a run with experts on several ranks"
+            "--pairs: nothing hides: the traces have no exchange with experts (kernels of an "
+            "all-to-all), or no computation next to it, or --gpu-time busy leaves it out; leave "
+            "--pairs out, or trace a run with experts on several ranks"
         )
     return BuiltProblem(built.problem.with_pairs(listed), (*built.notes, _PAIRS_NOTE))
-
-
-def _finish(
-    measurements: Measurements,
-    build: Callable[[], BuiltProblem],
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Show the measurements, and write the problem; only who wants it written needs all of it."""
-    built: BuiltProblem | None = None
-    missing: MeasurementError | None = None
-    try:
-        built = build()
-    except MeasurementError as error:
-        missing = error
-    if missing is not None and output is not None:
-        show_measurements(stderr(), measurements, measurements.notes)
-        raise missing
-    notes = built.notes if built is not None else measurements.notes
-    if as_json:
-        report = measurements_as_json(measurements, notes, str(missing) if missing else None)
-        stdout().out(json.dumps(report, indent=2), highlight=False)
-    else:
-        show_measurements(stdout(), measurements, notes, str(missing) if missing else None)
-    if built is not None and output is not None:
-        write_file(output, dump_problem(built.problem))
-        stderr().print(f"problem written to {output}", markup=False)

@@ -1,8 +1,8 @@
-"""``optpipe serve``, ``submit`` and ``fetch``: the service, and solving through it."""
+"""``optpipe serve``, ``submit``, ``fetch``, ``jobs`` and ``keys``: the service and its clients."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -17,28 +17,26 @@ from optpipe.cli.console import (
     DEFAULT_URL,
     INTERRUPTED,
     ApiKey,
-    Follow,
     JobId,
     Output,
     ProblemFile,
     Url,
-    check_apart,
-    check_schedule_file,
-    check_writable,
+    check_outputs,
+    check_schedule_name,
     gap_text,
     needs_extra,
     nothing_found,
     progress_line,
     read_problem,
-    results,
-    say_written,
+    result_console,
     show_schedule,
     stderr,
     stdout,
-    write_file,
+    write_output,
     write_schedule,
 )
-from optpipe.cli.options import OptionsOf, takes
+from optpipe.cli.options import RequestBuilder, takes
+from optpipe.formats.json import dump_schedule
 from optpipe.requests import ResumeRequest, SolveRequest
 from optpipe.units import format_ms
 
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
     from optpipe.client import Client, Job
-    from optpipe.problem import Problem
     from optpipe_api.store import KeyStore
 
 __all__ = ["fetch", "make_jobs_app", "make_keys_app", "serve", "submit"]
@@ -57,18 +54,20 @@ __all__ = ["fetch", "make_jobs_app", "make_keys_app", "serve", "submit"]
 
 def serve(
     host: Annotated[
-        str | None, typer.Option(metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
+        str | None, typer.Option(metavar="HOST", help="Host to listen on.  [default: 127.0.0.1]")
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, max=65535, help="0 = a free one.  [default: 8000]"),
+        typer.Option(
+            metavar="N", min=0, max=65535, help="Port; 0 is any free port.  [default: 8000]"
+        ),
     ] = None,
     database_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where jobs are kept.  [default: sqlite:///optpipe.db]"),
+        typer.Option(metavar="URL", help="Database of the jobs.  [default: sqlite:///optpipe.db]"),
     ] = None,
     ssl_certfile: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="Speak HTTPS, with this certificate.")
+        Path | None, typer.Option(metavar="PEM", help="Certificate; enables HTTPS.")
     ] = None,
     ssl_keyfile: Annotated[
         Path | None, typer.Option(metavar="PEM", help="Private key of the certificate.")
@@ -76,11 +75,9 @@ def serve(
 ) -> None:
     """Run the service until Ctrl-C.
 
-    Jobs come over HTTP and are solved in processes of their own.
-
-    On any address but loopback, requests need an API key: optpipe keys create makes one.
-
-    Every setting can also come from the environment: OPTPIPE_HOST, OPTPIPE_PORT, ...
+    Jobs come over HTTP, and each is solved in its own process. On any address but loopback,
+    requests need an API key: optpipe keys create makes one. Every setting can also come from the
+    environment: OPTPIPE_HOST, OPTPIPE_PORT, ...
 
     \b
     Examples:
@@ -108,20 +105,22 @@ def serve(
     defaults={"time_limit_s": 60.0},
 )
 def submit(
-    given: OptionsOf[SolveRequest],
+    builder: RequestBuilder[SolveRequest],
     problem_file: ProblemFile,
     url: Url = DEFAULT_URL,
-    follow: Follow = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for the end and print every improvement.")
+    ] = False,
     output: Output = None,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Solve again what was solved before.")
+        bool, typer.Option("--refresh", help="Solve again, without an earlier result.")
     ] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Hand a problem to the service and print the job's id.
+    """Submit a problem to the service and print the job's id.
 
-    With --follow (or -o, which implies it) wait for the end; exit codes are then those of
-    optpipe solve. Ctrl-C ends the waiting, not the job.
+    With --follow, or -o, which implies it, wait for the end; exit codes are then those of optpipe
+    solve. Ctrl-C ends the waiting, not the job.
 
     \b
     Examples:
@@ -133,9 +132,9 @@ def submit(
     from optpipe.client import Client
 
     problem = read_problem(problem_file)
-    request = given(problem=problem)
-    check_schedule_file(output)
-    check_apart(output, inputs=[problem_file])
+    request = builder.build(problem=problem)
+    check_schedule_name(output)
+    check_outputs(output, inputs=[problem_file])
     with Client(url, api_key=api_key) as client:
         job = client.submit(
             problem,
@@ -144,26 +143,36 @@ def submit(
             cache="refresh" if refresh else None,
             **request.options.model_dump(exclude_unset=True),
         )
-        results(output).print(job.id, markup=False)
-        if follow or output is not None:
-            _show(client, problem, _follow_job(client, job), output)
+        console = result_console(output)
+        console.print(job.id, markup=False)
+        if not follow and output is None:
+            return
+        schedule = client.schedule(_follow_job(client, job))
+        if output is not None:
+            write_schedule(schedule, output)
+        show_schedule(console, problem, schedule, None)
+
+
+Format = Literal["json", "csv", "trace", "svg"]
+_FORMAT_OF: dict[str, Format] = {".csv": "csv", ".svg": "svg"}
 
 
 def fetch(
     job_id: JobId,
     output: Output = None,
     form: Annotated[
-        Literal["json", "csv", "trace", "svg"] | None,
+        Format | None,
         typer.Option(
-            "--format", help="trace is Chrome's, svg a picture.  [default: by the suffix of -o]"
+            "--format",
+            help="trace is a Chrome trace, svg a picture.  [default: by the suffix of -o]",
         ),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Fetch the best schedule that a job has so far.
+    """Fetch the best schedule of a job so far.
 
-    Without -o it is printed.
+    Without -o the schedule is printed.
 
     \b
     Examples:
@@ -172,69 +181,62 @@ def fetch(
       optpipe fetch JOB --format trace -o trace.json
     """
     from optpipe.client import Client
-    from optpipe.formats.json import dump_schedule
 
-    chosen = form or _form_of(output)
-    check_schedule_file(output) if chosen == "json" else check_writable(output)
+    suffix = "" if output is None else output.suffix.lower()
+    chosen: Format = form or _FORMAT_OF.get(suffix, "json")
+    if chosen == "json":
+        check_schedule_name(output)
+    check_outputs(output)
+    summary = ""
     with Client(url, api_key=api_key) as client:
-        if chosen != "json":
-            _hand_out(client.schedule_text(job_id, chosen), output)
-            return
-        schedule = client.schedule(job_id)
-    _hand_out(dump_schedule(schedule), output)
-    if output is not None:
-        stderr().print(
-            f"{format_ms(schedule.objective_ms)} ms, gap {gap_text(schedule.gap)}", markup=False
-        )
-
-
-def _form_of(output: Path | None) -> Literal["json", "csv", "svg"]:
-    match output.suffix.lower() if output is not None else "":
-        case ".csv":
-            return "csv"
-        case ".svg":
-            return "svg"
-    return "json"
-
-
-def _hand_out(text: str, output: Path | None) -> None:
+        if chosen == "json":
+            schedule = client.schedule(job_id)
+            text = dump_schedule(schedule)
+            summary = f"{format_ms(schedule.objective_ms)} ms, gap {gap_text(schedule.gap)}"
+        else:
+            text = client.schedule_text(job_id, chosen)
     if output is None:
         stdout().out(text, highlight=False, end="" if text.endswith("\n") else "\n")
         return
-    write_file(output, text)
-    say_written(output)
+    write_output(output, text)
+    if summary:
+        stderr().print(summary, markup=False)
 
 
-def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> None:
-    """Write and draw the schedule of a job."""
-    schedule = client.schedule(job)
-    if output is not None:
-        write_schedule(schedule, output)
-        say_written(output)
-    show_schedule(results(output), problem, schedule, None)
-
-
-# --- Following a job of the service in the terminal: a bar of its time, and what is known by now.
+# --- Following a job in the terminal: a bar of its time limit, objective, bound and gap.
 
 _BAR_WIDTH = 24
 
 
 def _follow_job(client: Client, job: Job) -> Job:
-    """Print every improvement of a job until it ends; return it as it ended, with a schedule.
+    """Print every improvement of a job until it ends; return the ended job, with a schedule.
 
-    On a terminal a bar shows how much of the time limit is spent, the objective, the bound and the
-    gap. Ctrl-C ends the following, not the job. Raises `typer.Exit`: without a schedule, as optpipe
-    solve leaves; or by Ctrl-C, with 130.
+    Raises `typer.Exit`: without a schedule with the exit code of optpipe solve; on Ctrl-C with 130.
     """
-    progress = stderr()
+    console = stderr()
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        _TimeBar(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[best]}", markup=False),
+        console=console,
+        transient=True,
+    )
+    task = progress.add_task(job.state, total=job.options.time_limit_s, start=False, best="")
+    num_printed = 0
     try:
-        with _bar(progress, job) as shown:
+        with progress if console.is_terminal else nullcontext():
             for news in client.follow(job):
                 job = news
-                shown.show(job)
+                num_printed = _print_improvements(console, job, num_printed)
+                if job.state == "running":
+                    progress.start_task(task)
+                progress.update(task, description=job.state, best=_best_text(job))
     except KeyboardInterrupt:
-        progress.print(
-            f"job {job.id} goes on; later: optpipe fetch {job.id}, or optpipe jobs cancel {job.id}",
+        console.print(
+            f"job {job.id} continues; next: optpipe fetch {job.id}, or "
+            f"optpipe jobs cancel {job.id}",
             markup=False,
             soft_wrap=True,
         )
@@ -245,70 +247,31 @@ def _follow_job(client: Client, job: Job) -> Job:
     return job
 
 
-class _Lines:
-    """Prints each improvement once."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._num_told = 0
-        self._best_ms: float | None = None
-
-    def show(self, job: Job) -> None:
-        trace = job.trace or ()
-        for step in trace[self._num_told :]:
-            # A step that raised the bound says nothing of the schedule that stands.
-            self._best_ms = self._best_ms if step.objective_ms is None else step.objective_ms
-            line = progress_line(step.seconds, step.method, self._best_ms, step.bound_ms)
-            self._console.print(line, markup=False)
-        self._num_told = len(trace)
-
-
-class _Bar(_Lines):
-    """The same above a line that moves."""
-
-    def __init__(self, progress: Progress, job: Job) -> None:
-        super().__init__(progress.console)
-        self._progress = progress
-        limit_s = job.options.time_limit_s
-        self._task = progress.add_task(job.state, total=limit_s, start=False, known=_known(job))
-
-    def show(self, job: Job) -> None:
-        super().show(job)
-        if job.state == "running":
-            self._progress.start_task(self._task)
-        self._progress.update(self._task, description=job.state, known=_known(job))
+def _print_improvements(console: Console, job: Job, num_printed: int) -> int:
+    """Print the steps of a job's trace that are not printed yet; return the number of steps."""
+    best_ms = None
+    trace = job.trace or ()
+    for number, step in enumerate(trace):
+        # A step that raised only the bound has no objective; the schedule remains.
+        best_ms = best_ms if step.objective_ms is None else step.objective_ms
+        if number >= num_printed:
+            line = progress_line(step.seconds, step.method, best_ms, step.bound_ms)
+            console.print(line, markup=False)
+    return len(trace)
 
 
 class _TimeBar(ProgressColumn):
-    """How much of the time limit is spent, by this machine's clock."""
+    """The share of the time limit that has passed on this machine's clock."""
 
-    # Drawn anew each time, though the task itself does not change.
-    max_refresh = None
+    max_refresh = None  # redrawn although the task itself does not change
 
     def render(self, task: Task) -> ProgressBar:
-        """Draw it; empty while the job waits."""
+        """Return the bar, which is empty until the job runs."""
         total = task.total or 1.0
         return ProgressBar(total=total, completed=min(task.elapsed or 0.0, total), width=_BAR_WIDTH)
 
 
-@contextmanager
-def _bar(console: Console, job: Job) -> Iterator[_Lines]:
-    if not console.is_terminal:
-        yield _Lines(console)
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        _TimeBar(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[known]}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress, job)
-
-
-def _known(job: Job) -> str:
-    """Return the objective, the bound and the gap, as far as they are known."""
+def _best_text(job: Job) -> str:
     parts = [] if job.objective_ms is None else [f"{format_ms(job.objective_ms)} ms"]
     if job.bound_ms is not None:
         parts.append(f"bound {format_ms(job.bound_ms)} ms")
@@ -317,39 +280,38 @@ def _known(job: Job) -> str:
     return ", ".join(parts) or "no schedule yet"
 
 
-# --- ``optpipe jobs``: list the jobs of a service, cancel one, give it more time.
+# --- ``optpipe jobs``: list, cancel and resume the jobs of a service.
 
 _ID_WIDTH = 32
+_TIME_FORMAT = "%Y-%m-%d %H:%M"
 
 
 def make_jobs_app() -> typer.Typer:
     """Return the commands that list, cancel and resume jobs."""
-    return _group(
+    return _make_group(
         "jobs",
-        "List the jobs of a service, cancel them, give them more time.\n\n\b\nExamples:\n"
+        "List, cancel and resume the jobs of a service.\n\n\b\nExamples:\n"
         "  optpipe jobs list --state running\n"
         "  optpipe jobs cancel JOB\n"
         "  optpipe jobs resume JOB --time-limit 60",
-        {"list": show, "cancel": cancel, "resume": resume},
+        {"list": list_jobs, "cancel": cancel, "resume": resume},
     )
 
 
-def _group(name: str, about: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+def _make_group(name: str, about: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
     app = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
     for word, command in commands.items():
         app.command(word)(command)
     return app
 
 
-def show(
+def list_jobs(
     state: Annotated[
         Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"] | None,
-        typer.Option(help="Only those in this state."),
+        typer.Option(help="Only jobs in this state."),
     ] = None,
-    tag: Annotated[
-        str | None, typer.Option(metavar="TAG", help="Only those with this tag.")
-    ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="The newest so many.")] = 20,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only jobs with this tag.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of jobs.")] = 20,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
@@ -362,17 +324,19 @@ def show(
     """
     from optpipe.client import Client
 
-    # An id that is cut is no id.
     job_id = Column("job", no_wrap=True, min_width=_ID_WIDTH)
     table = Table(job_id, "state", "name", "made", "objective", "gap", box=None, pad_edge=False)
     with Client(url, api_key=api_key) as client:
         for job in islice(client.jobs(state=state, tag=tag), limit):
-            table.add_row(*_cells(job))
+            objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
+            gap = "" if job.gap is None else gap_text(job.gap)
+            created = job.created_at.strftime(_TIME_FORMAT)
+            table.add_row(job.id, job.state, job.name, created, objective, gap)
     stdout().print(table)
 
 
 def cancel(job_id: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Stop a job and keep its best schedule; a finished one stays as it is.
+    """Stop a job and keep its best schedule; a finished job does not change.
 
     \b
     Example:
@@ -381,17 +345,17 @@ def cancel(job_id: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> Non
     from optpipe.client import Client
 
     with Client(url, api_key=api_key) as client:
-        _say(client.cancel(job_id))
+        _print_state(client.cancel(job_id))
 
 
 @takes(ResumeRequest)
 def resume(
-    given: OptionsOf[ResumeRequest],
+    builder: RequestBuilder[ResumeRequest],
     job_id: JobId,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Give a finished job more time, from where it stands.
+    """Continue a finished job with more time.
 
     \b
     Example:
@@ -399,111 +363,105 @@ def resume(
     """
     from optpipe.client import Client
 
-    request = given()
+    request = builder.build()
     with Client(url, api_key=api_key) as client:
-        _say(client.resume(job_id, request.time_limit_s))
+        _print_state(client.resume(job_id, request.time_limit_s))
 
 
-def _cells(job: Job) -> tuple[str, ...]:
-    objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
-    gap = "" if job.gap is None else gap_text(job.gap)
-    created = job.created_at.strftime("%Y-%m-%d %H:%M")
-    return job.id, job.state, job.name, created, objective, gap
-
-
-def _say(job: Job) -> None:
+def _print_state(job: Job) -> None:
     stopping = ", stopping" if job.cancel_requested and not job.is_finished else ""
     stderr().print(f"job {job.id}: {job.state}{stopping}", markup=False)
 
 
-# --- ``optpipe keys``: make, list and revoke the API keys of a service, in its database.
+# --- ``optpipe keys``: the API keys of a service, in its database.
 
 DatabaseUrl = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="The service's database.  [default: OPTPIPE_DATABASE_URL, or sqlite:///optpipe.db]",
+        help="Database of the service.  [default: OPTPIPE_DATABASE_URL, or sqlite:///optpipe.db]",
     ),
 ]
 
 
 def make_keys_app() -> typer.Typer:
     """Return the commands that make, list and revoke keys."""
-    return _group(
+    return _make_group(
         "keys",
         "Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
         "  optpipe keys create --name ci --role submit\n"
         "  optpipe keys list\n"
         "  optpipe keys revoke ci",
-        {"create": create, "list": list_keys, "revoke": revoke},
+        {"create": create_key, "list": list_keys, "revoke": revoke_key},
     )
 
 
-def create(
+def create_key(
     name: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the key; it owns what the key makes.")
+        str, typer.Option(metavar="NAME", help="Name of the key, which owns the key's jobs.")
     ],
     role: Annotated[
         Literal["read", "submit", "admin"],
         typer.Option(
-            help="read sees what its name owns, submit also makes and changes it, admin sees and "
-            "changes everything."
+            help="read sees the jobs of its name, submit also makes and changes them, admin sees "
+            "and changes everything."
         ),
     ] = "submit",
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Make a key and print it: this once, as only its hash is kept.
+    """Make a key and print it once; only its hash is stored.
 
-    A revoked name may be given again; that renews the key.
+    The name of a revoked key can be used again, which renews the key.
 
     \b
     Examples:
       optpipe keys create --name ci
       optpipe keys create --name ops --role admin --database-url postgresql://optpipe@db/optpipe
     """
-    with _store(database_url) as keys:
+    with _open_keys(database_url) as keys:
         from optpipe_api.access import Role
 
         key, text = keys.create(name, Role(role))
     stdout().print(text, markup=False, soft_wrap=True)
     stderr().print(
-        f"key {key.name!r} with role {key.role}; it is shown this once, so keep it", markup=False
+        f"key {key.name!r} with role {key.role}; it is shown only now, so keep it", markup=False
     )
 
 
 def list_keys(database_url: DatabaseUrl = None) -> None:
-    """List the keys: names, roles, ids, never the keys.
+    """List names, roles and ids of the keys, never the keys themselves.
 
     \b
     Example:
       optpipe keys list
     """
-    with _store(database_url, must_exist=True) as keys:
+    with _open_keys(database_url, must_exist=True) as keys:
         found = keys.all()
     table = Table("name", "role", "id", "made", "revoked", box=None, pad_edge=False)
     for key in found:
         revoked = "" if key.revoked_at is None else _time(key.revoked_at)
-        table.add_row(key.name, key.role.value, key.id, _time(key.created_at), revoked)
+        created = _time(key.created_at)
+        table.add_row(key.name, key.role.value, key.id, created, revoked)
     stdout().print(table)
 
 
-def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the key.")],
+def revoke_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Make a key worthless; servers notice within 5 s. What it made stays.
+    """Revoke a key; servers refuse it within 5 s. Its jobs remain.
 
     \b
     Example:
       optpipe keys revoke ci
     """
-    with _store(database_url, must_exist=True) as keys:
+    with _open_keys(database_url, must_exist=True) as keys:
         key = keys.revoke(name)
     stderr().print(f"key {key.name!r} is revoked", markup=False)
 
 
 @contextmanager
-def _store(database_url: str | None, *, must_exist: bool = False) -> Iterator[KeyStore]:
+def _open_keys(database_url: str | None, *, must_exist: bool = False) -> Iterator[KeyStore]:
     with needs_extra("server"):
         from optpipe_api import Settings
         from optpipe_api.store import open_stores
@@ -517,4 +475,4 @@ def _store(database_url: str | None, *, must_exist: bool = False) -> Iterator[Ke
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(seconds, UTC).strftime(_TIME_FORMAT)

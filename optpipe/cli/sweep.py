@@ -1,4 +1,4 @@
-"""``optpipe sweep``: one problem along axes, one table and one frontier at the end."""
+"""``optpipe sweep``: a problem along axes, as a table and a frontier."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from optpipe.cli.console import (
     NOTHING_FOUND,
     ApiKey,
     ProblemFile,
-    check_apart,
-    check_writable,
+    check_outputs,
     gap_text,
     interruptible,
     needs_extra,
+    output_option,
     read_problem,
-    say_written,
+    report_written,
     stderr,
     stdout,
+    stopped_by_user,
     write_file,
 )
-from optpipe.cli.options import OptionsOf, takes
+from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
 from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns
@@ -52,16 +53,13 @@ if TYPE_CHECKING:
 __all__ = ["parse_axes", "sweep", "sweep_here", "sweep_remote"]
 
 
-_FORMS = {".csv": "csv", ".md": "markdown", ".json": "json"}
+_FORMATS = {".csv": "csv", ".md": "markdown", ".json": "json"}
 
 TableFile = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Write the table here: .csv, .md or .json. A .csv file that exists is gone on with: "
-        "what it has is not solved again.",
+    output_option(
+        "Write the table here: .csv, .md or .json. An existing .csv file is continued: its "
+        "combinations are not solved again."
     ),
 ]
 FrontierFile = Annotated[
@@ -69,13 +67,12 @@ FrontierFile = Annotated[
     typer.Option(
         "--frontier",
         metavar="FILE",
-        help="Draw the best objective and its bound over memory here: .svg, .png, .pdf; .html to "
-        "zoom into.",
+        help="Draw the best objective and its bound over memory here: .svg, .png, .pdf; .html "
+        "(zooms).",
     ),
 ]
 MaybeUrl = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Have a service solve it, as a batch; else it is done here."),
+    str | None, typer.Option(metavar="URL", help="Solve on this service, as a batch; else locally.")
 ]
 
 
@@ -86,7 +83,7 @@ MaybeUrl = Annotated[
     readers={"axes": lambda texts: {"axes": parse_axes(texts)}},
 )
 def sweep(
-    given: OptionsOf[SweepRequest],
+    builder: RequestBuilder[SweepRequest],
     problem_file: ProblemFile,
     output: TableFile = None,
     frontier_file: FrontierFile = None,
@@ -95,9 +92,9 @@ def sweep(
 ) -> None:
     """Solve a problem along axes, and show what memory buys.
 
-    Limits and options are those of each combination. Every combination must be a valid problem;
-    that is found out before anything is solved. Ctrl-C keeps what there is. Leaves with 0 where
-    any combination has a schedule, 3 where all are proven infeasible, 4 where nothing was found.
+    Limits and options hold for each combination. All combinations are checked before the first is
+    solved. Ctrl-C keeps the combinations that are done. Exit codes: 0 if any combination has a
+    schedule, 3 if all are proven infeasible, 4 if nothing was found.
 
     \b
     Examples:
@@ -106,79 +103,88 @@ def sweep(
           -o table.csv --frontier frontier.svg
       optpipe sweep problem.json --axis offload=true,false --url http://planner:8000
     """
-    _check_files(output, frontier_file)
-    check_apart(output, frontier_file, inputs=[problem_file])
+    for path, suffixes in ((output, tuple(_FORMATS)), (frontier_file, FRONTIER_SUFFIXES)):
+        if path is not None and path.suffix not in suffixes:
+            raise InputError(
+                f"cannot write {path.name}: the suffix chooses the format; use one of "
+                f"{', '.join(suffixes)}"
+            )
+    check_outputs(output, frontier_file, inputs=[problem_file])
+    if frontier_file is not None:
+        require_drawing(frontier_file.suffix)
     problem = read_problem(problem_file)
-    request = given(problem=problem)
+    request = builder.build(problem=problem)
     variations = vary(problem, request.axes)
-    known = _known_rows(output, variations)
+    known = _read_known_rows(output, variations)
     options = request.options.model_dump(exclude={"cache"})
+    is_stopped = False
     if url is not None:
         rows = sweep_remote(url, api_key, problem, request.axes, options)
-        was_stopped = False
     else:
         with needs_extra("solver"):
-            rows, was_stopped = sweep_here(
+            rows, is_stopped = sweep_here(
                 variations, known, options, lambda rows: _write(rows, output)
             )
     _write(rows, output)
     _show(rows)
     if frontier_file is not None:
-        points = [_point(variations[row["index"]], row) for row in rows]
+        points = []
+        for row in rows:
+            variation = variations[row["index"]]
+            points.append(
+                Point(
+                    index=row["index"],
+                    family=family_of(variation.problem),
+                    label=label_of(variation.values, variation.problem.name),
+                    memory_bytes=memory_of(variation.problem),
+                    objective_ms=row["objective_ms"],
+                    bound_ms=row["bound_ms"],
+                    is_infeasible=row["state"] == "infeasible",
+                )
+            )
         save_frontier(frontier(points), frontier_file, problem.name)
-        say_written(frontier_file)
-    _leave(rows, was_stopped=was_stopped)
+        report_written(frontier_file)
+    if is_stopped:
+        raise stopped_by_user("combinations")
+    if all(row["objective_ms"] is None for row in rows):
+        is_infeasible = all(row["state"] == "infeasible" for row in rows)
+        raise typer.Exit(INFEASIBLE if is_infeasible else NOTHING_FOUND)
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return name -> values of texts like ``memory_scale=1,0.5``; values are JSON, or words.
+    """Return axis -> values from texts like ``memory_scale=1,0.5``; values are JSON or words.
 
-    Raises `InputError` if one is no axis, or stands twice.
+    Raises `InputError` if a text is no axis, or an axis is given twice.
     """
     axes: dict[str, list[Any]] = {}
     for text in texts:
-        name, _, values = text.partition("=")
-        if not name.strip() or not values.strip():
+        name, _, values = map(str.strip, text.partition("="))
+        if not name or not values:
             raise InputError(f"--axis {text}: must be NAME=VALUE,VALUE,...; write it so")
-        if name.strip() in axes:
-            raise InputError(f"--axis {name.strip()} stands twice; put all its values into one")
-        axes[name.strip()] = _values(values)
+        if name in axes:
+            raise InputError(f"--axis {name} is given twice; put all its values into one")
+        listed = _parse_json(f"[{values}]")
+        axes[name] = (
+            listed
+            if isinstance(listed, list)
+            else [_parse_json(value.strip()) for value in values.split(",")]
+        )
     return axes
 
 
-def _values(text: str) -> list[Any]:
-    try:
-        found: list[Any] = json.loads(f"[{text}]")
-    except ValueError:
-        return [_value(part.strip()) for part in text.split(",")]
-    return found
-
-
-def _value(text: str) -> Any:
+def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text, and another text as it is."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _check_files(output: Path | None, frontier_file: Path | None) -> None:
-    """Refuse files that cannot be written, before hours of work."""
-    for path, suffixes in ((output, tuple(_FORMS)), (frontier_file, FRONTIER_SUFFIXES)):
-        if path is not None and path.suffix not in suffixes:
-            raise InputError(
-                f"cannot write {path.name}: the suffix chooses the format; use one of "
-                f"{', '.join(suffixes)}"
-            )
-        check_writable(path)
-    if frontier_file is not None:
-        require_drawing(frontier_file.suffix)
+def _read_known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:
+    """Return the rows that an earlier run has left in the file.
 
-
-def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:
-    """Return what an earlier run has left in the file.
-
-    Raises `InputError` if the file is something else, or has rows of other problems: they would be
-    lost.
+    Raises `InputError` if the file is no table of a sweep, or has rows of other problems, which
+    would be lost.
     """
     if output is None or output.suffix != ".csv" or not output.exists():
         return []
@@ -197,9 +203,8 @@ def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[Sw
 
 
 def _write(rows: Sequence[SweepRow], output: Path | None) -> None:
-    """Write the table so that the file is whole at any moment."""
     if output is not None:
-        write_file(output, dump_sweep(rows, _FORMS[output.suffix]))
+        write_file(output, dump_sweep(rows, _FORMATS[output.suffix]))
 
 
 def _show(rows: Sequence[SweepRow]) -> None:
@@ -214,35 +219,13 @@ def _show(rows: Sequence[SweepRow]) -> None:
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)
     console.print(table, markup=False)
-    # As a column they would be a few letters wide.
+    # A column of messages would be a few letters wide.
     notes = [f"{row['name']}: {row['message']}" for row in rows if row["message"]]
     if notes:
         console.print("\n" + "\n".join(notes), markup=False, soft_wrap=True)
 
 
-def _point(variation: Variation, row: SweepRow) -> Point:
-    return Point(
-        index=row["index"],
-        family=family_of(variation.problem),
-        label=label_of(variation.values, variation.problem.name),
-        memory_bytes=memory_of(variation.problem),
-        objective_ms=row["objective_ms"],
-        bound_ms=row["bound_ms"],
-        is_infeasible=row["state"] == "infeasible",
-    )
-
-
-def _leave(rows: Sequence[SweepRow], *, was_stopped: bool) -> None:
-    if was_stopped:
-        stderr().print("stopped by Ctrl-C; combinations that were not reached are missing")
-        raise typer.Exit(INTERRUPTED)
-    if any(row["objective_ms"] is not None for row in rows):
-        return
-    all_infeasible = all(row["state"] == "infeasible" for row in rows)
-    raise typer.Exit(INFEASIBLE if all_infeasible else NOTHING_FOUND)
-
-
-# --- A sweep that is solved here, one combination after the other.
+# --- A sweep on this machine, one combination after the other.
 
 _DONE = ("succeeded", "infeasible")
 
@@ -253,14 +236,16 @@ def sweep_here(
     options: Mapping[str, Any],
     keep: Callable[[list[SweepRow]], None],
 ) -> tuple[list[SweepRow], bool]:
-    """Return a row per variation, and whether Ctrl-C ended it before all had theirs.
+    """Return a row per variation, and whether Ctrl-C ended the sweep before all had one.
 
-    Tighter problems first: each solve starts from the best that they have given, and no row is
-    worse than one of theirs.
+    Tighter problems are solved first. Each solve starts from the best schedule of its tighter
+    problems, and no row is worse than one of theirs.
 
-    * ``known``: rows of an earlier run; what they say of the same problems is taken over.
-    * ``keep``: called after each one with all rows so far, in the order of the variations.
+    * ``known``: rows of an earlier run, which are reused for the same problems.
+    * ``keep``: called after each variation with all rows so far, in the order of the variations.
     """
+    import optpipe_solver
+
     rows: dict[int, SweepRow] = {}
     schedules: dict[int, Schedule] = {}
     tighter = tighter_ones([variation.problem for variation in variations])
@@ -269,28 +254,47 @@ def sweep_here(
     with interruptible() as stop:
         for number, index in enumerate(order, start=1):
             variation = variations[index]
-            row = done.get(variation.problem.problem_hash)
-            is_known = row is not None
-            if row is None:
+            known_row = done.get(variation.problem.problem_hash)
+            if known_row is not None:
+                row = known_row
+            else:
                 starts = [schedules[other] for other in tighter[index] if other in schedules]
                 best = min(starts, key=lambda start: start.objective_ms, default=None)
-                result, seconds = _solve(variation.problem, best, options, stop.is_set)
-                row = _row(variation.problem, result, seconds, was_stopped=stop.is_set())
+                began_s = time.monotonic()
+                with stderr().status(f"solving {variation.problem.name}"):
+                    result = optpipe_solver.solve(
+                        variation.problem,
+                        start=None if best is None else best.programs,
+                        start_method="tighter problem",
+                        should_stop=stop.is_set,
+                        **options,
+                    )
+                seconds = time.monotonic() - began_s
+                row = _make_row(variation.problem, result, seconds, was_stopped=stop.is_set())
                 if result.schedule is not None:
                     schedules[index] = result.schedule
-            row = _carried(row, [rows[other] for other in tighter[index] if other in rows])
+            row = _take_better(row, [rows[other] for other in tighter[index] if other in rows])
             rows[index] = {**row, "index": index, "values": variation.values}
-            _tell(rows[index], f"[{number}/{len(variations)}]", is_known=is_known)
+            outcome = row["state"]
+            if row["objective_ms"] is not None:
+                outcome = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
+            # Options may have changed since then: the user must see that they were not used.
+            source = "" if known_row is None else ", from the file, not solved again"
+            stderr().print(
+                f"[{number}/{len(variations)}] {row['name']}: {outcome}{source}",
+                markup=False,
+                soft_wrap=True,
+            )
             keep([rows[at] for at in sorted(rows)])
             if stop.is_set():
                 break
     return [rows[at] for at in sorted(rows)], stop.is_set()
 
 
-def _carried(row: SweepRow, tighter: Sequence[SweepRow]) -> SweepRow:
-    """Return a row with the best of those of tighter problems, where that is better.
+def _take_better(row: SweepRow, tighter: Sequence[SweepRow]) -> SweepRow:
+    """Return a row with the best objective of its tighter problems, if that is better.
 
-    The solver starts from it; but a table that is gone on with knows no schedules.
+    The solver starts from that schedule, but a continued table has no schedules.
     """
     found = [(other["objective_ms"], other["name"]) for other in tighter]
     best_ms, name = min(
@@ -299,38 +303,17 @@ def _carried(row: SweepRow, tighter: Sequence[SweepRow]) -> SweepRow:
     own_ms = row["objective_ms"]
     if row["state"] == "infeasible" or best_ms >= (math.inf if own_ms is None else own_ms):
         return row
-    state = "succeeded" if row["state"] == "failed" else row["state"]
-    said = f"the schedule of {name}, whose problem is tighter: it is legal here, and no longer"
     return {
         **row,
-        "state": state,
+        "state": "succeeded" if row["state"] == "failed" else row["state"],
         "objective_ms": best_ms,
         "gap": gap_of(best_ms, row["bound_ms"]),
-        "message": said,
+        "message": f"the schedule of {name}, whose problem is tighter: it is legal here and as "
+        "short",
     }
 
 
-def _solve(
-    problem: Problem,
-    start: Schedule | None,
-    options: Mapping[str, Any],
-    should_stop: Callable[[], bool],
-) -> tuple[Result, float]:
-    began = time.monotonic()
-    with stderr().status(f"solving {problem.name}"):
-        import optpipe_solver
-
-        result = optpipe_solver.solve(
-            problem,
-            start=None if start is None else start.programs,
-            start_method="tighter problem",
-            should_stop=should_stop,
-            **options,
-        )
-    return result, time.monotonic() - began
-
-
-def _row(problem: Problem, result: Result, seconds: float, *, was_stopped: bool) -> SweepRow:
+def _make_row(problem: Problem, result: Result, seconds: float, *, was_stopped: bool) -> SweepRow:
     state = result.status.value
     if result.schedule is not None:
         state = "cancelled" if was_stopped and result.status != "optimal" else "succeeded"
@@ -353,16 +336,7 @@ def _row(problem: Problem, result: Result, seconds: float, *, was_stopped: bool)
     }
 
 
-def _tell(row: SweepRow, place: str, *, is_known: bool) -> None:
-    said = row["state"]
-    if row["objective_ms"] is not None:
-        said = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
-    # Options may have changed since: who gave other ones must see that these were not used.
-    source = ", from the file, not solved again" if is_known else ""
-    stderr().print(f"{place} {row['name']}: {said}{source}", markup=False, soft_wrap=True)
-
-
-# --- A sweep that a service solves, as a batch.
+# --- A sweep on a service, as a batch.
 
 
 def sweep_remote(
@@ -372,9 +346,9 @@ def sweep_remote(
     axes: Mapping[str, Sequence[Any]],
     options: Mapping[str, Any],
 ) -> list[SweepRow]:
-    """Return a row per combination once all have ended.
+    """Return a row per combination when all have ended.
 
-    Raises `typer.Exit` by Ctrl-C; the service goes on.
+    Raises `typer.Exit` on Ctrl-C; the batch continues.
     """
     from optpipe.client import Client
 
@@ -389,6 +363,7 @@ def sweep_remote(
                     stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
                 last_shown = ended
         except KeyboardInterrupt:
-            stderr().print(f"batch {batch.id} goes on at {url}/v1/batches/{batch.id}", markup=False)
+            place = f"{url}/v1/batches/{batch.id}"
+            stderr().print(f"batch {batch.id} continues at {place}", markup=False)
             raise typer.Exit(INTERRUPTED) from None
         return batch.table()

@@ -1,8 +1,7 @@
-"""``optpipe tune``: which configuration is fastest, how much is won, and what no other can beat."""
+"""``optpipe tune``: the fastest training configuration, its gain, and a bound over all others."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,30 +11,30 @@ from rich.markup import escape
 from optpipe.cli.console import (
     AsJson,
     Output,
-    check_apart,
-    check_schedule_file,
-    check_writable,
+    check_outputs,
+    check_schedule_name,
     needs_extra,
     nothing_found,
+    print_json,
     read_input,
-    results,
-    say_written,
+    result_console,
     searching,
     stderr,
-    stdout,
     text_table,
-    write_file,
+    write_output,
     write_schedule,
 )
 from optpipe.cli.estimate import read_config
-from optpipe.cli.options import OptionsOf, takes
+from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
+from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_problem
 from optpipe.presets import train_command
 from optpipe.presets.configuration import PASTED_FILES
 from optpipe.presets.megatron import check_arguments_have
 from optpipe.presets.torchtitan import titan_model
 from optpipe.requests import CurrentRun, FixedDegrees, TuneRequest
+from optpipe.schedule import Provenance
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
@@ -51,20 +50,20 @@ __all__ = ["tune"]
 
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
-_LEAST_WIDTH = 120
+_MIN_WIDTH = 120
 _YAML = {".yaml", ".yml"}
 _LISTS = ("recompute", "layers")
 _DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
 
 
-# --- Options that are read here: what is run today, and what is fixed.
+# --- Readers of --current and --fix.
 
 
 def _read_current(text: str) -> dict[str, Any]:
-    """Return the fields of a request that ``--current`` gives.
+    """Return the request's fields of ``--current``.
 
-    It is a file of Megatron or torchtitan, or degrees such as ``tp=4,pp=8``; ``recompute=a+b``
-    names modules, ``layers=10+11`` gives those of each stage.
+    The text names a file of Megatron or torchtitan, or has degrees such as ``tp=4,pp=8``. Lists are
+    written ``recompute=a+b`` (modules) and ``layers=10+11`` (of each stage).
     """
     if not text.strip():
         raise InputError(
@@ -89,19 +88,19 @@ def _read_current(text: str) -> dict[str, Any]:
             f"--current layers={'+'.join(layers)}: must be numbers with +, one for each stage; "
             "correct it"
         )
-    run: dict[str, Any] = _numbers("--current", degrees, _DEGREES)
+    run: dict[str, Any] = {**lists, **_parse_degrees("--current", degrees, _DEGREES)}
     if layers:
         run["layers"] = list(map(int, layers))
-    return {"current": run | ({"recompute": lists["recompute"]} if "recompute" in lists else {})}
+    return {"current": run}
 
 
 def _read_fixed(texts: list[str]) -> dict[str, Any]:
     parts = [part for text in texts for part in text.split(",")]
-    return {"fixed": _numbers("--fix", parts, FixedDegrees.model_fields)}
+    return {"fixed": _parse_degrees("--fix", parts, FixedDegrees.model_fields)}
 
 
-def _numbers(option: str, parts: list[str], names: Collection[str]) -> dict[str, int]:
-    """Return ``tp=4`` and ``pp=8`` as numbers by name."""
+def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dict[str, int]:
+    """Return name -> number of parts such as ``tp=4``. Raises `InputError`."""
     found: dict[str, int] = {}
     for part in filter(None, map(str.strip, parts)):
         name, _, number = part.partition("=")
@@ -124,17 +123,20 @@ def _numbers(option: str, parts: list[str], names: Collection[str]) -> dict[str,
     readers={"config": read_config, "current": _read_current, "fixed": _read_fixed},
 )
 def tune(
-    given: OptionsOf[TuneRequest],
+    builder: RequestBuilder[TuneRequest],
     output: Output = None,
     problem_out: Annotated[
         Path | None,
-        typer.Option("--problem-out", metavar="FILE", help="Write the winner's problem."),
+        typer.Option(
+            "--problem-out", metavar="FILE", help="Write the best configuration's problem."
+        ),
     ] = None,
     paste: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write what the framework takes: arguments, or .yaml; torchtitan: .py.",
+            help="Write the configuration for the framework: Megatron arguments or .yaml, "
+            "torchtitan .py.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -142,8 +144,8 @@ def tune(
     """Find the fastest configuration of a training run.
 
     Degrees of parallelism, micro-batch, stages, cut, recomputation and schedule are searched
-    together, on estimated times. Each configuration has a bound over all its cuts and schedules:
-    what is left when the time is over says how much faster any can be.
+    together, on estimated durations. Each configuration has a bound over all its cuts and
+    schedules. After the search, the bounds limit how much faster any configuration can be.
 
     \b
     Examples:
@@ -155,11 +157,9 @@ def tune(
       optpipe tune --config config.json --gpu h100 --gpus 16 --fix tp=2 -o schedule.json \\
           --problem-out problem.json
     """
-    check_schedule_file(output)
-    check_writable(problem_out)
-    check_writable(paste)
-    check_apart(output, problem_out, paste, inputs=given.files)
-    request = given()
+    check_schedule_name(output)
+    check_outputs(output, problem_out, paste, inputs=builder.files)
+    request = builder.build()
     options, framework = request.options, request.framework
     with needs_extra("solver"):
         from optpipe_solver.tune import read_question
@@ -167,11 +167,10 @@ def tune(
 
         _check_pastable(request.shape, framework, paste)
         read = read_question(request)
-        today = read.current
         with searching("tuning") as controls:
             result = search(
                 read.question,
-                current=today,
+                current=read.current,
                 time_limit_s=options.time_limit_s or 0.0,
                 work_limit=options.work_limit,
                 gap=options.gap,
@@ -180,30 +179,33 @@ def tune(
                 on_progress=lambda text: stderr().print(text, markup=False),
                 should_stop=controls["should_stop"],
             )
-    if result.best is None:
-        proven = result.counts.do_not_fit == result.counts.total
-        state, none = (
-            ("infeasible", "nothing") if proven else ("unknown", "no schedule was found that")
-        )
-        raise nothing_found(state, f"{none} fits: {result.certificate}")
+    best = result.best
+    if best is None:
+        if result.counts.do_not_fit == result.counts.total:
+            raise nothing_found("infeasible", f"nothing fits: {result.certificate}")
+        reason = f"no schedule was found that fits: {result.certificate}"
+        raise nothing_found("unknown", reason)
     if as_json:
-        stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
+        print_json(result.as_json())
     else:
-        _show(results(output), result, today, paste)
-    _write(result.best, output, problem_out)
+        _show(result_console(output), result, read.current, paste)
+    if problem_out is not None:
+        write_output(problem_out, dump_problem(best.problem), "problem")
+    if output is not None:
+        schedule = evaluate(best.problem, best.programs, Provenance(method=best.method))
+        write_schedule(schedule, output, "schedule")
     if paste is not None:
-        write_file(paste, _pasted(result.best, framework, paste))
-        say_written(paste, "configuration")
+        write_output(paste, _paste(best, framework, paste), "configuration")
 
 
-# --- What is shown.
+# --- The report.
 
 
 def _show(
-    console: Console, result: TuneResult, today: Configuration | None, paste: Path | None
+    console: Console, result: TuneResult, current: Configuration | None, paste: Path | None
 ) -> None:
-    console.width = max(console.width, _LEAST_WIDTH)
-    console.print(_headline(result, today), markup=False)
+    console.width = max(console.width, _MIN_WIDTH)
+    console.print(_headline(result, current), markup=False)
     for sentence in result.notes:
         console.print(f"{sentence[0].upper()}{sentence[1:]}.", markup=False)
     console.print()
@@ -211,42 +213,38 @@ def _show(
     console.print()
     console.print(_pareto(result))
     console.print()
-    console.print(f"{result.certificate} ({_ended(result)}).", markup=False)
+    ended = _ENDS.get(result.stopped_by or "", "")
+    console.print(f"{result.certificate} ({result.seconds:.0f} s{ended}).", markup=False)
     console.print()
-    _say_command(console, result, paste)
+    _print_command(console, result, paste)
 
 
 _ENDS = {
-    "time_limit": "the time limit ended it",
-    "work_limit": "the work limit ended it",
-    "cancelled": "cancelled",
+    "time_limit": ", the time limit ended it",
+    "work_limit": ", the work limit ended it",
+    "cancelled": ", cancelled",
 }
 
 
-def _ended(result: TuneResult) -> str:
-    """Return the seconds, and what ended the search where that was not its proof."""
-    return ", ".join(filter(None, (f"{result.seconds:.0f} s", _ENDS.get(result.stopped_by or ""))))
-
-
-def _headline(result: TuneResult, today: Configuration | None) -> str:
-    """Return the gain, or why there is none, and how far such estimates are off."""
-    best, error, said = result.best, result.error, result.verdict
+def _headline(result: TuneResult, current: Configuration | None) -> str:
+    """Return the gain, or why there is none, and the error of such estimates."""
+    best, error, verdict = result.best, result.error, result.verdict
     if result.current is None and best is not None:
-        why = "--current says what you would win"
-        if today is not None:
-            why = "what you run is too large to simulate"
-        said = f"{format_ms(best.step_ms)} ms per step; {why}"
+        why = "--current would show the gain"
+        if current is not None:
+            why = "the current configuration is too large to simulate"
+        verdict = f"{format_ms(best.step_ms)} ms per step; {why}"
     band = (
         "Estimates of this kind were compared with no published run"
         if error is None
         else f"Estimates of this kind are {error.median:.0%} off in the median, at worst "
         f"{error.worst:.0%} ({error.num_rows} published runs)"
     )
-    return f"{said[0].upper()}{said[1:]}. {band}."
+    return f"{verdict[0].upper()}{verdict[1:]}. {band}."
 
 
 def _rows(result: TuneResult) -> Table:
-    """Return what is run today, the winner, and the next ones."""
+    """Return a table of the current configuration, the best one, and the next ones."""
     table = text_table(
         "step ms", "gain", "tokens/s/GPU", "bf16 MFU", "GiB", texts=("configuration",)
     )
@@ -255,11 +253,11 @@ def _rows(result: TuneResult) -> Table:
     if result.current is not None:
         shown = [result.current, *(row for row in shown if row is not result.current)]
     for row in shown:
-        today = row is result.current
+        is_current = row is result.current
         gain = ""
-        if result.current is not None and result.gain is not None and not today:
+        if result.current is not None and result.gain is not None and not is_current:
             gain = f"{1 - row.step_ms / result.current.step_ms:+.1%}"
-        label = f"today: {row.label}" if today else row.label
+        label = f"today: {row.label}" if is_current else row.label
         style = "bold" if row is result.best else ""
         table.add_row(
             label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}",
@@ -269,7 +267,7 @@ def _rows(result: TuneResult) -> Table:
 
 
 def _pareto(result: TuneResult) -> Table:
-    """Return what time less memory costs."""
+    """Return a table of the fastest configurations for less memory."""
     table = text_table("GiB", "step ms", texts=())
     table.title = "less memory costs time"
     table.title_justify = "left"
@@ -280,8 +278,8 @@ def _pareto(result: TuneResult) -> Table:
     return table
 
 
-def _say_command(console: Console, result: TuneResult, paste: Path | None) -> None:
-    """Say what trains by the best, on lines of its own that can be copied."""
+def _print_command(console: Console, result: TuneResult, paste: Path | None) -> None:
+    """Print the command that trains with the best configuration, on its own line."""
     framework = result.question.framework
     where = "To train by it, on every host"
     if paste is None and framework in PASTED_FILES:
@@ -294,13 +292,13 @@ def _say_command(console: Console, result: TuneResult, paste: Path | None) -> No
 
 
 def _check_pastable(shape: ModelShape, framework: str, path: Path | None) -> None:
-    """Refuse before the search what no configuration of a model could be written as."""
+    """Refuse, before the search, a file in which no configuration of the model can be written."""
     if path is None:
         return
     if framework == "any":
         raise InputError(
-            "--paste writes for --framework megatron or torchtitan; say which, or write what "
-            "our runtime takes, by -o and --problem-out"
+            "--paste writes for --framework megatron or torchtitan; choose one, or write schedule "
+            "and problem for the optpipe runtime with -o and --problem-out"
         )
     if framework == "torchtitan":
         titan_model(shape)
@@ -308,27 +306,13 @@ def _check_pastable(shape: ModelShape, framework: str, path: Path | None) -> Non
         check_arguments_have(shape)
 
 
-def _pasted(best: TuneRow, framework: str, path: Path) -> str:
-    """Return the winner as its framework takes it; a schedule of its own goes as a CSV beside."""
+def _paste(best: TuneRow, framework: str, path: Path) -> str:
+    """Return the configuration as its framework's text; write its schedule to a CSV next to it."""
     from optpipe_solver.tune.document import needs_csv, paste
 
     if framework == "megatron":
         return paste(best, "yaml" if path.suffix in _YAML else "arguments")
     csv = path.with_suffix(".csv")
     if needs_csv(best):
-        write_file(csv, paste(best, "csv"))
-        say_written(csv, "schedule")
+        write_output(csv, paste(best, "csv"), "schedule")
     return paste(best, "python", csv=str(csv.absolute()))
-
-
-def _write(best: TuneRow, output: Path | None, problem_out: Path | None) -> None:
-    if problem_out is not None:
-        write_file(problem_out, dump_problem(best.problem))
-        say_written(problem_out, "problem")
-    if output is not None:
-        from optpipe.evaluate import evaluate
-        from optpipe.schedule import Provenance
-
-        schedule = evaluate(best.problem, best.programs, Provenance(method=best.method))
-        write_schedule(schedule, output)
-        say_written(output, "schedule")

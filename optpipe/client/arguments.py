@@ -23,66 +23,68 @@ __all__ = [
 class SearchArguments(TypedDict, total=False):
     """Options of every search."""
 
-    # Seconds to search.
+    # Time limit of the search in seconds.
     time_limit_s: float | None
-    # Threads; from 2 on, search and proofs run side by side.
+    # CPU threads. With two or more, search and lower bounds run in parallel.
     threads: int | None
     # Seed of all random numbers.
     seed: int | None
 
 
 class SolveArguments(TypedDict, total=False):
-    """How to solve a problem."""
+    """Options to solve a problem."""
 
-    # Seconds to search.
+    # Time limit of the search in seconds.
     time_limit_s: float | None
-    # Threads; from 2 on, search and proofs run side by side.
+    # CPU threads. With two or more, search and lower bounds run in parallel.
     threads: int | None
     # Seed of all random numbers.
     seed: int | None
-    # auto optimises; or milp, or a published method as `optpipe compare` and `/v1/methods` name
-    # it.
+    # `auto` (optimises), `milp`, or a published method that `optpipe compare` and `/v1/methods`
+    # list.
     method: str | None
-    # Stop where (objective - bound) / objective is at most this, e.g. 0.01.
+    # Gap at which the search stops: (objective - bound) / objective, e.g. 0.01.
     gap: float | None
-    # Units of work, about a second of one core each, counted in iterations. The result is then
-    # the same on every machine, unless the time limit ends the search first.
+    # Limit of the search in units of work. A unit is counted in iterations and takes about one
+    # second of one core. The result is then the same on every machine, unless the time limit ends
+    # the search first.
     work_limit: float | None
-    # `use` may answer with an earlier result; `refresh` solves again.
+    # `use` accepts an earlier result; `refresh` solves again.
     cache: Literal["use", "refresh"] | None
 
 
 class SubmitArguments(TypedDict, total=False):
-    """How to solve a problem, or how to plan a model; chunks and placements are of plans."""
+    """Options to solve a problem or to plan a model; chunks and placements are for plans."""
 
-    # Seconds to search.
+    # Time limit of the search in seconds.
     time_limit_s: float | None
-    # Threads; from 2 on, search and proofs run side by side.
+    # CPU threads. With two or more, search and lower bounds run in parallel.
     threads: int | None
     # Seed of all random numbers.
     seed: int | None
-    # Units of work, about a second of one core each, counted in iterations. The result is then
-    # the same on every machine, unless the time limit ends the search first.
+    # Limit of the search in units of work. A unit is counted in iterations and takes about one
+    # second of one core. The result is then the same on every machine, unless the time limit ends
+    # the search first.
     work_limit: float | None
-    # Numbers of stages per device to try, each 1-8; default 1,2,4.
+    # Numbers of stages per device to try, each 1-8. By default 1,2,4.
     chunks: Sequence[int] | None
-    # Placements to try: linear, loop, v, and free (other orders of the devices); default all.
+    # Placements to try: linear, loop, v, and free (other orders of the devices). By default all.
     placements: Sequence[Literal["linear", "loop", "v", "free"]] | None
-    # auto optimises; or milp, or a published method as `optpipe compare` and `/v1/methods` name
-    # it.
+    # `auto` (optimises), `milp`, or a published method that `optpipe compare` and `/v1/methods`
+    # list.
     method: str | None
-    # Stop where (objective - bound) / objective is at most this, e.g. 0.01.
+    # Gap at which the search stops: (objective - bound) / objective, e.g. 0.01.
     gap: float | None
-    # `use` may answer with an earlier result; `refresh` solves again.
+    # `use` accepts an earlier result; `refresh` solves again.
     cache: Literal["use", "refresh"] | None
-    # Objective to minimise, instead of the one that the problem or model names.
+    # Objective to minimise, instead of that of the problem or model.
     objective: Literal["makespan", "span"] | None
-    # Rank schedules by this percentile of the objective under noise, as P90. Bound and gap stay
+    # Percentile of the objective under noise that ranks schedules, such as P90. Bound and gap are
     # those without noise.
     robust: str | None
-    # With robust: share by which the duration of every action varies.
+    # With robust: share (0-1) by which the duration of each action varies.
     jitter: float | None
-    # With robust: share by which all compute times of a device vary together.
+    # With robust: share (0-1) by which all compute durations of a device vary together.
     stragglers: float | None
 
 
@@ -91,37 +93,37 @@ class EstimateArguments(TypedDict, total=False):
 
     # Model of the catalogue (`optpipe estimate --list`, `/v1/presets`).
     model: str | None
-    # Instead of model: a Hugging Face config.json.
+    # Hugging Face config.json, instead of a model of the catalogue.
     config: dict[str, Any] | None
-    # Name of the config's model, for people.
+    # Display name of the model in config.
     name: str | None
-    # Accelerator of the catalogue, and how many (h100:64). With several kinds (h100:32,a100:32)
-    # each is a part of the pipeline.
+    # Accelerator of the catalogue, and how many, such as h100:64. Of several kinds
+    # (h100:32,a100:32) each is a part of the pipeline.
     gpu: str | None
     # Tokens per sequence.
     sequence: int | None
     # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
     precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
-    # Flash attention; without it, scores are stored.
+    # Flash attention; without it, attention scores are stored.
     flash: bool | None
-    # CUDA graphs: kernel launches cost the host nothing.
+    # CUDA graphs: kernel launches take no time.
     cuda_graphs: bool | None
-    # The all-to-all of experts runs while other micro-batches compute.
+    # Overlap of the experts' all-to-all with the compute of other micro-batches.
     ep_overlap: bool | None
-    # alltoall sends a copy of a token per expert; deduplicated sends one per rank (DeepEP,
-    # HybridEP).
+    # Dispatcher of tokens: alltoall sends a copy per expert, deduplicated sends one per rank
+    # (DeepEP, HybridEP).
     dispatcher: Literal["alltoall", "deduplicated"] | None
-    # Precision of tokens on the way to their experts.
+    # Precision of tokens sent to their experts.
     dispatch: Literal["bf16", "fp8"] | None
-    # Collectives run next to compute where they can.
+    # Overlap of collectives with compute.
     overlap: bool | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
-    # Divides the bandwidth between nodes.
+    # Divisor of the bandwidth between nodes.
     oversubscription: float | None
-    # Memory per device, instead of all that it has.
+    # Memory per device, instead of the data sheet's.
     memory_bytes: int | None
-    # Measured seconds of a step; calibrates every duration.
+    # Measured duration of a step in seconds; calibrates every duration.
     measured_step_s: float | None
     # Devices of the pipeline.
     pp: int | None
@@ -133,7 +135,7 @@ class EstimateArguments(TypedDict, total=False):
     ep: int | None
     # Tensor-parallel degree of the experts.
     etp: int | None
-    # Data-parallel degree; by default 1, or what the number of GPUs leaves.
+    # Data-parallel degree. By default 1, or the number of GPUs determines it.
     dp: int | None
     # Sequences per micro-batch.
     micro_batch: int | None
@@ -141,126 +143,136 @@ class EstimateArguments(TypedDict, total=False):
     num_microbatches: int | None
     # Stages per device.
     chunks: int | None
-    # linear, loop or v; by default linear, with several chunks loop.
+    # Placement: linear, loop or v. By default linear, or loop with several chunks.
     placement: Literal["linear", "loop", "v"] | None
-    # balanced: the slowest stage is as fast as possible; even: as frameworks cut.
+    # Cut: balanced makes the slowest stage as fast as possible, even cuts as frameworks do.
     layout: Literal["balanced", "even"] | None
-    # What is sharded over dp: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too
-    # (FSDP).
+    # Sharding over dp: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP).
     zero: Literal[0, 1, 2, 3] | None
-    # Tensor parallelism also splits norms and the residual stream.
+    # Tensor parallelism also of norms and residual stream.
     sequence_parallel: bool | None
-    # Outputs of norms and activation functions are recomputed in I.
+    # Recomputation of norms and activation functions in the backward I.
     lean: bool | None
     # Modules that the backward recomputes, of full, core_attn, layernorm, mlp, moe, moe_act,
     # shared_experts, mla_up_proj.
     recompute: Sequence[str] | None
     # Layers whose activations stay in host memory.
     offloaded_layers: int | None
-    # Multiplies every duration: the factor of another configuration.
+    # Factor of every duration, e.g. from another configuration's calibration.
     time_factor: float | None
     # Share (0-1) of peak FLOP/s that F, I and W reach together.
     mfu: float | None
     # Share (0-1) of the PCIe bandwidth that copies reach.
     pcie_efficiency: float | None
-    # Maximum number of modes per stage, e.g. 8; 0: keep, offload and recompute whole micro-
+    # Maximum number of modes per stage, e.g. 8. With 0: keep, offload and recompute whole micro-
     # batches.
     modes: int | None
-    # Forwards and backwards may run together; the experts' exchange is hidden.
+    # Pairs of a forward and a backward that hide the experts' all-to-all.
     pairs: bool | None
-    # Slices of each sequence, each a micro-batch of the problem.
+    # Slices per sequence; each is a micro-batch of the problem.
     slices: int | None
     # Unequal micro-batches: for each one, the lengths in tokens of the sequences packed into it.
     lengths: Sequence[Sequence[int]] | None
     # With lengths: maximum number of kinds of micro-batches, rounded up.
     costs: int | None
-    # Axis -> its value: memory_scale, memory_gb, num_microbatches, pcie_scale, link_scale,
-    # latency_ms, placement, objective, offload, recompute, or the path of a field; as the axes of
+    # Axis -> value. Axes: memory_scale, memory_gb, num_microbatches, pcie_scale, link_scale,
+    # latency_ms, placement, objective, offload, recompute, or the path of a field; as in
     # `/v1/batches`.
     values: dict[str, Any] | None
 
 
 class CurrentDegrees(TypedDict, total=False):
-    """What is run today: 1F1B, or interleaved 1F1B with several chunks."""
+    """The current configuration: 1F1B, or interleaved 1F1B with several chunks."""
 
+    # Tensor-parallel degree.
     tp: int | None
+    # Context-parallel degree.
     cp: int | None
-    # By default what the number of GPUs leaves.
+    # Data-parallel degree. By default the number of GPUs determines it.
     dp: int | None
+    # Expert-parallel degree; ep x etp divides tp x cp x dp.
     ep: int | None
+    # Tensor-parallel degree of the experts.
     etp: int | None
+    # Devices of the pipeline.
     pp: int | None
+    # Stages per device.
     chunks: int | None
+    # Sequences per micro-batch.
     micro_batch: int | None
+    # Sharding over dp: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP).
     zero: Literal[0, 1, 2, 3] | None
+    # Modules that the backward recomputes.
     recompute: Sequence[str] | None
-    # Layers of each stage in model order, embedding and head counted; by default cut evenly.
+    # Layers of each stage in model order, including embedding and head. By default an even cut.
     layers: Sequence[int] | None
 
 
 class TuneArguments(TypedDict, total=False):
-    """A model, GPUs and a batch: which configuration trains it fastest."""
+    """A model, GPUs and a batch, for which the fastest training configuration is searched."""
 
     # Model of the catalogue (`optpipe estimate --list`, `/v1/presets`).
     model: str | None
-    # Instead of model: a Hugging Face config.json.
+    # Hugging Face config.json, instead of a model of the catalogue.
     config: dict[str, Any] | None
-    # Name of the config's model, for people.
+    # Display name of the model in config.
     name: str | None
-    # Accelerator of the catalogue, and how many (h100:64). With several kinds (h100:32,a100:32)
-    # each is a part of the pipeline.
+    # Accelerator of the catalogue, and how many, such as h100:64. Of several kinds
+    # (h100:32,a100:32) each is a part of the pipeline.
     gpu: str | None
     # Tokens per sequence.
     sequence: int | None
     # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
     precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
-    # Flash attention; without it, scores are stored.
+    # Flash attention; without it, attention scores are stored.
     flash: bool | None
-    # CUDA graphs: kernel launches cost the host nothing.
+    # CUDA graphs: kernel launches take no time.
     cuda_graphs: bool | None
-    # The all-to-all of experts runs while other micro-batches compute.
+    # Overlap of the experts' all-to-all with the compute of other micro-batches.
     ep_overlap: bool | None
-    # alltoall sends a copy of a token per expert; deduplicated sends one per rank (DeepEP,
-    # HybridEP).
+    # Dispatcher of tokens: alltoall sends a copy per expert, deduplicated sends one per rank
+    # (DeepEP, HybridEP).
     dispatcher: Literal["alltoall", "deduplicated"] | None
-    # Precision of tokens on the way to their experts.
+    # Precision of tokens sent to their experts.
     dispatch: Literal["bf16", "fp8"] | None
-    # Collectives run next to compute where they can.
+    # Overlap of collectives with compute.
     overlap: bool | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
-    # Divides the bandwidth between nodes.
+    # Divisor of the bandwidth between nodes.
     oversubscription: float | None
-    # Memory per device, instead of all that it has.
+    # Memory per device, instead of the data sheet's.
     memory_bytes: int | None
-    # Measured seconds of a step; calibrates every duration.
+    # Measured duration of a step in seconds; calibrates every duration.
     measured_step_s: float | None
-    # Number of GPUs; by default the sum of those in gpu, or 8.
+    # Number of GPUs. By default the sum of the numbers in gpu, or 8.
     num_gpus: int | None
-    # Sequences of a step, over all replicas.
+    # Sequences per step, over all replicas.
     global_batch: int | None
-    # Whose schedules may be the answer: megatron, torchtitan, or any (those of our runtime).
+    # Framework that runs the schedule: megatron, torchtitan, or any (the optpipe runtime).
     framework: Literal["any", "megatron", "torchtitan"] | None
-    # What you run today, e.g. tp=4,pp=8,chunks=5,micro_batch=1. The gain is over it.
+    # Current configuration, e.g. tp=4,pp=8,chunks=5,micro_batch=1. The gain is relative to it.
     current: CurrentDegrees | None
-    # Instead of current: Megatron arguments or YAML, or a torchtitan config, as text.
+    # Current configuration as the text of Megatron arguments or YAML, or of a torchtitan config;
+    # instead of current.
     current_file: str | None
-    # Framework of current_file; by default it follows from framework and text.
+    # Format of current_file. By default it follows from framework and text.
     current_format: Literal["megatron", "torchtitan"] | None
     # Degrees that are not searched.
     fixed: Mapping[str, int] | None
-    # Share (0-1) of the memory that answers leave free: bytes are estimates too.
+    # Share (0-1) of the memory that stays free, as bytes are estimates.
     headroom: float | None
-    # Seconds to search.
+    # Time limit of the search in seconds.
     time_limit_s: float | None
-    # Threads; from 2 on, search and proofs run side by side.
+    # CPU threads. With two or more, search and lower bounds run in parallel.
     threads: int | None
     # Seed of all random numbers.
     seed: int | None
-    # Stop where no configuration is faster than the best by more than this share.
+    # Share (0-1) at which the search stops: no configuration is faster than the best by more.
     gap: float | None
-    # Units of work, about a second of one core each, counted in iterations. The result is then
-    # the same on every machine, unless the time limit ends the search first.
+    # Limit of the search in units of work. A unit is counted in iterations and takes about one
+    # second of one core. The result is then the same on every machine, unless the time limit ends
+    # the search first.
     work_limit: float | None
-    # `use` may answer with an earlier result; `refresh` solves again.
+    # `use` accepts an earlier result; `refresh` solves again.
     cache: Literal["use", "refresh"] | None

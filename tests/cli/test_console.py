@@ -28,8 +28,7 @@ from optpipe import (
 from optpipe.cli import console as reading
 from optpipe.cli.console import (
     baseline_programs,
-    check_apart,
-    check_writable,
+    check_outputs,
     gap_text,
     number_table,
     show_schedule,
@@ -37,7 +36,7 @@ from optpipe.cli.console import (
     stdout,
     write_file,
 )
-from optpipe.cli.service import _Lines
+from optpipe.cli.service import _print_improvements
 from optpipe.client import Improvement, Job, JobOptions
 from optpipe.errors import IllegalScheduleError, InputError, ScheduleMismatchError
 from tests.building import offloadable, problem, programs, stage
@@ -143,7 +142,7 @@ def test_optimal_is_said_of_a_gap_of_a_millionth_and_no_more(gap, text) -> None:
 
 def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkeypatch) -> None:
     """To draw it would take longer than many time limits: nothing is simulated."""
-    monkeypatch.setattr("optpipe.cli.console.MOST_DRAWN", 7)
+    monkeypatch.setattr("optpipe.cli.console.MAX_DRAWN", 7)
     monkeypatch.setattr("optpipe.cli.console.simulate", None)
     monkeypatch.setattr("optpipe.cli.console.ScheduleView", None)
     console = Console(file=io.StringIO(), width=100)
@@ -151,7 +150,7 @@ def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkey
     show_schedule(console, offloading.problem, schedule_of(offloading), baseline)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "by hand: 8 actions are not drawn; optpipe plot does it" in text
+    assert "by hand: 8 actions are not drawn; use optpipe plot" in text
     assert any(row.startswith("makespan") for row in rows(text))
 
 
@@ -175,7 +174,7 @@ def test_a_better_bound_leaves_the_schedule_standing() -> None:
         ),
     )
     text = io.StringIO()
-    _Lines(Console(file=text, width=100)).show(job)
+    _print_improvements(Console(file=text, width=100), job, 0)
     first, second, third = text.getvalue().splitlines()
     assert "no schedule yet" in first
     assert "120" in second
@@ -235,7 +234,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("import csv times.csv --sizes sizes.csv -o sizes.csv", "sizes.csv: this command reads"),
         ("import csv times.csv --base p.json --times-out p.json", "p.json: this command reads it"),
         ("import csv times.csv -o x --times-out x", "cannot write x twice"),
-        ("explain what.problem.json s.json --what-if -o .", "what.problem.json lies there"),
+        ("explain what.problem.json s.json --what-if -o .", "what.problem.json is there"),
     ],
 )
 def test_no_output_takes_the_place_of_an_input_or_of_another(
@@ -251,22 +250,22 @@ def test_no_output_takes_the_place_of_an_input_or_of_another(
 
 def test_devices_and_pipes_may_stand_twice() -> None:
     """Nothing is lost in /dev/null, and standard input is not standard output."""
-    check_apart(Path("/dev/null"), Path("/dev/null"), None, inputs=[Path("/dev/null"), None])
-    check_apart(Path("-"), Path("x"), inputs=[Path("-")])
+    check_outputs(Path("/dev/null"), Path("/dev/null"), None, inputs=[Path("/dev/null"), None])
+    check_outputs(Path("-"), Path("x"), inputs=[Path("-")])
     with pytest.raises(InputError, match="cannot write - twice"):
-        check_apart(Path("-"), Path("-"))
+        check_outputs(Path("-"), Path("-"))
 
 
 def test_an_input_is_known_behind_a_link(files: Path) -> None:
     (files / "link.json").symlink_to("p.json")
     with pytest.raises(InputError, match="this command reads it"):
-        check_apart(Path("link.json"), inputs=[Path("p.json")])
+        check_outputs(Path("link.json"), inputs=[Path("p.json")])
 
 
 def test_a_name_that_is_too_long_is_refused_before_the_work() -> None:
     """And without a stack trace: Path.exists raises what the system says."""
     with pytest.raises(InputError, match="File name too long; choose another name"):
-        check_writable(Path("x" * 300))
+        check_outputs(Path("x" * 300))
 
 
 def test_a_file_is_replaced_as_a_whole(files: Path, monkeypatch) -> None:
@@ -373,7 +372,7 @@ def test_what_is_wrong_with_a_schedule_names_its_file(files: Path) -> None:
 
 def test_a_model_is_read_from_a_pipe(optpipe, monkeypatch) -> None:
     """As `optpipe estimate --model-json -o -` writes it."""
-    monkeypatch.setattr(reading, "_piped", lambda: '{"format": "optpipe/model/v1"}')
+    monkeypatch.setattr(reading, "_read_stdin", lambda: '{"format": "optpipe/model/v1"}')
     code, _, err = optpipe("plan", "-")
     assert code == 2
     assert "layers: is missing" in err

@@ -175,7 +175,7 @@ def test_diff_of_one_order_for_two_problems_says_that_its_length_differs(
     other = write(tmp_path / "other.json", dump_schedule(record.model_copy(update=longer)))
     code, out, err = optpipe("diff", schedule_file, other)
     assert (code, "no difference" in err) == (1, False)
-    assert "the programs are the same, what the files say of them is not" in out
+    assert "the programs are the same, the numbers in the files are not" in out
     assert "makespan: " in out
 
 

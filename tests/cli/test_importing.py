@@ -99,8 +99,8 @@ def test_warm_up_is_left_out_and_samples_are_kept(optpipe, tmp_path: Path) -> No
         (("csv", HERE / "times.csv", "--pairs"), "--pairs belongs to kineto"),
         (("kineto", *TRACES, "--equal-stages"), "--equal-stages belongs to megatron"),
         (("csv", HERE / "times.csv", "--activation-bytes", "10 GiBi"), "must be a size"),
-        (("csv", HERE / "times.csv", "--d2h-gb-per-s", "-1"), "d2h_gb_per_s = -1.0: must be > 0"),
-        (("csv", HERE / "times.csv", "--weight-share", "2"), "weight_share = 2.0: must be <= 1"),
+        (("csv", HERE / "times.csv", "--d2h-gb-per-s", "-1"), "--d2h-gb-per-s -1.0: must be > 0"),
+        (("csv", HERE / "times.csv", "--weight-share", "2"), "--weight-share 2.0: must be <= 1"),
         (
             ("csv", HERE / "times.csv", "--base", BASE, "--sizes", HERE / "stages.csv", "-o", "x"),
             "static_bytes, output_bytes: given beside a base problem",

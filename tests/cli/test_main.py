@@ -37,8 +37,8 @@ def test_help_lists_every_command(optpipe) -> None:
     for command in COMMANDS:
         assert f"\n  {command} " in done.out
     headings = [line for line in done.out.splitlines() if line.endswith(":")]
-    assert headings[-5:] == ["Ask:", "Solve:", "Look:", "Run:", "Serve:"]
-    listed = done.out.partition("\nAsk:")[2]
+    assert headings[-5:] == ["Estimate:", "Solve:", "Inspect:", "Export:", "Serve:"]
+    listed = done.out.partition("\nEstimate:")[2]
     assert "..." not in listed, "a sentence is too long for a terminal of 80 columns"
 
 
@@ -156,9 +156,7 @@ def test_another_objective_is_another_problem(optpipe, problem_file, tmp_path) -
     found = load_schedule(target.read_text())
     other = make_small_problem().model_copy(update={"objective": "span"})
     assert (found.objective, found.problem_hash) == ("span", other.problem_hash)
-    assert (
-        f"the file says makespan, so that this is another problem, {found.problem_hash}" in done.err
-    )
+    assert f"the file has makespan, so this is another problem, {found.problem_hash}" in done.err
     assert optpipe("check", problem_file, target).code == 2
 
 

@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from annotated_types import Ge, Gt, Le, Lt
 
 from optpipe.cli import options
 from optpipe.requests import (
     CompareOptions,
     EstimateRequest,
+    ImportRequest,
     PlanOptions,
     ProfileRequest,
     Request,
@@ -31,6 +31,7 @@ COMMANDS = [
     ("submit", SolveRequest, ["problem.json"]),
     ("resume", ResumeRequest, ["job"]),
     ("profile", ProfileRequest, []),
+    ("import", ImportRequest, ["csv", "times.csv"]),
     ("estimate", EstimateRequest, []),
     ("tune", TuneRequest, []),
 ]
@@ -49,38 +50,41 @@ WRITTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "placements": (["v,free"], {"placements": ["v", "free"]}),
     "recompute": (["mlp,moe"], {"recompute": ["mlp", "moe"]}),
     "model": (["x"], {"model": "x"}),
+    "range_pattern": (["F=a", "B=b"], {"range_pattern": ["F=a", "B=b"]}),
 }  # fmt: skip
 
 
-def other_value(leaf: Any, default: Any) -> Any:
+def other_value(field: Any) -> Any:
     """A legal value of a field that is not its default."""
-    choices = options._choices(leaf.info.annotation)
-    if choices:
-        return next(value for value in choices if value != default)
-    if leaf.kind is bool:
+    default = field.info.get_default()
+    if field.choices:
+        return next(value for value in field.choices if value != default)
+    if field.type is bool:
         return not default
-    if leaf.kind is str:
+    if field.type is str:
         return "text"
-    limits = options._limits(leaf)
-    low = limits.get(Ge, limits.get(Gt, 0.0))
-    high = min(limits.get(Le, 1e6), limits.get(Lt, 1e6), low + 8)
+    limits = field.limits
+    low = limits.get("ge", limits.get("gt", 0.0))
+    high = min(limits.get("le", 1e6), limits.get("lt", 1e6), low + 8)
     value = (low + high) / 2
-    return max(round(value), 1) if leaf.kind is int and leaf.option.scale == 1 else value
+    is_whole = field.type is int and field.option.scale == 1
+    return max(round(value), 1) if is_whole else value
 
 
-def written(leaf: Any, default: Any) -> tuple[list[str], dict[str, Any]]:
+def written(field: Any) -> tuple[list[str], dict[str, Any]]:
     """How the command line gives another value to a field, and the fields that it gives."""
-    if leaf.name in WRITTEN and leaf.kind is not bool:
-        texts, fields = WRITTEN[leaf.name]
-        return [part for text in texts for part in (leaf.flag, text)], fields
-    if str(leaf.kind).startswith("list"):
-        return [leaf.flag, "1,2"], {leaf.name: [1, 2]}
-    value = other_value(leaf, default)
-    if leaf.kind is bool:
-        return [leaf.flag if value else f"--no-{leaf.flag[2:]}"], {leaf.name: value}
-    scaled = value * leaf.option.scale
-    field = round(scaled) if leaf.kind is int else scaled if leaf.option.scale != 1 else value
-    return [leaf.flag, str(value)], {leaf.name: field}
+    if field.name in WRITTEN and field.type is not bool:
+        texts, fields = WRITTEN[field.name]
+        return [part for text in texts for part in (field.flag, text)], fields
+    if field.is_list:
+        return [field.flag, "1,2"], {field.name: [1, 2]}
+    value = other_value(field)
+    if field.type is bool:
+        return [field.flag if value else f"--no-{field.flag[2:]}"], {field.name: value}
+    if field.option.scale == 1:
+        return [field.flag, str(value)], {field.name: value}
+    scaled = value * field.option.scale
+    return [field.flag, str(value)], {field.name: round(scaled) if field.type is int else scaled}
 
 
 @pytest.mark.parametrize(("name", "request_type", "arguments"), COMMANDS)
@@ -96,32 +100,34 @@ def test_every_option_reaches_the_request(
     class StoppedError(Exception):
         """The command has its options."""
 
-    def note(self: options.OptionsOf[Any], *_: object, **__: object) -> None:
-        seen.append(self._values)
+    def note(
+        _self: options.RequestBuilder[Any], _request: object, values: Any, _files: Any
+    ) -> None:
+        seen.append(values)
         raise StoppedError
 
-    monkeypatch.setattr(options.OptionsOf, "__init__", wrapped(options.OptionsOf.__init__, note))
+    monkeypatch.setattr(options.RequestBuilder, "__init__", note)
     command = ["jobs", "resume"] if name == "resume" else [name]
     parameters = parameters_of(command)
-    leaves = [leaf for leaf in options._leaves(request_type, {}) if leaf.name in parameters]
-    assert {leaf.flag for leaf in leaves} <= {
+    fields_of = list(options._option_fields(request_type))
+    listed = [field for field in fields_of if field.name in parameters]
+    assert {field.flag for field in listed} <= {
         flag for flags in parameters.values() for flag in flags
     }
-    for leaf in leaves:
-        texts, fields = written(leaf, leaf.default)
+    for field in listed:
+        texts, fields = written(field)
         with pytest.raises(StoppedError):
             optpipe(*command, *arguments, *texts)
         values = seen[-1]
-        for part in leaf.path[:-1]:
+        for part in field.parents:
             values = values[part]
-        for field, value in fields.items():
+        for key, value in fields.items():
             assert (
-                values[field] == pytest.approx(value)
+                values[key] == pytest.approx(value)
                 if isinstance(value, float)
-                else (values[field] == value)
-            ), (leaf.flag, values)
-    names = {leaf.name for leaf in options._leaves(request_type, {})}
-    assert names - set(parameters) <= NOT_OPTIONS[name]
+                else (values[key] == value)
+            ), (field.flag, values)
+    assert {field.name for field in fields_of} - set(parameters) <= NOT_OPTIONS[name]
 
 
 # Fields that a command does not have, each for a reason.
@@ -134,17 +140,10 @@ NOT_OPTIONS: dict[str, set[str]] = {
     "submit": {"chunks", "placements", "cache", "objective"},
     "resume": set(),
     "profile": set(),
-    "estimate": {"name"},
+    "import": set(),
+    "estimate": {"name", "values"},
     "tune": {"name", "current_file", "current_format", "cache", "tags", "priority"},
 }
-
-
-def wrapped(original: Any, after: Any) -> Any:
-    def run(self: Any, *arguments: Any) -> None:
-        original(self, *arguments)
-        after(self)
-
-    return run
 
 
 def parameters_of(command: list[str]) -> dict[str, list[str]]:

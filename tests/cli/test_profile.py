@@ -95,7 +95,7 @@ def test_ranks_write_one_file_together(tmp_path: Path) -> None:
         ("tests.runtime.measured:no_modules", (), "something of type str among the stages"),
         ("tests.runtime.measured:no_list", (), "something of type int for the stages"),
         ("..relative:stages", (), "must name a function; write module:function"),
-        (TINY, ("--link-latency-ms", "inf"), "link_latency_ms = inf: must be finite"),
+        (TINY, ("--link-latency-ms", "inf"), "--link-latency-ms inf: must be finite"),
         (TINY, ("--state-copies", "inf"), "must be <= 100"),
         (TINY, ("--memory-bytes", 10**20), "must be <= 9007199254740992"),
         (TINY, ("-o", "p.json", "--samples-out", "p.json"), "cannot write p.json twice"),
