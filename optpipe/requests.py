@@ -45,7 +45,16 @@ from optpipe.errors import (
 from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.presets import Hardware, Training, estimate, find_gpus, find_model, shape_from_config
-from optpipe.presets.shape import RECOMPUTABLE, Dispatch, Dispatcher, Precision
+from optpipe.presets.shape import (
+    RECOMPUTABLE,
+    Dispatch,
+    Dispatcher,
+    GradientType,
+    Optimizer,
+    OptimizerName,
+    Precision,
+    StateType,
+)
 from optpipe.problem import Count, Index, Milliseconds, Objective, Problem
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.stage import MOST_COSTS
@@ -561,6 +570,30 @@ class ModelOnGpus(Request):
     overlap: Switch = Field(
         default=True, description="Collectives run next to compute where they can."
     )
+    optimizer: OptimizerName = Field(
+        default="adam", description="Optimizer: adam (two moments) or sgd (momentum)."
+    )
+    precision_aware_optimizer: Switch = Field(
+        default=False,
+        description="Adam's moments may be narrower than fp32, and master weights take 2 bytes "
+        "(Megatron-Core's flag of this name).",
+    )
+    exp_avg_dtype: StateType = Field(
+        default="fp32",
+        description="Type of Adam's first moment; fp8, bf16 and fp16 need the "
+        "precision-aware optimizer.",
+    )
+    exp_avg_sq_dtype: StateType = Field(default="fp32", description="Type of Adam's second moment.")
+    gradient_dtype: GradientType = Field(
+        default="fp32", description="Type in which gradients are accumulated and reduced."
+    )
+    optimizer_offload: Annotated[float, Field(ge=0, le=1, strict=True), Option(metavar="X")] = (
+        Field(
+            default=0.0,
+            description="Share (0-1) of the optimizer's states and step on the CPU "
+            "(Megatron-Core's optimizer_offload_fraction).",
+        )
+    )
     network: Annotated[ShortName, Option(metavar="KIND[:GBIT]")] | None = Field(
         default=None,
         description="Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
@@ -599,6 +632,18 @@ class ModelOnGpus(Request):
             return shape_from_config(json.dumps(self.config), self.name or "config")
         except InputError as error:
             raise error.inside("/config") from None
+
+    @property
+    def optimizer_settings(self) -> Optimizer:
+        """The optimizer and what it stores. Raises `FieldError` if its settings exclude each other."""
+        return Optimizer(
+            name=self.optimizer,
+            precision_aware=self.precision_aware_optimizer,
+            exp_avg=self.exp_avg_dtype,
+            exp_avg_sq=self.exp_avg_sq_dtype,
+            gradients=self.gradient_dtype,
+            offload=self.optimizer_offload,
+        )
 
     @cached_property
     def gpus(self) -> list[Accelerators]:
@@ -730,8 +775,9 @@ class EstimateRequest(ModelOnGpus):
     def estimate(self) -> Estimate:
         """Return the estimate that is asked for; raises as `optpipe.presets.estimate`."""
         of_replica = self.tp * self.cp * self.pp
-        given = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths"})
-        training = Training(**given, dp=self._dp(of_replica))
+        given = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
+        optimizer = self.optimizer_settings
+        training = Training(**given, dp=self._dp(of_replica), optimizer=optimizer)
         return estimate(
             self.shape,
             self._pipeline_ranks(training.ranks),

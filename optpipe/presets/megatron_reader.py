@@ -6,14 +6,14 @@ Names and defaults are those of `optpipe.presets.megatron`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
 from optpipe.presets.configuration import Configuration
-from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING
+from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING, TORCH_TYPES
 from optpipe.presets.settings import FrameworkSettings, read_settings
-from optpipe.presets.shape import Training
+from optpipe.presets.shape import Optimizer, OptimizerName, StateType, Training
 from optpipe.presets.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
@@ -122,6 +122,7 @@ def read_megatron(
         dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
+        optimizer=_read_optimizer(said),
     )
     is_even = pp > 1 and not stages
     cut = PipelineCut(
@@ -167,7 +168,6 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     for name, why in (
         ("distribute_saved_activations", "inputs of layers are kept whole"),
         ("use_tp_pp_dp_mapping", "pipeline ranks stand outside of data-parallel ones"),
-        ("optimizer_cpu_offload", "the optimizer stays on the device"),
         ("cpu_offloading_weights", "weights stay on the device"),
         ("heterogeneous_layers_config_path", "layers are the model's"),
         ("standalone_embedding_stage", "no rank has the embedding alone"),
@@ -467,6 +467,33 @@ def _stages_with(layers: Sequence[int], mtp: int) -> tuple[StageLayers, ...]:
         )
         for index, number in enumerate(layers)
     )
+
+
+def _read_optimizer(said: FrameworkSettings) -> Optimizer:
+    name = said.word("optimizer", "adam")
+    if name not in get_args(OptimizerName):
+        raise InputError(
+            f"optimizer = {name}: adam and sgd are estimated; leave it out to compare with adam"
+        )
+    narrow = said.flag("grad_reduce_in_bf16") or not said.flag("grad_reduce_in_fp32", default=True)
+    has_offload = said.flag("optimizer_cpu_offload")
+    return Optimizer(
+        name=cast("OptimizerName", name),
+        precision_aware=said.flag("use_precision_aware_optimizer"),
+        exp_avg=_read_type(said, "exp_avg_dtype"),
+        exp_avg_sq=_read_type(said, "exp_avg_sq_dtype"),
+        gradients="bf16" if narrow else "fp32",
+        offload=said.number("optimizer_offload_fraction", 1.0) if has_offload else 0.0,
+    )
+
+
+def _read_type(said: FrameworkSettings, name: str) -> StateType:
+    word = said.word(name, "fp32").removeprefix("torch.")
+    kinds = {torch_type: kind for kind, torch_type in TORCH_TYPES.items()}
+    kind = kinds.get(word, word)
+    if kind not in get_args(StateType):
+        raise InputError(f"{name} = {word}: must be one of {', '.join(TORCH_TYPES)}; choose one")
+    return cast("StateType", kind)
 
 
 def _zero_said(said: FrameworkSettings) -> int:

@@ -88,7 +88,10 @@ def read_question(request: TuneRequest) -> AskedTune:
         num_gpus=request.total_gpus,
         kinds=kinds if len(kinds) > 1 else (),
         global_batch=request.global_batch,
-        training=Training(**{name: getattr(request, name) for name in _SWITCHES}),
+        training=Training(
+            **{name: getattr(request, name) for name in _SWITCHES},
+            optimizer=request.optimizer_settings,
+        ),
         framework=request.framework,
         fixed=request.fixed.model_dump(exclude_none=True),
         memory_bytes=request.memory_bytes,
