@@ -635,7 +635,7 @@ class ModelOnGpus(Request):
 
     @property
     def optimizer_settings(self) -> Optimizer:
-        """The optimizer and what it stores. Raises `FieldError` if its settings exclude each other."""
+        """The optimizer and what it stores; raises `FieldError` if its settings conflict."""
         return Optimizer(
             name=self.optimizer,
             precision_aware=self.precision_aware_optimizer,
