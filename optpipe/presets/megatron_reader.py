@@ -5,7 +5,9 @@ Names and defaults are those of `optpipe.presets.megatron`.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import TYPE_CHECKING, cast, get_args
 
 from optpipe.errors import InputError
@@ -147,7 +149,30 @@ def read_megatron(
         )
     if stages:
         layout_text(stages, pp)  # refuses multi-token prediction where Megatron-Core has none
-    return found
+    return replace(found, not_modelled=tuple(_list_not_modelled(said)))
+
+
+_OPTIONS = json.loads(
+    resources.files("optpipe.presets").joinpath("megatron_options.json").read_text("utf-8")
+)
+_OFF = ("", "none", "null", "false", "no", "off")
+
+
+def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
+    """Yield the options of a script that no estimate counts, and those that are not known here."""
+    neutral = set(_OPTIONS["neutral"])
+    for name, words in said.words_of.items():
+        if name in said.read or name in neutral:
+            continue
+        if name not in _OPTIONS["not_modelled"]:
+            yield f"{name} (not known here)"
+            continue
+        changes, without_effect = _OPTIONS["not_modelled"][name]
+        # An argument without a value switches something on.
+        value = " ".join(words).lower() if words else "true"
+        is_off = value in _OFF and not set(_OFF).isdisjoint(without_effect)
+        if value not in without_effect and not is_off:
+            yield f"{name} ({changes})"
 
 
 def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
