@@ -44,7 +44,16 @@ from optpipe.errors import (
 )
 from optpipe.measurements import Measurements
 from optpipe.model import Model
-from optpipe.presets import Hardware, Training, estimate, find_gpus, find_model, shape_from_config
+from optpipe.presets import (
+    Hardware,
+    Training,
+    estimate,
+    find_gpus,
+    find_model,
+    find_model_of,
+    read_megatron,
+    shape_from_config,
+)
 from optpipe.presets.shape import (
     RECOMPUTABLE,
     Dispatch,
@@ -613,7 +622,8 @@ class ModelOnGpus(Request):
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
-        if (self.model is None) == (self.config is None):
+        has_script = getattr(self, "current_file", None) is not None
+        if (self.model is None) == (self.config is None) and not (has_script and not self.model):
             raise FieldError(
                 "give either ",
                 FieldRef("model"),
@@ -886,6 +896,11 @@ class CurrentRun(Request):
     )
 
 
+_OF_SCRIPTS = (
+    *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "overlap"),
+)
+
+
 class TuneRequest(ModelOnGpus):
     """A model, GPUs and a batch: which configuration trains it fastest."""
 
@@ -969,6 +984,46 @@ class TuneRequest(ModelOnGpus):
                 f" has {in_gpu} GPUs; give one of them",
             )
         return self
+
+    def complete(self) -> Self:
+        """Return the request with what its script says and the caller did not give.
+
+        From a text for Megatron these are model, batch, sequence, precision, optimizer and the
+        switches. Raises `InputError` if the text does not say which model it trains.
+        """
+        text = self.current_file
+        is_titan = "torchtitan" in (self.current_format, self.framework)
+        if text is None or is_titan or "parallelism." in text:
+            return self
+        request = self
+        try:
+            if self.model is None and self.config is None:
+                model, config = find_model_of(text)
+                request = self.model_copy(update={"model": model, "config": config})
+            today = read_megatron(
+                text,
+                request.shape,
+                self.gpus[0].hardware,
+                self.total_gpus,
+                global_batch=self.global_batch,
+                sequence=self.sequence,
+            )
+        except InputError as error:
+            raise FieldError(FieldRef("current_file"), f": {error}") from None
+        training, optimizer = today.training, today.training.optimizer
+        script = {
+            **{name: getattr(training, name) for name in _OF_SCRIPTS},
+            "global_batch": today.global_batch,
+            "optimizer": optimizer.name,
+            "precision_aware_optimizer": optimizer.precision_aware,
+            "exp_avg_dtype": optimizer.exp_avg,
+            "exp_avg_sq_dtype": optimizer.exp_avg_sq,
+            "gradient_dtype": optimizer.gradients,
+            "optimizer_offload": optimizer.offload,
+        }
+        given = self.model_fields_set
+        update = {name: value for name, value in script.items() if name not in given}
+        return request.model_copy(update=update)
 
     @property
     def total_gpus(self) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
+from optpipe.presets.catalogue import MODELS
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING, TORCH_TYPES
 from optpipe.presets.settings import FrameworkSettings, read_settings
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from optpipe.presets.accelerators import Hardware
     from optpipe.presets.shape import Dispatcher, ModelShape, Precision
 
-__all__ = ["MegatronSplit", "check_even_cut", "read_megatron"]
+__all__ = ["MegatronSplit", "check_even_cut", "find_model_of", "read_megatron"]
 
 _SPLIT = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
@@ -162,7 +163,7 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
     """Yield the options of a script that no estimate counts, and those that are not known here."""
     neutral = set(_OPTIONS["neutral"])
     for name, words in said.words_of.items():
-        if name in said.read or name in neutral:
+        if name in said.read or name in neutral or not name.isidentifier():
             continue
         if name not in _OPTIONS["not_modelled"]:
             yield f"{name} (not known here)"
@@ -211,7 +212,56 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
+def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the model that a text trains: its name in the catalogue, or a ``config.json``.
+
+    A config is made for dense models with RMSNorm and SwiGLU. Raises `InputError` if the text lacks
+    sizes, or they are those of another kind of model that the catalogue does not have.
+    """
+    said = read_settings(text, _READ_AS)
+    if not said.has("num_layers") or not said.has("hidden_size"):
+        raise InputError(
+            "num_layers and hidden_size are not in the text, so it does not say which model it "
+            "trains; give model or config"
+        )
+    vocab = said.integer("vocab_size", 0)
+    is_gated = said.flag("swiglu") or said.flag("gated_linear_unit")
+    names = [
+        name
+        for name, shape in MODELS.items()
+        if all(said.integer(field, own) == own for field, own in _sizes_of(shape))
+        and vocab in (0, shape.vocab)
+        and (shape.mlp == "swiglu") == is_gated
+        and (shape.experts is not None) == said.has("num_moe_experts")
+        and (shape.latent is not None) == said.flag("multi_latent_attention")
+    ]
+    if len(names) > 1:
+        raise InputError(
+            f"the sizes in the text are those of {', '.join(names)}; give model, or more sizes "
+            "(ffn_hidden_size, num_attention_heads, num_query_groups, vocab_size)"
+        )
+    if names:
+        return names[0], None
+    if said.has("num_moe_experts") or said.flag("multi_latent_attention") or not is_gated:
+        raise InputError(
+            "the sizes in the text are those of no model of the catalogue, and a config is made of "
+            "them for dense models with SwiGLU only; give config"
+        )
+    heads = said.degree("num_attention_heads", None)
+    return None, {
+        "model_type": "llama",
+        "num_hidden_layers": said.degree("num_layers", None),
+        "hidden_size": said.degree("hidden_size", None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.degree("num_query_groups", heads),
+        "intermediate_size": said.degree("ffn_hidden_size", None),
+        "vocab_size": said.degree("vocab_size", None),
+        "tie_word_embeddings": not said.flag("untie_embeddings_and_output_weights"),
+    }
+
+
+def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:
+    """Return the sizes of a model by Megatron-Core's names."""
     experts = 0 if shape.experts is None else shape.experts.num
     sizes = [
         ("num_layers", shape.num_layers),
@@ -225,7 +275,11 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
         sizes.append(("moe_ffn_hidden_size", shape.experts.ffn))
     if shape.latent is None:
         sizes += [("kv_channels", shape.width), ("num_query_groups", shape.num_kv_heads)]
-    for name, own in sizes:
+    return sizes
+
+
+def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
+    for name, own in _sizes_of(shape):
         value = said.integer(name, own)
         if value != own:
             raise InputError(

@@ -81,6 +81,7 @@ def read_question(request: TuneRequest) -> AskedTune:
     InputError
         If the question has no answer; the error points at the field.
     """
+    request = request.complete()
     kinds = tuple((one.hardware, one.number) for one in request.gpus if one.number is not None)
     question = TuneQuestion(
         shape=request.shape,
