@@ -46,8 +46,26 @@ from optpipe.errors import (
 )
 from optpipe.measurements import Measurements
 from optpipe.model import Model
-from optpipe.presets import Hardware, Training, estimate, find_gpus, find_model, shape_from_config
-from optpipe.presets.shape import RECOMPUTABLE, Dispatch, Dispatcher, Precision
+from optpipe.presets import (
+    Hardware,
+    Training,
+    estimate,
+    find_gpus,
+    find_model,
+    find_model_of,
+    read_megatron,
+    shape_from_config,
+)
+from optpipe.presets.shape import (
+    RECOMPUTABLE,
+    Dispatch,
+    Dispatcher,
+    GradientType,
+    Optimizer,
+    OptimizerName,
+    Precision,
+    StateType,
+)
 from optpipe.problem import (
     Bandwidth,
     Bytes,
@@ -595,6 +613,28 @@ class ModelOnGpus(Request):
     )
     dispatch: Dispatch = Field("bf16", description="Precision of tokens sent to their experts.")
     overlap: Switch = Field(True, description="Overlap of collectives with compute.")
+    optimizer: OptimizerName = Field(
+        "adam", description="Optimizer: adam (two moments) or sgd (momentum)."
+    )
+    precision_aware_optimizer: Switch = Field(
+        False,
+        description="Adam with moments narrower than fp32 and master weights of 2 bytes "
+        "(Megatron-Core's flag of this name).",
+    )
+    exp_avg_dtype: StateType = Field(
+        "fp32",
+        description="Type of Adam's first moment; other types than fp32 need the precision-aware "
+        "optimizer.",
+    )
+    exp_avg_sq_dtype: StateType = Field("fp32", description="Type of Adam's second moment.")
+    gradient_dtype: GradientType = Field(
+        "fp32", description="Type in which gradients are accumulated and reduced."
+    )
+    optimizer_offload: Annotated[float, Field(ge=0, le=1, strict=True)] = Field(
+        0.0,
+        description="Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's "
+        "optimizer_offload_fraction).",
+    )
     network: Annotated[ShortName, Option(metavar="KIND[:GBIT]")] | None = Field(
         None, description="Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU."
     )
@@ -613,7 +653,8 @@ class ModelOnGpus(Request):
 
     @model_validator(mode="after")
     def _check_one_model(self) -> Self:
-        if (self.model is None) == (self.config is None):
+        has_script = getattr(self, "current_file", None) is not None
+        if (self.model is None) == (self.config is None) and not (has_script and not self.model):
             raise _field_error(
                 "give either `model` or `config`: a model of the catalogue, or its config.json"
             )
@@ -628,6 +669,18 @@ class ModelOnGpus(Request):
             return shape_from_config(json.dumps(self.config), self.name or "config")
         except InputError as error:
             raise error.inside("/config") from None
+
+    @property
+    def optimizer_settings(self) -> Optimizer:
+        """The optimizer and what it stores; raises `FieldError` if its settings conflict."""
+        return Optimizer(
+            name=self.optimizer,
+            precision_aware=self.precision_aware_optimizer,
+            exp_avg=self.exp_avg_dtype,
+            exp_avg_sq=self.exp_avg_sq_dtype,
+            gradients=self.gradient_dtype,
+            offload=self.optimizer_offload,
+        )
 
     @cached_property
     def gpus(self) -> list[Accelerators]:
@@ -755,8 +808,9 @@ class EstimateRequest(ModelOnGpus):
 
     def estimate(self) -> Estimate:
         """Return the estimate of the request. Raises as `optpipe.presets.estimate`."""
-        fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths"})
-        training = Training(**fields, dp=self._find_dp(self.tp * self.cp * self.pp))
+        fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
+        dp = self._find_dp(self.tp * self.cp * self.pp)
+        training = Training(**fields, dp=dp, optimizer=self.optimizer_settings)
         return estimate(
             self.shape,
             self._place_hardware(training.ranks),
@@ -863,6 +917,11 @@ class CurrentRun(Request):
     )
 
 
+_OF_SCRIPTS = (
+    *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "overlap"),
+)
+
+
 class TuneRequest(ModelOnGpus):
     """A model, GPUs and a batch, for which the fastest training configuration is searched."""
 
@@ -932,6 +991,46 @@ class TuneRequest(ModelOnGpus):
                 f"`num_gpus`: `gpu` has {in_gpu} GPUs; give one of them", value=self.num_gpus
             )
         return self
+
+    def complete(self) -> Self:
+        """Return the request with what its script says and the caller did not give.
+
+        From a text for Megatron these are model, batch, sequence, precision, optimizer and the
+        switches. Raises `InputError` if the text does not say which model it trains.
+        """
+        text = self.current_file
+        is_titan = "torchtitan" in (self.current_format, self.framework)
+        if text is None or is_titan or "parallelism." in text:
+            return self
+        request = self
+        try:
+            if self.model is None and self.config is None:
+                model, config = find_model_of(text)
+                request = self.model_copy(update={"model": model, "config": config})
+            today = read_megatron(
+                text,
+                request.shape,
+                self.gpus[0].hardware,
+                self.total_gpus,
+                global_batch=self.global_batch,
+                sequence=self.sequence,
+            )
+        except InputError as error:
+            raise FieldError(FieldRef("current_file"), f": {error}") from None
+        training, optimizer = today.training, today.training.optimizer
+        script = {
+            **{name: getattr(training, name) for name in _OF_SCRIPTS},
+            "global_batch": today.global_batch,
+            "optimizer": optimizer.name,
+            "precision_aware_optimizer": optimizer.precision_aware,
+            "exp_avg_dtype": optimizer.exp_avg,
+            "exp_avg_sq_dtype": optimizer.exp_avg_sq,
+            "gradient_dtype": optimizer.gradients,
+            "optimizer_offload": optimizer.offload,
+        }
+        given = self.model_fields_set
+        update = {name: value for name, value in script.items() if name not in given}
+        return request.model_copy(update=update)
 
     @property
     def total_gpus(self) -> int:

@@ -165,6 +165,7 @@ def tune(
         from optpipe_solver.tune import read_question
         from optpipe_solver.tune import tune as search
 
+        request = request.complete()
         _check_pastable(request.shape, framework, paste)
         read = read_question(request)
         with searching("tuning") as controls:

@@ -117,6 +117,20 @@ class EstimateArguments(TypedDict, total=False):
     dispatch: Literal["bf16", "fp8"] | None
     # Overlap of collectives with compute.
     overlap: bool | None
+    # Optimizer: adam (two moments) or sgd (momentum).
+    optimizer: Literal["adam", "sgd"] | None
+    # Adam with moments narrower than fp32 and master weights of 2 bytes (Megatron-Core's flag of
+    # this name).
+    precision_aware_optimizer: bool | None
+    # Type of Adam's first moment; other types than fp32 need the precision-aware optimizer.
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None
+    # Type of Adam's second moment.
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None
+    # Type in which gradients are accumulated and reduced.
+    gradient_dtype: Literal["fp32", "bf16"] | None
+    # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
+    # optimizer_offload_fraction).
+    optimizer_offload: float | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
     # Divisor of the bandwidth between nodes.
@@ -237,6 +251,20 @@ class TuneArguments(TypedDict, total=False):
     dispatch: Literal["bf16", "fp8"] | None
     # Overlap of collectives with compute.
     overlap: bool | None
+    # Optimizer: adam (two moments) or sgd (momentum).
+    optimizer: Literal["adam", "sgd"] | None
+    # Adam with moments narrower than fp32 and master weights of 2 bytes (Megatron-Core's flag of
+    # this name).
+    precision_aware_optimizer: bool | None
+    # Type of Adam's first moment; other types than fp32 need the precision-aware optimizer.
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None
+    # Type of Adam's second moment.
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None
+    # Type in which gradients are accumulated and reduced.
+    gradient_dtype: Literal["fp32", "bf16"] | None
+    # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
+    # optimizer_offload_fraction).
+    optimizer_offload: float | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
     # Divisor of the bandwidth between nodes.

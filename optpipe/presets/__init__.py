@@ -10,7 +10,7 @@ from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.machine import Machine
 from optpipe.presets.megatron import megatron_arguments, megatron_yaml
-from optpipe.presets.megatron_reader import read_megatron
+from optpipe.presets.megatron_reader import find_model_of, read_megatron
 from optpipe.presets.parameters import total_parameters
 from optpipe.presets.shape import Experts, LatentAttention, LayerForm, ModelShape, Training
 from optpipe.presets.step import PipelineCut, StepEstimate, step_estimate
@@ -35,6 +35,7 @@ __all__ = [
     "find_gpu",
     "find_gpus",
     "find_model",
+    "find_model_of",
     "megatron_arguments",
     "megatron_yaml",
     "read_megatron",

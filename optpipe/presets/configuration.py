@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,9 @@ class Configuration:
     kinds
         The accelerator of each pipeline rank where they differ, else empty. ``hardware`` is then
         any of them.
+    not_modelled
+        Options of a script that no estimate counts, each with what it changes: ``moe_permute_fusion
+        (time)``.
     """
 
     shape: ModelShape
@@ -42,6 +45,7 @@ class Configuration:
     pipeline: PipelineCut
     sizes: tuple[int, ...] = ()
     kinds: tuple[Hardware, ...] = ()
+    not_modelled: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_gpus(self) -> int:

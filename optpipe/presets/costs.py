@@ -27,7 +27,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.presets.parameters import (
-    GRADIENT_BYTES,
     attention_matrices,
     embedding_parameters,
     kv_width,
@@ -541,7 +540,7 @@ def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCo
     return PassCosts(
         ahead,
         back.plus(recomputed).plus(lean),
-        PassCost(matmul, narrow, gradient_bytes=2.0 * GRADIENT_BYTES * parameters),
+        PassCost(matmul, narrow, gradient_bytes=2.0 * training.gradient_bytes * parameters),
     )
 
 
@@ -559,7 +558,7 @@ def expert_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassC
     return PassCosts(
         _summed(training, parts, weights),
         _summed(training, parts, weights, backward=True),
-        PassCost(matmul, narrow, gradient_bytes=2.0 * GRADIENT_BYTES * whole.experts),
+        PassCost(matmul, narrow, gradient_bytes=2.0 * training.gradient_bytes * whole.experts),
     )
 
 
@@ -673,7 +672,7 @@ def embedding_work(shape: ModelShape, training: Training) -> PassCosts:
     return PassCosts(
         PassCost(moved_bytes=2.0 * row * size),
         PassCost(),
-        PassCost(moved_bytes=row * (size + 2 * GRADIENT_BYTES)),
+        PassCost(moved_bytes=row * (size + 2 * training.gradient_bytes)),
     )
 
 
@@ -692,7 +691,7 @@ def head_work(shape: ModelShape, training: Training) -> PassCosts:
     return PassCosts(
         PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12)),
         PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4)),
-        PassCost(flops, gradient_bytes=2.0 * GRADIENT_BYTES * entries),
+        PassCost(flops, gradient_bytes=2.0 * training.gradient_bytes * entries),
     )
 
 
@@ -708,7 +707,7 @@ def mtp_work(shape: ModelShape, training: Training) -> PassCosts:
     joined = PassCosts(
         PassCost(flops, 0.0, 0.0, weights, 6 * row),
         PassCost(flops, 0.0, 0.0, weights, 8 * row),
-        PassCost(flops, gradient_bytes=4.0 * GRADIENT_BYTES * shape.hidden**2),
+        PassCost(flops, gradient_bytes=4.0 * training.gradient_bytes * shape.hidden**2),
     )
     layer = layer_work(shape, training, shape.layer_kinds[-1])
     return joined.plus(layer).plus(head_work(shape, training))

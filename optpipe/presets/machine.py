@@ -22,7 +22,6 @@ from optpipe.presets.costs import (
     mtp_work,
 )
 from optpipe.presets.parameters import (
-    GRADIENT_BYTES,
     RankParameters,
     kv_width,
     layer_parameters,
@@ -120,7 +119,7 @@ _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that th
 _PEER_LATENCY_MS = 0.02  # a launch
 _DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
-_OPTIMIZER_BYTES = 30.0  # of a parameter: reads gradient and three fp32, writes these and bf16
+_HOST_GB_PER_S = 50.0  # of host memory, per GPU: assumed, eight GPUs share two sockets
 
 
 # Where adding to fp32 gradients goes on beside the products that make them: profiles of A100 leave
@@ -394,7 +393,7 @@ class Machine(NamedTuple):
         parameters = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
         return (
             sum(ring.ms for ring in self._rings(parameters, training.element_bytes)),
-            sum(ring.ms for ring in self._rings(parameters, GRADIENT_BYTES)),
+            sum(ring.ms for ring in self._rings(parameters, self.training.gradient_bytes)),
         )
 
     def reduction(self, parameters: RankParameters, *, is_pipelined: bool) -> Exchange:
@@ -406,7 +405,9 @@ class Machine(NamedTuple):
         if self.training.zero >= 3:
             return Exchange()
         rings = 1.0 if self.training.zero else 2.0
-        return self._exchanged(parameters, rings * GRADIENT_BYTES, is_pipelined=is_pipelined)
+        return self._exchanged(
+            parameters, rings * self.training.gradient_bytes, is_pipelined=is_pipelined
+        )
 
     def gathering(self, parameters: RankParameters, *, is_pipelined: bool) -> Exchange:
         """Return the gathering of new weights that a spread optimizer makes necessary."""
@@ -431,18 +432,38 @@ class Machine(NamedTuple):
         return found
 
     def optimizer_ms(self, counts: RankParameters) -> float:
-        """Return Adam's step on this rank's share, the norm and clearing of its gradients."""
-        moved = 0.0
-        for parameters, ranks in replicas(counts, self.training):
-            share = ranks if self.training.zero else 1
-            moved += parameters * (_OPTIMIZER_BYTES + GRADIENT_BYTES) / share
-            moved += parameters * GRADIENT_BYTES / (ranks if self.training.zero >= 2 else 1)
+        """Return the optimizer's step on this rank's share, the norm and clearing of its gradients.
+
+        Of the share on the CPU, gradients go to the host and new weights come back over PCIe, one
+        after the other with the CPU's step, as Megatron-Core does without
+        ``overlap_cpu_optimizer_d2h_h2d``.
+        """
+        training, optimizer = self.training, self.training.optimizer
+        gradient, element = optimizer.gradient_bytes, training.element_bytes
+        # Reads the gradient and the states, writes the states and the weights.
+        step = gradient + 2.0 * (training.master_bytes + optimizer.moment_bytes) + element
+        if training.precision == "fp32":
+            step += element  # the weights are the master weights, which are read too
+        moved = on_cpu = 0.0
+        for parameters, ranks in replicas(counts, training):
+            share = ranks if training.zero else 1
+            own = parameters / share
+            moved += own * ((1.0 - optimizer.offload) * step + gradient)
+            moved += parameters * gradient / (ranks if training.zero >= 2 else 1)
+            on_cpu += own * optimizer.offload
         rate = self.hardware.memory_gb_per_s.value * self.efficiency.memory
-        return self.factor * moved / (rate * 1e6)
+        found = self.factor * moved / (rate * 1e6)
+        pcie = self.hardware.pcie_gb_per_s
+        if on_cpu and pcie is not None:
+            copied = on_cpu * (gradient + element) / (pcie.value * self.efficiency.pcie)
+            found += (copied + on_cpu * step / _HOST_GB_PER_S) / 1e6
+        return found
 
     def tied_ms(self, shape: ModelShape) -> float:
         """Return the all-reduce of a tied embedding's gradients between first and last stage."""
-        num_bytes = GRADIENT_BYTES * vocab_slice(shape, self.training.tp) * shape.hidden
+        num_bytes = (
+            self.training.gradient_bytes * vocab_slice(shape, self.training.tp) * shape.hidden
+        )
         return self._rate_ms(float(num_bytes), inside=False)
 
     def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:

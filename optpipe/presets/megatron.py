@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe.presets.configuration import Configuration
-    from optpipe.presets.shape import ModelShape, Training
+    from optpipe.presets.shape import ModelShape, Optimizer, Training
 
 __all__ = ["ATTENTION_BACKENDS", "OFFLOADED", "SHARDING", "megatron_arguments", "megatron_yaml"]
 
@@ -59,6 +59,7 @@ _FLAGS: dict[str, str | None] = {
     "use_te_rng_tracker": "--te-rng-tracker",
 }
 _NEGATIVE_FLAGS = {
+    "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
     "add_bias_linear": "--disable-bias-linear",
     "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
 }
@@ -147,6 +148,9 @@ def _argument(name: str, value: Any) -> list[str]:
         value = "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(value))
     elif name == "window_size":
         value = ",".join(map(str, value))
+    elif name.startswith("exp_avg"):
+        torch_type = value["_target_"].removeprefix("torch.")
+        value = next(kind for kind, known in TORCH_TYPES.items() if known == torch_type)
     return [flag, *map(str, value if isinstance(value, list) else [value])]
 
 
@@ -187,8 +191,9 @@ def _sections(configuration: Configuration) -> dict[str, dict[str, Any]]:
             "micro_batch_size": training.micro_batch,
             "global_batch_size": configuration.global_batch,
         },
-        "optimizer": distributed,
+        "optimizer": distributed | _optimizer(training.optimizer),
         "ddp": {
+            **({"grad_reduce_in_fp32": False} if training.optimizer.gradients == "bf16" else {}),
             "overlap_grad_reduce": training.overlap,
             "overlap_param_gather": training.overlap and training.zero >= 1,
             **({"use_megatron_fsdp": True} if is_sharded else {}),
@@ -196,6 +201,27 @@ def _sections(configuration: Configuration) -> dict[str, dict[str, Any]]:
         },
         "checkpoint": {"ckpt_format": "fsdp_dtensor"} if is_sharded else {},
     }
+
+
+def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the fields of ``OptimizerConfig`` that differ from its defaults."""
+    values: dict[str, Any] = {}
+    if optimizer.name != "adam":
+        values["optimizer"] = optimizer.name
+    if optimizer.precision_aware:
+        values["use_precision_aware_optimizer"] = True
+    moments = {"exp_avg_dtype": optimizer.exp_avg, "exp_avg_sq_dtype": optimizer.exp_avg_sq}
+    for name, kind in moments.items():
+        if kind != "fp32":
+            values[name] = {"_target_": f"torch.{TORCH_TYPES[kind]}", "_call_": False}
+    if optimizer.offload:
+        values["optimizer_cpu_offload"] = True
+        values["optimizer_offload_fraction"] = optimizer.offload
+    return values
+
+
+TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
+"""Types of moments by torch's names; Megatron-Core stores fp8 as uint8."""
 
 
 def _refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:

@@ -5,15 +5,18 @@ Names and defaults are those of `optpipe.presets.megatron`.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from importlib import resources
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
+from optpipe.presets.catalogue import MODELS
 from optpipe.presets.configuration import Configuration
-from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING
+from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING, TORCH_TYPES
 from optpipe.presets.settings import FrameworkSettings, read_settings
-from optpipe.presets.shape import Training
+from optpipe.presets.shape import Optimizer, OptimizerName, StateType, Training
 from optpipe.presets.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from optpipe.presets.accelerators import Hardware
     from optpipe.presets.shape import Dispatcher, ModelShape, Precision
 
-__all__ = ["MegatronSplit", "check_even_cut", "read_megatron"]
+__all__ = ["MegatronSplit", "check_even_cut", "find_model_of", "read_megatron"]
 
 _SPLIT = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
@@ -122,6 +125,7 @@ def read_megatron(
         dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
+        optimizer=_read_optimizer(said),
     )
     is_even = pp > 1 and not stages
     cut = PipelineCut(
@@ -146,7 +150,30 @@ def read_megatron(
         )
     if stages:
         layout_text(stages, pp)  # refuses multi-token prediction where Megatron-Core has none
-    return found
+    return replace(found, not_modelled=tuple(_list_not_modelled(said)))
+
+
+_OPTIONS = json.loads(
+    resources.files("optpipe.presets").joinpath("megatron_options.json").read_text("utf-8")
+)
+_OFF = ("", "none", "null", "false", "no", "off")
+
+
+def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
+    """Yield the options of a script that no estimate counts, and those that are not known here."""
+    neutral = set(_OPTIONS["neutral"])
+    for name, words in said.words_of.items():
+        if name in said.read or name in neutral or not name.isidentifier():
+            continue
+        if name not in _OPTIONS["not_modelled"]:
+            yield f"{name} (not known here)"
+            continue
+        changes, without_effect = _OPTIONS["not_modelled"][name]
+        # An argument without a value switches something on.
+        value = " ".join(words).lower() if words else "true"
+        is_off = value in _OFF and not set(_OFF).isdisjoint(without_effect)
+        if value not in without_effect and not is_off:
+            yield f"{name} ({changes})"
 
 
 def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
@@ -167,7 +194,6 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     for name, why in (
         ("distribute_saved_activations", "inputs of layers are kept whole"),
         ("use_tp_pp_dp_mapping", "pipeline ranks stand outside of data-parallel ones"),
-        ("optimizer_cpu_offload", "the optimizer stays on the device"),
         ("cpu_offloading_weights", "weights stay on the device"),
         ("heterogeneous_layers_config_path", "layers are the model's"),
         ("standalone_embedding_stage", "no rank has the embedding alone"),
@@ -186,7 +212,56 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
+def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the model that a text trains: its name in the catalogue, or a ``config.json``.
+
+    A config is made for dense models with RMSNorm and SwiGLU. Raises `InputError` if the text lacks
+    sizes, or they are those of another kind of model that the catalogue does not have.
+    """
+    said = read_settings(text, _READ_AS)
+    if not said.has("num_layers") or not said.has("hidden_size"):
+        raise InputError(
+            "num_layers and hidden_size are not in the text, so it does not say which model it "
+            "trains; give model or config"
+        )
+    vocab = said.integer("vocab_size", 0)
+    is_gated = said.flag("swiglu") or said.flag("gated_linear_unit")
+    names = [
+        name
+        for name, shape in MODELS.items()
+        if all(said.integer(field, own) == own for field, own in _sizes_of(shape))
+        and vocab in (0, shape.vocab)
+        and (shape.mlp == "swiglu") == is_gated
+        and (shape.experts is not None) == said.has("num_moe_experts")
+        and (shape.latent is not None) == said.flag("multi_latent_attention")
+    ]
+    if len(names) > 1:
+        raise InputError(
+            f"the sizes in the text are those of {', '.join(names)}; give model, or more sizes "
+            "(ffn_hidden_size, num_attention_heads, num_query_groups, vocab_size)"
+        )
+    if names:
+        return names[0], None
+    if said.has("num_moe_experts") or said.flag("multi_latent_attention") or not is_gated:
+        raise InputError(
+            "the sizes in the text are those of no model of the catalogue, and a config is made of "
+            "them for dense models with SwiGLU only; give config"
+        )
+    heads = said.degree("num_attention_heads", None)
+    return None, {
+        "model_type": "llama",
+        "num_hidden_layers": said.degree("num_layers", None),
+        "hidden_size": said.degree("hidden_size", None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.degree("num_query_groups", heads),
+        "intermediate_size": said.degree("ffn_hidden_size", None),
+        "vocab_size": said.degree("vocab_size", None),
+        "tie_word_embeddings": not said.flag("untie_embeddings_and_output_weights"),
+    }
+
+
+def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:
+    """Return the sizes of a model by Megatron-Core's names."""
     experts = 0 if shape.experts is None else shape.experts.num
     sizes = [
         ("num_layers", shape.num_layers),
@@ -200,7 +275,11 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
         sizes.append(("moe_ffn_hidden_size", shape.experts.ffn))
     if shape.latent is None:
         sizes += [("kv_channels", shape.width), ("num_query_groups", shape.num_kv_heads)]
-    for name, own in sizes:
+    return sizes
+
+
+def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
+    for name, own in _sizes_of(shape):
         value = said.integer(name, own)
         if value != own:
             raise InputError(
@@ -467,6 +546,33 @@ def _stages_with(layers: Sequence[int], mtp: int) -> tuple[StageLayers, ...]:
         )
         for index, number in enumerate(layers)
     )
+
+
+def _read_optimizer(said: FrameworkSettings) -> Optimizer:
+    name = said.word("optimizer", "adam")
+    if name not in get_args(OptimizerName):
+        raise InputError(
+            f"optimizer = {name}: adam and sgd are estimated; leave it out to compare with adam"
+        )
+    narrow = said.flag("grad_reduce_in_bf16") or not said.flag("grad_reduce_in_fp32", default=True)
+    has_offload = said.flag("optimizer_cpu_offload")
+    return Optimizer(
+        name=cast("OptimizerName", name),
+        precision_aware=said.flag("use_precision_aware_optimizer"),
+        exp_avg=_read_type(said, "exp_avg_dtype"),
+        exp_avg_sq=_read_type(said, "exp_avg_sq_dtype"),
+        gradients="bf16" if narrow else "fp32",
+        offload=said.number("optimizer_offload_fraction", 1.0) if has_offload else 0.0,
+    )
+
+
+def _read_type(said: FrameworkSettings, name: str) -> StateType:
+    word = said.word(name, "fp32").removeprefix("torch.")
+    kinds = {torch_type: kind for kind, torch_type in TORCH_TYPES.items()}
+    kind = kinds.get(word, word)
+    if kind not in get_args(StateType):
+        raise InputError(f"{name} = {word}: must be one of {', '.join(TORCH_TYPES)}; choose one")
+    return cast("StateType", kind)
 
 
 def _zero_said(said: FrameworkSettings) -> int:

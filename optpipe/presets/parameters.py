@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from optpipe.presets.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
-    "GRADIENT_BYTES",
     "RankParameters",
     "StaticBytes",
     "attention_matrices",
@@ -31,9 +30,6 @@ __all__ = [
     "total_parameters",
     "vocab_slice",
 ]
-
-GRADIENT_BYTES = 4
-"""Of one gradient as it is accumulated: fp32, as Megatron-LM keeps them."""
 
 
 class RankParameters(NamedTuple):
@@ -194,20 +190,22 @@ class StaticBytes(NamedTuple):
 
 
 def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
-    """Return weights, fp32 gradients and Adam's state: 2 + 4 + 12 bytes per parameter.
+    """Return weights, gradients and the optimizer's state: by default 2 + 4 + 12 bytes a parameter.
 
-    The 12 are an fp32 copy of the weight and two moments (Rajbhandari et al. 2020, ZeRO, arXiv
-    1910.02054, section 3.1; gradients in fp32 as Megatron-LM keeps them). In fp32 there is no copy:
-    4 + 4 + 8. ``zero`` 1 spreads the 12 over the data-parallel ranks (context-parallel ones are
+    The 12 are an fp32 copy of the weight and Adam's two moments (Rajbhandari et al. 2020, ZeRO,
+    arXiv 1910.02054, section 3.1; gradients in fp32 as Megatron-LM keeps them). In fp32 there is no
+    copy: 4 + 4 + 8. `Optimizer` has narrower types, and a share on the CPU, which does not count.
+    ``zero`` 1 spreads the 12 over the data-parallel ranks (context-parallel ones are
     among them: they hold the same weights), 2 the gradients too, 3 the weights too; an expert's are
     spread over the ranks that hold it.
     """
-    adam = 8 if training.precision == "fp32" else 12
+    states = training.master_bytes + training.optimizer.moment_bytes
+    on_device = states * (1.0 - training.optimizer.offload)
     weights = gradients = optimizer = 0.0
     for parameters, ranks in replicas(counts, training):
         weights += parameters * training.element_bytes / (ranks if training.zero >= 3 else 1)
-        gradients += parameters * GRADIENT_BYTES / (ranks if training.zero >= 2 else 1)
-        optimizer += parameters * adam / (ranks if training.zero >= 1 else 1)
+        gradients += parameters * training.gradient_bytes / (ranks if training.zero >= 2 else 1)
+        optimizer += parameters * on_device / (ranks if training.zero >= 1 else 1)
     return StaticBytes(weights, gradients, optimizer)
 
 

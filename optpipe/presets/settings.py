@@ -41,13 +41,17 @@ class FrameworkSettings:
     words_of: Mapping[str, list[str]]
     is_arguments: bool
     twice: Mapping[str, str] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set, compare=False)
+    """The names that were looked up."""
 
     def mentions(self, name: str) -> bool:
         """Whether the text has the name at all."""
+        self.read.add(name)
         return name in self.words_of
 
     def has(self, name: str) -> bool:
         """Whether the text gives it a value that is neither none nor false."""
+        self.read.add(name)
         words = self.words_of.get(name)
         if words is None:
             return False
@@ -57,6 +61,7 @@ class FrameworkSettings:
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return whether it is switched on."""
+        self.read.add(name)
         words = self.words_of.get(name)
         if words is None or (words and words[0].lower() in _NONE):
             return default

@@ -19,10 +19,14 @@ __all__ = [
     "RECOMPUTABLE",
     "Dispatcher",
     "Experts",
+    "GradientType",
     "LatentAttention",
     "LayerForm",
     "ModelShape",
+    "Optimizer",
+    "OptimizerName",
     "Precision",
+    "StateType",
     "Training",
     "pick",
 ]
@@ -252,6 +256,85 @@ RECOMPUTABLE = (
 """What may be made again in the backward, by Megatron-Core's names of modules."""
 
 
+StateType = Literal["fp32", "bf16", "fp16", "fp8"]
+GradientType = Literal["fp32", "bf16"]
+OptimizerName = Literal["adam", "sgd"]
+_TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer, and the types of what it stores per parameter.
+
+    Parameters
+    ----------
+    name
+        adam: two moments; sgd: one, the momentum.
+    precision_aware
+        Whether the moments may be narrower than fp32 (Megatron-Core's
+        ``use_precision_aware_optimizer``). Master weights of bf16 weights then take 2 bytes: those
+        of fp32 that the weights do not have (``store_param_remainders``, with Transformer Engine
+        2.1 or newer).
+    exp_avg, exp_avg_sq
+        Types of Adam's moments.
+    gradients
+        Type in which gradients are accumulated and reduced.
+    offload
+        Share (0-1) of the states and of the step that are on the CPU (Megatron-Core's
+        ``optimizer_offload_fraction``).
+    """
+
+    name: OptimizerName = "adam"
+    precision_aware: bool = False
+    exp_avg: StateType = "fp32"
+    exp_avg_sq: StateType = "fp32"
+    gradients: GradientType = "fp32"
+    offload: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.offload <= 1:
+            raise FieldError(
+                FieldRef("optimizer_offload", self.offload), ": must be 0 to 1; correct it"
+            )
+        if self.precision_aware and self.name != "adam":
+            raise FieldError(
+                FieldRef("precision_aware_optimizer"),
+                " with ",
+                FieldRef("optimizer", self.name),
+                ": Megatron-Core has it for adam only; leave one of them out",
+            )
+        for field, kind in (("exp_avg_dtype", self.exp_avg), ("exp_avg_sq_dtype", self.exp_avg_sq)):
+            if kind != "fp32" and not self.precision_aware:
+                raise FieldError(
+                    FieldRef(field, kind),
+                    ": moments narrower than fp32 need ",
+                    FieldRef("precision_aware_optimizer"),
+                    "; add it, or leave this out",
+                )
+
+    def __str__(self) -> str:
+        parts: list[str] = [self.name]
+        if self.precision_aware:
+            parts.append(f"with moments in {self.exp_avg} and {self.exp_avg_sq}")
+        if self.gradients != "fp32":
+            parts.append(f"with gradients in {self.gradients}")
+        if self.offload:
+            parts.append(f"{self.offload:.0%} on the CPU")
+        return " ".join(parts)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments per parameter."""
+        if self.name == "sgd":
+            return 4
+        return _TYPE_BYTES[self.exp_avg] + _TYPE_BYTES[self.exp_avg_sq]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return _TYPE_BYTES[self.gradients]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One run's sizes, degrees of parallelism and switches, the pipeline aside.
@@ -299,6 +382,8 @@ class Training:
         ``--overlap-param-gather``).
     offloaded_layers
         So many layers keep their activations in the host's memory.
+    optimizer
+        The optimizer and what it stores.
     slices, slice_index
         Every sequence is cut into so many slices of equal length, each a micro-batch of its own;
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
@@ -327,6 +412,7 @@ class Training:
     dispatch: Dispatch = "bf16"
     overlap: bool = True
     offloaded_layers: int = 0
+    optimizer: Optimizer = Optimizer()
     slices: int = 1
     slice_index: int = 0
     lengths: tuple[int, ...] = ()
@@ -420,6 +506,18 @@ class Training:
         return self.precision in NARROW
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return self.optimizer.gradient_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a master weight beside the weight itself; none where weights are fp32."""
+        if self.precision == "fp32":
+            return 0
+        return 2 if self.optimizer.precision_aware else 4
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one stored activation or weight."""
         return 4 if self.precision == "fp32" else 2
@@ -444,6 +542,14 @@ class Training:
     def check_divides(self, shape: ModelShape) -> None:
         """Refuse degrees that do not divide what they split, and what the model does not have."""
         self.check_held(shape)
+        if self.optimizer.precision_aware and not self.zero:
+            raise FieldError(
+                FieldRef("precision_aware_optimizer"),
+                " with ",
+                FieldRef("zero", 0),
+                ": Megatron-Core has it with the distributed optimizer only; choose ",
+                FieldRef("zero", 1),
+            )
         split = {"heads": ("tp", shape.num_heads)}
         if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
             split["ffn"] = ("tp", shape.ffn)

@@ -28,7 +28,6 @@ from optpipe.presets.costs import (
 )
 from optpipe.presets.machine import Machine, PartTimes, Spent
 from optpipe.presets.parameters import (
-    GRADIENT_BYTES,
     RankParameters,
     StaticBytes,
     embedding_parameters,
@@ -714,7 +713,7 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
         layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
         for kind, _ in shape.kinds
     )
-    return messages + most * (2 * training.element_bytes + GRADIENT_BYTES)
+    return messages + most * (2 * training.element_bytes + training.gradient_bytes)
 
 
 def in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:

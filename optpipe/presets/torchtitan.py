@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from optpipe.errors import InputError
 from optpipe.presets.catalogue import MODELS
 from optpipe.presets.configuration import Configuration
-from optpipe.presets.shape import Training
+from optpipe.presets.shape import Optimizer, Training
 from optpipe.presets.step import PipelineCut
 
 if TYPE_CHECKING:
@@ -293,6 +293,11 @@ def _training_refusals(training: Training) -> Iterator[tuple[bool, str]]:
         training.precision == "fp16" or not training.flash,
         f"precision {training.precision!r}, flash = {training.flash}: torchtitan has neither fp16 "
         "nor attention that stores its scores; choose bf16, and flash",
+    )
+    yield (
+        training.optimizer != Optimizer(),
+        f"optimizer {training.optimizer}: only AdamW with fp32 states and gradients is written for "
+        "torchtitan; choose adam and fp32",
     )
     yield (
         not training.overlap and training.tp == 1 and training.dp * training.cp > 1,

@@ -142,6 +142,6 @@ def test_a_file_of_another_step_is_not_compared_and_other_numbers_are_named(
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
     assert "today: tp 2 pp 4 dp 1 mb 1 zero 0" in said
-    differ = "precision bf16 and not fp8, overlap off and not on, sequence parallel off and not on"
+    differ = "precision bf16 and not fp8, sequence parallel off and not on"
     assert f"What you run has {differ}: the gain is that of changing this" in said
     assert re.search(r"The measured step is \d+\.?\d* times its estimate", said)

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import tempfile
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def megatron(text: str) -> dict[str, Any]:
     kind = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
     config = kind(**model)
     DistributedDataParallelConfig(**read["ddp"])
-    OptimizerConfig(**read["optimizer"])
+    sys.modules |= _transformer_engine()
+    optimizer = {name: _resolved(value) for name, value in read["optimizer"].items()}
+    OptimizerConfig(**optimizer)
     layout = config.pipeline_model_parallel_layout
     return {
         "layers": layout
@@ -56,6 +59,27 @@ def megatron(text: str) -> dict[str, Any]:
         "activation": config.activation_func.__name__,
         "attention": config.attention_backend.name,
     }
+
+
+def _transformer_engine() -> dict[str, types.ModuleType]:
+    """Modules with the one class whose arguments the optimizer's configuration looks at."""
+
+    class FusedAdam:
+        def __init__(
+            self,
+            *,
+            master_weight_dtype: object,
+            exp_avg_dtype: object,
+            exp_avg_sq_dtype: object,
+            use_decoupled_grad: bool,
+        ) -> None:
+            """Take the arguments of Transformer Engine's class."""
+
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    modules = {name: types.ModuleType(name) for name in (*names, f"{names[-1]}.optimizers")}
+    vars(modules[f"{names[-1]}.optimizers"])["FusedAdam"] = FusedAdam
+    vars(modules[names[0]])["__version__"] = "2.1.0"
+    return modules
 
 
 def megatron_splits(cases: list[dict[str, Any]]) -> list[list[int] | None]:

@@ -313,7 +313,8 @@ TITAN = (
         (BASE + "--context-parallel-size 2 --cp-comm-type a2a", "cp_comm_type = a2a: only p2p"),
         (BASE + "--pipeline-model-parallel-size 4 --microbatch-group-size-per-virtual-pipeline-"
          "stage 8", "microbatch_group_size_per_vp_stage = 8: only pp = 4 is estimated"),
-        (BASE + "--optimizer-cpu-offload", "optimizer_cpu_offload: cannot be said here"),
+        (BASE + "--optimizer muon", "optimizer = muon: adam and sgd are estimated"),
+        (BASE + "--exp-avg-dtype fp4", "exp_avg_dtype = fp4: must be one of"),
         (BASE + "--num-distributed-optimizer-instances 2", "instances = 2: the optimizer is"),
         (BASE + "--use-megatron-fsdp --data-parallel-sharding-strategy half", "strategy = half:"),
         (BASE + "--fp8-format hybrid --fp8-recipe custom", "fp8_recipe = custom: delayed, tensor"),

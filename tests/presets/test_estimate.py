@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -16,7 +17,9 @@ from optpipe.presets import GPUS, MODELS, Estimate, Training, estimate, find_gpu
 from optpipe.presets.accelerators import PRIORS, Efficiency
 from optpipe.presets.costs import model_flops
 from optpipe.presets.estimate import ERROR_BANDS, WIDE_BANDS
-from optpipe.presets.step import asked_placement, balanced_sizes
+from optpipe.presets.parameters import RankParameters, static_bytes
+from optpipe.presets.shape import Optimizer
+from optpipe.presets.step import StepEstimate, asked_placement, balanced_sizes
 from optpipe.requests import EstimateRequest
 from optpipe.simulate import simulate
 from optpipe_solver.families.classic import build_interleaved, build_one_f_one_b
@@ -424,6 +427,7 @@ def test_packed_sequences_share_learned_positions() -> None:
 def test_every_field_of_an_estimate_is_an_option() -> None:
     """A sentence never names an option that the command does not have."""
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}
+    fields |= {"optimizer_offload", "precision_aware_optimizer", "exp_avg_dtype", "gradient_dtype"}
     not_options = {"shape", "hardware", "training", "efficiency", "slice_index"}
     options = set(inspect.signature(estimate_problem).parameters)
     assert fields - not_options <= options
@@ -472,3 +476,54 @@ def test_slices_are_their_whole_cut_up(training: Training, modes: int) -> None:
         assert sizes[0] - sizes[-1] == layers * kv_bytes or not training.flash
     with pytest.raises(FieldError, match="no multiple of"):
         estimated(**cuts, slices=3)
+
+
+# The optimizer.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter", "gradient"),
+    [
+        (Optimizer(), 12, 4),
+        (Optimizer(precision_aware=True), 2 + 8, 4),
+        (Optimizer(precision_aware=True, exp_avg="bf16", exp_avg_sq="fp8", gradients="bf16"),
+         2 + 2 + 1, 2),
+        (Optimizer(name="sgd"), 4 + 4, 4),
+        (Optimizer(offload=0.25), 9, 4),
+        (Optimizer(offload=1.0), 0, 4),
+    ],
+)  # fmt: skip
+def test_the_optimizer_decides_the_static_bytes(
+    optimizer: Optimizer, per_parameter: int, gradient: int
+) -> None:
+    """By Megatron-Core's types; what is on the CPU takes no memory of the device."""
+    counts = RankParameters(1_000_000)
+    found = static_bytes(counts, Training(optimizer=optimizer, dp=4))
+    assert (found.weights, found.gradients) == (2e6, gradient * 1e6)
+    assert found.optimizer == pytest.approx(per_parameter * 1e6 / 4)
+
+
+def test_an_optimizer_on_the_cpu_costs_time_and_narrow_gradients_save_it() -> None:
+    def step(**fields: Any) -> StepEstimate:
+        training = Training(dp=8, optimizer=Optimizer(**fields))
+        found: StepEstimate = estimated(training=training).step
+        return found
+
+    usual, cpu, narrow = step(), step(offload=1.0), step(gradients="bf16")
+    assert cpu.optimizer_ms > 5 * usual.optimizer_ms
+    assert cpu.step_ms - usual.step_ms == pytest.approx(cpu.optimizer_ms - usual.optimizer_ms)
+    assert narrow.reduction_ms < 0.6 * usual.reduction_ms
+    assert narrow.optimizer_ms < usual.optimizer_ms
+
+
+def test_settings_of_an_optimizer_that_exclude_each_other_are_refused() -> None:
+    for fields, named in (
+        ({"exp_avg": "bf16"}, "exp_avg_dtype = 'bf16'"),
+        ({"name": "sgd", "precision_aware": True}, "optimizer = 'sgd'"),
+        ({"offload": 1.5}, "optimizer_offload = 1.5"),
+    ):
+        with pytest.raises(FieldError, match=named):
+            Optimizer(**fields)
+    whole = Training(zero=0, optimizer=Optimizer(precision_aware=True))
+    with pytest.raises(FieldError, match="distributed optimizer"):
+        whole.check_divides(find_model("llama3-8b"))

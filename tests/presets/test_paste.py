@@ -23,7 +23,7 @@ from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model,
 from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.megatron import _FLAGS, _NEGATIVE_FLAGS, megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
-from optpipe.presets.shape import PRECISIONS
+from optpipe.presets.shape import PRECISIONS, Optimizer
 from optpipe.presets.torchtitan import TITAN_MODELS, read_torchtitan, torchtitan_config
 from optpipe.problem import StageLayers
 from tests.strategies import few
@@ -61,6 +61,13 @@ MEGATRON = {
     "latent, no query rank, unfused, fp4": run("deepseek-v2-lite", "gb200", tp=2, dp=4, ep=4, pp=2,
                                                flash=False, precision="nvfp4"),
     "expert in every second layer": run("llama4-maverick", tp=4, dp=8, ep=32, etp=1, pp=2),
+    "narrow optimizer": run(
+        "llama3-70b", tp=8, dp=4, pp=4,
+        optimizer=Optimizer(precision_aware=True, exp_avg="bf16", exp_avg_sq="fp8",
+                            gradients="bf16"),
+    ),
+    "half of the optimizer on the CPU": run("llama3-8b", dp=16, optimizer=Optimizer(offload=0.5)),
+    "momentum": run("llama3-8b", dp=16, optimizer=Optimizer(name="sgd")),
 }  # fmt: skip
 TITAN = {
     "interleaved, recomputed, async": run("llama3-8b", tp=2, dp=2, zero=2, recompute=full, pp=2,
@@ -320,7 +327,7 @@ def test_the_command_hands_megatron_the_arguments_that_were_pasted(tmp_path, nam
     words = done.stdout.split("\0")[:-1]
     at = words.index("pretrain_gpt.py")
     assert words[at + 1 :] == ["--mock-data", "--lr", "1", *arguments]
-    hopper = ("dense, interleaved", "expert in every second layer")
+    hopper = ("dense, interleaved", "expert in every second layer", "narrow optimizer")
     wanted = ["32"] * (name == "MTP, folded, captured") or ["1"] * (name in hopper)
     assert words[: len(wanted) + 1] == [*wanted, "--nproc-per-node"]
     assert words[at - 4 : at] == ["--node-rank", "3", "--master-addr", "head"]

@@ -218,6 +218,7 @@ def tuned_job(request: TuneRequest, options: JobOptions, max_cells: int) -> NewJ
     # Here: parts of the service that never tune need not wait for the solver.
     from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
+    request = request.complete()
     read = read_question(request)
     question, values = read.question, request.question()
     if read.current is not None:

@@ -81,6 +81,7 @@ def read_question(request: TuneRequest) -> AskedTune:
     InputError
         If the question has no answer; the error points at the field.
     """
+    request = request.complete()
     kinds = tuple((one.hardware, one.number) for one in request.gpus if one.number is not None)
     question = TuneQuestion(
         shape=request.shape,
@@ -88,7 +89,10 @@ def read_question(request: TuneRequest) -> AskedTune:
         num_gpus=request.total_gpus,
         kinds=kinds if len(kinds) > 1 else (),
         global_batch=request.global_batch,
-        training=Training(**{name: getattr(request, name) for name in _SWITCHES}),
+        training=Training(
+            **{name: getattr(request, name) for name in _SWITCHES},
+            optimizer=request.optimizer_settings,
+        ),
         framework=request.framework,
         fixed=request.fixed.model_dump(exclude_none=True),
         memory_bytes=request.memory_bytes,

@@ -166,6 +166,8 @@ class TuneResult:
         no closer look at what may be; or the limit that ended it. None while it goes on.
     looks
         What another search for the same need not do again.
+    not_modelled
+        Options of today's script that no estimate counts (`Configuration.not_modelled`).
     """
 
     question: TuneQuestion
@@ -178,6 +180,7 @@ class TuneResult:
     work: float = 0.0
     stopped_by: TuneEnd | None = None
     looks: Looks = NO_LOOKS
+    not_modelled: tuple[str, ...] = ()
 
     @property
     def best(self) -> TuneRow | None:
@@ -271,6 +274,8 @@ class TuneResult:
         found = left_out(self.question)
         if self.current is not None:
             found += _beside(self.question, self.current.configuration.training)
+        if self.not_modelled:
+            found += (f"set in your script, not in this estimate: {', '.join(self.not_modelled)}",)
         if self.best is not None and self.best.configuration.pipeline.pairs:
             found += (
                 "its pairs hide what an interleaving at full speed would, which is the most they "
@@ -302,7 +307,7 @@ class TuneResult:
 
 _GIVEN = (
     *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch", "overlap"),
-    *("sequence_parallel", "offloaded_layers"),
+    *("sequence_parallel", "offloaded_layers", "optimizer"),
 )
 """Of a training, what is the same for all that is searched."""
 _FAR = 3.0
@@ -395,6 +400,7 @@ def tune(
     stop = Stop(time_limit_s, work=work_limit, threads=threads, seed=seed, should_stop=should_stop)
     search = _TuneSearch(question, stop, gap, on_progress or (lambda _: None))
     search.current = None if current is None else judge(question, current)
+    search.not_modelled = () if current is None else current.not_modelled
     search.on_result = on_result or search.on_result
     search.begin([] if start is None else [start], known)
     # Leaving a pool ends what it still does.
@@ -498,6 +504,7 @@ class _TuneSearch:
         self.num_unfit = 0
         self.best: TuneRow | None = None
         self.current: TuneRow | None = None
+        self.not_modelled: tuple[str, ...] = ()
         self.known: list[TuneRow] = []
         self.told_s = 0.0
         self.last_told: TuneRow | None = None
@@ -871,6 +878,7 @@ class _TuneSearch:
             question=self.question,
             rows=rows,
             current=self.current,
+            not_modelled=self.not_modelled,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
             error=error_band(

@@ -222,3 +222,53 @@ def test_a_run_with_other_multi_token_prediction_is_not_compared(model: str, num
     assert read_current(question, f"{text}{num_mtp}").shape == question.shape
     with pytest.raises(InputError, match=f"trains {1 - num_mtp} modules of multi-token prediction"):
         read_current(question, f"{text}{1 - num_mtp}")
+
+
+# A script that says everything.
+
+SCRIPT = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --swiglu --vocab-size 128256 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 "
+    "--global-batch-size 32 --seq-length 8192 --bf16 --use-distributed-optimizer "
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --sequence-parallel --fp8-param-gather"
+)
+OF_SCRIPT: dict[str, Any] = {"gpu": "h100", "num_gpus": 8, "framework": "megatron"}
+
+
+def test_a_script_gives_model_batch_sequence_precision_and_optimizer() -> None:
+    read = ask({**OF_SCRIPT, "current_file": SCRIPT})
+    question = read.question
+    assert (question.shape.name, question.global_batch) == ("llama3-8b", 32)
+    training = question.training
+    assert (training.sequence, training.precision, training.overlap) == (8192, "bf16", False)
+    assert (training.optimizer.precision_aware, training.optimizer.exp_avg) == (True, "bf16")
+    assert read.current is not None
+    assert read.current.not_modelled == ("fp8_param_gather (time and memory)",)
+
+
+def test_what_the_caller_gives_overrides_the_script_where_that_can_be_compared() -> None:
+    read = ask({**OF_SCRIPT, "current_file": SCRIPT, "overlap": True, "exp_avg_dtype": "fp32"})
+    assert read.question.training.overlap
+    assert read.question.training.optimizer.exp_avg == "fp32"
+    with pytest.raises(InputError, match="a step of it is 32 sequences of 8,192 tokens"):
+        ask({**OF_SCRIPT, "current_file": SCRIPT, "global_batch": 64})
+
+
+def test_a_script_of_a_model_that_the_catalogue_does_not_have_makes_a_config() -> None:
+    text = SCRIPT.replace("--ffn-hidden-size 14336", "--ffn-hidden-size 12288")
+    shape = ask({**OF_SCRIPT, "current_file": text}).question.shape
+    assert (shape.ffn, shape.num_kv_heads, shape.tied) == (12288, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("--num-layers 32 --hidden-size 4096", "gpt3-6.7b, po-5.8b; give model, or more sizes"),
+        ("--tensor-model-parallel-size 2", "does not say which model it trains"),
+        ("--num-layers 9 --hidden-size 64 --num-experts 8", "of no model of the catalogue"),
+    ],
+)
+def test_a_script_that_does_not_name_its_model_is_refused(text: str, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        ask({**OF_SCRIPT, "current_file": text})
