@@ -575,6 +575,9 @@ class TunedRow(Answer):
     makespan_ms: float
     tokens_per_s_per_gpu: float
     mfu: float
+    cost_per_million_tokens: float | None = Field(
+        default=None, description="In the currency of the request's price; null without a price."
+    )
     peak_bytes: tuple[int, ...]
     memory: tuple[TunedMemory, ...]
     gpus: tuple[str, ...] = ()

@@ -970,6 +970,9 @@ class TuneRequest(ModelOnGpus):
     fixed: Annotated[FixedDegrees, Option(flag="--fix", metavar="NAME=N", repeated=True)] = Field(
         FixedDegrees(), description="Degrees that are not searched."
     )
+    price_per_gpu_hour: Annotated[Positive | None, Option(metavar="PRICE")] = Field(
+        None, description="Price of a GPU-hour in any currency; adds the cost of a million tokens."
+    )
     headroom: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)] = Field(
         0.05, description="Share (0-1) of the memory that stays free, as bytes are estimates."
     )

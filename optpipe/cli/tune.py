@@ -246,8 +246,10 @@ def _headline(result: TuneResult, current: Configuration | None) -> str:
 
 def _rows(result: TuneResult) -> Table:
     """Return a table of the current configuration, the best one, and the next ones."""
+    price = result.question.price_per_gpu_hour
+    costs = [] if price is None else ["cost/M tokens"]
     table = text_table(
-        "step ms", "gain", "tokens/s/GPU", "bf16 MFU", "GiB", texts=("configuration",)
+        "step ms", "gain", "tokens/s/GPU", *costs, "bf16 MFU", "GiB", texts=("configuration",)
     )
     table.add_column("schedule")
     shown = list(result.rows[:_SHOWN_ROWS])
@@ -260,8 +262,9 @@ def _rows(result: TuneResult) -> Table:
             gain = f"{1 - row.step_ms / result.current.step_ms:+.1%}"
         label = f"today: {row.label}" if is_current else row.label
         style = "bold" if row is result.best else ""
+        cost = [] if price is None else [f"{row.cost_per_million_tokens(price):.4g}"]
         table.add_row(
-            label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}",
+            label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}", *cost,
             f"{row.mfu:.1%}", f"{max(row.peak_bytes) / _GIB:.1f}", escape(row.method), style=style,
         )  # fmt: skip
     return table

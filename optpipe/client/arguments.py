@@ -288,6 +288,8 @@ class TuneArguments(TypedDict, total=False):
     current_format: Literal["megatron", "torchtitan"] | None
     # Degrees that are not searched.
     fixed: Mapping[str, int] | None
+    # Price of a GPU-hour in any currency; adds the cost of a million tokens.
+    price_per_gpu_hour: float | None
     # Share (0-1) of the memory that stays free, as bytes are estimates.
     headroom: float | None
     # Time limit of the search in seconds.

@@ -49,6 +49,17 @@ def test_json_has_every_row_with_its_layers(optpipe) -> None:
     assert best["command"].endswith("torchrun --nproc-per-node 8 pretrain_gpt.py $DATA_ARGS")
 
 
+def test_a_price_adds_the_cost_of_a_million_tokens(optpipe) -> None:
+    """The GPU time that they take, times the price; also in JSON."""
+    done = optpipe(*SMALL, *TODAY, "--price-per-gpu-hour", "3.6", "--json")
+    for row in json.loads(done.out)["rows"]:
+        cost = 1000 / row["tokens_per_s_per_gpu"]
+        assert row["cost_per_million_tokens"] == pytest.approx(cost)
+    text = optpipe(*SMALL, *TODAY, "--price-per-gpu-hour", "3.6").out
+    assert "cost/M tokens" in text
+    assert "cost" not in optpipe(*SMALL, *TODAY).out.partition("less memory")[0]
+
+
 def test_one_measured_step_calibrates_all(optpipe) -> None:
     plain = json.loads(optpipe(*SMALL, *TODAY, "--json").out)
     done = optpipe(*SMALL, *TODAY, "--json", "--measured-step-s", "8")

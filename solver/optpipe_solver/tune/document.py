@@ -97,6 +97,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         fixed=request.fixed.model_dump(exclude_none=True),
         memory_bytes=request.memory_bytes,
         headroom=request.headroom,
+        price_per_gpu_hour=request.price_per_gpu_hour,
     )
     if next(candidates(question), None) is None:
         raise FieldError(

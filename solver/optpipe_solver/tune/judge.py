@@ -128,16 +128,25 @@ class TuneRow:
             parts.append(f"slices {cut.slices}")
         return " ".join(parts)
 
-    def as_json(self, framework: Framework | None = None) -> dict[str, Any]:
+    def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float:
+        """Return the price of the GPU time that a million tokens take."""
+        return 1e6 / self.tokens_per_s_per_gpu / 3600.0 * price_per_gpu_hour
+
+    def as_json(
+        self, framework: Framework | None = None, price_per_gpu_hour: float | None = None
+    ) -> dict[str, Any]:
         """Return it as JSON values, without the programs; ``id`` tells rows of a search apart.
 
-        ``framework``: whose ``command`` trains by it; None = without.
+        ``framework``: whose ``command`` trains by it; None = without. ``price_per_gpu_hour``: adds
+        the cost of a million tokens.
         """
         fields = self._fields()
         text = json.dumps(fields, sort_keys=True)
         row = {"id": hashlib.sha256(text.encode()).hexdigest()[:_ID_CHARS], **fields}
         if framework is not None:
             row["command"] = train_command(self.configuration, framework)
+        if price_per_gpu_hour is not None:
+            row["cost_per_million_tokens"] = self.cost_per_million_tokens(price_per_gpu_hour)
         return row
 
     def _fields(self) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class TuneQuestion:
         Where accelerators differ: each kind and how many there are, ``hardware`` the first. All of
         a stage's ranks are of one kind, and pipeline ranks of a kind stand in a row; any kind may
         come first. All have the same degrees, so that tp x cp x dp divides each number.
+    price_per_gpu_hour
+        In any currency; rows then have the cost of a million tokens.
     """
 
     shape: ModelShape
@@ -86,6 +88,7 @@ class TuneQuestion:
     headroom: float = 0.0
     time_factor: float = 1.0
     kinds: tuple[tuple[Hardware, int], ...] = ()
+    price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
         if self.framework not in FRAMEWORKS:

@@ -285,7 +285,7 @@ class TuneResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but problems and programs as JSON values."""
-        framework = self.question.framework
+        shown = self.question.framework, self.question.price_per_gpu_hour
         return {
             "verdict": self.verdict,
             "certificate": self.certificate,
@@ -297,9 +297,9 @@ class TuneResult:
             "notes": list(self.notes),
             "memory_bytes": self.question.whole_bytes,
             "usable_bytes": self.question.usable_bytes,
-            "current": None if self.current is None else self.current.as_json(framework),
-            "rows": [row.as_json(framework) for row in self.rows],
-            "pareto": [row.as_json(framework) for row in self.pareto],
+            "current": None if self.current is None else self.current.as_json(*shown),
+            "rows": [row.as_json(*shown) for row in self.rows],
+            "pareto": [row.as_json(*shown) for row in self.pareto],
             "stopped_by": self.stopped_by,
             "seconds": self.seconds,
         }
