@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from optpipe_api.engine.engine import SILENT, SlotEngine, open_solvers
+from optpipe_api.engine.engine import NO_OBSERVER, SlotEngine, open_solvers
 from optpipe_api.services.batches import BatchService
 from optpipe_api.services.deployments import DeploymentService, Rounds
 from optpipe_api.services.events import ConnectionLimit, SharedCalls
@@ -49,7 +49,7 @@ class Service:
         stores: Stores,
         changes: Changes,
         methods: Mapping[str, str],
-        observer: EngineObserver = SILENT,
+        observer: EngineObserver = NO_OBSERVER,
     ) -> None:
         self.settings = settings
         self.methods = methods
@@ -78,7 +78,7 @@ class Service:
 
     @classmethod
     def open(
-        cls, settings: Settings, changes: Changes, observer: EngineObserver = SILENT
+        cls, settings: Settings, changes: Changes, observer: EngineObserver = NO_OBSERVER
     ) -> Service:
         """Return a service that solves; takes about a second, as it loads the solver's methods."""
         stores = open_stores(settings.database_url)
@@ -120,7 +120,7 @@ class Service:
     @property
     def is_solving(self) -> bool:
         """Whether the engine takes jobs, and can solve them."""
-        return self._engine.is_able
+        return self._engine.can_solve
 
 
 # --- What is old goes: jobs, deployments and batches that ended long ago, looked for once an hour.

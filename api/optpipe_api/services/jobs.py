@@ -28,7 +28,7 @@ from optpipe.requests import JobKind
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.access import Role
-from optpipe_api.engine.engine import SILENT, EngineObserver
+from optpipe_api.engine.engine import NO_OBSERVER, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
 from optpipe_api.jobs import (
     KINDS,
@@ -281,7 +281,7 @@ class JobService:
         changes: Changes,
         *,
         cache: JobCache,
-        observer: EngineObserver = SILENT,
+        observer: EngineObserver = NO_OBSERVER,
     ) -> None:
         self._cache = cache
         self._observer = observer
