@@ -1,9 +1,9 @@
 """Solver processes on a Ray cluster: an actor starts each one and passes its messages on.
 
-The server is a driver of the cluster that ``RAY_ADDRESS`` names, and runs on one of its nodes, or
-on a machine that joined it by ``ray start --address``. An actor runs on any node with free cores.
-It starts the same ``python -m optpipe_api.engine.worker`` as `LocalSolvers`, with the same limits.
-Every node needs OptPipe in the server's version.
+The server is a driver of the cluster that ``RAY_ADDRESS`` names. It runs on a node of the cluster,
+or on a machine that joined it by ``ray start --address``. An actor runs on any node with free
+cores. It starts the same ``python -m optpipe_api.engine.worker`` as `LocalSolvers`, with the same
+limits. Every node needs OptPipe in the server's version.
 
 Only bytes cross the cluster between server and actor. They are JSON texts, and are parsed as such
 (`optpipe_api.engine.processes`), so nothing that a client sent is ever unpickled. Ray pickles only

@@ -30,9 +30,9 @@ from optpipe_api.errors import (
     StateConflictError,
     TooLargeToDrawError,
 )
-from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
+from optpipe_api.jobs import BatchItem, BatchPlan, DocumentKind, ItemPlan, JobStart, NewBatch
 from optpipe_api.services.events import Watch
-from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED, check_priority
+from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS, check_priority
 from optpipe_api.services.render import solution
 from optpipe_api.services.submission import ReadItem, hash_of, refuse_many, solved_job
 
@@ -174,7 +174,8 @@ class BatchService:
         )
         most_near = _most_near([item.job.num_cells for item in swept.items])
         drafts = [
-            self._jobs.draft(replace(item.job, owner=who.name), most_near) for item in swept.items
+            self._jobs.cache.complete(replace(item.job, owner=who.name), most_near)
+            for item in swept.items
         ]
         batch, jobs = self._store.add(
             new,
@@ -184,7 +185,7 @@ class BatchService:
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         for job in jobs:
-            self._jobs.announce(job)
+            self._jobs.publish_new(job)
         return batch
 
     def _most_of(self, owner: str) -> int | None:
@@ -236,7 +237,7 @@ class BatchService:
                 with suppress(JobNotFoundError):
                     self._jobs.cancel(job.id, who)
             else:
-                self._jobs.tell(job)
+                self._jobs.publish(job)
         return self._store.get(batch_id)
 
     def retry(self, batch_id: str, who: Principal) -> BatchRecord:
@@ -249,7 +250,7 @@ class BatchService:
             batch_id, max_queued=self._settings.max_queued_jobs, max_of_owner=self._most_of(owner)
         )
         for job in retried:
-            self._jobs.tell(job)
+            self._jobs.publish(job)
         return self._store.get(batch_id)
 
     def delete(self, batch_id: str, who: Principal) -> None:
@@ -281,7 +282,7 @@ def _most_near(cells: list[int]) -> int:
 
     A request waits for it; items beyond that start without a schedule, and are solved all the same.
     """
-    return min(MOST_TRIED, MOST_CELLS // max(1, sum(cells)), _MOST_TRIED // len(cells))
+    return min(MAX_NEAR_JOBS, MAX_NEAR_CELLS // max(1, sum(cells)), _MOST_TRIED // len(cells))
 
 
 def _request_hash(swept: ReadBatch) -> str:
@@ -372,11 +373,11 @@ def _item(
         replace(options, cache="refresh") if is_searched_anew else options,
         cache=Cache.NEAR,
         start=JobStart(
-            schedule=start.model_dump_json(by_alias=True),
+            documents={DocumentKind.SCHEDULE: start.model_dump_json(by_alias=True)},
             objective_ms=start.objective_ms,
             method=made_by.method,
         ),
-        is_start_promised=True,
+        is_start_required=True,
     )
     plan = ItemPlan(
         values={_AXIS: question.name, "num_microbatches": problem.num_microbatches},

@@ -26,9 +26,9 @@ from optpipe_api.errors import (
     ServerBusyError,
     StoreUnavailableError,
 )
-from optpipe_api.jobs import JobError, JobStart
+from optpipe_api.jobs import DocumentKind, JobError, JobStart
 from optpipe_api.services.events import Watch
-from optpipe_api.services.jobs import MOST_TRIED
+from optpipe_api.services.jobs import MAX_NEAR_JOBS
 from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class DeploymentService:
             idempotency_key=f"\x01deployment/{deployment.id}/{deployment.num_solves}",
             deployment_id=deployment.id,
         )
-        new = self._jobs.draft(new, MOST_TRIED if start is None else 0)
+        new = self._jobs.cache.complete(new, MAX_NEAR_JOBS if start is None else 0)
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)
@@ -483,7 +483,9 @@ def start_from(problem: Problem, schedule: str, version: int) -> JobStart:
     method = f"version {version} of the deployment"
     true = evaluate(problem, load_schedule(schedule).programs, Provenance(method=method))
     return JobStart(
-        schedule=true.model_dump_json(by_alias=True), objective_ms=true.objective_ms, method=method
+        documents={DocumentKind.SCHEDULE: true.model_dump_json(by_alias=True)},
+        objective_ms=true.objective_ms,
+        method=method,
     )
 
 
