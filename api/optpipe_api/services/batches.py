@@ -34,7 +34,7 @@ from optpipe_api.jobs import BatchItem, BatchPlan, DocumentKind, ItemPlan, JobSt
 from optpipe_api.services.events import Watch
 from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS, check_priority
 from optpipe_api.services.render import solution
-from optpipe_api.services.submission import ReadItem, hash_of, refuse_many, solved_job
+from optpipe_api.services.submission import ReadItem, check_num_items, hash_of, solved_job
 
 if TYPE_CHECKING:
     from optpipe.answers import JobOptions
@@ -111,7 +111,7 @@ class BatchService:
                 "time or memory than this service spends on that; fetch problem and schedule, and "
                 "run optpipe explain --what-if"
             ) from None
-        refuse_many(len(variants), self._settings.max_batch_items)
+        check_num_items(len(variants), self._settings.max_batch_items)
         items = tuple(
             replace(
                 item,

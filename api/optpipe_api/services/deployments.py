@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from contextlib import suppress
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 import structlog
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.errors import InfeasibleProblemError, OptPipeError
+from optpipe.errors import InfeasibleProblemError, OptPipeError, RequestError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_schedule
+from optpipe.measurements import Measurements, Sample
 from optpipe.problem import Problem
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
@@ -29,12 +31,13 @@ from optpipe_api.errors import (
 from optpipe_api.jobs import DocumentKind, JobError, JobStart
 from optpipe_api.services.events import Watch
 from optpipe_api.services.jobs import MAX_NEAR_JOBS
-from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
+from optpipe_api.services.submission import solved_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe.measurements import MeasuredAction
+    from optpipe.measurements import DeviceFacts, MeasuredAction
+    from optpipe.problem import Device, Stage
     from optpipe_api.deployments import (
         DeploymentRecord,
         DeploymentStanding,
@@ -56,10 +59,13 @@ __all__ = [
     "Rounds",
     "Steps",
     "bound_ms",
+    "check_stages",
     "judged",
     "largest_change",
     "length_ms",
+    "measured_problem",
     "start_from",
+    "times_of",
     "under",
 ]
 
@@ -529,6 +535,102 @@ def _scale(planned: Problem, measured: Problem) -> float:
     """Return by how much the lower bound grew; 1 where there is nothing to compare."""
     before, after = bound_ms(planned), bound_ms(measured)
     return after / before if before > 0 and after > 0 else 1.0
+
+
+# --- From the reports of a training run to the measured problem: other times, the same bytes.
+# A time is the median over the newest reports, each of which counts with its own median. The
+# schedule in use may leave some forms of a backward unmeasured. Their times change by the same
+# factor as the measured backwards of the stage. An unmeasured RECOMPUTE changes with F.
+
+_BACKWARDS: tuple[MeasuredAction, ...] = ("I", "W", "B")
+
+
+def check_stages(registered: str, report: str) -> None:
+    """Refuse a report, from `condense_report`, on stages that the problem does not have.
+
+    Raises `RequestError` with the stage.
+    """
+    num_stages = len(Problem.model_validate_json(registered).stages)
+    last = max(sample.stage for sample in Measurements.model_validate_json(report).samples)
+    if last >= num_stages:
+        raise RequestError(
+            f"actions.samples name stage {last}, but the deployment has {num_stages} stages, "
+            "numbered from 0; report to the deployment that runs"
+        ).at("/actions/samples")
+
+
+def measured_problem(registered: str, reports: Sequence[str]) -> str:
+    """Return a problem with the times of reports from `condense_report`, oldest first.
+
+    All of them are JSON texts. Raises `MeasurementError` if a measured link joins devices that do
+    not exist.
+    """
+    base = Problem.model_validate_json(registered)
+    reported = [Measurements.model_validate_json(report) for report in reports]
+    measured = Measurements(
+        source="training",
+        samples=tuple(sample for report in reported for sample in report.samples),
+        placement=base.placement,
+        transfers=tuple(transfer for report in reported for transfer in report.transfers),
+    )
+    samples = measured.samples + tuple(_infer_samples(measured, base.stages))
+    problem = measured.replaced(samples=samples).problem(base=base)
+    facts = [report.devices for report in reported]
+    devices = tuple(
+        _with_rates(device, [one[index] for one in facts if index < len(one)])
+        for index, device in enumerate(base.devices)
+    )
+    problem = problem.model_copy(update={"name": base.name, "devices": devices})
+    return problem.model_dump_json(by_alias=True)
+
+
+def times_of(stage: Stage) -> dict[MeasuredAction, float]:
+    """Return the duration of each action that a stage has, in ms."""
+    times: dict[MeasuredAction, float] = {
+        "F": stage.forward_ms,
+        "I": stage.backward_input_ms,
+        "W": stage.backward_weight_ms,
+    }
+    if stage.backward_ms is not None:
+        times["B"] = stage.backward_ms
+    if stage.recompute_ms is not None:
+        times["RECOMPUTE"] = stage.recompute_ms
+    return times
+
+
+def _infer_samples(measured: Measurements, stages: Sequence[Stage]) -> Iterator[Sample]:
+    """Yield samples of the unmeasured actions of each stage that has measured ones."""
+    for index, stage in enumerate(stages):
+        known = {
+            action: spread.median_ms
+            for (of, action), spread in measured.spreads.items()
+            if of == index
+        }
+        planned = times_of(stage) | {"B": stage.fused_backward_ms}
+        for action, planned_ms in times_of(stage).items():
+            if not known or action in known:
+                continue
+            group = _BACKWARDS if action in _BACKWARDS else ("F",)
+            similar = [one for one in group if one in known]
+            similar_ms = sum(planned[one] for one in similar)
+            slowdown = sum(known[one] for one in similar) / similar_ms if similar_ms > 0 else 1.0
+            yield Sample(stage=index, action=action, time_ms=planned_ms * slowdown)
+
+
+def _with_rates(device: Device, facts: Sequence[DeviceFacts]) -> Device:
+    """Return a device with the median of its measured copy rates.
+
+    The rates do not change where copies wait for each other, because of shared uplinks or half
+    duplex. There a measured time includes the wait, which the simulator adds by itself.
+    """
+    if not device.can_offload or device.half_duplex or device.pcie_group is not None:
+        return device
+    update = {}
+    for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
+        rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
+        if rates:
+            update[name] = statistics.median(rates)
+    return device.model_copy(update=update)
 
 
 # --- Something that every server does again and again, in a thread of its own.

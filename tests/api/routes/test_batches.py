@@ -167,7 +167,7 @@ def test_hostile_sweeps_are_refused_in_no_time(http) -> None:
 
 def test_problems_that_are_too_large_together_are_refused(monkeypatch) -> None:
     """A small body may make large problems: their bytes are counted."""
-    monkeypatch.setattr(submission, "MOST_BYTES", 2000)
+    monkeypatch.setattr(submission, "MAX_BATCH_BYTES", 2000)
     with pytest.raises(BodyTooLargeError, match="the first 2 of 3 problems take more than 2000"):
         read_batch(json.dumps(body()).encode(), Settings(), ["auto"])
 
