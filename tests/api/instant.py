@@ -11,6 +11,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from optpipe.requests import JobKind
 from optpipe_api.engine import worker
 from optpipe_api.engine.processes import MachineState, Message
 from optpipe_api.engine.tasks import TASKS
@@ -21,12 +22,7 @@ class InstantSolvers:
     """Starts threads that call the fakes which the settings name."""
 
     def __init__(self, settings: Settings) -> None:
-        self._paths = {
-            "solve": settings.solve_path,
-            "plan": settings.plan_path,
-            "compare": settings.compare_path,
-            "tune": settings.tune_path,
-        }
+        self._paths = {kind.value: getattr(settings, f"{kind}_path") for kind in JobKind}
 
     def start(self) -> InstantProcess:
         return InstantProcess(self._paths)

@@ -445,7 +445,7 @@ class SlotEngine:
 
     def _claim(self) -> Claim | None:
         settings = self._settings
-        return self._store.claim(self._owner, settings.lease_s, settings.most_running)
+        return self._store.claim(self._owner, settings.lease_s, settings.max_running)
 
     def _report_lost_process(self, process: SolverProcess) -> None:
         _log().warning(process.describe_exit(), action="engine.no_process")

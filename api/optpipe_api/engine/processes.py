@@ -18,6 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
+from optpipe.requests import JobKind
 from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
@@ -190,10 +191,7 @@ class Solvers(Protocol):
 # --- Solver processes on this machine.
 
 _TERMINATE_S = 0.15
-_OF_WORKER = {
-    *("solve_path", "plan_path", "compare_path", "tune_path"),
-    *("solver_memory_bytes", "overtime_s", "engine"),
-}
+_OF_WORKER = {"solver_memory_bytes", "overtime_s", "engine"} | {f"{kind}_path" for kind in JobKind}
 
 
 def worker_arguments(settings: Settings) -> str:

@@ -89,9 +89,9 @@ def _warm_up(settings: dict[str, Any]) -> None:
     """Import and compile the solver before the first job, whose time limit does not cover that."""
     if not settings["solve_path"].startswith("optpipe_solver"):
         return
-    for name in ("plan_path", "compare_path", "tune_path"):
-        if settings[name].startswith("optpipe_solver"):
-            resolve_name(settings[name])
+    for kind in TASKS:
+        if settings[f"{kind}_path"].startswith("optpipe_solver"):
+            resolve_name(settings[f"{kind}_path"])
     importlib.import_module("optpipe_solver.warm").warm_up()
 
 

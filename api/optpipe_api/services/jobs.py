@@ -389,7 +389,7 @@ class JobService:
             is_known = wanted <= self._places.keys()
             if wanted and age_s > (_PLACES_FRESH_S if is_known else _PLACES_NEW_S):
                 slots = self._settings.solver_processes
-                self._places = self._store.queue(slots, self._settings.most_running)
+                self._places = self._store.queue(slots, self._settings.max_running)
                 self._places_at = time.monotonic()
             return {job_id: self._places[job_id] for job_id in wanted & self._places.keys()}
 
@@ -492,26 +492,27 @@ def check_priority(priority: int, caller: Principal) -> None:
         ).at("/priority")
 
 
+_TUNE = ("configuration", "/v1/tunes")
 _NOUNS = {
-    DocumentKind.COMPARISON: "comparison",
-    DocumentKind.TUNED: "configuration",
-    DocumentKind.CHECKPOINT: "configuration",
-    DocumentKind.QUESTION: "configuration",
+    DocumentKind.COMPARISON: ("comparison", "/v1/compare"),
+    DocumentKind.TUNED: _TUNE,
+    DocumentKind.CHECKPOINT: _TUNE,
+    DocumentKind.QUESTION: _TUNE,
 }
+"""What a document is a part of, and the path of the request that makes it."""
 
 
 def _missing_document(job: JobRecord, kind: DocumentKind) -> InputError:
     """Return the error that explains why a job has no such document, or none yet."""
     if kind is DocumentKind.MODEL:
         return NoModelError(job.id)
-    noun = _NOUNS.get(kind, "schedule")
+    noun, path = _NOUNS.get(kind, ("schedule", "/v1/jobs"))
     if kind not in KINDS[job.kind].documents:
         if DocumentKind.COMPARISON in KINDS[job.kind].answers:
             return ScheduleNotFoundError(
                 f"job {job.id} compares methods and has no {noun} of its own; "
                 f"GET /v1/jobs/{job.id}/comparison has its rows"
             )
-        path = "/v1/compare" if kind is DocumentKind.COMPARISON else "/v1/tunes"
         return ScheduleNotFoundError(
             f"job {job.id} is a {job.kind.value} and has no {noun}; POST {path} makes one"
         )

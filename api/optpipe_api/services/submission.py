@@ -326,8 +326,8 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
 def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> NewDeployment:
     """Return the deployment of a registration, without an owner and a key.
 
-    Raises `InputError` if its options or the size of its problem exceed the service's limits, or if
-    its micro-batches differ: measured times do not name their micro-batch.
+    Raises `InputError` if its options or the size of its problem exceed the service's limits. Raises
+    `InputError` also if its micro-batches differ, because reports do not name the micro-batch.
     """
     wanted = DeployRequest.parse(decode_json(body))
     if wanted.problem.num_costs > 1:
