@@ -144,7 +144,7 @@ _CHUNK = 200
 
 
 class Retention:
-    """Deletes what ended more than ``days`` ago, in transactions that are small for other writers."""
+    """Deletes what ended more than ``days`` ago, in small transactions for the sake of others."""
 
     def __init__(self, stores: Stores, days: float, clock: Callable[[], float] = time.time) -> None:
         self._stores = stores

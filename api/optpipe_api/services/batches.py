@@ -1,8 +1,7 @@
-"""What the service does about batches: take in, show, compare, cancel, retry.
+"""Batches as callers see them: submit, show, compare, cancel, retry.
 
-A what-if is a batch whose items are made of a job. To change its problem and to simulate a start
-under it takes seconds where both are large, so it happens where large request bodies are read
-(`optpipe_api.services.parse_pool`).
+A what-if is a batch whose items follow from a job. To change a large problem and to simulate a
+start of it takes seconds, so processes do that (`optpipe_api.services.parse_pool`).
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ _AXIS = "question"
 _MAX_NAME = 200
 
 
-_MOST_TRIED = 100
+_MAX_NEAR_TOTAL = 100
 
 
 class BatchService:
-    """Batches as one caller sees them. Coroutines are for the event loop, all else for threads.
+    """Batches as one caller sees them. Coroutines are for the event loop, others for threads.
 
-    A batch of somebody else does not exist: `BatchNotFoundError`, here and below.
+    Methods raise `BatchNotFoundError` if the caller may not see the batch.
     """
 
     def __init__(
@@ -80,20 +79,20 @@ class BatchService:
         self._watch = Watch(stores.batches, changes)
         self._pool = pool
 
-    # Taking in
+    # Submitting
 
-    async def ask(self, swept: ReadBatch, who: Principal) -> ReadBatch:
+    async def ask(self, swept: ReadBatch, caller: Principal) -> ReadBatch:
         """Return a what-if with its items: a changed problem and a start for each question.
 
-        That the problem as it is gets as much more time shows what is gained by searching, and not
-        by a change; where the job is proven optimal there is nothing to show.
+        One item is the unchanged problem with as much more time, unless the job is proven optimal.
+        It separates the gain of more search from the gain of a change.
 
-        Raises `StateConflictError` if the job goes on, or has ended without a schedule;
-        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToDrawError` if the
-        schedule is too large; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if a batch
-        may not have so many items.
+        Raises `StateConflictError` if the job has not ended, or has no schedule;
+        `InfeasibleProblemError` if it is proven infeasible; `TooLargeToDrawError` if the schedule
+        is too large. Raises `TooManyBodiesError` as `ParsePool.run`, and `RequestError` if there
+        are too many items.
         """
-        job, problem, schedule = await run_in_threadpool(self._subject, swept.what_if, who)
+        job, problem, schedule = await run_in_threadpool(self._subject, swept.what_if, caller)
         max_cells = min(MAX_CELLS, self._settings.max_cells)
         try:
             variants = await self._pool.run(
@@ -132,32 +131,32 @@ class BatchService:
             items=items,
         )
 
-    def _subject(self, job_id: str, who: Principal) -> tuple[JobRecord, str, str]:
+    def _subject(self, job_id: str, caller: Principal) -> tuple[JobRecord, str, str]:
         """Return an ended job, its problem and its best schedule, as JSON texts."""
-        job = self._jobs.find(job_id, who)
+        job = self._jobs.find(job_id, caller)
         if not job.state.is_final:
             raise StateConflictError(
                 f"job {job.id} is {job.state.value}: what more would buy is asked of an ended "
                 "job's best schedule; wait for its end, or cancel it first"
             )
-        # Of an infeasible one `solution` says why, and what is too small.
+        # For an infeasible job, `solution` raises the reason.
         if not job.has_schedule and job.state is not JobState.INFEASIBLE:
             raise StateConflictError(
                 f"job {job.id} has {job.state.value} without a schedule: what more would buy is "
                 "measured against one; resume it, or submit its problem again"
             )
-        problem, stored = solution(self._jobs, job_id, who)
+        problem, stored = solution(self._jobs, job_id, caller)
         return job, problem, stored.document
 
-    def submit(self, swept: ReadBatch, who: Principal, key: str | None = None) -> BatchRecord:
+    def submit(self, swept: ReadBatch, caller: Principal, key: str | None = None) -> BatchRecord:
         """Queue a job for each item, all or none; a repeated key returns the first batch.
 
-        Items that were solved before are answered at once.
+        Items that were solved before get their known answers.
 
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
-        `BatchStore.add`; `RequestError` if the priority is beyond what this role may give.
+        `BatchStore.add`; `RequestError` if the priority is not allowed for the caller's role.
         """
-        check_priority(swept.priority, who)
+        check_priority(swept.priority, caller)
         plan = BatchPlan(
             axes=swept.axes,
             options=swept.options,
@@ -167,47 +166,49 @@ class BatchService:
         )
         new = NewBatch(
             name=swept.name,
-            owner=who.name,
+            owner=caller.name,
             plan=plan,
             request_hash=_request_hash(swept),
             idempotency_key=key,
         )
-        most_near = _most_near([item.job.num_cells for item in swept.items])
+        max_near = _max_near([item.job.num_cells for item in swept.items])
         drafts = [
-            self._jobs.cache.complete(replace(item.job, owner=who.name), most_near)
+            self._jobs.cache.complete(replace(item.job, owner=caller.name), max_near)
             for item in swept.items
         ]
         batch, jobs = self._store.add(
             new,
             drafts,
             max_queued=self._settings.max_queued_jobs,
-            max_of_owner=self._most_of(new.owner),
+            max_of_owner=self._max_jobs(new.owner),
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         for job in jobs:
             self._jobs.publish_new(job)
         return batch
 
-    def _most_of(self, owner: str) -> int | None:
+    def _max_jobs(self, owner: str) -> int | None:
         return self._settings.max_jobs_per_key if owner else None
 
     # Showing
 
-    def find(self, batch_id: str, who: Principal) -> BatchRecord:
+    def find(self, batch_id: str, caller: Principal) -> BatchRecord:
         batch = self._store.get(batch_id)
-        if not who.sees(batch.owner):
+        if not caller.sees(batch.owner):
             raise BatchNotFoundError(batch_id)
         return batch
 
-    def page(self, limit: int, after: str | None, who: Principal) -> list[BatchRecord]:
-        """Return batches, newest first, from the one ``after``; an admin sees everybody's."""
-        owner = None if who.role is Role.ADMIN else who.name
-        before = None if after is None else self.find(after, who).position
+    def page(self, limit: int, after: str | None, caller: Principal) -> list[BatchRecord]:
+        """Return batches older than the one ``after``, newest first; an admin sees all."""
+        owner = None if caller.role is Role.ADMIN else caller.name
+        before = None if after is None else self.find(after, caller).position
         return self._store.page(limit, before, owner=owner)
 
-    def look(self, batch_id: str, who: Principal) -> tuple[BatchRecord, BatchPlan, list[BatchItem]]:
-        """Return a batch, what it is about, and its items, in order."""
-        batch = self.find(batch_id, who)
+    def look(
+        self, batch_id: str, caller: Principal
+    ) -> tuple[BatchRecord, BatchPlan, list[BatchItem]]:
+        """Return a batch, its plan, and its items in order."""
+        batch = self.find(batch_id, caller)
         plan = self._store.plan(batch_id)
         items = [
             BatchItem(index=job.batch_index, plan=plan.items[job.batch_index], job=job)
@@ -216,77 +217,77 @@ class BatchService:
         ]
         return batch, plan, items
 
-    def table(self, batch_id: str, who: Principal) -> list[SweepRow]:
-        """Return a row per item, in order; what is not known yet is None."""
-        _, _, items = self.look(batch_id, who)
+    def table(self, batch_id: str, caller: Principal) -> list[SweepRow]:
+        """Return a row per item, in order; unknown values are None."""
+        _, _, items = self.look(batch_id, caller)
         return [_row(item.plan, item.job) for item in items]
 
-    def frontier(self, batch_id: str, who: Principal) -> tuple[str, list[FrontierLine]]:
-        """Return the batch's name, and what memory buys as far as it is known."""
-        batch, _, items = self.look(batch_id, who)
+    def frontier(self, batch_id: str, caller: Principal) -> tuple[str, list[FrontierLine]]:
+        """Return the batch's name, and its frontier of memory and objective so far."""
+        batch, _, items = self.look(batch_id, caller)
         return batch.name, frontier(_point(item) for item in items)
 
     # Changing
 
-    def cancel(self, batch_id: str, who: Principal) -> BatchRecord:
-        """Cancel what has not ended: queued items now, running ones very soon."""
-        self.find(batch_id, who)
+    def cancel(self, batch_id: str, caller: Principal) -> BatchRecord:
+        """Cancel the queued items, and request the end of the running ones."""
+        self.find(batch_id, caller)
         for job in self._store.cancel(batch_id):
             if job.state is JobState.RUNNING:
-                # One that has ended meanwhile may be deleted already.
+                # A job that has ended meanwhile may be deleted already.
                 with suppress(JobNotFoundError):
-                    self._jobs.cancel(job.id, who)
+                    self._jobs.cancel(job.id, caller)
             else:
                 self._jobs.publish(job)
         return self._store.get(batch_id)
 
-    def retry(self, batch_id: str, who: Principal) -> BatchRecord:
-        """Queue failed items again, each with the time it was given, from what it has found.
+    def retry(self, batch_id: str, caller: Principal) -> BatchRecord:
+        """Queue failed items again, each with its time limit and from its best schedule.
 
         Raises `QueueFullError`, `TooManyJobsError` as `BatchStore.retry`.
         """
-        owner = self.find(batch_id, who).owner
+        owner = self.find(batch_id, caller).owner
         retried = self._store.retry(
-            batch_id, max_queued=self._settings.max_queued_jobs, max_of_owner=self._most_of(owner)
+            batch_id, max_queued=self._settings.max_queued_jobs, max_of_owner=self._max_jobs(owner)
         )
         for job in retried:
             self._jobs.publish(job)
         return self._store.get(batch_id)
 
-    def delete(self, batch_id: str, who: Principal) -> None:
-        """Forget an ended batch and its jobs; raises `StateConflictError` if one goes on."""
-        self.find(batch_id, who)
+    def delete(self, batch_id: str, caller: Principal) -> None:
+        """Delete an ended batch; raises `StateConflictError` if a job of it has not ended."""
+        self.find(batch_id, caller)
         self._store.delete(batch_id)
         self._changes.publish(batch_id)
 
     # Following
 
-    async def check(self, batch_id: str, who: Principal) -> None:
-        """Raise `BatchNotFoundError` unless the batch is there and of this caller.
+    async def check(self, batch_id: str, caller: Principal) -> None:
+        """Raise `BatchNotFoundError` unless the caller may see the batch.
 
-        One query for all who ask at the same time.
+        Calls at the same time share one query.
         """
         now = await self._watch.standing(batch_id)
-        if now is None or not who.sees(now.owner):
+        if now is None or not caller.sees(now.owner):
             raise BatchNotFoundError(batch_id)
 
     async def wait(self, batch_id: str, seconds: float) -> None:
-        """Return when the batch is finished or deleted, or the time is up."""
-        most_s = min(seconds, self._settings.max_wait_s)
-        if most_s > 0:
-            await self._watch.until(batch_id, lambda now: now.is_finished, most_s)
+        """Wait until the batch is finished or deleted, or until the timeout."""
+        timeout_s = min(seconds, self._settings.max_wait_s)
+        if timeout_s > 0:
+            await self._watch.until(batch_id, lambda now: now.is_finished, timeout_s)
 
 
-def _most_near(cells: list[int]) -> int:
-    """Return how many near problems each item may try, so that all of them together take seconds.
+def _max_near(cells: list[int]) -> int:
+    """Return the number of near jobs that each item may try, so that all items take only seconds.
 
-    A request waits for it; items beyond that start without a schedule, and are solved all the same.
+    The request waits for them. Items without a start are solved all the same.
     """
-    return min(MAX_NEAR_JOBS, MAX_NEAR_CELLS // max(1, sum(cells)), _MOST_TRIED // len(cells))
+    return min(MAX_NEAR_JOBS, MAX_NEAR_CELLS // max(1, sum(cells)), _MAX_NEAR_TOTAL // len(cells))
 
 
 def _request_hash(swept: ReadBatch) -> str:
-    # The items of a what-if follow from the job, and change when a better schedule is found.
+    # The items of a what-if follow from the job, and change with its best schedule.
     items = [item.job.problem_hash for item in swept.items]
     data = [
         swept.what_if or items,
@@ -335,9 +336,9 @@ def _point(item: BatchItem) -> Point:
 def make_items(
     problem_text: str, schedule_text: str, max_cells: int, options: JobOptions, is_proven: bool
 ) -> tuple[ReadItem, ...]:
-    """Return the questions about a schedule as items, whose jobs are named by their words.
+    """Return the questions about a schedule as items, whose jobs have the questions as names.
 
-    ``is_proven``: whether more searching finds nothing better.
+    ``is_proven``: whether the schedule is proven optimal.
     """
     problem, known = load_problem(problem_text), load_schedule(schedule_text)
     variants = [] if is_proven else [as_it_is(problem, known.programs)]
@@ -363,10 +364,10 @@ def _item(
         question.start,
         Provenance(method=made_by.method, seed=made_by.seed),
         stopped_by="cancelled",
-        # That it is legal is a theorem; to check it would take as long again.
+        # It is legal by construction; a check would double the time.
         run=simulate(problem, question.start),
     )
-    # The job itself would answer it as it is, and nothing would be searched.
+    # Without this, the job itself would be the answer from the cache.
     is_searched_anew = question.name == AS_IT_IS
     job = solved_job(
         problem,
@@ -389,7 +390,7 @@ def _item(
 
 
 def _named(name: str, word: str) -> str:
-    """Return a name for people, no longer than names may be."""
+    """Return "name: word", cut to the maximum length of a name."""
     word = word[:_MAX_NAME]
-    room = _MAX_NAME - len(word) - 2
-    return f"{name[:room]}: {word}" if name and room > 0 else word
+    length = _MAX_NAME - len(word) - 2
+    return f"{name[:length]}: {word}" if name and length > 0 else word

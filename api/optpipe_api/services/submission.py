@@ -326,8 +326,10 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
 def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> NewDeployment:
     """Return the deployment of a registration, without an owner and a key.
 
-    Raises `InputError` if its options or the size of its problem exceed the service's limits. Raises
-    `InputError` also if its micro-batches differ, because reports do not name the micro-batch.
+    Raises `InputError` in these cases:
+
+    * Its options or the size of its problem exceed the service's limits.
+    * Its micro-batches differ, because reports do not name the micro-batch of a time.
     """
     wanted = DeployRequest.parse(decode_json(body))
     if wanted.problem.num_costs > 1:

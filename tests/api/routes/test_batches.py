@@ -15,7 +15,7 @@ from optpipe_api import Settings
 from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooLargeError
 from optpipe_api.services import submission
-from optpipe_api.services.batches import _most_near
+from optpipe_api.services.batches import _max_near
 from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS
 from optpipe_api.services.submission import read_batch
 from tests.api import fake_solver, start_solver
@@ -369,9 +369,9 @@ def test_batches_of_others_do_not_exist(tmp_path) -> None:
 
 def test_all_items_together_try_so_many_near_problems() -> None:
     """However many items there are, and however large: the request waits for it."""
-    assert _most_near([10] * 3) == MAX_NEAR_JOBS
+    assert _max_near([10] * 3) == MAX_NEAR_JOBS
     for cells in ([10] * 500, [10_000] * 3, [1000] * 10, [1], [MAX_NEAR_CELLS + 1]):
-        tried = _most_near(cells)
+        tried = _max_near(cells)
         assert 0 <= tried <= MAX_NEAR_JOBS
         assert tried * len(cells) <= 100
         assert tried * sum(cells) <= MAX_NEAR_CELLS
