@@ -36,22 +36,10 @@ _COUNTS_FRESH_S = 1.0
 class Service:
     """One server's stores and engine. Coroutines are for the event loop, other methods for threads.
 
-    Parameters
-    ----------
-    methods
-        The methods that jobs may name, each with its description.
-    keys
-        The store of API keys.
-    pool
-        Parses request bodies outside the event loop.
-    connections
-        Counts and limits event streams and waiting requests.
-    shared
-        Shares reads of many clients at the same time.
-    jobs, batches, deployments
-        The services of jobs, of batches, and of training runs that follow a schedule.
-    charts
-        Draws schedules and frontiers, as pictures or as charts for a browser.
+    ``methods``: the descriptions of the methods that jobs may name. ``keys``: the store of API
+    keys. ``pool``: parses request bodies outside the event loop. ``connections``: limits event
+    streams and waiting requests. ``shared``: shares reads of clients at the same time. ``charts``:
+    draws schedules and frontiers.
     """
 
     def __init__(

@@ -192,7 +192,9 @@ class Attempt:
             if is_cancelled:
                 return AttemptOutcome(event=JobEvent.CANCEL)
             limit_s = self._job.options.time_limit_s
-            default = f"no schedule was found in {limit_s} s, and none was ruled out; allow more"
+            default = (
+                f"no schedule was found in {limit_s} s, nor proven impossible; allow more time"
+            )
             return _failure("solver.nothing_found", header["message"] or default)
         is_cut_short = is_cancelled and header["status"] != "optimal"
         return AttemptOutcome(

@@ -113,8 +113,8 @@ def error_message(error: Exception, memory_bytes: int | None = None) -> Message:
         traceback.print_exception(error)
         code = "solver.failed"
         text = (
-            f"the solver failed with {type(error).__name__}, which is a fault of OptPipe; its "
-            "server's log says where: please report it with the problem"
+            f"the solver failed with {type(error).__name__}, which is a fault of OptPipe; please "
+            "report it with the problem and the traceback in the server's log"
         )
     return Message("error", {"code": code, "message": text})
 

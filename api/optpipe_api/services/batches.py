@@ -136,14 +136,14 @@ class BatchService:
         job = self._jobs.find(job_id, caller)
         if not job.state.is_final:
             raise StateConflictError(
-                f"job {job.id} is {job.state.value}: what more would buy is asked of an ended "
-                "job's best schedule; wait for its end, or cancel it first"
+                f"job {job.id} is {job.state.value}: a what-if needs the best schedule of an ended "
+                "job; wait for its end, or cancel it first"
             )
         # For an infeasible job, `solution` raises the reason.
         if not job.has_schedule and job.state is not JobState.INFEASIBLE:
             raise StateConflictError(
-                f"job {job.id} has {job.state.value} without a schedule: what more would buy is "
-                "measured against one; resume it, or submit its problem again"
+                f"job {job.id} has {job.state.value} without a schedule: a what-if compares with a "
+                "schedule; resume it, or submit its problem again"
             )
         problem, stored = solution(self._jobs, job_id, caller)
         return job, problem, stored.document
