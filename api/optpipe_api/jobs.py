@@ -1,4 +1,4 @@
-"""The life of a job: its states, the one function that changes them, and its record.
+"""The states of a job, the one function that changes them, the records of jobs and batches.
 
 ::
 
@@ -9,29 +9,27 @@
                 | `----REQUEUE-----'                                       |
                 `------------------RESUME----------------------------------'
 
-A job has a schedule (``has_schedule``) from its first incumbent on, in whatever state it is: a
-cancelled or failed job keeps its best one. The four states on the right are final: nothing is
-written to such a job again, unless its owner asks for more time, or its batch knows better
-(RESUME): it then waits in the queue, and starts from where it stands. An infeasible job stays what
-it is.
-A problem solved before is answered at once: its job is born finished (``cache`` is ``hit``).
+A job has a schedule (``has_schedule``) from its first incumbent on, in every state: a cancelled or
+failed job keeps its best one. The four states on the right are final. Nothing is written to such a
+job except by RESUME, for which its owner gives it more time, or its batch has a better schedule. It
+is then queued, and continues from its best schedule. An infeasible job cannot be resumed. A job
+whose problem was solved before can be created in a final state (``cache`` is ``hit``).
 
-REQUEUE happens when a solver process or a whole server died, or shut down: the job starts again
-from its last incumbent. Each death counts; at ``max_attempts`` of them REQUEUE becomes FAIL. A
-job whose cancellation was asked for is cancelled instead.
+REQUEUE follows when a solver process or a whole server died, or shut down. The job starts again
+from its last incumbent. Each death counts, and after ``max_attempts`` deaths REQUEUE becomes FAIL.
+A job whose cancellation was requested is cancelled instead.
 
-What one item of a batch has found serves the items whose problems are relaxations of its own. A
-claim starts from the best of the tighter items; one that would end with worse than a tighter one
-has ended with is queued again instead (REQUEUE), and one that has ended so is resumed without more
-time (RESUME) in the transaction that ends the tighter one. So the table of an ended batch is
-monotone, however many ran at once, and each job holds the schedule that its row speaks of. What was
-cancelled stays as it is, and wakes nobody.
+In a batch, a schedule of one item also serves the items whose problems are relaxations of it. A
+claim starts from the best schedule of the *tighter* items. An item that would end with a worse
+schedule than an ended tighter item is queued again (REQUEUE). If the tighter item ends later, its
+transaction resumes the worse item without more time (RESUME). So the table of an ended batch is
+monotone, however many items ran at a time. Cancelled items remain cancelled.
 
-Everything that happens to a job is an entry of its history (`HistoryEntry`), numbered upwards; the
-last entry of a finished job says its state.
+Every event of a job is an entry of its history (`HistoryEntry`), with increasing numbers. The last
+entry of a finished job is its state.
 
-A running job belongs to whoever holds its `Lease`. Every write of a worker names the lease, and is
-lost (returns None) when the job is no longer running under it.
+A running job belongs to the holder of its `Lease`. Every write of a worker names the lease, and
+returns None without an effect if the job no longer runs under it.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from optpipe.answers import Cache, EventKind, JobOptions, JobState
-from optpipe.requests import CompareRequest, JobKind, Request, SolveRequest, TuneRequest
+from optpipe.requests import JobKind
 from optpipe.schedule import OPTIMAL_GAP, gap_of
 
 if TYPE_CHECKING:
@@ -77,11 +75,11 @@ __all__ = [
 
 
 MAX_SHARED_PRIORITY = 10
-"""Up to it a priority orders the jobs of one owner; above it, a job goes before everybody's."""
+"""Up to it a priority orders the jobs of one owner; above it, a job precedes all other owners'."""
 
 
 class JobEvent(StrEnum):
-    """What can happen to a job."""
+    """An event that changes the state of a job."""
 
     CLAIM = "claim"
     REQUEUE = "requeue"
@@ -107,12 +105,12 @@ _TRANSITIONS = {
 
 
 def transition(state: JobState, event: JobEvent) -> JobState | None:
-    """Return the state after an event; None where the event is not possible."""
+    """Return the state after an event; None if the event is impossible in this state."""
     return _TRANSITIONS.get((state, event))
 
 
 class DocumentKind(StrEnum):
-    """The kinds of documents of a job: JSON texts that the store keeps apart from its record."""
+    """The kinds of documents of a job: JSON texts, which the store keeps apart from its record."""
 
     PROBLEM = "problem"
     MODEL = "model"
@@ -129,7 +127,7 @@ Documents: TypeAlias = "Mapping[str, str]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
-    """Why a job ended without success; ``needs`` as in `InfeasibleProblemError`."""
+    """The reason why a job ended without success; ``needs`` as in `InfeasibleProblemError`."""
 
     code: str
     message: str
@@ -138,7 +136,7 @@ class JobError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracePoint:
-    """One improvement; ``seconds`` of solving so far, over all attempts."""
+    """One improvement, after so many ``seconds`` of solving over all attempts."""
 
     seconds: float
     method: str
@@ -148,10 +146,10 @@ class TracePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """One thing that happened to a job, ``at`` seconds since the epoch.
+    """One event of a job, ``at`` seconds since the epoch.
 
-    ``number`` grows within a job, with holes. ``text`` is the state of a state entry and the
-    sentence of a log entry; the other fields are those of a `TracePoint`.
+    ``number`` increases within a job, with gaps. ``text`` is the state of a state entry, and the
+    sentence of a log entry. The other fields are those of a `TracePoint`.
     """
 
     number: int
@@ -165,15 +163,16 @@ class HistoryEntry:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended by this; only a resumed job has entries after it."""
+        """Whether the job ended with this entry; only a resumed job has later entries."""
         return self.kind is EventKind.STATE and JobState(self.text or "").is_final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOutcome:
-    """How an attempt ended, with the documents that it made; ``objective_ms`` is the schedule's.
+    """The end of an attempt, with its documents.
 
-    ``method`` made the schedule. A schedule of a plan or tune comes with the problem it solves.
+    ``objective_ms`` and ``method`` are those of its schedule. The documents of a plan or tune with
+    a schedule include the problem of the schedule.
     """
 
     event: JobEvent
@@ -186,24 +185,19 @@ class AttemptOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStart:
-    """A schedule (JSON text) that a job has from its birth; ``method`` made it."""
+    """The schedule that a new job starts from, and the method that made it."""
 
-    schedule: str
+    documents: Documents
     objective_ms: float
     method: str
     bound_ms: float | None = None
 
-    @property
-    def documents(self) -> Documents:
-        """The schedule by its kind."""
-        return {DocumentKind.SCHEDULE: self.schedule}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSchedule:
-    """A job's best schedule so far, as JSON text; ``number`` grows with each one stored.
+    """A job's best schedule so far, as JSON text; ``number`` increases with each one stored.
 
-    ``owner`` is the job's. ``problem`` is the problem that it solves, as JSON text, if it was read.
+    ``owner``: of the job. ``problem``: the problem of the schedule as JSON text, if it was read.
     """
 
     document: str
@@ -219,21 +213,21 @@ class JobRecord:
     Parameters
     ----------
     problem_hash
-        Of the problem to solve, of the model to plan, or of the question to tune.
+        Of the question: a problem, a model, or a configuration to tune.
     id, position, created_at
-        Given by the store, with most of what follows.
+        Set by the store, as are the state and the counters below.
     owner
-        Whose it is.
+        The name of its API key; empty without keys.
     priority
-        -100..100; of one owner's jobs higher ones are taken first, see `MAX_SHARED_PRIORITY`.
+        -100 to 100. The highest priority of an owner is first; see `MAX_SHARED_PRIORITY`.
     tags
         Sorted.
     shape_hash
-        Equal for problems whose programs may suit each other; empty = never near to another.
+        Equal for problems that may have the same legal programs; empty = not comparable.
     cache, source_id
-        What was known when it came, and from which job.
+        Whether an earlier job gave the answer or the start, and the id of that job.
     attempt, deaths
-        How often it was claimed, and how many attempts ended with a dead process or server.
+        The number of claims, and of attempts whose process or server died.
     spent_s
         Solving time of earlier attempts.
     num_schedules
@@ -275,68 +269,67 @@ class JobRecord:
 
     @property
     def changed_ids(self) -> tuple[str, ...]:
-        """The ids of what has changed with this job: the job, and its batch when the job ends."""
+        """The ids to publish after a change of this job: its own, and its batch's if it ended."""
         if self.batch_id is None or not self.state.is_final:
             return (self.id,)
         return (self.id, self.batch_id)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether it only waits, and nothing was found for it yet: there is no trace."""
+        """Whether it waits in the queue and has neither schedule nor bound, so no trace."""
         return self.state is JobState.QUEUED and self.objective_ms is None and self.bound_ms is None
 
     @property
     def gap(self) -> float | None:
-        """Relative gap of the best schedule; None without schedule or bound."""
+        """The relative gap of the best schedule; None without schedule or bound."""
         return None if self.objective_ms is None else gap_of(self.objective_ms, self.bound_ms)
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing better can be found: proven optimal, or proven infeasible."""
+        """Whether the job is proven optimal or infeasible, so that nothing better exists."""
         proven_optimal = self.gap is not None and self.gap <= OPTIMAL_GAP
         return self.state is JobState.INFEASIBLE or proven_optimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob(JobRecord):
-    """A job that is not kept yet, with its documents and with what is known about it already.
+    """A job before it is stored, with its documents and with its known answer or start.
 
     Parameters
     ----------
     documents
-        What it is asked (see `optpipe_api.kinds`), and what is known from its birth. The problem of
-        a plan or tune comes with its first schedule.
+        The question of its kind (see `KINDS`).
     num_cells
         Stages x micro-batches; layers x micro-batches of a model.
     idempotency_key
-        Keys of different owners never meet.
+        Keys of different owners are independent.
     start
-        A schedule to begin with.
-    is_start_promised
-        Whether it may never have a worse schedule than its start, wherever its answer comes from.
+        A schedule to start from.
+    is_start_required
+        Whether the job's schedule may never be longer than its start, not even one of the cache.
     finished
-        How a job that is answered at once ended; it is born so.
+        The known answer; the job is stored in a final state.
     """
 
     documents: Documents = field(default_factory=dict)
     num_cells: int = 0
     idempotency_key: str | None = None
     start: JobStart | None = None
-    is_start_promised: bool = False
+    is_start_required: bool = False
     finished: AttemptOutcome | None = None
 
-    def is_content_with(self, objective_ms: float | None) -> bool:
-        """Whether a schedule of this length, None = none yet, keeps what its start promised."""
-        if self.start is None or not self.is_start_promised:
+    def accepts_objective(self, objective_ms: float | None) -> bool:
+        """Return whether a schedule of this objective is as good as a required start."""
+        if self.start is None or not self.is_start_required:
             return True
         return objective_ms is not None and objective_ms <= self.start.objective_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Whose a job is and how far it has come; ``last_entry`` numbers its newest history entry.
+    """The owner and the progress of a job; ``last_entry``: the number of its newest history entry.
 
-    Whatever happens to a job is an entry of its history: while this is equal, all of it is.
+    Every event of a job is an entry of its history, so two equal standings mean no change.
     """
 
     owner: str
@@ -347,7 +340,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The place of a queued job, 1 = next, and when it begins if none before it ends early."""
+    """The place of a queued job, 1 = next, and its start if every earlier job uses its time."""
 
     place: int
     starts_at: float
@@ -355,7 +348,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to write to a running job; ``attempt`` fences off every earlier holder."""
+    """The right to write to a running job; ``attempt`` excludes every earlier holder."""
 
     job_id: str
     owner: str
@@ -366,8 +359,7 @@ class Lease:
 class Claim:
     """A job taken from the queue, with its documents; the schedule is its last incumbent.
 
-    ``is_carried``: the schedule is a better one, of another item of its batch whose problem is
-    tighter.
+    ``is_carried``: the schedule is the better one of a tighter item of its batch instead.
     """
 
     lease: Lease
@@ -386,45 +378,36 @@ class Kind:
 
     Parameters
     ----------
-    request
-        What its HTTP body must be.
     question
         The document that its task reads.
     answers
-        The documents that the job gets. An equal job is answered with them.
+        The documents that its task makes. The cache answers an equal job with them.
     default_time_limit_s
         Seconds if the request gives none; None: the default of the service.
     """
 
-    request: type[Request]
     question: DocumentKind
     answers: tuple[DocumentKind, ...]
     default_time_limit_s: float | None = None
 
-    def has(self, kind: DocumentKind) -> bool:
-        """Return whether jobs of this kind have, or will have, documents of that kind."""
-        return kind is self.question or kind in self.answers
+    @property
+    def documents(self) -> tuple[DocumentKind, ...]:
+        """The kinds of documents that a finished job has."""
+        return (self.question, *self.answers)
 
 
 KINDS = {
-    JobKind.SOLVE: Kind(
-        request=SolveRequest,
-        question=DocumentKind.PROBLEM,
-        answers=(DocumentKind.SCHEDULE,),
-    ),
+    JobKind.SOLVE: Kind(question=DocumentKind.PROBLEM, answers=(DocumentKind.SCHEDULE,)),
     JobKind.PLAN: Kind(
-        request=SolveRequest,
         question=DocumentKind.MODEL,
         answers=(DocumentKind.SCHEDULE, DocumentKind.PROBLEM),
     ),
     JobKind.COMPARE: Kind(
-        request=CompareRequest,
         question=DocumentKind.PROBLEM,
         answers=(DocumentKind.COMPARISON,),
         default_time_limit_s=20.0,
     ),
     JobKind.TUNE: Kind(
-        request=TuneRequest,
         question=DocumentKind.QUESTION,
         answers=(
             *(DocumentKind.SCHEDULE, DocumentKind.PROBLEM),
@@ -435,21 +418,20 @@ KINDS = {
 }
 
 
-# --- A batch: many problems handed in at once, and what its jobs say about it.
-# It has no state of its own. Each of its items is a job, which names the batch and the item's place
-# in it; progress, results and the end of the batch are read from those jobs, so there is nothing
-# that could disagree with them. Only what the jobs do not know is kept: the axes of a sweep, and
-# for each item its values on them.
+# --- A batch: many problems submitted together.
+# A batch has no state of its own: its progress, results and end are read from its jobs, so they
+# cannot disagree. Each item is a job that names the batch and its place in it. The store keeps only
+# what the jobs do not have: the axes of a sweep, and the values of each item on them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemPlan:
-    """What is known of an item before it is solved.
+    """An item of a batch before it is solved.
 
-    ``values``: on the axes of the sweep; empty where problems were listed. Of a what-if: the name
-    of the question, and the number of micro-batches of its problem. ``memory_bytes``: the budget of
-    each device. ``family``: equal for items that differ in nothing but names and the memory of
-    devices. ``tighter``: items whose problems this one's is a relaxation of, see `tighter_ones`.
+    ``values``: on the axes of the sweep; empty for a list of problems. An item of a what-if has the
+    name of the question, and the number of micro-batches. ``memory_bytes``: the budget of each
+    device. ``family``: equal for items that differ only in names and in the memory of devices.
+    ``tighter``: the items of which this one is a relaxation, see `tighter_ones`.
     """
 
     values: dict[str, Any]
@@ -465,7 +447,7 @@ class ItemPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What a batch is about: the axes, how each item is solved, and the items in order."""
+    """The axes of a batch, the options of every item, and the items in order."""
 
     axes: dict[str, list[Any]]
     options: JobOptions
@@ -476,7 +458,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
-    """What a batch is made of; keys of different owners never meet."""
+    """A batch before it is stored; idempotency keys of different owners are independent."""
 
     name: str
     owner: str
@@ -487,7 +469,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchItem:
-    """One item of a batch: what was planned, and its job as it is now."""
+    """One item of a batch: its plan, and its job at the moment."""
 
     index: int
     plan: ItemPlan
@@ -496,7 +478,7 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchStanding:
-    """Whose a batch is, and whether every job of it has ended."""
+    """The owner of a batch, and whether all its jobs have ended."""
 
     owner: str
     is_finished: bool
@@ -504,10 +486,9 @@ class BatchStanding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """The record of a batch with what its jobs say; times in seconds since the epoch, UTC.
+    """The record of a batch, with counts of its jobs; times in seconds since the epoch, UTC.
 
-    ``counts`` has only states in which there are jobs, ``finished_at`` is when the last of them
-    ended: None while one goes on.
+    ``counts`` omits states without jobs. ``finished_at`` is the end of the last job; None before.
     """
 
     id: str
@@ -528,7 +509,7 @@ class BatchRecord:
 
     @property
     def progress(self) -> float:
-        """Share of its jobs that have ended, 0 to 1."""
+        """The share of its jobs that have ended, 0 to 1."""
         return self.num_finished / self.num_items if self.num_items else 1.0
 
     @property

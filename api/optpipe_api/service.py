@@ -1,14 +1,15 @@
-"""What the service does, without HTTP: routes call it, it calls the stores and the engine."""
+"""The service without HTTP: routes call it, and it calls the stores and the engine."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import structlog
 
-from optpipe_api.engine.engine import SILENT, SlotEngine, open_solvers
+from optpipe_api.engine.engine import NO_OBSERVER, SlotEngine, open_solvers
 from optpipe_api.services.batches import BatchService
 from optpipe_api.services.deployments import DeploymentService, Rounds
 from optpipe_api.services.events import ConnectionLimit, SharedCalls
@@ -33,14 +34,12 @@ _COUNTS_FRESH_S = 1.0
 
 
 class Service:
-    """One server's stores and engine. Coroutines are for the event loop, all else for threads.
+    """One server's stores and engine. Coroutines are for the event loop, other methods for threads.
 
-    ``methods``: those that jobs may ask for, with a line about each. ``keys``: the store of API
-    keys. ``pool``: reads request bodies beside the event loop. ``connections``: how many follow or
-    wait, and may. ``shared``: reads once what many ask for at the same time. ``jobs``: what it does
-    about jobs. ``batches``: what it does about many problems handed in at once. ``charts``: of
-    schedules and frontiers, for a browser to zoom or as pictures. ``deployments``: what it does
-    about training runs that follow a schedule.
+    ``methods``: the descriptions of the methods that jobs may name. ``keys``: the store of API
+    keys. ``pool``: parses request bodies outside the event loop. ``connections``: limits event
+    streams and waiting requests. ``shared``: shares reads of clients at the same time. ``charts``:
+    draws schedules and frontiers.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Service:
         stores: Stores,
         changes: Changes,
         methods: Mapping[str, str],
-        observer: EngineObserver = SILENT,
+        observer: EngineObserver = NO_OBSERVER,
     ) -> None:
         self.settings = settings
         self.methods = methods
@@ -59,7 +58,7 @@ class Service:
         self.shared = SharedCalls()
         self._stores = stores
         self._changes = changes
-        self._counting = threading.Lock()
+        self._counts_lock = threading.Lock()
         self._counts: dict[JobState, int] | None = None
         self._counted_at = 0.0
         self._solvers = open_solvers(settings)
@@ -78,9 +77,9 @@ class Service:
 
     @classmethod
     def open(
-        cls, settings: Settings, changes: Changes, observer: EngineObserver = SILENT
+        cls, settings: Settings, changes: Changes, observer: EngineObserver = NO_OBSERVER
     ) -> Service:
-        """Return a service that solves; takes about a second, as it loads the solver's methods."""
+        """Return a started service, after about a second for the import of the solver."""
         stores = open_stores(settings.database_url)
         service = cls(settings, stores, changes, load_methods(), observer)
         service._engine.start()
@@ -90,7 +89,7 @@ class Service:
         return service
 
     def close(self) -> None:
-        """Give running jobs back and let go of everything."""
+        """Queue running jobs again, and release all resources."""
         if self._retention is not None:
             self._retention.close()
         self.deployments.close()
@@ -101,15 +100,15 @@ class Service:
         self._stores.close()
 
     def counts(self) -> dict[JobState, int]:
+        """Return the number of jobs in each state; the time grows with the number of jobs."""
         return self._stores.jobs.counts()
 
     def recent_counts(self) -> dict[JobState, int]:
-        """Return the same, a second old at most; raise where the store takes no writes.
+        """Return the counts of at most a second ago, because readiness checks need no API key.
 
-        To count them takes as long as there are jobs, and whoever asks whether the service is ready
-        needs no key.
+        Raises `StoreUnavailableError` if the store accepts no writes.
         """
-        with self._counting:
+        with self._counts_lock:
             if self._counts is None or time.monotonic() > self._counted_at + _COUNTS_FRESH_S:
                 self._counts = None
                 self._stores.probe()
@@ -119,65 +118,60 @@ class Service:
 
     @property
     def is_solving(self) -> bool:
-        """Whether the engine takes jobs, and can solve them."""
-        return self._engine.is_able
+        """Whether the engine claims jobs, and can solve them."""
+        return self._engine.can_solve
 
 
-# --- What is old goes: jobs, deployments and batches that ended long ago, looked for once an hour.
-# Every server does it; what one has deleted the others do not find. A batch goes whole, when the
-# last of its jobs is old; jobs of a deployment stay as long as it goes on.
+# --- Retention: jobs, deployments and batches that ended long ago are deleted once an hour.
+# Every server does this, and finds only what no other server has deleted. A batch is deleted whole,
+# when the last of its jobs is old. Jobs of a deployment remain until the deployment has ended.
 
-_EVERY_S = 3600.0
+_SWEEP_EVERY_S = 3600.0
 _DAY_S = 86_400.0
-_AT_ONCE = 200
+_CHUNK = 200
 
 
 class Retention:
-    """Deletes what ended more than ``days`` ago.
-
-    In small transactions, so that others who write wait only for moments.
-    """
+    """Deletes what ended more than ``days`` ago, in small transactions for the sake of others."""
 
     def __init__(self, stores: Stores, days: float, clock: Callable[[], float] = time.time) -> None:
         self._stores = stores
         self._days = days
         self._now = clock
         self._is_closing = False
-        self._rounds = Rounds(self.sweep, _EVERY_S, "retention")
+        self._rounds = Rounds(self.sweep, _SWEEP_EVERY_S, "retention")
 
     def start(self) -> None:
-        """Begin, with a first sweep now."""
+        """Sweep now, and then every hour."""
         self._rounds.start()
 
     def close(self) -> None:
-        """End after the transaction that is under way."""
+        """Stop after the current transaction."""
         self._is_closing = True
         self._rounds.close()
 
     def sweep(self) -> None:
-        """Delete all that is old now."""
+        """Delete everything that is old now."""
         before = self._now() - self._days * _DAY_S
-        # Deployments first: they hold jobs.
-        deleted = {
-            "deployments": self._delete(self._stores.deployments.delete_ended, before),
-            "jobs": self._delete(self._stores.jobs.delete_finished, before),
-        }
-        if any(deleted.values()):
+        deleted: Counter[str] = Counter()
+        # Deployments first: they keep their jobs.
+        for name, delete in (
+            ("deployments", self._stores.deployments.delete_ended),
+            ("jobs", self._stores.jobs.delete_finished),
+        ):
+            num_found = _CHUNK
+            while num_found == _CHUNK and not self._is_closing:
+                num_found = delete(before, _CHUNK)
+                deleted[name] += num_found
+        if deleted.total():
             structlog.get_logger(__name__).info(
                 f"deleted what ended more than {self._days:g} days ago",
                 action="retention.deleted",
                 **deleted,
             )
 
-    def _delete(self, delete: Callable[[float, int], int], before: float) -> int:
-        total, found = 0, _AT_ONCE
-        while found == _AT_ONCE and not self._is_closing:
-            found = delete(before, _AT_ONCE)
-            total += found
-        return total
 
-
-# --- The methods that the solver knows, each with one line about it.
+# --- The methods of the solver, each with one line of description.
 
 _AUTO = (
     "The optimiser: the best of all methods as a start, improved by local search and "
@@ -187,12 +181,12 @@ _MILP = "The full-horizon MILP alone: order and offload together, below the best
 
 
 def load_methods() -> dict[str, str]:
-    """Return every method's name and description.
+    """Return the description of every method, by name.
 
-    The first call imports the solver, half a second: make it in a thread.
+    Call it in a thread: the first call imports the solver, which takes half a second.
     """
-    from optpipe_solver import METHODS  # noqa: PLC0415 - heavy; the service needs it, workers too
-    from optpipe_solver.families import FAMILIES  # noqa: PLC0415 - likewise
+    from optpipe_solver import METHODS  # noqa: PLC0415 - heavy
+    from optpipe_solver.families import FAMILIES  # noqa: PLC0415 - heavy
 
     described = {"auto": _AUTO, "milp": _MILP} | {
         family.name: family.summary for family in FAMILIES

@@ -1,4 +1,4 @@
-"""Every knob of the service: one class, read from ``OPTPIPE_*``, validated once, passed in."""
+"""The settings of the service: one class, read from ``OPTPIPE_*`` and validated once."""
 
 from __future__ import annotations
 
@@ -22,80 +22,78 @@ def _num_cores() -> int:
 
 
 class Settings(BaseSettings):
-    """Settings of one server; ``OPTPIPE_PORT=9000`` sets ``port``. Times in seconds.
+    """The settings of one server; ``OPTPIPE_PORT=9000`` sets ``port``. Times are in seconds.
 
     Parameters
     ----------
     database_url
         ``sqlite:///file.db`` or ``postgresql://user@host/name``.
     host, port
-        Where to listen; port 0 takes a free one.
+        The address to listen on; port 0 takes a free port.
     allowed_hosts
-        Names that requests may ask for (``Host``), with commas between; None = any where keys are
-        asked for or other machines can reach ``host``, else those of this machine, because a
-        browser on it may be led here by any web page.
+        The names that requests may have as ``Host``, separated by commas. None = any name if keys
+        are required or other machines can reach ``host``. Otherwise only names of this machine,
+        because any web page may send the local browser here.
     ssl_certfile, ssl_keyfile
         PEM files; with both, the service speaks HTTPS.
     require_keys
-        Whether requests need an API key; None = exactly when ``host`` is not loopback.
+        Whether requests need an API key; None = only if ``host`` is not loopback.
     engine
-        ``local``: solver processes run on this machine; ``ray``: on the cluster that RAY_ADDRESS
-        names (without it: the one on this machine, or a new one that lives as long as the server).
+        ``local``: solver processes run on this machine. ``ray``: they run on the cluster that
+        RAY_ADDRESS names; without it, on this machine's cluster, or on a new one that ends with
+        the server.
     ray_num_cpus
-        Cores of the cluster that one solver process takes.
+        Cores of the cluster per solver process.
     cache
-        Whether finished jobs answer equal problems at once, and start near ones.
+        Whether finished jobs answer equal problems, and start similar ones.
     solver_processes
-        Jobs solved at once, comparisons among them, each in a process of its own.
+        The number of jobs that run at a time, each in its own process.
     solver_memory_bytes
         Address space of one solver process; None = no limit.
-    solve_path
-        ``module:function`` that solves; tests put a fake here.
-    plan_path, compare_path, tune_path
-        ``module:function`` that plans, that compares, and that tunes, likewise.
+    solve_path, plan_path, compare_path, tune_path
+        The ``module:function`` that does each kind of job; tests set fakes.
     max_body_bytes
         Larger request bodies are refused unread.
     max_cells
-        Largest stages x micro-batches of a problem.
+        Maximum of stages x micro-batches of a problem.
     max_time_limit_s, default_time_limit_s
         Of one job.
     max_threads
-        Largest ``threads`` of one job; the number of cores by default.
+        Maximum ``threads`` of one job; the number of cores by default.
     max_queued_jobs
-        Beyond it, submissions are answered with 429.
+        Submissions beyond it are refused with 429.
     max_jobs_per_key
-        Jobs of one key that wait or run, and its deployments that go on; beyond it likewise.
+        Jobs of one key that are queued or running, and its live deployments; 429 beyond it.
     max_running_per_key
-        Jobs of one key that this server solves at once; more of them wait, even beside an idle
-        slot, so that nobody else has to wait for their end. None = all slots but one, at least 1.
+        Jobs of one key that this server runs at a time. Others wait even if a slot is idle, so that
+        other keys need not wait. None = all slots but one, at least 1.
     max_kept_jobs_per_key
-        Jobs of one key that are kept at all, ended ones and answers from the cache among them;
-        beyond it, submissions are answered with 409.
+        All stored jobs of one key, including ended jobs and answers of the cache; 409 beyond it.
     max_requests_per_minute
-        Of one key, or of one address where there are no keys; 0 = no limit. Each server counts
-        for itself.
+        Of one key, or of one address without keys; 0 = no limit. Each server counts separately.
     max_followers, max_followers_per_key
-        Event streams and waiting requests (``?wait=``) open at once, of everybody and of one key;
-        beyond it likewise. Each server counts for itself.
+        Open event streams and waiting requests (``?wait=``) in total, and of one key; 429 beyond
+        it. Each server counts separately.
     max_batch_items
-        Most jobs of one batch.
+        Maximum number of jobs of one batch.
     max_wait_s
-        Cap of ``?wait=``.
+        Maximum of ``?wait=``.
     max_attempts
-        A job whose solver process or server died this often fails.
+        A job fails after so many deaths of its solver process or server.
     lease_s, heartbeat_s
-        A running job whose lease was not renewed for ``lease_s`` goes back to the queue.
+        Running jobs renew their leases each ``heartbeat_s``. A job whose lease was not renewed for
+        ``lease_s`` is queued again.
     poll_s
-        How often an idle solver slot looks for jobs that another server took in.
+        How often an idle solver slot looks for jobs that another server accepted.
     stop_grace_s
-        From asking a solver process to stop to SIGTERM.
+        From the request to stop a solver process until SIGTERM.
     overtime_s
-        How much longer than its time limit a solve may take before it is stopped.
+        A job is stopped so long after its time limit.
     retention_days
         Finished jobs, and ended deployments and batches, are deleted so long after their end;
         0 = never.
     log_format
-        ``text`` for people, ``json`` for machines.
+        ``text`` for people, ``json`` for programs.
     """
 
     model_config = SettingsConfigDict(env_prefix="OPTPIPE_", frozen=True, extra="ignore")
@@ -141,25 +139,22 @@ class Settings(BaseSettings):
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod
-    def _between_commas(cls, given: Any) -> Any:
+    def _split_hosts(cls, given: Any) -> Any:
         if not isinstance(given, str):
             return given
         return frozenset(name.strip().lower() for name in given.split(",") if name.strip()) or None
 
     @model_validator(mode="after")
-    def _certificate_and_key_come_together(self) -> Settings:
+    def _check_certificate(self) -> Settings:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise rule_broken("ssl_certfile and ssl_keyfile come together", "give both or none")
         return self
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
-        """Return the settings of this environment; overrides that are None do not count.
+        """Return the settings of this environment, with the overrides that are not None.
 
-        Raises
-        ------
-        InputError
-            With one line per fault: name, value, rule, fix.
+        Raises `InputError` with one line per invalid setting: name, value, rule, fix.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         try:
@@ -170,8 +165,8 @@ class Settings(BaseSettings):
             ) from None
 
     @property
-    def most_running(self) -> int:
-        """Jobs of one key that this server solves at once."""
+    def max_running(self) -> int:
+        """The maximum number of jobs of one key that this server runs at a time."""
         return self.max_running_per_key or max(1, self.solver_processes - 1)
 
     @property
@@ -181,7 +176,7 @@ class Settings(BaseSettings):
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """The names that requests may ask for; None = any."""
+        """The names that requests may have as ``Host``; None = any."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
         if self.keys_required or not self.is_loopback:

@@ -11,7 +11,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from optpipe.errors import OptPipeError
+from optpipe.requests import JobKind
 from optpipe_api.engine import worker
 from optpipe_api.engine.processes import MachineState, Message
 from optpipe_api.engine.tasks import TASKS
@@ -22,12 +22,7 @@ class InstantSolvers:
     """Starts threads that call the fakes which the settings name."""
 
     def __init__(self, settings: Settings) -> None:
-        self._paths = {
-            "solve": settings.solve_path,
-            "plan": settings.plan_path,
-            "compare": settings.compare_path,
-            "tune": settings.tune_path,
-        }
+        self._paths = {kind.value: getattr(settings, f"{kind}_path") for kind in JobKind}
 
     def start(self) -> InstantProcess:
         return InstantProcess(self._paths)
@@ -40,9 +35,9 @@ class InstantProcess:
     """A `SolverProcess` that is ready when it is asked, and solves in a thread."""
 
     name = "thread"
-    place = MachineState.GIVEN
+    machine = MachineState.GIVEN
     is_alive = True
-    is_kept = True
+    is_reusable = True
 
     def __init__(self, paths: dict[str, str]) -> None:
         self._paths = paths
@@ -69,7 +64,7 @@ class InstantProcess:
     def stop(self) -> None:
         self._stop.set()
 
-    def how_it_died(self) -> str:
+    def describe_exit(self) -> str:
         return "its solver ended"
 
     def _solve(self, task: Message) -> None:
@@ -82,7 +77,5 @@ class InstantProcess:
             self._said.put(Message("ready"))
         except SystemExit:
             self._said.put(None)
-        except OptPipeError as error:
-            self._said.put(Message("error", {"code": error.code, "message": str(error)}))
         except Exception as error:  # noqa: BLE001 - as in a process
-            self._said.put(worker._bug(error))
+            self._said.put(worker.error_message(error))

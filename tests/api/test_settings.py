@@ -21,8 +21,8 @@ def test_faults_name_setting_and_value(monkeypatch) -> None:
 
 def test_a_fresh_service_forgets_and_leaves_a_slot_to_others() -> None:
     assert Settings().retention_days == 90
-    assert [Settings(solver_processes=number).most_running for number in (1, 2, 8)] == [1, 1, 7]
-    assert Settings(solver_processes=8, max_running_per_key=8).most_running == 8
+    assert [Settings(solver_processes=number).max_running for number in (1, 2, 8)] == [1, 1, 7]
+    assert Settings(solver_processes=8, max_running_per_key=8).max_running == 8
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_every_start_is_the_schedule_that_its_programs_make(case: Case) -> None:
     for item in items:
         assert item.job.start is not None
         changed = load_problem(item.job.documents["problem"])
-        start = load_schedule(item.job.start.schedule)
+        start = load_schedule(item.job.start.documents["schedule"])
         assert evaluate(changed, start.programs, Provenance(method="given")) == start.model_copy(
             update={"stopped_by": "work_limit"}
         )

@@ -1,1 +1,1 @@
-"""Who solves the jobs: processes of this machine or of a Ray cluster, one job at a time each."""
+"""The engine runs jobs in solver processes, on this machine or on a Ray cluster."""

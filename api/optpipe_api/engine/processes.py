@@ -1,26 +1,33 @@
-"""Solver processes: how they are started, spoken to and stopped, and what they may use."""
+"""Solver processes: their messages, how to start and stop them, and their resource limits."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
+from optpipe.requests import JobKind
 from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from optpipe_api.settings import Settings
 
 __all__ = [
+    "Channel",
     "LocalSolvers",
     "MachineState",
     "Message",
@@ -36,7 +43,7 @@ __all__ = [
 
 
 # --- Messages between server and solver process: JSON texts over a `Connection`.
-# A text is sent as bytes of a known length (`Connection.send_bytes`); nothing is ever unpickled.
+# `Connection.send_bytes` sends each text with its length. Nothing is unpickled.
 #
 # ==========  =========  ===========================================  ==========================
 # to          kind       header                                       documents
@@ -44,11 +51,11 @@ __all__ = [
 # process     job        kind (of the job), options, is_carried       those of the job
 # process     stop       (finish now, keep the best)
 # server      ready      (imports are done)
-# server      progress   seconds, method, objective_ms, bound_ms      what is better now
-# server      said       text (a sentence for the history)
+# server      progress   seconds, method, objective_ms, bound_ms      those that improved
+# server      log        text (a sentence for the history)
 # server      result     status, objective_ms, bound_ms, method,      the answer
 #                        message, needs
-# server      retired    (it takes no more jobs, and ends)
+# server      retired    (the process takes no more jobs, and ends)
 # server      error      code, message
 # ==========  =========  ===========================================  ==========================
 
@@ -57,8 +64,8 @@ __all__ = [
 class Message:
     """A message between server and solver process.
 
-    ``documents``: kind of document (`optpipe_api.jobs.DocumentKind`) -> JSON text, which the server
-    stores without reading it.
+    ``documents``: JSON texts by their `optpipe_api.jobs.DocumentKind`. The server stores them
+    without parsing.
     """
 
     kind: str
@@ -76,104 +83,139 @@ def decode(data: bytes) -> Message:
     return Message(**json.loads(data))
 
 
-# --- What the service asks of a solver process, wherever it runs: here, or on a Ray cluster.
-# A process takes one job or comparison after the other (`optpipe_api.engine.worker`).
+class Channel:
+    """The connection of a solver process to its server; any thread may send.
+
+    ``stop``: set when the server wants the running job to end. ``is_used``: whether a job has ended
+    in this process. ``open_pool``: opens a pool of processes on the cluster; None without one.
+    The process exits when the connection ends.
+    """
+
+    def __init__(self, descriptor: int, open_pool: Callable[..., Any] | None) -> None:
+        self.open_pool = open_pool
+        self._connection = Connection(descriptor)
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.stop = threading.Event()
+        self.is_used = False
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
+
+    def send(self, message: Message) -> None:
+        try:
+            with self._lock:
+                self._connection.send_bytes(encode(message))
+        except OSError:
+            os._exit(0)
+
+    def receive_job(self) -> Message:
+        """Wait for the next job."""
+        return self._tasks.get()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = decode(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            if message.kind == "stop":
+                self.stop.set()
+                continue
+            # A late stop of the job before must not stop this job.
+            self.stop.clear()
+            self._tasks.put(message)
+
+
+# --- What the engine requires of solver processes, on this machine or on a Ray cluster.
 
 
 class MachineState(Enum):
     """Whether a process has a machine to run on."""
 
     PENDING = auto()
-    """Not yet: a cluster has no room for it at the moment."""
+    """Not yet: the cluster has no free cores at the moment."""
     GIVEN = auto()
-    """It has, and may have ended there."""
+    """The process has a machine, or has ended on it."""
     LOST = auto()
-    """It had, or will never have: its machine is gone."""
+    """The machine is gone, or the process will never get one."""
 
 
 class SolverProcess(Protocol):
-    """One process, for one job or comparison at a time; used by one thread at a time."""
+    """One process (`optpipe_api.engine.worker`), which runs one job at a time.
+
+    One thread at a time may use it.
+    """
 
     @property
     def name(self) -> str:
-        """What people find it by: a process id, and where."""
+        """A name for logs: a process id, and the place where it runs."""
 
     @property
-    def is_kept(self) -> bool:
-        """Whether it may get another job; on a cluster its place is for whoever waits longest."""
+    def is_reusable(self) -> bool:
+        """Whether it may get another job; a cluster gives its cores to the next in line instead."""
 
     @property
-    def place(self) -> MachineState:
-        """Whether it has a machine; asks nobody who could make us wait."""
+    def machine(self) -> MachineState:
+        """Whether it has a machine; never waits for an answer of the cluster."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs, or will once it has a place."""
+        """Whether the process runs, or will run once it has a machine."""
 
     def send(self, message: Message) -> None:
-        """Say something; a process that is gone hears nothing, and `receive` will tell."""
+        """Send a message; a process that has ended ignores it, and `receive` will raise."""
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message; None where none has come within the time.
+        """Return the next message; None if none comes within the timeout.
 
-        Raises `EOFError` if the process has ended, and has said nothing more.
+        Raises `EOFError` if the process has ended, and all its messages were returned.
         """
 
     def stop(self) -> None:
-        """End the process, kindly first; it is gone, or out of reach, when this returns."""
+        """End the process, first by SIGTERM; wait until it is gone or out of reach."""
 
-    def how_it_died(self) -> str:
-        """Return a clause that says how the process ended."""
+    def describe_exit(self) -> str:
+        """Return a clause on how the process ended."""
 
 
 class Solvers(Protocol):
-    """Where solver processes come from; safe to use from several threads."""
+    """A source of solver processes; any thread may use it."""
 
     def start(self) -> SolverProcess:
-        """Start one.
-
-        Raises `SolverFailedError` if none can be started.
-        """
+        """Start a process. Raises `SolverFailedError` if that is impossible."""
 
     def close(self) -> None:
-        """Let go of what the processes run on; all are stopped by then."""
+        """Release what the processes ran on, after all of them were stopped."""
 
 
 # --- Solver processes on this machine.
 
 _TERMINATE_S = 0.15
+_OF_WORKER = {"solver_memory_bytes", "overtime_s", "engine"} | {f"{kind}_path" for kind in JobKind}
 
 
 def worker_arguments(settings: Settings) -> str:
-    """Return what a solver process is told on its command line, as JSON."""
-    return json.dumps(
-        {
-            "solve_path": settings.solve_path,
-            "compare_path": settings.compare_path,
-            "plan_path": settings.plan_path,
-            "tune_path": settings.tune_path,
-            "memory_bytes": settings.solver_memory_bytes,
-            "overtime_s": settings.overtime_s,
-            "engine": settings.engine,
-        }
-    )
+    """Return the settings that a solver process gets on its command line, as JSON text."""
+    return settings.model_dump_json(include=_OF_WORKER)
 
 
 class SolverChild:
-    """A `SolverProcess` that is a child of this one.
+    """A `SolverProcess` that is a child of this process.
 
-    A new interpreter rather than a fork: forked threads and database connections are broken, and
-    nothing of the server's memory is of use there.
+    It is a new interpreter instead of a fork: forked threads and database connections are broken.
 
     Raises `OSError` if it cannot be started.
     """
 
+    is_reusable = True
+    machine = MachineState.GIVEN
+
     def __init__(self, arguments: str) -> None:
         self._connection, theirs = Pipe()
         try:
-            # -P: a file called json.py in the current folder must not become our json. A process
-            # group of its own: Ctrl-C in a terminal is the server's to handle. Native code prints
-            # to standard output, where it may please: to our standard error.
+            # -P: a file json.py in the current folder must not replace our json. The process group
+            # of its own keeps Ctrl-C in a terminal for the server. Standard output goes to our
+            # standard error, because native code may print anything there.
             self._process = subprocess.Popen(  # noqa: S603 - all of it is ours
                 [
                     *(sys.executable, "-P", "-m", "optpipe_api.engine.worker"),
@@ -191,17 +233,10 @@ class SolverChild:
         finally:
             theirs.close()
 
-    is_kept = True
-
     @property
     def name(self) -> str:
         """The process id."""
         return str(self._process.pid)
-
-    @property
-    def place(self) -> MachineState:
-        """On the machine of the server, always."""
-        return MachineState.GIVEN
 
     @property
     def is_alive(self) -> bool:
@@ -211,26 +246,26 @@ class SolverChild:
         self.send_bytes(encode(message))
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message; None where none has come within the time."""
+        """Return the next message; None if none comes within the timeout."""
         data = self.receive_bytes(timeout_s)
         return None if data is None else decode(data)
 
     def send_bytes(self, data: bytes) -> None:
-        """Say something that is encoded already; a process that is gone hears nothing."""
+        """Send an encoded message; a process that has ended ignores it."""
         try:
             self._connection.send_bytes(data)
         except OSError:
             return
 
     def receive_bytes(self, timeout_s: float) -> bytes | None:
-        """Return the next message as it came; raises as `receive`."""
+        """Return the next message, encoded; raises as `receive`."""
         try:
             return self._connection.recv_bytes() if self._connection.poll(timeout_s) else None
         except OSError as error:
             raise EOFError from error
 
     def end(self) -> None:
-        """End the process, SIGTERM, then SIGKILL, leaving the connection to who reads it still."""
+        """End the process by SIGTERM, then SIGKILL; the connection stays open for reading."""
         self._signal(signal.SIGTERM)
         try:
             self._process.wait(_TERMINATE_S)
@@ -239,12 +274,12 @@ class SolverChild:
             self._process.wait()
 
     def stop(self) -> None:
-        """End the process; it is gone when this returns."""
+        """End the process, and wait until it is gone."""
         self.end()
         self._connection.close()
 
-    def how_it_died(self, patience_s: float = 1.0) -> str:
-        """Return a clause that says how the process ended."""
+    def describe_exit(self, patience_s: float = 1.0) -> str:
+        """Return a clause on how the process ended."""
         deadline = time.monotonic() + patience_s
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -267,10 +302,7 @@ class LocalSolvers:
         self._arguments = worker_arguments(settings)
 
     def start(self) -> SolverChild:
-        """Start one.
-
-        Raises `SolverFailedError` if it cannot be started.
-        """
+        """Start a process. Raises `SolverFailedError` if that is impossible."""
         try:
             return SolverChild(self._arguments)
         except OSError as error:
@@ -280,43 +312,37 @@ class LocalSolvers:
             ) from error
 
     def close(self) -> None:
-        """Nothing to let go of: processes are stopped by whoever started them."""
+        """Release nothing."""
 
 
-# --- What a solver process may use of its machine; it limits itself, before it reads a job.
-# The server watches the clock; these limits hold even where the server hangs, or a solver starts
-# more threads than it was told to. Ended by one, the attempt has died, and the server's log says by
-# which.
+# --- Resource limits, which a solver process sets for itself before it reads a job.
+# The server has a timeout for each attempt. These limits hold even if the server hangs, or a solver
+# starts more threads than its options allow. A process that a limit ends is a death of the attempt,
+# and the server's log names the signal.
 
 _NICENESS = 5
 _MAX_FILES = 256
 
 
 def limit_process(memory_bytes: int | None) -> None:
-    """Be nice, leave no core file, open few files; and take no more address space than this."""
+    """Lower this process's priority, and limit its core file, open files and address space."""
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower(resource.RLIMIT_NOFILE, _MAX_FILES)
-    if memory_bytes is not None:
-        _lower(resource.RLIMIT_AS, memory_bytes)
+    for kind, limit in ((resource.RLIMIT_NOFILE, _MAX_FILES), (resource.RLIMIT_AS, memory_bytes)):
+        _, hard = resource.getrlimit(kind)
+        if limit is not None and (hard == resource.RLIM_INFINITY or limit < hard):
+            resource.setrlimit(kind, (limit, limit))
 
 
 def limit_cpu(options: dict[str, Any], overtime_s: float) -> None:
-    """Take no more processor time for a job than its threads can until the server stops it.
+    """Limit the processor time of the next job to ``threads x (time_limit_s + overtime_s)``.
 
-    That is ``threads x (time_limit_s + overtime_s)``, on top of what was taken before.
+    After that time the server would stop the job.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = options["threads"] * (options["time_limit_s"] + overtime_s)
-    # The soft limit, which brings SIGXCPU: the next job has one of its own.
+    # The soft limit sends SIGXCPU, and the next job can raise it.
     limit_s = math.ceil(usage.ru_utime + usage.ru_stime + allowed_s) + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     if hard == resource.RLIM_INFINITY or limit_s < hard:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, hard))
-
-
-def _lower(kind: int, limit: int) -> None:
-    """Set a limit, or leave one that is lower already."""
-    _, given = resource.getrlimit(kind)
-    if given == resource.RLIM_INFINITY or limit < given:
-        resource.setrlimit(kind, (limit, limit))

@@ -1,19 +1,18 @@
-"""Solver processes on a Ray cluster: each is started by, and spoken to through, an actor.
+"""Solver processes on a Ray cluster: an actor starts each one and passes its messages on.
 
-The server is a driver of the cluster that ``RAY_ADDRESS`` names, and runs on one of its nodes (or
-beside a node that was joined to it by ``ray start --address``). An actor lives on whichever node
-has the cores, starts the same ``python -m optpipe_api.engine.worker`` there that `local` starts
-here, with the same limits, and hands its messages on. OptPipe must be installed on every node, in
-the server's version.
+The server is a driver of the cluster that ``RAY_ADDRESS`` names. It runs on a node of the cluster,
+or on a machine that joined it by ``ray start --address``. An actor runs on any node with free
+cores. It starts the same ``python -m optpipe_api.engine.worker`` as `LocalSolvers`, with the same
+limits. Every node needs OptPipe in the server's version.
 
-Between server and actor only bytes cross the cluster, which Ray carries as they are; they are JSON
-texts, and are read as such (`optpipe_api.engine.processes`). So nothing that a client sent is ever
-unpickled. A solver process that tunes lets Ray pickle its own objects for its tasks (`RayTasks`).
+Only bytes cross the cluster between server and actor. They are JSON texts, and are parsed as such
+(`optpipe_api.engine.processes`), so nothing that a client sent is ever unpickled. Ray pickles only
+the objects that a solver process sends to its own tasks (`RayTasks`).
 
-An actor that dies, with its node or alone, is a death of the attempt: the job goes back to the
-queue and starts again from its best. An actor dies with its driver, and its solver process with
-it: a server that is killed leaves no solver behind. Should the head of the cluster go, Ray ends the
-driver after a minute; the server that is started in its place finds all jobs in the store.
+A dead actor, alone or with its node, is a death of the attempt: the job is queued again and
+restarts from its best schedule. An actor ends with its driver, and its solver process with the
+actor, so a killed server leaves no solver running. If the head of the cluster ends, Ray ends the
+driver after a minute. The next server finds all jobs in the store.
 """
 
 from __future__ import annotations
@@ -53,25 +52,25 @@ __all__ = ["RayProcess", "RaySolvers", "RayTasks", "SolverHost"]
 
 _READ_S = 5.0
 _ANSWER_S = 3.0
-_CORE_S = 10.0
-_KNOCK_S = 5.0
-_WHY_DEAD = re.compile(r"The actor is dead because ([^.\n]+)")
+_FREE_CORE_S = 10.0
+_CONNECT_S = 5.0
+_DEATH_CAUSE = re.compile(r"The actor is dead because ([^.\n]+)")
 
 
 class SolverHost:
     """The actor: one solver process and the connection to it.
 
-    Reading waits for a message to come; writing goes on beside it, in the order of the calls.
+    A read waits for a message. Meanwhile writes go on, in the order of the calls.
     """
 
     def __init__(self, arguments: bytes) -> None:
-        # For the child's tasks: this cluster, whatever else the node's environment names.
+        # The child's tasks must use this cluster, whatever the node's environment names.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._child = SolverChild(arguments.decode())
 
     @ray.method(concurrency_group="read")
     def read(self, timeout_s: float) -> bytes | None:
-        """Return the next message, empty where none came within the time; None at the end."""
+        """Return the next message; empty if none comes within the timeout, None at the end."""
         try:
             return self._child.receive_bytes(timeout_s) or b""
         except EOFError:
@@ -82,28 +81,28 @@ class SolverHost:
         self._child.send_bytes(data)
 
     def end(self) -> None:
-        """End the process, leaving the connection to whoever reads it still."""
+        """End the process; the connection stays open for a read that waits."""
         self._child.end()
 
-    def how_it_died(self) -> bytes:
-        """Return a clause that says how the process ended."""
-        return self._child.how_it_died().encode()
+    def describe_exit(self) -> bytes:
+        """Return a clause on how the process ended."""
+        return self._child.describe_exit().encode()
 
 
 class RayProcess:
     """A `SolverProcess` of the cluster.
 
-    One read is under way at any time: its answer carries a message, and its failure is how the
-    death of the actor is heard of.
+    One read is always pending: its result carries a message, and its failure reports the death of
+    the actor.
     """
 
-    is_kept = False
+    is_reusable = False
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._coming = actor.read.remote(_READ_S)
+        self._pending = actor.read.remote(_READ_S)
         self._messages: deque[Message] = deque()
-        self._place = MachineState.PENDING
+        self._machine = MachineState.PENDING
         self._has_ended = False
         self._death = ""
 
@@ -113,24 +112,24 @@ class RayProcess:
         return str(self._actor)
 
     @property
-    def place(self) -> MachineState:
+    def machine(self) -> MachineState:
         """Whether the actor has a node."""
-        self._look(0)
-        return self._place
+        self._poll(0)
+        return self._machine
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs, or will."""
-        self._look(0)
+        """Whether the process runs, or will run."""
+        self._poll(0)
         return not self._has_ended
 
     def send(self, message: Message) -> None:
         self._actor.write.remote(encode(message))
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message; None where none has come within the time."""
+        """Return the next message; None if none comes within the timeout."""
         if not self._messages:
-            self._look(timeout_s)
+            self._poll(timeout_s)
         if self._messages:
             return self._messages.popleft()
         if self._has_ended:
@@ -138,50 +137,59 @@ class RayProcess:
         return None
 
     def stop(self) -> None:
-        """End the process, then the actor; a node that does not answer is not waited for."""
+        """End the process, then the actor; do not wait for a node that does not answer."""
         with contextlib.suppress(RayError):
-            if self.place is MachineState.GIVEN:
+            if self.machine is MachineState.GIVEN:
                 ray.wait([self._actor.end.remote()], timeout=_ANSWER_S)
             ray.kill(self._actor)
 
-    def how_it_died(self) -> str:
-        """Return a clause that says how the process, or its actor, ended."""
+    def describe_exit(self) -> str:
+        """Return a clause on how the process, or its actor, ended."""
         if self._death:
             return self._death
         try:
-            clause: bytes = ray.get(self._actor.how_it_died.remote(), timeout=_ANSWER_S)
+            clause: bytes = ray.get(self._actor.describe_exit.remote(), timeout=_ANSWER_S)
         except RayError as error:
-            return _death_of(error)
+            return _describe_death(error)
         return clause.decode()
 
-    def _look(self, timeout_s: float) -> None:
-        """Take in what has come from the actor."""
-        if self._has_ended or not ray.wait([self._coming], timeout=timeout_s)[0]:
+    def _poll(self, timeout_s: float) -> None:
+        """Take in the result of the pending read, if it comes within the timeout."""
+        if self._has_ended or not ray.wait([self._pending], timeout=timeout_s)[0]:
             return
         try:
-            data: bytes | None = ray.get(self._coming)
+            data: bytes | None = ray.get(self._pending)
         except RayError as error:
-            self._place, self._has_ended, self._death = MachineState.LOST, True, _death_of(error)
+            self._machine, self._has_ended = MachineState.LOST, True
+            self._death = _describe_death(error)
             return
-        self._place = MachineState.GIVEN
+        self._machine = MachineState.GIVEN
         if data is None:
             self._has_ended = True
             return
         if data:
             self._messages.append(decode(data))
-        self._coming = self._actor.read.remote(_READ_S)
+        self._pending = self._actor.read.remote(_READ_S)
 
 
 class RaySolvers:
-    """Starts solver processes on the cluster, and connects to it unless that is done already.
+    """Starts solver processes on the cluster; connects to it unless this process is connected.
 
-    Raises `WorldError` if the cluster cannot be reached.
+    Raises `WorldError` if the cluster does not answer.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            _connect()
+            try:
+                _check_port(os.environ.get("RAY_ADDRESS", ""))
+                ray.init(logging_level=logging.WARNING)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise WorldError(
+                    f"cannot connect to the Ray cluster: {_first_line(error)}; start Ray on this "
+                    "machine (ray start --head, or ray start --address=HEAD:6379 to join a "
+                    "cluster) and set RAY_ADDRESS to HEAD:6379"
+                ) from error
         self._arguments = worker_arguments(settings).encode()
         as_actor: Any = ray.remote
         self._actor_class = as_actor(
@@ -192,7 +200,7 @@ class RaySolvers:
         )(SolverHost)
 
     def start(self) -> RayProcess:
-        """Start one, as soon as the cluster has room for it."""
+        """Start a process, which waits for free cores of the cluster."""
         try:
             return RayProcess(self._actor_class.remote(self._arguments))
         except (RayError, ConnectionError) as error:
@@ -202,34 +210,36 @@ class RaySolvers:
             ) from error
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Disconnect from the cluster."""
         if self._is_ours:
             ray.shutdown()
 
 
 class RayTasks:
-    """Calls functions as tasks of one core each, anywhere on the cluster of this solver process.
+    """Runs functions as tasks of one core each, on any node of this solver process's cluster.
 
-    What `optpipe_solver.tune` asks of a pool. Tasks wait while the cluster is full, and one whose
-    node dies is called again, elsewhere. Where there is no core for a first one within seconds,
-    or this process may not hold what a driver of the cluster maps, processes of this node take
-    the tasks: jobs that wait for cores which only they would free must not wait forever.
+    It is an `optpipe_solver.tune.TaskPool`. Tasks wait while the cluster is full, and Ray repeats a
+    task whose node dies. Processes of this node run the tasks instead in two cases:
 
-    ``number``: of tasks at a time. ``say``: told in a sentence where they run.
+    * No core is free for a first task within seconds. Otherwise jobs could wait forever for cores
+      that only those jobs would free.
+    * This process may not map as much memory as a driver of the cluster needs.
+
+    ``number``: of tasks at a time. ``log``: called with a sentence on where the tasks run.
     """
 
-    def __init__(self, number: int, say: Callable[[str], None]) -> None:
+    def __init__(self, number: int, log: Callable[[str], None]) -> None:
         self._number = number
-        self._say = say
+        self._log = log
         self._local: Pool | None = None
 
     def __enter__(self) -> Self:
-        why = self._why_not()
-        if why:
+        obstacle = self._connect()
+        if obstacle:
             self._local = mp.get_context("spawn").Pool(self._number)
-            self._say(f"candidates: {self._number} processes of one node at a time, as {why}")
+            self._log(f"candidates: {self._number} processes of one node at a time, as {obstacle}")
         else:
-            self._say(f"candidates: {self._number} tasks of the Ray cluster at a time")
+            self._log(f"candidates: {self._number} tasks of the Ray cluster at a time")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -238,45 +248,45 @@ class RayTasks:
         ray.shutdown()
 
     def apply_async(self, function: Callable[..., Any], arguments: tuple[Any, ...], /) -> Any:
-        """Return what will be returned, as a `multiprocessing.pool.AsyncResult` or like one."""
+        """Return the future result: a `multiprocessing.pool.AsyncResult`, or a similar object."""
         if self._local is not None:
             return self._local.apply_async(function, arguments)
         return _RayTask(_as_task(function).remote(*arguments))
 
-    def _why_not(self) -> str:
-        """Return why the cluster cannot take the tasks; empty where it can."""
+    def _connect(self) -> str:
+        """Connect to the cluster; return why it cannot run the tasks, or an empty text."""
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             return "OPTPIPE_SOLVER_MEMORY_BYTES leaves no room for what Ray maps"
         try:
             ray.init(logging_level=logging.WARNING, log_to_driver=False)
         except (OSError, RuntimeError, ValueError) as error:
             return f"the cluster does not answer it: {_first_line(error)}"
-        first = _as_task(_nothing).remote()
-        if ray.wait([first], timeout=_CORE_S)[0]:
+        first = _as_task(_do_nothing).remote()
+        if ray.wait([first], timeout=_FREE_CORE_S)[0]:
             return ""
         ray.cancel(first)
         return "no core of the cluster is free"
 
 
 class _RayTask:
-    """A call that goes on somewhere."""
+    """The future result of a task."""
 
-    def __init__(self, coming: Any) -> None:
-        self._coming = coming
+    def __init__(self, pending: Any) -> None:
+        self._pending = pending
 
     def ready(self) -> bool:
-        return bool(ray.wait([self._coming], timeout=0)[0])
+        return bool(ray.wait([self._pending], timeout=0)[0])
 
     def wait(self, timeout: float) -> None:
-        ray.wait([self._coming], timeout=timeout)
+        ray.wait([self._pending], timeout=timeout)
 
     def get(self) -> Any:
-        """Return what the call returned.
+        """Return the result of the call.
 
-        Raises `SolverFailedError` if it was lost with its process or node, again and again.
+        Raises `SolverFailedError` if the process or node of the task died in every try.
         """
         try:
-            return ray.get(self._coming)
+            return ray.get(self._pending)
         except RayTaskError:
             raise
         except RayError as error:
@@ -288,43 +298,31 @@ class _RayTask:
 
 @cache
 def _as_task(function: Callable[..., Any]) -> Any:
-    # Ray sends a function to the cluster once for each time that it is wrapped.
+    # Ray sends a function to the cluster each time that it is wrapped.
     as_task: Any = ray.remote
     return as_task(num_cpus=1)(function)
 
 
-def _nothing() -> None:
-    """Take a core for a moment."""
+def _do_nothing() -> None:
+    return
 
 
-def _connect() -> None:
-    try:
-        _knock(os.environ.get("RAY_ADDRESS", ""))
-        ray.init(logging_level=logging.WARNING)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise WorldError(
-            f"cannot connect to the Ray cluster: {_first_line(error)}; start Ray on this machine "
-            "(ray start --head, or ray start --address=HEAD:6379 to join a cluster) and set "
-            "RAY_ADDRESS to HEAD:6379"
-        ) from error
+def _check_port(address: str) -> None:
+    """Connect to a ``host:port``, because Ray itself tries for two minutes.
 
-
-def _knock(address: str) -> None:
-    """Find out in a moment that nobody is there: Ray itself tries for two minutes.
-
-    Raises `OSError` if nothing listens at a ``host:port``.
+    Raises `OSError` if nothing listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         return
     try:
-        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
         raise OSError(f"nothing answers at RAY_ADDRESS = {address}: {error}") from error
 
 
-def _death_of(error: RayError) -> str:
-    found = _WHY_DEAD.search(str(error))
+def _describe_death(error: RayError) -> str:
+    found = _DEATH_CAUSE.search(str(error))
     return f"its Ray actor died: {found[1] if found else _first_line(error)}"
 
 

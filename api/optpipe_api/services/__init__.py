@@ -1,1 +1,1 @@
-"""What a route calls: submissions, jobs, batches, deployments, and what stands around them."""
+"""Services of jobs, batches and deployments, and what they need to parse, wait and render."""

@@ -30,11 +30,11 @@ from optpipe_api.errors import (
     StateConflictError,
     TooLargeToDrawError,
 )
-from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
+from optpipe_api.jobs import BatchItem, BatchPlan, DocumentKind, ItemPlan, JobStart, NewBatch
 from optpipe_api.services.events import Watch
-from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED, check_priority
+from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS, check_priority
 from optpipe_api.services.render import solution
-from optpipe_api.services.submission import ReadItem, hash_of, refuse_many, solved_job
+from optpipe_api.services.submission import ReadItem, check_num_items, hash_of, solved_job
 
 if TYPE_CHECKING:
     from optpipe.answers import JobOptions
@@ -111,7 +111,7 @@ class BatchService:
                 "time or memory than this service spends on that; fetch problem and schedule, and "
                 "run optpipe explain --what-if"
             ) from None
-        refuse_many(len(items), self._settings.max_batch_items)
+        check_num_items(len(items), self._settings.max_batch_items)
         named_items = tuple(
             replace(
                 item,
@@ -174,7 +174,7 @@ class BatchService:
         )
         max_tried = _max_tried([item.job.num_cells for item in batch.items])
         drafts = [
-            self._jobs.draft(replace(item.job, owner=caller.name), max_tried)
+            self._jobs.cache.complete(replace(item.job, owner=caller.name), max_tried)
             for item in batch.items
         ]
         record, jobs = self._store.add(
@@ -185,7 +185,7 @@ class BatchService:
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         for job in jobs:
-            self._jobs.announce(job)
+            self._jobs.publish_new(job)
         return record
 
     # Results
@@ -267,7 +267,7 @@ class BatchService:
                 with suppress(JobNotFoundError):
                     self._jobs.cancel(job.id, caller)
             else:
-                self._jobs.tell(job)
+                self._jobs.publish(job)
         return self._store.get(batch_id)
 
     def retry(self, batch_id: str, caller: Principal) -> BatchRecord:
@@ -282,7 +282,7 @@ class BatchService:
             max_of_owner=self._settings.max_jobs_per_key if owner else None,
         )
         for job in retried:
-            self._jobs.tell(job)
+            self._jobs.publish(job)
         return self._store.get(batch_id)
 
     def delete(self, batch_id: str, caller: Principal) -> None:
@@ -315,8 +315,8 @@ def _max_tried(num_cells: list[int]) -> int:
     The request waits for them. The limit keeps the time for all items to a few seconds. An item
     without a try starts without a schedule.
     """
-    by_size = MOST_CELLS // max(1, sum(num_cells))
-    return min(MOST_TRIED, by_size, _MAX_TRIED_PER_BATCH // len(num_cells))
+    by_size = MAX_NEAR_CELLS // max(1, sum(num_cells))
+    return min(MAX_NEAR_JOBS, by_size, _MAX_TRIED_PER_BATCH // len(num_cells))
 
 
 def _request_hash(batch: ReadBatch) -> str:
@@ -373,7 +373,7 @@ def _make_item(
         options,
         cache=Cache.NEAR,
         start=JobStart(
-            schedule=start.model_dump_json(by_alias=True),
+            documents={DocumentKind.SCHEDULE: start.model_dump_json(by_alias=True)},
             objective_ms=start.objective_ms,
             method=origin.method,
         ),

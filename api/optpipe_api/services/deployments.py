@@ -1,7 +1,8 @@
-"""What the service does about deployments: register, show, follow, hear what was measured, end."""
+"""Deployments as callers see them: register, show, follow, report, end; and their next steps."""
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from contextlib import suppress
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 import structlog
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.errors import InfeasibleProblemError, OptPipeError
+from optpipe.errors import InfeasibleProblemError, OptPipeError, RequestError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_schedule
+from optpipe.measurements import Measurements, Sample
 from optpipe.problem import Problem
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
@@ -26,15 +28,16 @@ from optpipe_api.errors import (
     ServerBusyError,
     StoreUnavailableError,
 )
-from optpipe_api.jobs import JobError, JobStart
+from optpipe_api.jobs import DocumentKind, JobError, JobStart
 from optpipe_api.services.events import Watch
-from optpipe_api.services.jobs import MOST_TRIED
-from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
+from optpipe_api.services.jobs import MAX_NEAR_JOBS
+from optpipe_api.services.submission import solved_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe.measurements import MeasuredAction
+    from optpipe.measurements import DeviceFacts, MeasuredAction
+    from optpipe.problem import Device, Stage
     from optpipe_api.deployments import (
         DeploymentRecord,
         DeploymentStanding,
@@ -56,10 +59,11 @@ __all__ = [
     "Rounds",
     "Steps",
     "bound_ms",
+    "check_stages",
     "judged",
     "largest_change",
-    "length_ms",
-    "start_from",
+    "measured_problem",
+    "times_of",
     "under",
 ]
 
@@ -68,9 +72,9 @@ _INFEASIBLE = InfeasibleProblemError.code
 
 
 class DeploymentService:
-    """Deployments as one caller sees them. Coroutines are for the event loop, all else for threads.
+    """Deployments as one caller sees them. Coroutines are for the event loop, others for threads.
 
-    A deployment of somebody else does not exist: `DeploymentNotFoundError`, here and below.
+    Methods raise `DeploymentNotFoundError` if the caller may not see the deployment.
     """
 
     def __init__(
@@ -85,23 +89,22 @@ class DeploymentService:
         self._rounds = Rounds(self._steps.take_all, settings.poll_s, "deployments")
 
     def start(self) -> None:
-        """Begin to look after deployments, as every server does."""
+        """Take the steps of all deployments in rounds, as every server does."""
         self._rounds.start()
 
     def close(self) -> None:
-        """Stop looking after them; other servers go on."""
+        """Take no more steps; other servers go on."""
         self._rounds.close()
 
     def register(
-        self, new: NewDeployment, who: Principal, key: str | None = None
+        self, new: NewDeployment, caller: Principal, key: str | None = None
     ) -> DeploymentRecord:
-        """Register a training run and begin to solve its problem; a repeated key returns the first.
+        """Register a training run and queue a solve; a repeated key returns the first deployment.
 
-        Raises `QueueFullError` if the queue has no room for its solve; `TooManyJobsError` if too
-        much of this owner is under way; `KeyReusedError` if the key made a deployment from another
-        request.
+        Raises `QueueFullError` if the queue is full; `TooManyJobsError` if the owner has too many
+        jobs and deployments; `KeyReusedError` if the key belongs to another request.
         """
-        new = replace(new, owner=who.name, idempotency_key=key)
+        new = replace(new, owner=caller.name, idempotency_key=key)
         deployment, is_new = self._store.add(
             new,
             max_queued=self._settings.max_queued_jobs,
@@ -111,34 +114,34 @@ class DeploymentService:
             self._steps.take(deployment.id)
         return self._store.get(deployment.id)
 
-    def find(self, deployment_id: str, who: Principal) -> DeploymentRecord:
+    def find(self, deployment_id: str, caller: Principal) -> DeploymentRecord:
         deployment = self._store.get(deployment_id)
-        if not who.sees(deployment.owner):
+        if not caller.sees(deployment.owner):
             raise DeploymentNotFoundError(deployment_id)
         return deployment
 
-    def page(self, limit: int, after: str | None, who: Principal) -> list[DeploymentRecord]:
-        """Return deployments, newest first, from the one ``after``; an admin sees everybody's."""
-        owner = None if who.role is Role.ADMIN else who.name
-        before = None if after is None else self.find(after, who).position
+    def page(self, limit: int, after: str | None, caller: Principal) -> list[DeploymentRecord]:
+        """Return deployments older than the one ``after``, newest first; an admin sees all."""
+        owner = None if caller.role is Role.ADMIN else caller.name
+        before = None if after is None else self.find(after, caller).position
         return self._store.page(limit, before, owner=owner)
 
-    def versions(self, deployment_id: str, who: Principal) -> list[VersionRecord]:
-        self.find(deployment_id, who)
+    def versions(self, deployment_id: str, caller: Principal) -> list[VersionRecord]:
+        self.find(deployment_id, caller)
         return self._store.versions(deployment_id)
 
-    def problem(self, deployment_id: str, who: Principal) -> str:
-        """Return the problem as measured, or as registered where nothing was; JSON text."""
-        self.find(deployment_id, who)
+    def problem(self, deployment_id: str, caller: Principal) -> str:
+        """Return the measured problem, or the registered one if nothing was measured; JSON text."""
+        self.find(deployment_id, caller)
         return self._store.documents(deployment_id).newest
 
-    def schedule(self, deployment_id: str, who: Principal) -> tuple[int, str]:
+    def schedule(self, deployment_id: str, caller: Principal) -> tuple[int, str]:
         """Return number and schedule (JSON text) of the newest version.
 
-        Raises `InfeasibleProblemError` if there is none, proven; `ScheduleNotFoundError` if there
-        is none, or none yet.
+        Raises `InfeasibleProblemError` if the problem is proven infeasible, and
+        `ScheduleNotFoundError` if there is no schedule (yet).
         """
-        deployment = self.find(deployment_id, who)
+        deployment = self.find(deployment_id, caller)
         found = self._store.schedule(deployment_id)
         if found is not None:
             return found
@@ -150,43 +153,43 @@ class DeploymentService:
             why = f"has no schedule: {error.message}; register it again"
         raise ScheduleNotFoundError(f"deployment {deployment_id} {why}")
 
-    def report(self, deployment_id: str, report: Report, who: Principal) -> DeploymentRecord:
-        """Keep what a training run measured under a version; the next round judges it.
+    def report(self, deployment_id: str, report: Report, caller: Principal) -> DeploymentRecord:
+        """Store the measured times of a training run, which the next round judges.
 
         Raises `StateConflictError` if the deployment has ended, or has no such version;
-        `RequestError`, `MeasurementError` if what was measured does not belong to this problem.
+        `RequestError` or `MeasurementError` if the times do not belong to its problem.
         """
-        self.find(deployment_id, who)
+        self.find(deployment_id, caller)
         check_stages(self._store.documents(deployment_id).problem, report.document)
         reported = self._store.report(deployment_id, report, measured_problem)
         self._rounds.wake()
         return reported
 
-    def end(self, deployment_id: str, who: Principal) -> DeploymentRecord:
+    def end(self, deployment_id: str, caller: Principal) -> DeploymentRecord:
         """End a deployment and cancel its solve; its versions stay."""
-        self.find(deployment_id, who)
+        self.find(deployment_id, caller)
         deployment = self._store.end(deployment_id)
         if deployment.job_id is not None:
-            # The job of an ended deployment may be deleted.
+            # The job of an ended deployment may be deleted already.
             with suppress(JobNotFoundError):
                 self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
         self._changes.publish(deployment_id)
         return deployment
 
-    def delete(self, deployment_id: str, who: Principal) -> None:
-        """Forget an ended deployment with all it has; raises as `DeploymentStore.delete`."""
-        self.find(deployment_id, who)
+    def delete(self, deployment_id: str, caller: Principal) -> None:
+        """Delete an ended deployment and its documents; raises as `DeploymentStore.delete`."""
+        self.find(deployment_id, caller)
         self._store.delete(deployment_id)
         self._changes.publish(deployment_id)
 
     async def wait_schedule(
-        self, deployment_id: str, known_version: int, seconds: float, who: Principal
+        self, deployment_id: str, known_version: int, seconds: float, caller: Principal
     ) -> tuple[int, str] | None:
-        """Return the newest version once it is another than the known one.
+        """Return the newest version once it differs from the known one.
 
-        None where it is still that one when the time is up or the deployment has ended.
+        None if it does not differ at the timeout, or at the end of the deployment.
 
-        ``known_version``: what the caller has; 0 = none. Raises `InfeasibleProblemError`,
+        ``known_version``: the version of the caller; 0 = none. Raises `InfeasibleProblemError`,
         `ScheduleNotFoundError` as `schedule`.
         """
 
@@ -195,15 +198,15 @@ class DeploymentService:
             return now.has_ended or failed or now.version != known_version
 
         found = await self._watch.standing(deployment_id)
-        most_s = min(seconds, self._settings.max_wait_s)
-        if found is not None and who.sees(found.owner) and most_s > 0 and not is_news(found):
-            await self._watch.until(deployment_id, is_news, most_s)
+        timeout_s = min(seconds, self._settings.max_wait_s)
+        if found is not None and caller.sees(found.owner) and timeout_s > 0 and not is_news(found):
+            await self._watch.until(deployment_id, is_news, timeout_s)
             found = await self._watch.standing(deployment_id)
-        if found is None or not who.sees(found.owner):
+        if found is None or not caller.sees(found.owner):
             raise DeploymentNotFoundError(deployment_id)
         if found.version == known_version and known_version > 0:
             return None
-        return await run_in_threadpool(self.schedule, deployment_id, who)
+        return await run_in_threadpool(self.schedule, deployment_id, caller)
 
     def _submit(
         self, deployment: DeploymentRecord, problem: Problem, start: JobStart | None
@@ -213,32 +216,38 @@ class DeploymentService:
             solved_job(problem, deployment.options, self._settings.max_cells),
             name=deployment.name,
             owner=deployment.owner,
-            # No client can send this one: a header holds no control character.
+            # No client can send this key, because a header has no control characters.
             idempotency_key=f"\x01deployment/{deployment.id}/{deployment.num_solves}",
             deployment_id=deployment.id,
         )
-        new = self._jobs.draft(new, MOST_TRIED if start is None else 0)
+        new = self._jobs.cache.complete(new, MAX_NEAR_JOBS if start is None else 0)
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)
 
 
-# --- The next step of a deployment, whoever takes it: the arrows of `optpipe_api.deployments`.
-# Everything a step needs is in the store, and every change is a compare-and-set there. So each
-# server tries all steps, now and then and whenever one of its own jobs changes; the first to come
-# takes it.
+# --- The next step of a deployment: the arrows of `optpipe_api.deployments`.
+# A step needs only the store, and each change is a compare-and-set there. So every server tries all
+# steps in rounds, and the first one takes the step.
 
 PUBLISH_EVERY_S = 5.0
-"""While a job runs, at least so long passes between two versions."""
+"""Minimum time between two versions while a job runs."""
 
 
 class Steps:
     """Takes the steps of deployments.
 
-    ``store``, ``jobs``: where deployments and jobs are kept. ``submit``: adds the job of a
-    deployment's solve: its problem, and a schedule to start from; the job that was added before
-    where there is one. ``on_version``: called with the id of a deployment that has a new version.
-    ``clock``: the time in seconds since the epoch, as the stores see it.
+    Parameters
+    ----------
+    store, jobs
+        The stores of deployments and of jobs.
+    submit
+        Adds the job of a deployment's solve, of this problem and from this start. A second call
+        returns the same job.
+    on_version
+        Called with the id of a deployment that has a new version.
+    clock
+        The time of the stores, in seconds since the epoch.
     """
 
     def __init__(
@@ -256,16 +265,13 @@ class Steps:
         self._now = clock
 
     def take_all(self) -> None:
-        """Take every step of every deployment that can be taken now.
-
-        A fault of one is logged and keeps no other waiting.
-        """
+        """Take every possible step of every deployment; log the faults of each deployment."""
         for deployment_id in self._store.pending():
             try:
                 self.take(deployment_id)
             except StoreUnavailableError:
                 raise
-            except Exception:  # noqa: BLE001 - it is logged, and the next round tries again
+            except Exception:  # noqa: BLE001 - logged; the next round retries
                 structlog.get_logger(__name__).exception(
                     "a step of the deployment failed",
                     action="deployment.fault",
@@ -273,13 +279,13 @@ class Steps:
                 )
 
     def take(self, deployment_id: str) -> None:
-        """Take every step of one deployment that can be taken now."""
+        """Take every possible step of one deployment."""
         known: DeploymentRecord | None = self._store.get(deployment_id)
         while known is not None and known.ended_at is None:
             known = self._next(known)
 
     def _next(self, known: DeploymentRecord) -> DeploymentRecord | None:
-        """Take one step; None where there is none, or another server was faster."""
+        """Take one step; None if there is none, or another server took it first."""
         if known.job_reason is None:
             return self._judge(known) if known.num_reports > known.num_judged else None
         if known.job_id is None:
@@ -289,7 +295,7 @@ class Steps:
         except JobNotFoundError:
             gone = JobError(code="job.not_found", message=f"job {known.job_id} was deleted")
             return self._store.settle(known, gone)
-        return self._look(known, job)
+        return self._publish(known, job)
 
     def _judge(self, known: DeploymentRecord) -> DeploymentRecord | None:
         found = self._store.schedule(known.id)
@@ -304,45 +310,54 @@ class Steps:
     def _start(self, known: DeploymentRecord) -> DeploymentRecord | None:
         problem = Problem.model_validate_json(self._store.documents(known.id).planned)
         found = self._store.schedule(known.id)
-        start = None if found is None else start_from(problem, found[1], found[0])
+        start = None if found is None else _start_from(problem, found[1], found[0])
         try:
             job = self._submit(known, problem, start)
         except ServerBusyError:
-            # There is no room now. The next round asks again, and views say that it waits.
+            # The next round retries. Until then the deployment's state is waiting.
             return None
         return self._store.start(known, job.id)
 
-    def _look(self, known: DeploymentRecord, job: JobRecord) -> DeploymentRecord | None:
-        """Publish what the job found, where it is worth it; settle where the job has ended."""
+    def _publish(self, known: DeploymentRecord, job: JobRecord) -> DeploymentRecord | None:
+        """Publish the job's schedule if it gains enough; end the solve if the job has ended."""
         is_final = job.state.is_final
         if job.has_schedule and (is_final or self._is_due(known, job)):
-            published = self._consider(known, job)
+            published = self._publish_version(known, job)
             if published is not None:
                 self._on_version(known.id)
                 self._log(known, "deployment.version", f"version {published.version} is published")
                 return published
-        return self._store.settle(known, _why_nothing(job)) if is_final else None
+        if not is_final:
+            return None
+        error = job.error or JobError(
+            code=f"job.{job.state.value}", message=f"job {job.id} has {job.state.value}"
+        )
+        return self._store.settle(known, None if job.has_schedule else error)
 
     def _is_due(self, known: DeploymentRecord, job: JobRecord) -> bool:
-        """Whether a running job's schedule is new, may be worth it, and does not come too soon."""
+        """Return whether a running job has a new schedule of enough gain, and it is time for it."""
         if known.version == 0:
             return True
-        if job.num_schedules <= known.num_seen or not _promises(known, job):
+        if job.num_schedules <= known.num_seen or job.objective_ms is None:
+            return False
+        # The gain under the times that the job solves for.
+        planned_ms = known.planned_ms
+        if planned_ms is not None and job.objective_ms >= planned_ms * (1 - known.threshold):
             return False
         last = self._store.versions(known.id)[-1]
         return self._now() >= last.created_at + PUBLISH_EVERY_S
 
-    def _consider(self, known: DeploymentRecord, job: JobRecord) -> DeploymentRecord | None:
-        """Make the job's best schedule the next version, if it is worth it."""
+    def _publish_version(self, known: DeploymentRecord, job: JobRecord) -> DeploymentRecord | None:
+        """Publish the job's best schedule as the next version; None if it gains too little."""
         found, documents = self._jobs.schedule(job.id), self._store.documents(known.id)
         if found is None:
             return None
         if known.num_seen == found.number and documents.measured is None:
-            # Looked at before, and only other times could make more of it.
+            # Judged before, and without other times the result is the same.
             return None
         in_use = self._store.schedule(known.id)
         try:
-            new = _worth_it(known, documents, found, in_use)
+            new = _new_version(known, documents, found, in_use)
         except OptPipeError as error:
             self._log(known, "deployment.refused", f"a schedule of job {job.id}: {error}")
             new = None
@@ -357,28 +372,25 @@ class Steps:
         )
 
 
-def _promises(known: DeploymentRecord, job: JobRecord) -> bool:
-    """Whether a job's objective, under the times it solves for, gains enough over what was."""
-    if job.objective_ms is None or known.planned_ms is None:
-        return job.objective_ms is not None
-    return job.objective_ms < known.planned_ms * (1 - known.threshold)
-
-
-def _worth_it(
+def _new_version(
     known: DeploymentRecord,
     documents: Documents,
     stored: StoredSchedule,
     in_use: tuple[int, str] | None,
 ) -> NewVersion | None:
-    """Return the version that a schedule would be; None where it gains less than it must."""
+    """Return a schedule as a version; None if it gains less than the threshold."""
     schedule, new_ms = under(documents.newest, stored.document)
     reason = REGISTERED
     if in_use is not None:
-        newest = Problem.model_validate_json(documents.newest)
-        current_ms = length_ms(newest, in_use[1])
+        current_ms = _length_ms(Problem.model_validate_json(documents.newest), in_use[1])
         if new_ms >= current_ms * (1 - known.threshold):
             return None
-        reason = _reason(known, documents, current_ms, new_ms)
+        times = "" if documents.measured is None else " under the measured times"
+        gain = f"{new_ms:.6g} ms instead of {current_ms:.6g} ms{times}"
+        share = f"{1 - new_ms / current_ms:.1%} shorter" if current_ms > 0 else "no shorter"
+        reason = f"improved: {gain}, {share}"
+        if known.job_reason not in (None, REGISTERED):
+            reason = f"{known.job_reason}; this one takes {gain}, {share}"
     return NewVersion(
         reason=reason,
         schedule=schedule,
@@ -388,35 +400,17 @@ def _worth_it(
     )
 
 
-def _reason(known: DeploymentRecord, documents: Documents, current_ms: float, new_ms: float) -> str:
-    times = "" if documents.measured is None else " under the measured times"
-    gain = f"{new_ms:.6g} ms instead of {current_ms:.6g} ms{times}"
-    share = f"{1 - new_ms / current_ms:.1%} shorter" if current_ms > 0 else "no shorter"
-    if known.job_reason in (None, REGISTERED):
-        return f"improved: {gain}, {share}"
-    return f"{known.job_reason}; this one takes {gain}, {share}"
-
-
-def _why_nothing(job: JobRecord) -> JobError | None:
-    if job.has_schedule:
-        return None
-    return job.error or JobError(
-        code=f"job.{job.state.value}", message=f"job {job.id} has {job.state.value}"
-    )
-
-
-# --- What measured times do to the schedule in use, and whether another one could do better.
-# Times that change alone are no reason to solve again: where everything takes a tenth longer, or
-# the busiest device does, the best schedule takes longer too. So the step time is held against what
-# it may be expected to be. Let O be the length of the schedule in use under the times that were
-# solved for, and L(.) a proven lower bound: that of `optpipe_solver.bounds.energy`, from work and
-# memory, which is the one that compiles nothing in the server's process. Then O / L(planned) says
-# how good the schedule was for those times, and
+# --- Drift: how much longer the schedule in use takes than a new one may be expected to take.
+# Longer times alone are no reason for a solve: if every pass takes a tenth longer, the best
+# schedule takes longer too. Let O be the length of the schedule in use under the planned times, for
+# which it was solved. Let L be a proven lower bound, here that of `optpipe_solver.bounds.energy`,
+# because it needs no compiled code in the server's process. O / L(planned) is the quality of the
+# schedule, and
 #
 #     the expected step time: ``O * L(measured) / L(planned)``
 #
-# is what one as good would take under the measured ones. O is never below L(planned), so this is
-# never below L(measured). Drift is what the schedule in use takes beyond it.
+# is the length of a schedule of the same quality under the measured times. O is at least
+# L(planned), so the expected step time is at least L(measured). Drift is the excess over it.
 
 _WORDS: dict[MeasuredAction, str] = {
     "F": "forward",
@@ -428,16 +422,18 @@ _WORDS: dict[MeasuredAction, str] = {
 
 
 def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) -> Judgement:
-    """Return how the schedule in use does under the measured times.
+    """Return the drift of the schedule in use under the measured times.
 
     ``deployment``: one with a version and reports. ``documents``: its problems. ``schedule``: its
     newest version, as JSON text.
     """
     measured = Problem.model_validate_json(documents.newest)
     planned = Problem.model_validate_json(documents.planned)
-    current_ms = length_ms(measured, schedule)
+    current_ms = _length_ms(measured, schedule)
     planned_ms = current_ms if deployment.planned_ms is None else deployment.planned_ms
-    expected_ms = planned_ms * _scale(planned, measured)
+    before_ms, after_ms = bound_ms(planned), bound_ms(measured)
+    growth = after_ms / before_ms if before_ms > 0 and after_ms > 0 else 1.0
+    expected_ms = planned_ms * growth
     judgement = Judgement(
         num_reports=deployment.num_reports, current_ms=current_ms, expected_ms=expected_ms
     )
@@ -451,20 +447,17 @@ def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) ->
     return replace(judgement, reason=reason, problem=documents.newest)
 
 
-def length_ms(problem: Problem, schedule: str) -> float:
+def _length_ms(problem: Problem, schedule: str) -> float:
     """Return the objective, in ms, of a schedule (JSON text) under the times of a problem."""
     run = simulate(problem, load_schedule(schedule).programs)
     return run.objective_ms(problem.objective)
 
 
 def under(newest: str, schedule: str) -> tuple[str, float]:
-    """Return a schedule with its numbers under the times of a problem, and its length in ms.
+    """Return a schedule under the times of a problem, and its length in ms; all JSON texts.
 
-    All of them are JSON texts.
-
-    A bound that was proven for other times is left out.
-
-    Raises `IllegalScheduleError` if it breaks a rule there, or does not fit its memory.
+    A bound for other times is left out. Raises `IllegalScheduleError` if the schedule breaks a rule
+    of the problem, or does not fit its memory.
     """
     problem, found = Problem.model_validate_json(newest), load_schedule(schedule)
     bound_ms = found.bound_ms if found.problem_hash == problem.problem_hash else None
@@ -478,17 +471,19 @@ def under(newest: str, schedule: str) -> tuple[str, float]:
     return true.model_dump_json(by_alias=True), true.objective_ms
 
 
-def start_from(problem: Problem, schedule: str, version: int) -> JobStart:
-    """Return the schedule in use as the start of a solve of other times."""
+def _start_from(problem: Problem, schedule: str, version: int) -> JobStart:
+    """Return the schedule in use as the start of a solve with other times."""
     method = f"version {version} of the deployment"
     true = evaluate(problem, load_schedule(schedule).programs, Provenance(method=method))
     return JobStart(
-        schedule=true.model_dump_json(by_alias=True), objective_ms=true.objective_ms, method=method
+        documents={DocumentKind.SCHEDULE: true.model_dump_json(by_alias=True)},
+        objective_ms=true.objective_ms,
+        method=method,
     )
 
 
 def largest_change(planned: Problem, measured: Problem) -> str:
-    """Return a clause about the time that changed by the most milliseconds."""
+    """Return a clause on the time that changed by the most milliseconds."""
     changes = [
         (abs(after - before), what, before, after)
         for (what, before), (_, after) in zip(_times(planned), _times(measured), strict=True)
@@ -502,7 +497,7 @@ def largest_change(planned: Problem, measured: Problem) -> str:
 
 def bound_ms(problem: Problem) -> float:
     """Return a proven lower bound of a problem's objective, in ms."""
-    # Heavy, and loaded by then.
+    # Heavy, and imported before the first call.
     from optpipe_solver.bounds import Paths  # noqa: PLC0415
     from optpipe_solver.bounds.energy import energy_ms  # noqa: PLC0415
 
@@ -510,7 +505,7 @@ def bound_ms(problem: Problem) -> float:
 
 
 def _times(problem: Problem) -> Iterator[tuple[str, float]]:
-    """Yield everything that takes time, in ms; equally many for problems of one deployment."""
+    """Yield every duration in ms with its name; the same names for problems of one deployment."""
     for index, stage in enumerate(problem.stages):
         times = times_of(stage) | {"B": stage.fused_backward_ms}
         for action, word in _WORDS.items():
@@ -523,19 +518,109 @@ def _times(problem: Problem) -> Iterator[tuple[str, float]]:
         yield f"transfer from stage {index + 1} to {index}", back
 
 
-def _scale(planned: Problem, measured: Problem) -> float:
-    """Return by how much the lower bound grew; 1 where there is nothing to compare."""
-    before, after = bound_ms(planned), bound_ms(measured)
-    return after / before if before > 0 and after > 0 else 1.0
+# --- From the reports of a training run to the measured problem: other times, the same bytes.
+# A time is the median over the newest reports, each of which counts with its own median. The
+# schedule in use may leave some forms of a backward unmeasured. Their times change by the same
+# factor as the measured backwards of the stage. An unmeasured RECOMPUTE changes with F.
+
+_BACKWARDS: tuple[MeasuredAction, ...] = ("I", "W", "B")
 
 
-# --- Something that every server does again and again, in a thread of its own.
+def check_stages(registered: str, report: str) -> None:
+    """Refuse a report, from `condense_report`, on stages that the problem does not have.
+
+    Raises `RequestError` with the stage.
+    """
+    num_stages = len(Problem.model_validate_json(registered).stages)
+    last = max(sample.stage for sample in Measurements.model_validate_json(report).samples)
+    if last >= num_stages:
+        raise RequestError(
+            f"actions.samples name stage {last}, but the deployment has {num_stages} stages, "
+            "numbered from 0; report to the deployment that runs"
+        ).at("/actions/samples")
+
+
+def measured_problem(registered: str, reports: Sequence[str]) -> str:
+    """Return a problem with the times of reports from `condense_report`, oldest first.
+
+    All of them are JSON texts. Raises `MeasurementError` if a measured link joins devices that do
+    not exist.
+    """
+    base = Problem.model_validate_json(registered)
+    reported = [Measurements.model_validate_json(report) for report in reports]
+    measured = Measurements(
+        source="training",
+        samples=tuple(sample for report in reported for sample in report.samples),
+        placement=base.placement,
+        transfers=tuple(transfer for report in reported for transfer in report.transfers),
+    )
+    samples = measured.samples + tuple(_infer_samples(measured, base.stages))
+    problem = measured.replaced(samples=samples).problem(base=base)
+    facts = [report.devices for report in reported]
+    devices = tuple(
+        _with_rates(device, [one[index] for one in facts if index < len(one)])
+        for index, device in enumerate(base.devices)
+    )
+    problem = problem.model_copy(update={"name": base.name, "devices": devices})
+    return problem.model_dump_json(by_alias=True)
+
+
+def times_of(stage: Stage) -> dict[MeasuredAction, float]:
+    """Return the duration of each action that a stage has, in ms."""
+    times: dict[MeasuredAction, float] = {
+        "F": stage.forward_ms,
+        "I": stage.backward_input_ms,
+        "W": stage.backward_weight_ms,
+    }
+    if stage.backward_ms is not None:
+        times["B"] = stage.backward_ms
+    if stage.recompute_ms is not None:
+        times["RECOMPUTE"] = stage.recompute_ms
+    return times
+
+
+def _infer_samples(measured: Measurements, stages: Sequence[Stage]) -> Iterator[Sample]:
+    """Yield samples of the unmeasured actions of each stage that has measured ones."""
+    for index, stage in enumerate(stages):
+        known = {
+            action: spread.median_ms
+            for (of, action), spread in measured.spreads.items()
+            if of == index
+        }
+        planned = times_of(stage) | {"B": stage.fused_backward_ms}
+        for action, planned_ms in times_of(stage).items():
+            if not known or action in known:
+                continue
+            group = _BACKWARDS if action in _BACKWARDS else ("F",)
+            similar = [one for one in group if one in known]
+            similar_ms = sum(planned[one] for one in similar)
+            slowdown = sum(known[one] for one in similar) / similar_ms if similar_ms > 0 else 1.0
+            yield Sample(stage=index, action=action, time_ms=planned_ms * slowdown)
+
+
+def _with_rates(device: Device, facts: Sequence[DeviceFacts]) -> Device:
+    """Return a device with the median of its measured copy rates.
+
+    The rates do not change where copies wait for each other, because of shared uplinks or half
+    duplex. There a measured time includes the wait, which the simulator adds, too.
+    """
+    if not device.can_offload or device.half_duplex or device.pcie_group is not None:
+        return device
+    update = {}
+    for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
+        rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
+        if rates:
+            update[name] = statistics.median(rates)
+    return device.model_copy(update=update)
+
+
+# --- Rounds: a function that every server repeats in its own thread.
 
 
 class Rounds:
-    """Calls a function every ``every_s`` seconds, and at once when woken, whatever happens in it.
+    """Calls a function every ``every_s`` seconds, and immediately after `wake`.
 
-    ``name`` is the thread's, and says in the log what went wrong.
+    Errors are logged. ``name``: of the thread, and of the actions in the log.
     """
 
     def __init__(self, function: Callable[[], None], every_s: float, name: str) -> None:
@@ -553,14 +638,13 @@ class Rounds:
         self._woken.set()
 
     def close(self) -> None:
-        """End after the round that is under way."""
+        """Stop after the current round."""
         self._closing = True
         self._woken.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        structlog.get_logger(__name__)
         while not self._closing:
             self._woken.clear()
             try:

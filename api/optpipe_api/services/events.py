@@ -1,13 +1,13 @@
-"""Waiting: one query serves all clients that wait, for however many jobs, batches, deployments.
+"""Waits and event streams: one query serves all clients that wait, for any number of things.
 
-A `Watch` asks the store in rounds while at least one client waits. A round asks, in one query, for
-the standings of two groups:
+Clients wait for jobs, batches and deployments. A `Watch` polls the store in rounds while at least
+one client waits. Each round reads, in one query, the standings of two groups:
 
-* immediately, the things that changed on this server, or that a client has just begun to wait for;
-* each second, all things that clients wait for: changes by other servers are not heard of here.
+* immediately, the things that changed on this server, or for which a client has begun to wait;
+* each second, all things that clients wait for, because other servers publish no changes here.
 
-A thousand clients that wait cost one query a second. Hundreds of clients that come at the same
-time, as the followers of a job do when it ends, cost one or two queries.
+A thousand waiting clients cost one query a second. Hundreds of clients that come at the same time,
+for example the followers of a job at its end, cost one or two queries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -55,8 +55,9 @@ __all__ = [
 ]
 
 
-_LOOK_AGAIN_S = 1.0
-_REST_S = 0.02
+_POLL_S = 1.0
+_PAUSE_S = 0.02
+"""Between two queries: changes come in bursts, and so do clients."""
 
 
 S = TypeVar("S")
@@ -68,7 +69,7 @@ class Standings(Protocol[S_co]):
     """A store that reads the standings of many things in one query."""
 
     def standings(self, ids: Sequence[str], /) -> Mapping[str, S_co]:
-        """Return the standings of things, by their ids; unknown ids are left out."""
+        """Return the standings of things by their ids, without unknown ids."""
         ...
 
 
@@ -78,7 +79,7 @@ class Watch(Generic[S]):
     Parameters
     ----------
     store
-        Knows the things, and is called in threads.
+        The store of the things; its method runs in threads.
     changes
         Publishes the id of each thing that changes on this server.
     """
@@ -90,98 +91,88 @@ class Watch(Generic[S]):
         self._due: set[str] = set()
         self._is_due = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
-        changes.listen(self._heard)
+        changes.listen(self._note_change)
 
     async def standing(self, thing_id: str) -> S | None:
-        """Return the standing of a thing now; None if there is no such thing.
+        """Return the current standing of a thing; None if the thing does not exist.
 
-        One query for all who ask at the same time.
-
-        Raises `StoreUnavailableError` if the store does not answer.
+        Calls at the same time share one query. Raises `StoreUnavailableError` if the store does
+        not answer.
         """
         return await self._wait(thing_id, _Waiter(lambda _: True, is_patient=False), None)
 
     async def until(
-        self, thing_id: str, is_enough: Callable[[S], bool], seconds: float | None = None
+        self, thing_id: str, is_enough: Callable[[S], bool], timeout_s: float | None = None
     ) -> None:
-        """Return when the standing of a thing is enough; also at the time limit, or at our stop.
+        """Wait until the standing of a thing is enough, the thing is deleted, or the server stops.
 
-        The wait ends with the deletion of the thing, too.
-
-        ``is_enough``: whether a standing ends the wait. ``seconds``: time limit; None = no limit.
+        ``is_enough``: whether a standing ends the wait. ``timeout_s``: None = no timeout.
         """
         if self._changes.is_closed:
             return
-        await self._wait(thing_id, _Waiter(is_enough, is_patient=True), seconds)
+        await self._wait(thing_id, _Waiter(is_enough, is_patient=True), timeout_s)
 
-    async def _wait(self, thing_id: str, waiter: _Waiter[S], seconds: float | None) -> S | None:
+    async def _wait(self, thing_id: str, waiter: _Waiter[S], timeout_s: float | None) -> S | None:
         self._waiting[thing_id].add(waiter)
-        self._heard(thing_id)
-        self._rounds = self._rounds or asyncio.create_task(self._go_round())
+        self._note_change(thing_id)
+        self._rounds = self._rounds or asyncio.create_task(self._poll())
         try:
-            await asyncio.wait({waiter.end}, timeout=seconds)
+            await asyncio.wait({waiter.end}, timeout=timeout_s)
             if waiter.error is not None:
                 raise waiter.error
             return waiter.seen
         finally:
             waiter.end.cancel()
-            self._leave(thing_id, waiter)
+            self._waiting[thing_id].discard(waiter)
+            if not self._waiting[thing_id]:
+                del self._waiting[thing_id]
+            if not self._waiting and self._rounds is not None:
+                self._rounds.cancel()
+                self._rounds = None
 
-    def _leave(self, thing_id: str, waiter: _Waiter[S]) -> None:
-        self._waiting[thing_id].discard(waiter)
-        if not self._waiting[thing_id]:
-            del self._waiting[thing_id]
-        if not self._waiting and self._rounds is not None:
-            self._rounds.cancel()
-            self._rounds = None
-
-    def _heard(self, thing_id: str | None) -> None:
-        """Look at a thing soon, where anybody waits for it; None: let everybody go."""
+    def _note_change(self, thing_id: str | None) -> None:
+        """Make a thing due if a client waits for it; None: the server stops, so end all waits."""
         if thing_id is None:
-            self._let_go(None)
+            _wake(waiter.end for waiter in self._waiters() if waiter.is_patient)
         elif thing_id in self._waiting:
             self._due.add(thing_id)
             self._is_due.set()
 
-    async def _go_round(self) -> None:
+    def _waiters(self) -> list[_Waiter[S]]:
+        return [waiter for waiters in self._waiting.values() for waiter in waiters]
+
+    async def _poll(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            look_at_all = loop.time() + _LOOK_AGAIN_S
+            poll_at = loop.time() + _POLL_S
             while True:
-                await self._pause(look_at_all - loop.time())
-                if loop.time() >= look_at_all:
-                    look_at_all = loop.time() + _LOOK_AGAIN_S
+                with suppress(TimeoutError):
+                    # Not `wait_for`: in Python 3.11 it can swallow a cancellation.
+                    async with asyncio.timeout(max(0.0, poll_at - loop.time())):
+                        await self._is_due.wait()
+                if loop.time() >= poll_at:
+                    poll_at = loop.time() + _POLL_S
                     self._due.update(self._waiting)
-                await self._look()
-                # Changes come in bursts, and so do those who wait.
-                await asyncio.sleep(_REST_S)
-        except Exception as error:  # noqa: BLE001 - raised by all who wait
+                await self._read_due()
+                await asyncio.sleep(_PAUSE_S)
+        except Exception as error:  # noqa: BLE001 - raised by every wait
             self._rounds = None
-            self._let_go(error)
+            _refuse(self._waiters(), error)
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait until there is something to look at, or the time is up."""
-        try:
-            # Not `wait_for`: in Python 3.11 it may keep a cancellation for itself.
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._is_due.wait()
-        except TimeoutError:
-            return
-
-    async def _look(self) -> None:
+    async def _read_due(self) -> None:
+        """Read the standings of the due things, and end the waits for which they are enough."""
         ids, self._due = self._due & self._waiting.keys(), set()
         self._is_due.clear()
-        # A client that comes after this query began is served by the next one.
+        # The next query serves a client that comes after this query has begun.
         waiters_of = {thing_id: tuple(self._waiting[thing_id]) for thing_id in sorted(ids)}
         if not waiters_of:
             return
         try:
             found = await run_in_threadpool(self._store.standings, list(waiters_of))
         except StoreUnavailableError as error:
-            # It may answer again soon.
-            _refuse(
-                [one for some in waiters_of.values() for one in some if not one.is_patient], error
-            )
+            # The patient ones wait for the next round.
+            due = [waiter for waiters in waiters_of.values() for waiter in waiters]
+            _refuse([waiter for waiter in due if not waiter.is_patient], error)
             return
         served = []
         for thing_id, waiters in waiters_of.items():
@@ -192,16 +183,9 @@ class Watch(Generic[S]):
                     served.append(waiter.end)
         _wake(served)
 
-    def _let_go(self, error: Exception | None) -> None:
-        waiters = [waiter for waiters in self._waiting.values() for waiter in waiters]
-        if error is None:
-            _wake([waiter.end for waiter in waiters if waiter.is_patient])
-        else:
-            _refuse(waiters, error)
-
 
 class _Waiter(Generic[S]):
-    """A client that waits until a standing is enough; an impatient one is answered anyway."""
+    """A client that waits until a standing is enough; an impatient one gets every answer."""
 
     def __init__(self, is_enough: Callable[[S], bool], *, is_patient: bool) -> None:
         self.is_enough = is_enough
@@ -217,22 +201,22 @@ def _refuse(waiters: list[_Waiter[S]], error: Exception) -> None:
     _wake(waiter.end for waiter in waiters)
 
 
-def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:
-    """Let all go on; who hung up meanwhile has cancelled his."""
-    for end in waiting:
+def _wake(ends: Iterable[asyncio.Future[None]]) -> None:
+    """End waits, except those that a disconnected client has cancelled."""
+    for end in ends:
         if not end.done():
             end.set_result(None)
 
 
-# --- What many ask for at the same time is read once.
+# --- Reads of many clients at the same time are one read.
 
 
 class SharedCalls:
-    """Calls functions in threads, once for all who ask under the same key; in the event loop.
+    """Calls functions in threads, once for all callers with the same key; in the event loop.
 
-    A client never shares a call that began before it asked, so every answer is read after the
-    question. Of any number that ask at the same time, one call serves the first and a second call
-    serves all others.
+    A caller never shares a call that began before its own, so its answer is not older than its
+    question. Of any number of callers at the same time, one call serves the first, and a second
+    call serves all others.
     """
 
     def __init__(self) -> None:
@@ -240,7 +224,7 @@ class SharedCalls:
         self._upcoming: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def call(self, key: Hashable, function: Callable[[], T]) -> T:
-        """Return what a function returns, or raise what it raises.
+        """Return the result of a function, or raise its error.
 
         ``key``: names the function and its arguments.
         """
@@ -248,9 +232,9 @@ class SharedCalls:
         if task is None:
             task = asyncio.create_task(self._call(key, function))
             self._upcoming[key] = task
-            # An error that nobody is left to hear is no fault of the event loop.
+            # An error without a remaining caller is no fault of the event loop.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # One that hangs up cancels its own wait, not the call that others share.
+        # A caller that disconnects cancels its own wait, and not the shared call.
         await asyncio.wait({task})
         return task.result()
 
@@ -266,15 +250,16 @@ class SharedCalls:
                 del self._running[key]
 
 
-# --- Following jobs: one reader of the store per followed job, when there is something to read.
+# --- Event streams: one reader of the store per followed job, which reads when there is a change.
 
 _CHUNK = 500
 
 
 class Followers:
-    """Gives the history of jobs as it is written, to any number of followers; in the event loop.
+    """Gives the history of jobs, as it is stored, to any number of followers; in the event loop.
 
-    Two hundred followers that each ask the database at each change would hold up everybody else.
+    Without shared readers, two hundred followers that query the database at each change would delay
+    all other clients.
     """
 
     def __init__(self, store: JobStore, changes: Changes, watch: Watch[Standing]) -> None:
@@ -284,21 +269,15 @@ class Followers:
         self._tails: dict[str, _Tail] = {}
 
     async def entries(self, job_id: str, after: int) -> AsyncGenerator[HistoryEntry, None]:
-        """Give every entry of a job above a number as it comes, to the last of a finished job."""
-        async with self._joined(job_id) as tail:
-            async for entry in tail.after(after):
-                yield entry
-
-    @asynccontextmanager
-    async def _joined(self, job_id: str) -> AsyncIterator[_Tail]:
-        """The history of a job, kept up to date while anybody follows it."""
+        """Yield every entry of a job above a number, each as it is stored, until the job's end."""
         tail = self._tails.get(job_id)
         if tail is None or tail.is_over:
             tail = _Tail(self._store, self._changes, self._watch, job_id)
             self._tails[job_id] = tail
         tail.num_followers += 1
         try:
-            yield tail
+            async for entry in tail.after(after):
+                yield entry
         finally:
             tail.num_followers -= 1
             if tail.num_followers == 0:
@@ -308,7 +287,7 @@ class Followers:
 
 
 class _Tail:
-    """A job's history as far as it is written, and a task that reads on."""
+    """A job's history so far, and the task that reads new entries."""
 
     def __init__(
         self, store: JobStore, changes: Changes, watch: Watch[Standing], job_id: str
@@ -321,76 +300,69 @@ class _Tail:
         self._entries: list[HistoryEntry] = []
         self._has_ended = False
         self._waiting: list[asyncio.Future[None]] = []
-        self._task = asyncio.create_task(self._read_on())
+        self._task = asyncio.create_task(self._follow())
 
     @property
     def is_over(self) -> bool:
-        """Whether it reads no more: a job that was resumed since needs another tail."""
+        """Whether it reads no more; a job that was resumed since then needs another tail."""
         return self._has_ended or self._task.done()
 
     async def after(self, number: int) -> AsyncIterator[HistoryEntry]:
-        """Give every entry above a number, until the last one of a finished job was given."""
+        """Yield every entry above a number, until the last entry of a finished job."""
         while True:
-            known = len(self._entries)
+            num_known = len(self._entries)
             start = bisect_right(self._entries, number, key=lambda entry: entry.number)
             for entry in self._entries[start:]:
                 number = entry.number
                 yield entry
-            if len(self._entries) > known:
+            if len(self._entries) > num_known:
                 continue
             if self.is_over:
                 if self._task.done():
                     self._task.result()
                 return
-            await self._news()
-
-    async def _news(self) -> None:
-        """Wait until there may be more."""
-        news = asyncio.get_running_loop().create_future()
-        self._waiting.append(news)
-        await news
+            more = asyncio.get_running_loop().create_future()
+            self._waiting.append(more)
+            await more
 
     async def stop(self) -> None:
         """Read no more."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _read_on(self) -> None:
+    async def _follow(self) -> None:
+        """Read new entries after each change of the job, until its end or the server's."""
         try:
             while not (self._has_ended or self._changes.is_closed):
-                await self._read_what_is_new()
+                await self._read_new()
                 if self._has_ended:
                     return
-                await self._watch.until(self._job_id, self._is_behind)
-                # Improvements come in bursts.
-                await asyncio.sleep(_REST_S)
+                await self._watch.until(self._job_id, lambda now: now.last_entry > self._last)
+                await asyncio.sleep(_PAUSE_S)
         finally:
             self._wake_all()
 
-    async def _read_what_is_new(self) -> None:
-        found = _CHUNK
-        while found == _CHUNK:
+    async def _read_new(self) -> None:
+        num_found = _CHUNK
+        while num_found == _CHUNK:
             try:
-                found = await self._read_some()
+                found = await run_in_threadpool(
+                    self._store.history, self._job_id, self._last, _CHUNK
+                )
             except StoreUnavailableError:
-                return  # it may answer again soon
+                return  # the next round retries
             except JobNotFoundError:
-                self._has_ended = True  # deleted, long after its end
+                self._has_ended = True  # the job was deleted after its end
                 return
+            num_found = len(found)
+            if found:
+                self._entries += found
+                self._wake_all()
         self._has_ended = bool(self._entries) and self._entries[-1].is_final
-
-    async def _read_some(self) -> int:
-        found = await run_in_threadpool(self._store.history, self._job_id, self._last, _CHUNK)
-        self._entries += found
-        if found:
-            self._wake_all()
-        return len(found)
-
-    def _is_behind(self, standing: Standing) -> bool:
-        return standing.last_entry > self._last
 
     @property
     def _last(self) -> int:
+        """The number of the newest known entry."""
         return self._entries[-1].number if self._entries else 0
 
     def _wake_all(self) -> None:
@@ -402,10 +374,10 @@ class _Tail:
 
 
 class Changes:
-    """Tells the watches of this server what has changed; made in its event loop.
+    """Publishes the changes of this server to its watches; created in its event loop.
 
-    Ids of jobs, batches and deployments never meet, so one publisher serves all. Changes by another
-    server are not heard of: a `Watch` asks for them each second.
+    One publisher serves jobs, batches and deployments, whose ids never coincide. Changes by another
+    server are not published here: a `Watch` polls for them each second.
     """
 
     def __init__(self) -> None:
@@ -414,11 +386,11 @@ class Changes:
         self.is_closed = False
 
     def publish(self, thing_id: str) -> None:
-        """Say that a job, batch or deployment has changed; from any thread."""
+        """Publish the change of a job, batch or deployment; from any thread."""
         self._call(self._notify, thing_id)
 
     def close(self) -> None:
-        """Let every waiter go, now and from now on; from any thread or signal handler."""
+        """End all waits, and each wait that begins later; from any thread or signal handler."""
         self._call(self._close)
 
     def listen(self, listener: Callable[[str | None], None]) -> None:
@@ -438,52 +410,52 @@ class Changes:
         self._notify(None)
 
 
-# --- Connections that stay open, followers of events and requests that wait, are limited in number.
+# --- The number of open connections is limited: event streams, and requests that wait.
 
 
 class Purpose(StrEnum):
-    """What somebody keeps his connection open for."""
+    """The reason why a connection stays open."""
 
     STREAM = "stream"
-    """He hears events as they come."""
+    """An event stream."""
     WAIT = "wait"
-    """He gets one answer, when there is news: ``?wait=``."""
+    """A request with ``?wait=``, which gets one answer."""
 
 
 class ConnectionLimit:
-    """How many connections stay open on one server, and how many of one key; for the event loop.
+    """The number of open connections of one server, and of each key; for the event loop.
 
-    ``most``, ``most_per_key``: of both purposes together. Where no keys are asked for, nobody has
-    one, and only the first counts.
+    ``max_total``, ``max_per_key``: of both purposes together. Without keys, only the first counts.
     """
 
-    def __init__(self, most: int, most_per_key: int) -> None:
-        self._most = most
-        self._most_per_key = most_per_key
+    def __init__(self, max_total: int, max_per_key: int) -> None:
+        self._max_total = max_total
+        self._max_per_key = max_per_key
         self._by_purpose: Counter[Purpose] = Counter()
         self._by_key: Counter[str] = Counter()
 
     def num_open(self, purpose: Purpose) -> int:
-        """Return how many are open for a purpose; from any thread."""
+        """Return the number of open connections of a purpose; from any thread."""
         return self._by_purpose[purpose]
 
     @contextmanager
-    def counted(self, who: Principal, purpose: Purpose) -> Iterator[None]:
-        """Count a connection as open until the block ends, however it ends.
+    def counted(self, caller: Principal, purpose: Purpose) -> Iterator[None]:
+        """Count a connection as open until the block ends.
 
-        Raises `TooManyFollowersOfKeyError` if his key has as many as it may;
+        Raises `TooManyFollowersOfKeyError` if the caller's key has the maximum number of them, and
         `TooManyFollowersError` if the server has.
         """
-        if who.name and self._by_key[who.name] >= self._most_per_key:
-            raise TooManyFollowersOfKeyError(who.name, self._most_per_key)
-        if self._by_purpose.total() >= self._most:
-            raise TooManyFollowersError(self._most)
+        key = caller.name
+        if key and self._by_key[key] >= self._max_per_key:
+            raise TooManyFollowersOfKeyError(key, self._max_per_key)
+        if self._by_purpose.total() >= self._max_total:
+            raise TooManyFollowersError(self._max_total)
         self._by_purpose[purpose] += 1
-        self._by_key[who.name] += 1
+        self._by_key[key] += 1
         try:
             yield
         finally:
             self._by_purpose[purpose] -= 1
-            self._by_key[who.name] -= 1
-            if not self._by_key[who.name]:
-                del self._by_key[who.name]
+            self._by_key[key] -= 1
+            if not self._by_key[key]:
+                del self._by_key[key]

@@ -1,11 +1,14 @@
-"""What the service does about jobs: take in, show, follow, cancel, resume; and never solve twice.
+"""Jobs as callers see them: submit, show, follow, cancel, resume; and the cache of answers.
 
-What was found before answers a new job, or starts it. A *hit* is a finished job of the same owner,
-problem (or model) and method whose answer the new job would find again: proven, or within the gap
-that is asked for, or found with at least the same budget from the same seed. A *near* one solved a
-problem of the same shape whose numbers differ little; its programs become the new job's first
-schedule, where they are legal. ``cache: refresh`` takes neither: then the answer depends on nothing
-but the request.
+The cache answers a new job, or gives it a start, from finished jobs of the same owner:
+
+* A *hit* has the same problem (or model) and method, and an answer that the new job would find
+  again. The answer is proven, or is within the requested gap, or was found from the same seed with
+  at least the same budget.
+* A *near* job has a problem of the same shape with similar numbers. If its programs are legal for
+  the new problem, they become the first schedule of the new job.
+
+A job with ``cache: refresh`` uses neither, so its answer depends on its request alone.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +28,10 @@ from optpipe.check import find_violations
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, RequestError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_problem, load_schedule
-from optpipe.requests import JobKind
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.access import Role
-from optpipe_api.engine.engine import SILENT, EngineObserver
+from optpipe_api.engine.engine import NO_OBSERVER, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
 from optpipe_api.jobs import (
     KINDS,
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from optpipe.answers import JobOptions
-    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
@@ -62,136 +64,122 @@ if TYPE_CHECKING:
     from optpipe_api.store import JobStore
 
 __all__ = [
-    "MOST_CELLS",
-    "MOST_TRIED",
+    "MAX_NEAR_CELLS",
+    "MAX_NEAR_JOBS",
     "TOLERANCE",
     "JobCache",
     "JobService",
-    "answers",
     "best_start",
     "check_priority",
     "is_near",
+    "is_reusable",
 ]
 
 
-MOST_CELLS = 20_000
-"""Cells of all near problems whose programs are tried, together: a second's work, 50 us each."""
-MOST_TRIED = 5
-"""Near problems whose programs are tried, the newest first."""
-_LOOKED_AT = 20
+MAX_NEAR_CELLS = 20_000
+"""Cells of all near problems of one look-up together: about a second, at 50 us each."""
+MAX_NEAR_JOBS = 5
+"""Near jobs of one look-up; the newest first."""
+_MAX_SAME = 20
 _AUTO = "auto"
 
 
 class JobCache:
-    """Finds what is known about a new job, where the service wants that; for threads."""
+    """Finds answers and starts of new jobs among finished jobs; for threads."""
 
     def __init__(self, settings: Settings, store: JobStore, pool: ParsePool) -> None:
-        self._is_wanted = settings.cache
+        self._is_enabled = settings.cache
         self._store = store
         self._pool = pool
 
-    def complete(self, new: NewJob, most_tried: int = MOST_TRIED) -> NewJob:
-        """Return the job with its answer, or with a start, or as it is.
+    def complete(self, new: NewJob, max_near: int = MAX_NEAR_JOBS) -> NewJob:
+        """Return the job with its answer, or with a start, or unchanged.
 
-        One that comes with a start keeps it, and takes an answer only if it is no worse.
+        A job that has a start keeps it, unless there is an answer that is no worse.
+
+        ``max_near``: the maximum number of near jobs to try; 0 if there is no time for that.
         """
-        is_found_anew = new.options.cache == "refresh" or new.kind is JobKind.COMPARE
-        if is_found_anew or not self._is_wanted:
+        has_schedule = DocumentKind.SCHEDULE in KINDS[new.kind].answers
+        if not (self._is_enabled and has_schedule) or new.options.cache == "refresh":
             return new
-        if new.start is not None:
-            return self._hit(new) or new
-        return self._hit(new) or self._near(new, most_tried) or new
+        answered = self._answer(new)
+        if answered is not None or new.start is not None:
+            return answered or new
+        return self._start(new, max_near) or new
 
-    def _hit(self, new: NewJob) -> NewJob | None:
-        """Return the job with the newest known answer; None where no answer is known."""
-        found = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_LOOKED_AT)
-        for job in found:
-            if answers(job, new.options) and new.is_content_with(job.objective_ms):
-                answered = self._answered(new, job)
-                if answered is not None:
-                    return answered
+    def _answer(self, new: NewJob) -> NewJob | None:
+        """Return the job with the newest answer of a hit; None without a hit."""
+        same = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_MAX_SAME)
+        for job in same:
+            if not (is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)):
+                continue
+            is_infeasible = job.state is JobState.INFEASIBLE
+            try:
+                documents = self._store.documents(job.id, *KINDS[job.kind].answers)
+                method = self._store.made_by(job.id)
+                # If the job was resumed meanwhile, the documents may be those of another answer.
+                is_unchanged = self._store.get(job.id) == job
+            except JobNotFoundError:
+                continue
+            if is_unchanged and (is_infeasible or DocumentKind.SCHEDULE in documents):
+                outcome = AttemptOutcome(
+                    event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
+                    documents=documents,
+                    objective_ms=job.objective_ms,
+                    bound_ms=job.bound_ms,
+                    error=job.error,
+                    method=method,
+                )
+                return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
         return None
 
-    def _answered(self, new: NewJob, job: JobRecord) -> NewJob | None:
-        """Return the new job with the answer of a finished one.
+    def _start(self, new: NewJob, max_near: int) -> NewJob | None:
+        """Return the job with the best start that near jobs give; None without one.
 
-        None where the finished job has no schedule to give, or was deleted or resumed since it was
-        looked up: its documents then belong to no answer, or to another one.
+        Only the optimiser of a problem takes a start: other methods have exactly one schedule.
         """
-        is_infeasible = job.state is JobState.INFEASIBLE
-        try:
-            texts = self._store.documents(job.id, *KINDS[job.kind].answers)
-            if DocumentKind.SCHEDULE not in texts and not is_infeasible:
-                return None
-            outcome = AttemptOutcome(
-                event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-                documents=texts,
-                objective_ms=job.objective_ms,
-                bound_ms=job.bound_ms,
-                error=job.error,
-                method=self._store.made_by(job.id),
-            )
-            if self._store.get(job.id) != job:
-                return None
-        except JobNotFoundError:
-            return None
-        return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
-
-    def _near(self, new: NewJob, most_tried: int) -> NewJob | None:
-        """Return the job with the best start that near problems give it.
-
-        Plans are cut anew, and other methods than the optimiser make one schedule and no other.
-        """
-        limit = min(most_tried, MOST_CELLS // max(1, new.num_cells))
+        limit = min(max_near, MAX_NEAR_CELLS // max(1, new.num_cells))
         problem = new.documents.get(DocumentKind.PROBLEM)
         if problem is None or new.options.method != _AUTO or limit == 0:
             return None
-        candidates = self._store.alike(new.shape_hash, owner=new.owner, limit=limit)
-        known = [(job, *texts) for job in candidates if (texts := self._texts(job)) is not None]
-        if not known:
+        kinds = (DocumentKind.PROBLEM, DocumentKind.SCHEDULE)
+        ids: list[str] = []
+        texts: list[str] = []
+        for job in self._store.alike(new.shape_hash, owner=new.owner, limit=limit):
+            with suppress(JobNotFoundError):
+                documents = self._store.documents(job.id, *kinds)
+                if len(documents) == len(kinds):
+                    ids.append(job.id)
+                    texts += [documents[kind] for kind in kinds]
+        if not ids:
             return None
-        others = [text for _, *texts in known for text in texts]
         try:
-            best = self._pool.run_from_thread(best_start, problem, *others)
+            best = self._pool.run_from_thread(best_start, problem, *texts)
         except OptPipeError as error:
-            # It would have been a help; the job does without.
+            # The job can be solved without a start.
             structlog.get_logger(__name__).warning(str(error), action="cache.near_failed")
             return None
         if best is None:
             return None
         index, start = best
-        return replace(new, cache=Cache.NEAR, source_id=known[index][0].id, start=start)
-
-    def _texts(self, job: JobRecord) -> tuple[str, str] | None:
-        """Return a job's problem and schedule; None where it has none, or was deleted since."""
-        try:
-            stored = self._store.schedule(job.id, with_problem=True)
-        except JobNotFoundError:
-            return None
-        if stored is None or stored.problem is None:
-            return None
-        return stored.problem, stored.document
+        return replace(new, cache=Cache.NEAR, source_id=ids[index], start=start)
 
 
-def answers(job: JobRecord, options: JobOptions) -> bool:
-    """Whether a finished job of the same problem and kind answers what is asked with options.
+def is_reusable(job: JobRecord, options: JobOptions) -> bool:
+    """Return whether a finished job answers an equal job with other options.
 
-    What is proven says nothing of schedules under noise.
+    A proof concerns schedules without noise only.
     """
-    had = job.options
-    if not had.has_same_task(options):
+    if not job.options.has_same_task(options):
         return False
-    if options.robust is not None and job.state is not JobState.INFEASIBLE:
-        return had.covers(options)
-    if job.is_proven or (job.gap is not None and job.gap <= options.gap):
-        return True
-    return had.covers(options)
+    is_noisy = options.robust is not None and job.state is not JobState.INFEASIBLE
+    is_close = job.gap is not None and job.gap <= options.gap
+    return (not is_noisy and (job.is_proven or is_close)) or job.options.covers(options)
 
 
-# --- Programs of near problems: which are legal here too, and which of them is the best.
-# Two problems are near when they have the same shape and no time and no size of one differs from
-# the other's by more than a quarter. What comes of it is never trusted: programs are checked and
-# simulated under the new problem, as if somebody had sent them.
+# --- Near problems: which of their programs are legal for a new problem, and which are the best.
+# Two problems of one shape are near if no time and no size differs by more than a quarter. Their
+# programs are checked and simulated under the new problem, like those of a client.
 
 TOLERANCE = 0.25
 """Largest relative difference of a time or a size, to the larger of the two."""
@@ -199,68 +187,62 @@ TOLERANCE = 0.25
 _SIZES = ("_ms", "_bytes", "_gb_per_s")
 
 
-def is_near(problem: Any, other: Any) -> bool:
-    """Whether two problems of one shape, JSON-like, differ by no more than `TOLERANCE`.
+def is_near(value: Any, other: Any, name: str = "") -> bool:
+    """Return whether two problems of one shape, as JSON values, differ by at most `TOLERANCE`.
 
-    Names do not matter; which device a link joins does.
+    Names of devices and stages may differ; the devices of a link may not.
+
+    ``name``: of the field that has these values.
     """
-    if isinstance(problem, dict) and isinstance(other, dict):
-        return problem.keys() == other.keys() and all(
-            _is_near_field(name, problem[name], other[name]) for name in problem
-        )
-    if isinstance(problem, list) and isinstance(other, list):
-        return len(problem) == len(other) and all(map(is_near, problem, other))
-    return True
-
-
-def _is_near_field(name: str, value: Any, other: Any) -> bool:
     if name.endswith(_SIZES):
         if value is None or other is None:
             return value is other
         return bool(abs(value - other) <= TOLERANCE * max(abs(value), abs(other)))
     if name in ("from", "to", "half_duplex"):
         return bool(value == other)
-    return is_near(value, other)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(
+            is_near(value[key], other[key], key) for key in value
+        )
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(is_near, value, other))
+    return True
 
 
 def best_start(text: str, *others: str) -> tuple[int, JobStart] | None:
-    """Return the shortest legal schedule that near problems' programs make, and whose it is.
+    """Return the shortest legal schedule of near problems' programs, and the index of its pair.
 
-    A bound holds for the same problem only.
+    The bound is kept only if the problem is the same. None if no programs are near and legal.
 
-    ``text``: the problem, as JSON text. ``others``: those that may be near, each followed by its
-    schedule; the index counts these pairs.
+    ``text``: the problem, as JSON text. ``others``: pairs of another problem and its schedule.
     """
     problem, fields = load_problem(text), json.loads(text)
-    found = [
-        (schedule.objective_ms, index, schedule)
-        for index, (other, known) in enumerate(zip(others[::2], others[1::2], strict=True))
-        if is_near(fields, json.loads(other))
-        and (schedule := _transferred(problem, load_schedule(known))) is not None
-    ]
-    if not found:
+    best: tuple[int, Schedule] | None = None
+    for index, (other, schedule_text) in enumerate(zip(others[::2], others[1::2], strict=True)):
+        if not is_near(fields, json.loads(other)):
+            continue
+        known = load_schedule(schedule_text)
+        if find_violations(problem, known.programs):
+            continue
+        is_same = known.problem_hash == problem.problem_hash
+        schedule = evaluate(
+            problem,
+            known.programs,
+            Provenance(method=known.provenance.method, seed=known.provenance.seed),
+            bound_ms=known.bound_ms if is_same else None,
+            stopped_by="cancelled",
+            run=simulate(problem, known.programs),
+        )
+        if best is None or schedule.objective_ms < best[1].objective_ms:
+            best = index, schedule
+    if best is None:
         return None
-    objective_ms, index, schedule = min(found, key=lambda item: item[:2])
+    index, schedule = best
     return index, JobStart(
-        schedule=schedule.model_dump_json(by_alias=True),
-        objective_ms=objective_ms,
+        documents={DocumentKind.SCHEDULE: schedule.model_dump_json(by_alias=True)},
+        objective_ms=schedule.objective_ms,
         bound_ms=schedule.bound_ms,
         method=schedule.provenance.method,
-    )
-
-
-def _transferred(problem: Problem, known: Schedule) -> Schedule | None:
-    """Return the schedule that known programs are here; None where they are illegal."""
-    is_same = known.problem_hash == problem.problem_hash
-    if find_violations(problem, known.programs):
-        return None
-    return evaluate(
-        problem,
-        known.programs,
-        Provenance(method=known.provenance.method, seed=known.provenance.seed),
-        bound_ms=known.bound_ms if is_same else None,
-        stopped_by="cancelled",
-        run=simulate(problem, known.programs),
     )
 
 
@@ -268,9 +250,9 @@ _PLACES_FRESH_S, _PLACES_NEW_S = 1.0, 0.1
 
 
 class JobService:
-    """Jobs as one caller sees them. Coroutines are for the event loop, all else for threads.
+    """Jobs as one caller sees them. Coroutines are for the event loop, other methods for threads.
 
-    A job of somebody else does not exist: `JobNotFoundError`, here and below.
+    Methods raise `JobNotFoundError` if the caller may not see the job.
     """
 
     def __init__(
@@ -281,9 +263,9 @@ class JobService:
         changes: Changes,
         *,
         cache: JobCache,
-        observer: EngineObserver = SILENT,
+        observer: EngineObserver = NO_OBSERVER,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._observer = observer
         self._settings = settings
         self._store = store
@@ -291,30 +273,24 @@ class JobService:
         self._changes = changes
         self._watch = Watch(store, changes)
         self._followers = Followers(store, changes, self._watch)
-        self._counting = threading.Lock()
+        self._places_lock = threading.Lock()
         self._places: dict[str, Waiting] = {}
-        self._counted_at = float("-inf")
+        self._places_at = float("-inf")
 
-    # Taking in
+    # Submitting
 
-    def submit(self, new: NewJob, who: Principal, key: str | None = None) -> JobRecord:
-        """Queue a job, or answer it at once; a repeated key returns the first job.
+    def submit(self, new: NewJob, caller: Principal, key: str | None = None) -> JobRecord:
+        """Queue a job, or store it with its known answer; a repeated key returns the first job.
 
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
-        `JobStore.add`; `RequestError` if the priority is beyond what this role may give.
+        `JobStore.add`; `RequestError` if the priority is not allowed for the caller's role.
         """
-        check_priority(new.priority, who)
-        return self.add(self.draft(replace(new, owner=who.name, idempotency_key=key)))
-
-    def draft(self, new: NewJob, most_near: int = MOST_TRIED) -> NewJob:
-        """Return a job with what is known about it already: its answer, or a start.
-
-        ``most_near``: how many near problems' programs are tried at most; 0 where time is short.
-        """
-        return self._cache.complete(new, most_near)
+        check_priority(new.priority, caller)
+        owned = replace(new, owner=caller.name, idempotency_key=key)
+        return self.add(self.cache.complete(owned))
 
     def add(self, new: NewJob) -> JobRecord:
-        """Keep a job, or return the one that its key made before; raises as `submit`."""
+        """Store a job, or return the job that its key stored before; raises as `submit`."""
         job, is_new = self._store.add(
             new,
             max_queued=self._settings.max_queued_jobs,
@@ -322,225 +298,221 @@ class JobService:
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         if is_new:
-            self.announce(job)
+            self.publish_new(job)
         return job
 
-    def announce(self, job: JobRecord) -> None:
-        """Tell engine, followers and observer of a job that was added."""
+    def publish_new(self, job: JobRecord) -> None:
+        """Publish a stored job to engine, followers and observer."""
         self._observer.accepted(job)
-        self.tell(job)
+        self.publish(job)
 
-    def tell(self, job: JobRecord) -> None:
-        """Tell engine and followers of a job that waits in the queue, or has ended."""
-        if not job.state.is_final:
+    def publish(self, job: JobRecord) -> None:
+        """Publish a change of a job to followers, and to the engine if the job is queued."""
+        if job.state is JobState.QUEUED:
             self._engine.wake()
-        self._publish(job)
+        for changed_id in job.changed_ids:
+            self._changes.publish(changed_id)
 
     # Showing
 
-    def find(self, job_id: str, who: Principal) -> JobRecord:
+    def find(self, job_id: str, caller: Principal) -> JobRecord:
         job = self._store.get(job_id)
-        if not who.sees(job.owner):
+        if not caller.sees(job.owner):
             raise JobNotFoundError(job_id)
         return job
 
-    def job(self, job_id: str, who: Principal) -> tuple[JobRecord, list[TracePoint]]:
-        """Return a job and how it came along."""
-        job = self.find(job_id, who)
+    def job(self, job_id: str, caller: Principal) -> tuple[JobRecord, list[TracePoint]]:
+        """Return a job and its improvements so far."""
+        job = self.find(job_id, caller)
         return job, self._store.trace(job_id)
 
     def page(
         self,
         limit: int,
         after: str | None,
-        who: Principal,
+        caller: Principal,
         *,
         state: JobState | None = None,
         tag: str | None = None,
         batch_id: str | None = None,
     ) -> list[JobRecord]:
-        """Return jobs, newest first, from the one ``after``; an admin sees everybody's.
+        """Return jobs older than the job ``after``, newest first; an admin sees all owners' jobs.
 
-        Raises `JobNotFoundError` if there is none of that id, or it is somebody else's.
+        Raises `JobNotFoundError` if the caller sees no job of that id.
         """
-        owner = None if who.role is Role.ADMIN else who.name
-        before = None if after is None else self.find(after, who).position
+        owner = None if caller.role is Role.ADMIN else caller.name
+        before = None if after is None else self.find(after, caller).position
         return self._store.page(limit, before, owner=owner, state=state, tag=tag, batch_id=batch_id)
 
-    def document(self, job_id: str, kind: DocumentKind, who: Principal) -> str:
+    def document(self, job_id: str, kind: DocumentKind, caller: Principal) -> str:
         """Return a document of a job as JSON text; a plan's problem is the best one so far.
 
-        Raises `NoModelError` if the job was given a problem instead of a model, and
+        Raises `NoModelError` if the job solves a problem instead of a model, and
         `ScheduleNotFoundError` if it has no such document (yet).
         """
-        (text,) = self.documents(job_id, who, kind)
+        (text,) = self.documents(job_id, caller, kind)
         return text
 
-    def documents(self, job_id: str, who: Principal, *kinds: DocumentKind) -> tuple[str, ...]:
+    def documents(self, job_id: str, caller: Principal, *kinds: DocumentKind) -> tuple[str, ...]:
         """Return documents of a job in this order, all of one moment; raises as `document`."""
-        job = self.find(job_id, who)
+        job = self.find(job_id, caller)
         texts = self._store.documents(job_id, *kinds)
         for kind in kinds:
             if kind not in texts:
-                raise _missing(job, kind)
+                raise _missing_document(job, kind)
         return tuple(texts[kind] for kind in kinds)
 
     def schedule(
-        self, job_id: str, who: Principal, *, with_problem: bool = False
+        self, job_id: str, caller: Principal, *, with_problem: bool = False
     ) -> StoredSchedule:
-        """Return a job's best schedule so far; ``with_problem``: and the problem that it solves.
+        """Return a job's best schedule so far; ``with_problem``: with the problem that it solves.
 
-        Raises `InfeasibleProblemError` if there is none, proven; `ScheduleNotFoundError` if there
-        is none, or none yet.
+        Raises `InfeasibleProblemError` if the job is proven infeasible, and
+        `ScheduleNotFoundError` if it has no schedule (yet).
         """
         stored = self._store.schedule(job_id, with_problem=with_problem)
-        if stored is not None and who.sees(stored.owner):
+        if stored is not None and caller.sees(stored.owner):
             return stored
-        job = self.find(job_id, who)
+        job = self.find(job_id, caller)
         if job.state is JobState.INFEASIBLE and job.error is not None:
             raise InfeasibleProblemError(job.error.message, job.error.needs)
-        raise _missing(job)
+        raise _missing_document(job, DocumentKind.SCHEDULE)
 
     def waiting(self, shown: Iterable[JobRecord]) -> Mapping[str, Waiting]:
-        """Return the places of the queued jobs among those that are shown.
+        """Return the places in the queue of those jobs that are queued.
 
-        Counted at most once a second for all who ask, or where one is new to it.
+        Places are computed at most once a second for all callers, or ten times for new jobs.
         """
         wanted = {job.id for job in shown if job.state is JobState.QUEUED}
-        with self._counting:
-            age_s = time.monotonic() - self._counted_at
+        with self._places_lock:
+            age_s = time.monotonic() - self._places_at
             is_known = wanted <= self._places.keys()
             if wanted and age_s > (_PLACES_FRESH_S if is_known else _PLACES_NEW_S):
                 slots = self._settings.solver_processes
-                self._places = self._store.queue(slots, self._settings.most_running)
-                self._counted_at = time.monotonic()
-            return {one: self._places[one] for one in wanted & self._places.keys()}
+                self._places = self._store.queue(slots, self._settings.max_running)
+                self._places_at = time.monotonic()
+            return {job_id: self._places[job_id] for job_id in wanted & self._places.keys()}
 
     # Changing
 
-    def delete(self, job_id: str, who: Principal) -> None:
-        """Forget an ended job with all that is kept of it; raises as `JobStore.delete`."""
-        self.find(job_id, who)
+    def delete(self, job_id: str, caller: Principal) -> None:
+        """Delete an ended job and all its documents; raises as `JobStore.delete`."""
+        self.find(job_id, caller)
         self._store.delete(job_id)
 
-    def cancel(self, job_id: str, who: Principal) -> JobRecord:
-        """Cancel a job: a queued one now, a running one very soon."""
-        self.find(job_id, who)
+    def cancel(self, job_id: str, caller: Principal) -> JobRecord:
+        """Cancel a queued job, or request the end of a running job."""
+        self.find(job_id, caller)
         job = self._store.request_cancel(job_id)
         self._engine.cancel(job_id)
-        self._publish(job)
+        self.publish(job)
         return job
 
-    def resume(self, job_id: str, seconds: float, who: Principal) -> JobRecord:
-        """Give a finished job more time, from where it stands.
+    def resume(self, job_id: str, seconds: float, caller: Principal) -> JobRecord:
+        """Queue a finished job again with more time; it continues from its best schedule.
 
         Raises `StateConflictError`, `InputError`, `QueueFullError`, `TooManyJobsError` as
         `JobStore.resume`.
         """
-        self.find(job_id, who)
+        self.find(job_id, caller)
         settings = self._settings
         job = self._store.resume(
             job_id,
             seconds,
             max_time_limit_s=settings.max_time_limit_s,
             max_queued=settings.max_queued_jobs,
-            max_of_owner=settings.max_jobs_per_key if who.name else None,
+            max_of_owner=settings.max_jobs_per_key if caller.name else None,
         )
-        self.tell(job)
+        self.publish(job)
         return job
 
     # Following
 
     async def wait(self, job: JobRecord, seconds: float) -> JobRecord:
-        """Return the job once it is finished, or as it is when the time is up.
+        """Return the job once it is finished, or as it is after the timeout.
 
-        A job that is deleted meanwhile is returned as it was given.
+        A job that is deleted meanwhile is returned unchanged.
         """
         if job.state.is_final or seconds <= 0:
             return job
-        await self._watch.until(job.id, lambda now: now.state.is_final, self._at_most(seconds))
+        timeout_s = min(seconds, self._settings.max_wait_s)
+        await self._watch.until(job.id, lambda now: now.state.is_final, timeout_s)
         try:
             return await run_in_threadpool(self._store.get, job.id)
         except JobNotFoundError:
             return job
 
     async def wait_schedule(
-        self, job_id: str, known_number: int, seconds: float, who: Principal
+        self, job_id: str, known_number: int, seconds: float, caller: Principal
     ) -> StoredSchedule | None:
-        """Return the best schedule once it is another than the known one.
+        """Return the best schedule once it differs from the known one.
 
-        None where it is still that one when the time is up or the job has ended.
+        None if it does not differ at the timeout, or at the end of the job.
 
         ``known_number``: number of the schedule that the caller has; 0 = none. Raises
         `InfeasibleProblemError`, `ScheduleNotFoundError` as `schedule`.
         """
-        job = await run_in_threadpool(self.find, job_id, who)
+        job = await run_in_threadpool(self.find, job_id, caller)
         if not (job.state.is_final or job.num_schedules != known_number):
             await self._watch.until(
                 job_id,
                 lambda now: now.state.is_final or now.num_schedules != known_number,
-                self._at_most(seconds),
+                min(seconds, self._settings.max_wait_s),
             )
-            job = await run_in_threadpool(self.find, job_id, who)
+            job = await run_in_threadpool(self.find, job_id, caller)
         if job.num_schedules == known_number and job.has_schedule:
             return None
-        return await run_in_threadpool(self.schedule, job_id, who)
+        return await run_in_threadpool(self.schedule, job_id, caller)
 
     async def events(
-        self, job_id: str, after: int, who: Principal
+        self, job_id: str, after: int, caller: Principal
     ) -> AsyncGenerator[HistoryEntry, None] | None:
-        """Return the entries of a job's history above a number, as they come.
+        """Return the entries of a job's history above a number, each as it is stored.
 
-        They end with the last entry of a finished job, or when the server stops. None where there
-        are none, now and later.
+        They end with the last entry of a finished job, or when the server stops. None if there
+        are none and can be none.
         """
         now = await self._watch.standing(job_id)
-        if now is None or not who.sees(now.owner):
+        if now is None or not caller.sees(now.owner):
             raise JobNotFoundError(job_id)
         if now.state.is_final and now.last_entry <= after:
             return None
         return self._followers.entries(job_id, after)
 
-    def _publish(self, job: JobRecord) -> None:
-        for changed_id in job.changed_ids:
-            self._changes.publish(changed_id)
 
-    def _at_most(self, seconds: float) -> float:
-        return min(seconds, self._settings.max_wait_s)
+def check_priority(priority: int, caller: Principal) -> None:
+    """Refuse a priority above `MAX_SHARED_PRIORITY`, unless the caller is an admin.
 
-
-def check_priority(priority: int, who: Principal) -> None:
-    """Refuse a priority that goes before other owners' jobs; that is for admins.
-
-    Raises `RequestError` if it is beyond what this role may give.
+    Raises `RequestError`.
     """
-    if priority > MAX_SHARED_PRIORITY and who.role is not Role.ADMIN:
+    if priority > MAX_SHARED_PRIORITY and caller.role is not Role.ADMIN:
         raise RequestError(
-            f"priority = {priority}: the key {who.name!r} has role {who.role.value}, and may "
+            f"priority = {priority}: the key {caller.name!r} has role {caller.role.value}, and may "
             f"give {MAX_SHARED_PRIORITY} at most; lower it, or let an admin submit the job"
         ).at("/priority")
 
 
+_TUNE = ("configuration", "/v1/tunes")
 _NOUNS = {
-    DocumentKind.COMPARISON: "comparison",
-    DocumentKind.TUNED: "configuration",
-    DocumentKind.CHECKPOINT: "configuration",
-    DocumentKind.QUESTION: "configuration",
+    DocumentKind.COMPARISON: ("comparison", "/v1/compare"),
+    DocumentKind.TUNED: _TUNE,
+    DocumentKind.CHECKPOINT: _TUNE,
+    DocumentKind.QUESTION: _TUNE,
 }
+"""What a document is a part of, and the path of the request that makes it."""
 
 
-def _missing(job: JobRecord, kind: DocumentKind = DocumentKind.SCHEDULE) -> InputError:
-    """Return the error that says why a job has no such document, or none yet."""
+def _missing_document(job: JobRecord, kind: DocumentKind) -> InputError:
+    """Return the error that explains why a job has no such document, or none yet."""
     if kind is DocumentKind.MODEL:
         return NoModelError(job.id)
-    noun = _NOUNS.get(kind, "schedule")
-    if not KINDS[job.kind].has(kind):
-        if job.kind is JobKind.COMPARE:
+    noun, path = _NOUNS.get(kind, ("schedule", "/v1/jobs"))
+    if kind not in KINDS[job.kind].documents:
+        if DocumentKind.COMPARISON in KINDS[job.kind].answers:
             return ScheduleNotFoundError(
                 f"job {job.id} compares methods and has no {noun} of its own; "
                 f"GET /v1/jobs/{job.id}/comparison has its rows"
             )
-        path = "/v1/compare" if kind is DocumentKind.COMPARISON else "/v1/tunes"
         return ScheduleNotFoundError(
             f"job {job.id} is a {job.kind.value} and has no {noun}; POST {path} makes one"
         )

@@ -1,8 +1,8 @@
-"""Request bodies are read beside the event loop: small ones in a thread, large ones in a process.
+"""Parsing of request bodies outside the event loop: in a thread, or in a process if they are large.
 
-Reading JSON and checking what it says holds the interpreter's lock for as long as it takes, in
-whatever thread it happens; ten megabytes of it would hold up every other request. So they are read
-by processes of their own, which are kept, and which end when a body asks for too much.
+To parse and check JSON holds the interpreter's lock, in any thread. Ten megabytes of JSON would
+delay every other request, so processes parse them. A process is kept for the next body, unless a
+body exceeded its limits.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["ParsePool"]
 
 
 _IN_THREAD_BYTES, _IN_THREAD_VALUES = 256 * 1024, 10_000
-_AT_ONCE, _WAITING = 2, 16
-_PATIENCE_S = 60.0
-_KEPT_BYTES = 400_000_000
+_MAX_RUNNING, _MAX_WAITING = 2, 16
+_TIMEOUT_S = 60.0
+_MAX_KEPT_BYTES = 400_000_000
 _STATM = Path("/proc/self/statm")
 
 T = TypeVar("T")
@@ -42,21 +42,20 @@ Ts = TypeVarTuple("Ts")
 
 
 class ParsePool:
-    """Calls functions on bodies, a few large ones at once.
+    """Calls functions on bodies; large bodies in processes.
 
-    A function that gets a process must be one of a module, and its arguments and its result are
-    pickled between two processes of ours. Of our errors it may raise those that are made of a
-    message alone; another one arrives as an `InputError` of its message.
+    A function for a process must belong to a module, because it is pickled together with its
+    arguments and its result. An `OptPipeError` whose constructor takes more than a message arrives
+    as an `InputError` with the same message.
 
-    ``cpu_s``, ``memory_bytes``: what one call in a process may take of processor time and address
-    space.
+    ``cpu_s``, ``memory_bytes``: the processor time and the address space of one call in a process.
     """
 
     def __init__(self, cpu_s: float = 5.0, memory_bytes: int = 2 * 1024**3) -> None:
         self._limits = (cpu_s, memory_bytes)
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "parse")
-        # Each holds the interpreter's lock for as long as it reads.
-        self._few = CapacityLimiter(_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_MAX_RUNNING, "parse")
+        # Few, because each holds the interpreter's lock while it parses.
+        self._limiter = CapacityLimiter(_MAX_RUNNING)
         self._workers: set[_ParseWorker] = set()
         self._idle: list[_ParseWorker] = []
         self._num_waiting = 0
@@ -64,27 +63,27 @@ class ParsePool:
         self._lock = threading.Lock()
 
     async def run(self, function: Callable[[*Ts], T], *args: *Ts, is_heavy: bool = False) -> T:
-        """Return what a function makes of its arguments.
+        """Return the result of a function, called in a thread or in a process.
 
-        ``is_heavy``: whether it makes much of little: it then gets a process as if they were large.
-        Raises `BodyTooHeavyError` if that takes too much time or memory; `TooManyBodiesError` if
-        too many large ones wait; what the function raises.
+        ``is_heavy``: use a process even if the arguments are small. Raises `BodyTooHeavyError` if
+        the call exceeds its time or memory, `TooManyBodiesError` if too many calls wait for a
+        process, and the errors of the function.
         """
         if not is_heavy and _is_light(args):
-            return await to_thread.run_sync(partial(function, *args), limiter=self._few)
-        return await asyncio.wrap_future(self._begin(function, args))
+            return await to_thread.run_sync(partial(function, *args), limiter=self._limiter)
+        return await asyncio.wrap_future(self._submit(function, args))
 
     def run_from_thread(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Return the same to a thread that waits for it."""
-        return function(*args) if _is_light(args) else self._begin(function, args).result()
+        """Return the result of a function, called in this thread or in a process; as `run`."""
+        return function(*args) if _is_light(args) else self._submit(function, args).result()
 
     @property
     def num_waiting(self) -> int:
-        """How many calls wait for a process."""
+        """The number of calls that wait for a process."""
         return self._num_waiting
 
     def close(self) -> None:
-        """End the processes, and with them whatever they are reading."""
+        """End the processes and their calls."""
         with self._lock:
             self._is_closed = True
             workers = list(self._workers)
@@ -94,24 +93,29 @@ class ParsePool:
         for worker in workers:
             worker.close()
 
-    def _begin(self, function: Callable[..., T], args: Sequence[Any]) -> Future[T]:
+    def _submit(self, function: Callable[..., T], args: Sequence[Any]) -> Future[T]:
         with self._lock:
-            if self._num_waiting >= _WAITING:
+            if self._num_waiting >= _MAX_WAITING:
                 raise TooManyBodiesError(self._num_waiting)
             self._num_waiting += 1
         call = self._threads.submit(self._call, function, args)
-        call.add_done_callback(self._leave)
+        call.add_done_callback(self._forget_cancelled)
         return call
 
-    def _leave(self, call: Future[Any]) -> None:
-        """Count a call no more that its caller gave up, and that has not begun."""
+    def _forget_cancelled(self, call: Future[Any]) -> None:
+        """Remove a call from the count whose caller cancelled it before it began."""
         if call.cancelled():
             with self._lock:
                 self._num_waiting -= 1
 
     def _call(self, function: Callable[..., T], args: Sequence[Any]) -> T:
-        """Call in a process that has nothing to do, or in a new one; keep it unless it is spent."""
-        worker = self._take()
+        """Call a function in an idle or new process; keep the process if it is small enough."""
+        with self._lock:
+            self._num_waiting -= 1
+            worker = self._idle.pop() if self._idle else _ParseWorker(*self._limits)
+            self._workers.add(worker)
+            if self._is_closed:
+                worker.kill()
         is_spent = True
         try:
             result, is_spent = worker.call(function, args)
@@ -129,20 +133,9 @@ class ParsePool:
                 self._idle.append(worker)
         return result
 
-    def _take(self) -> _ParseWorker:
-        with self._lock:
-            self._num_waiting -= 1
-            if self._idle:
-                return self._idle.pop()
-            worker = _ParseWorker(*self._limits)
-            self._workers.add(worker)
-            if self._is_closed:
-                worker.kill()
-        return worker
-
 
 def _is_light(args: Sequence[Any]) -> bool:
-    """Whether to read them takes some milliseconds; ten thousand faults in a body take 20."""
+    """Return whether parsing takes only milliseconds; ten thousand invalid values take 20."""
     texts = [arg.encode() if isinstance(arg, str) else arg for arg in args]
     bodies = [text for text in texts if isinstance(text, bytes)]
     num_values = sum(body.count(b",") for body in bodies)
@@ -150,61 +143,61 @@ def _is_light(args: Sequence[Any]) -> bool:
 
 
 class _ParseWorker:
-    """An executor of one process: a call that ends its process takes no other one with it."""
+    """An executor of one process, so that a call that kills its process ends no other call."""
 
     def __init__(self, cpu_s: float, memory_bytes: int) -> None:
         self._cpu_s = cpu_s
         context = multiprocessing.get_context("spawn")
-        # The process ends when this end is closed, or gone with the server.
-        theirs, self._life = context.Pipe(duplex=False)
-        self._theirs = theirs
+        # The process ends when this end of the pipe is closed, or is gone with the server.
+        self._their_end, self._our_end = context.Pipe(duplex=False)
         self._executor = ProcessPoolExecutor(
-            1, context, initializer=_begin_process, initargs=(memory_bytes, theirs)
+            1, context, initializer=_start_process, initargs=(memory_bytes, self._their_end)
         )
 
     def call(self, function: Callable[..., T], args: Sequence[Any]) -> tuple[T, bool]:
-        """Return the result, and whether the process has grown so much that it should end."""
-        # A limit of patience, too: the process's own counts only what it computes.
-        call = self._executor.submit(_call_within, self._cpu_s, function, args)
-        return call.result(_PATIENCE_S)
+        """Return the result, and whether the process has grown too large to be kept."""
+        # The process's own limit does not count time without computation.
+        call = self._executor.submit(_call_limited, self._cpu_s, function, args)
+        return call.result(_TIMEOUT_S)
 
     def kill(self) -> None:
-        """End the process; whoever waits for it hears of that."""
-        self._life.close()
+        """End the process; its call raises `BrokenExecutor`."""
+        self._our_end.close()
 
     def close(self) -> None:
-        """End the process, when nobody waits for it any more; it is gone when this returns."""
+        """End the process without a call, and wait until it is gone."""
         self.kill()
         self._executor.shutdown()
-        self._theirs.close()
+        self._their_end.close()
 
 
-# --- In the process.
+# --- Functions in the process.
 
 
-def _begin_process(memory_bytes: int, life: Connection) -> None:
-    """Limit this process; let it end when the other end of a connection is closed."""
-    # Ctrl-C in a terminal is the server's to handle, and what is printed is no answer to anybody.
+def _start_process(memory_bytes: int, their_end: Connection) -> None:
+    """Limit this process, and end it when the other end of a pipe is closed."""
+    # Ctrl-C in a terminal is for the server. Printed text must not reach the standard output.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
+
+    def wait_for_end() -> None:
+        their_end.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
-def _end_with(life: Connection) -> None:
-    life.poll(None)
-    os._exit(1)
+def _call_limited(cpu_s: float, function: Callable[..., T], args: Sequence[Any]) -> tuple[T, bool]:
+    """Return the result of a call, and whether this process is too large to be kept.
 
-
-def _call_within(cpu_s: float, function: Callable[..., T], args: Sequence[Any]) -> tuple[T, bool]:
-    """Return the result of a call, and whether this process holds too much memory to be kept.
-
-    One that takes too long is ended by the system, and the process with it.
+    The system ends the process if the call takes too much processor time.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit_cpu_time(math.ceil(used.ru_utime + used.ru_stime + cpu_s))
+    limit_s = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
     try:
         result = function(*args)
     except OptPipeError as error:
@@ -213,19 +206,15 @@ def _call_within(cpu_s: float, function: Callable[..., T], args: Sequence[Any]) 
         places = error.pointers if isinstance(error, InputError) else ()
         raise InputError(str(error)).at(*places) from None
     finally:
-        _limit_cpu_time(resource.RLIM_INFINITY)
-    # What was freed inside of the process would stay its own.
-    return result, _memory_bytes() > _KEPT_BYTES
-
-
-def _limit_cpu_time(seconds: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    # Memory that was freed inside the process may still belong to the process.
+    return result, _memory_bytes() > _MAX_KEPT_BYTES
 
 
 def _memory_bytes() -> int:
-    """Return how much memory the process has now; where no /proc says, how much it ever had.
+    """Return the current memory of this process; without /proc, its peak.
 
-    Linux begins the latter with what the parent had: every child of a large server would be large.
+    On Linux the peak starts with the parent's, so every child of a large server would seem large.
     """
     if _STATM.exists():
         return int(_STATM.read_text("ascii").split()[1]) * resource.getpagesize()

@@ -25,7 +25,7 @@ from optpipe.answers import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
 from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
-from optpipe_api.engine.tasks import _Reporter
+from optpipe_api.engine.tasks import ProgressReporter
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_solver import Progress
 from tests.api.bench import Bench
@@ -203,15 +203,15 @@ def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:
     engine = SlotEngine(bench.store, bench.settings, bench.changes.append, _no_process)
     job_id = bench.submit("")
     lease = bench.store.claim(engine._owner, 0.0).lease
-    engine._looked_at -= 3600
+    engine._checked_at -= 3600
     renewal = threading.Timer(0.2, bench.store.heartbeat, (lease, 60.0))
     renewal.start()
-    engine._expire()
+    engine._expire_leases()
     renewal.join()
     job = bench.store.get(job_id)
     assert (job.state, job.deaths) == (JobState.RUNNING, 0)
     bench.store.heartbeat(lease, 0.0)
-    engine._expire()
+    engine._expire_leases()
     assert bench.store.get(job_id).deaths == 1
 
 
@@ -283,7 +283,7 @@ def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> N
         job = bench.end(bench.submit(""))
         assert (job.state, job.error.code) == (JobState.FAILED, "solver.failed")
     assert bench.engine.is_alive
-    assert not bench.engine.is_able
+    assert not bench.engine.can_solve
 
 
 def assert_gone(pid: int) -> None:
@@ -318,7 +318,7 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
 
     for name in ("heartbeat", "record", "finish"):
         absent(name)
-    monkeypatch.setattr(engine, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(engine, "_RETRY_S", 0.01)
     job = bench.end(bench.submit("improve:3:0.1"))
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
     assert len(store.trace(job.id)) == 4
@@ -337,7 +337,7 @@ def test_a_process_is_gone_once_it_has_ended() -> None:
     assert not is_gone(mine)
     assert is_gone(_renamed(mine, started=int(mine.split("-")[2]) - 1))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        theirs = _renamed(mine, pid=child.pid, started=engine._started(child.pid))
+        theirs = _renamed(mine, pid=child.pid, started=start_of(child.pid))
         assert not is_gone(theirs)
         assert child.stdin is not None
         child.stdin.write(b"\n")
@@ -353,7 +353,7 @@ def test_a_process_that_is_there_but_not_ours_to_look_at_is_not_gone(monkeypatch
 
     mine = _renamed(new_owner(), started=1)
     monkeypatch.setattr(os, "kill", refuse)
-    monkeypatch.setattr(engine, "_started", lambda pid: None)
+    monkeypatch.setattr(engine, "_process_stat", lambda pid: None)
     assert not is_gone(mine)
 
 
@@ -368,6 +368,12 @@ def test_where_the_system_says_nothing_nobody_is_gone(monkeypatch, tmp_path) -> 
     monkeypatch.setattr(engine, "_PROC", tmp_path)
     assert not is_gone(new_owner())
     assert not is_gone(_renamed(new_owner(), pid=2**22))
+
+
+def start_of(pid: int) -> int:
+    stat = engine._process_stat(pid)
+    assert stat is not None
+    return stat[1]
 
 
 def _renamed(name: str, *, pid: int | None = None, started: int | None = None) -> str:
@@ -411,8 +417,8 @@ def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None
     """Less memory at the same length is news of the schedule, a carried start's own is none."""
     given = problem([stage(0, layers={"transformer": 1})], m=2)
     heard = Heard()
-    reporter = _Reporter(cast("Any", heard), 0, given)
-    reporter.carry(given, FULL, "tighter problem")
+    reporter = ProgressReporter(cast("Any", heard), 0, given)
+    reporter.report_start(given, FULL, "tighter problem")
     for number, found in enumerate((FULL, LEAN)):
         reporter(Progress(float(number), "made", 6.0, None, found))
     assert heard.schedules == [FULL, LEAN]

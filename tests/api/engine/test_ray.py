@@ -162,12 +162,12 @@ def test_a_dead_actor_is_a_death_of_the_attempt_and_loses_nothing(bench: Bench, 
 
 
 def test_a_dead_solver_process_is_told_of_as_on_one_machine(process: SolverProcess) -> None:
-    assert (process.place, process.is_alive) == (MachineState.GIVEN, True)
+    assert (process.machine, process.is_alive) == (MachineState.GIVEN, True)
     tell(process, "dies:9:/dev/null")
     assert heard(process).kind == "progress"
     until(lambda: has_ended(process))
     assert not process.is_alive
-    assert process.how_it_died() == "its solver process was ended by SIGKILL"
+    assert process.describe_exit() == "its solver process was ended by SIGKILL"
 
 
 def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) -> None:
@@ -182,7 +182,7 @@ def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) ->
             raise AssertionError
 
     with closing(Bench(tmp_path, Noted())) as bench:
-        until(lambda: started and started[0].place is MachineState.GIVEN)
+        until(lambda: started and started[0].machine is MachineState.GIVEN)
         actor: Any = vars(started[0])["_actor"]
         ray.kill(actor)
         until(lambda: len(started) == 2)

@@ -16,7 +16,7 @@ from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooLargeError
 from optpipe_api.services import submission
 from optpipe_api.services.batches import _max_tried
-from optpipe_api.services.jobs import MOST_CELLS, MOST_TRIED
+from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS
 from optpipe_api.services.submission import read_batch
 from tests.api import fake_solver, start_solver
 from tests.api.live import (
@@ -167,7 +167,7 @@ def test_hostile_sweeps_are_refused_in_no_time(http) -> None:
 
 def test_problems_that_are_too_large_together_are_refused(monkeypatch) -> None:
     """A small body may make large problems: their bytes are counted."""
-    monkeypatch.setattr(submission, "MOST_BYTES", 2000)
+    monkeypatch.setattr(submission, "MAX_BATCH_BYTES", 2000)
     with pytest.raises(BodyTooLargeError, match="the first 2 of 3 problems take more than 2000"):
         read_batch(json.dumps(body()).encode(), Settings(), ["auto"])
 
@@ -369,9 +369,9 @@ def test_batches_of_others_do_not_exist(tmp_path) -> None:
 
 def test_all_items_together_try_so_many_near_problems() -> None:
     """However many items there are, and however large: the request waits for it."""
-    assert _max_tried([10] * 3) == MOST_TRIED
-    for cells in ([10] * 500, [10_000] * 3, [1000] * 10, [1], [MOST_CELLS + 1]):
+    assert _max_tried([10] * 3) == MAX_NEAR_JOBS
+    for cells in ([10] * 500, [10_000] * 3, [1000] * 10, [1], [MAX_NEAR_CELLS + 1]):
         tried = _max_tried(cells)
-        assert 0 <= tried <= MOST_TRIED
+        assert 0 <= tried <= MAX_NEAR_JOBS
         assert tried * len(cells) <= 100
-        assert tried * sum(cells) <= MOST_CELLS
+        assert tried * sum(cells) <= MAX_NEAR_CELLS

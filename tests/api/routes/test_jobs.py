@@ -529,7 +529,7 @@ def test_a_known_answer_that_is_deleted_meanwhile_is_solved_anew(caching, of: st
 def test_a_near_job_that_is_deleted_meanwhile_is_no_start(caching) -> None:
     http, deletions = caching
     known = submit(http).json()
-    deletions.before("schedule", known["id"])
+    deletions.before("documents", known["id"])
     stages = [{**stage, "forward_ms": 10.5} for stage in two_stages()["stages"]]
     answer = submit(http, stages=stages)
     assert deletions.deleted == [known["id"]]

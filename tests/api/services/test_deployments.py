@@ -15,8 +15,8 @@ from optpipe.simulate import simulate
 from optpipe_api.deployments import DeploymentRecord, NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, Claim, JobEvent, TracePoint
-from optpipe_api.services.deployments import PUBLISH_EVERY_S, Steps
-from optpipe_api.services.submission import condensed, measured_problem, solved_job
+from optpipe_api.services.deployments import PUBLISH_EVERY_S, Steps, measured_problem
+from optpipe_api.services.submission import condense_report, solved_job
 from optpipe_api.store import Stores, open_stores
 from tests.api.live import Clock
 from tests.api.serial import serial
@@ -90,7 +90,7 @@ class Bench:
         self.claim = None
 
     def report(self, known: DeploymentRecord, *, second_forward_ms: float) -> None:
-        document = condensed(report_of({(1, "F"): second_forward_ms}))
+        document = condense_report(report_of({(1, "F"): second_forward_ms}))
         report = Report(version=1, document=document)
         self.stores.deployments.report(known.id, report, measured_problem)
 

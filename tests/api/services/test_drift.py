@@ -14,8 +14,16 @@ from optpipe.measurements import DeviceFacts, MeasuredAction, Measurements, Samp
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.deployments import DeploymentRecord, Documents
-from optpipe_api.services.deployments import bound_ms, judged, largest_change, under
-from optpipe_api.services.submission import check_stages, condensed, measured_problem, times_of
+from optpipe_api.services.deployments import (
+    bound_ms,
+    check_stages,
+    judged,
+    largest_change,
+    measured_problem,
+    times_of,
+    under,
+)
+from optpipe_api.services.submission import condense_report
 from tests.api.live import two_stages
 from tests.api.serial import serial
 from tests.strategies import few, problems
@@ -52,7 +60,7 @@ def all_times(problem: Problem, factor: float = 1.0) -> Measurements:
 
 
 def as_measured(problem: Problem, *reports: Measurements) -> Problem:
-    documents = [condensed(report) for report in reports]
+    documents = [condense_report(report) for report in reports]
     return load_problem(measured_problem(text_of(problem), documents))
 
 
@@ -131,16 +139,16 @@ def test_rates_stay_where_copies_wait_for_each_other() -> None:
 
 def test_what_is_kept_of_a_report_does_not_grow_with_its_samples() -> None:
     samples = tuple(Sample(stage=0, action="F", time_ms=ms % 7) for ms in range(5000))
-    kept = condensed(Measurements(source="a test", samples=samples))
+    kept = condense_report(Measurements(source="a test", samples=samples))
     assert len(json.loads(kept)["samples"]) == 1
     assert len(kept) < 300
 
 
 def test_a_report_of_other_stages_is_refused() -> None:
-    registered, second = text_of(uneven()), condensed(measured({(1, "F"): 1.0}))
+    registered, second = text_of(uneven()), condense_report(measured({(1, "F"): 1.0}))
     check_stages(registered, second)
     with pytest.raises(RequestError, match="name stage 2, but the deployment has 2"):
-        check_stages(registered, condensed(measured({(2, "F"): 1.0})))
+        check_stages(registered, condense_report(measured({(2, "F"): 1.0})))
 
 
 # When it matters

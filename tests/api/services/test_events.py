@@ -34,7 +34,7 @@ ROUND_S = 0.25
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch) -> None:
     """What each second brings comes four times as often."""
-    monkeypatch.setattr(events, "_LOOK_AGAIN_S", ROUND_S)
+    monkeypatch.setattr(events, "_POLL_S", ROUND_S)
 
 
 class Book:
@@ -105,7 +105,7 @@ async def test_a_thousand_who_wait_cost_one_query_a_round(stage: Scene, num_each
 async def test_a_change_here_is_seen_at_once_and_asks_about_that_job_alone(
     stage: Scene, monkeypatch
 ) -> None:
-    monkeypatch.setattr(events, "_LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr(events, "_POLL_S", 3600.0)
     waiting = [stage.waiter(job_id) for job_id in stage.ids]
     await until(lambda: len(stage.book.queries) > 0)
     await asyncio.sleep(0.1)
@@ -214,7 +214,7 @@ async def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(
             await waiting
         await asyncio.sleep(0.05)
     names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
-    assert "Watch._go_round" not in names
+    assert "Watch._poll" not in names
 
 
 async def test_a_store_that_is_gone_for_a_moment_is_asked_again(stage: Scene) -> None:
@@ -415,7 +415,7 @@ async def test_a_hundred_who_wait_for_a_version_cost_one_query_a_round(reads) ->
 
 
 async def test_the_end_of_a_batch_is_seen_at_once_on_this_server(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(events, "_LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr(events, "_POLL_S", 3600.0)
     with connected(make_settings(tmp_path)) as http:
         body = {"problem": two_stages("improve:1:0.3: "), "axes": {"memory_scale": [1, 0.5]}}
         answer = http.post("/v1/batches", json=body, params={"wait": 60})

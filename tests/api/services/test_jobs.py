@@ -27,7 +27,14 @@ from optpipe_api.jobs import (
     TracePoint,
 )
 from optpipe_api.services.events import Changes
-from optpipe_api.services.jobs import MOST_CELLS, TOLERANCE, JobCache, JobService, answers, is_near
+from optpipe_api.services.jobs import (
+    MAX_NEAR_CELLS,
+    TOLERANCE,
+    JobCache,
+    JobService,
+    is_near,
+    is_reusable,
+)
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
@@ -381,7 +388,7 @@ def test_an_answer_counts_where_it_would_be_found_again(
 ) -> None:
     """The job has an objective of 100 ms, and a bound of 50 ms where nothing else is said."""
     job = answer_of(100.0, had.pop("bound_ms", 50.0), **had)
-    assert answers(job, replace(ASKED, **wanted)) is is_answer
+    assert is_reusable(job, replace(ASKED, **wanted)) is is_answer
 
 
 def test_a_hit_is_the_other_jobs_answer_under_another_name(shelf) -> None:
@@ -509,7 +516,7 @@ def test_a_start_is_checked_and_simulated_under_the_new_problem(shelf) -> None:
     shelf.solved(two())
     problem = two(forward_ms=11)
     start = shelf.ask(problem).start
-    schedule = load_schedule(start.schedule)
+    schedule = load_schedule(start.documents["schedule"])
     check_schedule(problem, schedule)
     again = evaluate(problem, schedule.programs, Provenance(method="again"))
     assert start.objective_ms == schedule.objective_ms == again.objective_ms
@@ -537,11 +544,11 @@ def test_large_problems_are_tried_less_and_the_largest_not_at_all(shelf) -> None
     best = shelf.solved(two(forward_ms=10), 4)
     last = shelf.solved(two(forward_ms=10.5), 1)
     new = shelf.new(two(forward_ms=11))
-    for cells, source in ((8, best), (MOST_CELLS // 2, best), (MOST_CELLS, last)):
+    for cells, source in ((8, best), (MAX_NEAR_CELLS // 2, best), (MAX_NEAR_CELLS, last)):
         assert shelf.cache.complete(replace(new, num_cells=cells)).source_id == source.id
-    largest = replace(new, num_cells=MOST_CELLS + 1)
+    largest = replace(new, num_cells=MAX_NEAR_CELLS + 1)
     assert shelf.cache.complete(largest).cache is Cache.MISS
-    assert shelf.cache.complete(new, most_tried=0).cache is Cache.MISS
+    assert shelf.cache.complete(new, max_near=0).cache is Cache.MISS
 
 
 def test_other_methods_get_no_start(shelf) -> None:

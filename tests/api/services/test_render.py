@@ -122,7 +122,7 @@ def test_a_process_makes_the_same_as_this_one(shown, monkeypatch) -> None:
         assert drawn(shown) == render.chart_schedules([shown], "light")
         with pytest.raises(NotComparableError, match="no published method"):
             drawn(Shown(problem=shown.problem, method="magic"))
-        monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
+        monkeypatch.setattr("optpipe_api.services.parse_pool._MAX_WAITING", 0)
         with pytest.raises(TooManyFormsError):
             drawn(shown)
 

@@ -136,7 +136,7 @@ def test_a_tune_has_a_question_and_what_it_found_goes_on_with_it(store) -> None:
 
 
 def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
-    start = JobStart(schedule="S", objective_ms=7.0, method="zb")
+    start = JobStart(documents={"schedule": "S"}, objective_ms=7.0, method="zb")
     near = {"start": start, "cache": Cache.NEAR, "source_id": "1" * 32}
     job = add(store, changes=near)
     assert (job.state, job.cache, job.objective_ms) == (JobState.QUEUED, Cache.NEAR, 7.0)
