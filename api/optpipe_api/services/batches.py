@@ -377,7 +377,6 @@ def _make_item(
             objective_ms=start.objective_ms,
             method=origin.method,
         ),
-        is_start_promised=True,
     )
     plan = ItemPlan(
         values={_AXIS: question.name, "num_microbatches": problem.num_microbatches},
