@@ -377,6 +377,7 @@ def _make_item(
             objective_ms=start.objective_ms,
             method=origin.method,
         ),
+        is_start_required=True,
     )
     plan = ItemPlan(
         values={_AXIS: question.name, "num_microbatches": problem.num_microbatches},
