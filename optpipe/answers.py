@@ -546,7 +546,7 @@ class TunedMemory(Answer):
 class TunedRow(Answer):
     """A configuration with its best schedule: degrees, layers of each stage, time and memory.
 
-    * ``id``: unique in its tune.
+    * ``id``: unique in its tune; ``label``: the settings in one line, ``TP 4 PP 8 DP 2 MBS 1``.
     * ``step_ms``: duration of the whole step; ``makespan_ms``: duration of its pipeline part.
     * ``peak_bytes``: per pipeline rank, reserved memory included; ``memory``: the same by use.
     * ``method``: the method that found the schedule.
@@ -557,6 +557,7 @@ class TunedRow(Answer):
     """
 
     id: str
+    label: str = ""
     tp: int
     cp: int
     dp: int
@@ -575,6 +576,9 @@ class TunedRow(Answer):
     makespan_ms: float
     tokens_per_s_per_gpu: float
     mfu: float
+    tflops_per_gpu: float = Field(
+        default=0.0, description="The model's TFLOP/s on each GPU, as in logs of Megatron."
+    )
     cost_per_million_tokens: float | None = Field(
         default=None, description="In the currency of the request's price; null without a price."
     )
@@ -613,6 +617,8 @@ class Tuned(Answer):
     * ``gain``: share of the step time that the fastest row saves compared with ``current``. Null if
       ``current`` does not fit in this model, or if nothing faster was found yet.
     * ``verdict``: the gain in words, or why there is none.
+    * ``changes``: what turns ``current`` into the fastest row, such as ``TP 8 → 4``; empty without
+      ``current``.
     * ``error``: null if no such estimate was compared with published runs.
     * ``memory_bytes``: of a device; configurations use at most ``usable_bytes`` of it. With several
       kinds of devices, of the smallest.
@@ -624,6 +630,7 @@ class Tuned(Answer):
     """
 
     verdict: str = ""
+    changes: tuple[str, ...] = ()
     certificate: str
     bound_ms: float | None
     gap: float | None

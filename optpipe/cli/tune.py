@@ -50,7 +50,7 @@ __all__ = ["tune"]
 
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
-_MIN_WIDTH = 120
+_MIN_WIDTH = 130
 _YAML = {".yaml", ".yml"}
 _LISTS = ("recompute", "layers")
 _DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
@@ -207,6 +207,8 @@ def _show(
 ) -> None:
     console.width = max(console.width, _MIN_WIDTH)
     console.print(_headline(result, current), markup=False)
+    if result.changes:
+        console.print(f"Change {', '.join(result.changes)}.", markup=False)
     for sentence in result.notes:
         console.print(f"{sentence[0].upper()}{sentence[1:]}.", markup=False)
     console.print()
@@ -248,9 +250,8 @@ def _rows(result: TuneResult) -> Table:
     """Return a table of the current configuration, the best one, and the next ones."""
     price = result.question.price_per_gpu_hour
     costs = [] if price is None else ["cost/M tokens"]
-    table = text_table(
-        "step ms", "gain", "tokens/s/GPU", *costs, "bf16 MFU", "GiB", texts=("configuration",)
-    )
+    numbers = ("step ms", "gain", "tokens/s/GPU", *costs, "TFLOP/s/GPU", "bf16 MFU", "GiB")
+    table = text_table(*numbers, texts=("configuration",))
     table.add_column("schedule")
     shown = list(result.rows[:_SHOWN_ROWS])
     if result.current is not None:
@@ -265,7 +266,8 @@ def _rows(result: TuneResult) -> Table:
         cost = [] if price is None else [f"{row.cost_per_million_tokens(price):.4g}"]
         table.add_row(
             label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}", *cost,
-            f"{row.mfu:.1%}", f"{max(row.peak_bytes) / _GIB:.1f}", escape(row.method), style=style,
+            f"{row.tflops_per_gpu:,.0f}", f"{row.mfu:.1%}",
+            f"{max(row.peak_bytes) / _GIB:.1f}", escape(row.method), style=style,
         )  # fmt: skip
     return table
 

@@ -9,7 +9,7 @@ from optpipe.presets.catalogue import MODELS, find_model, shape_from_config
 from optpipe.presets.configuration import Configuration, train_command
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.machine import Machine
-from optpipe.presets.megatron import megatron_arguments, megatron_yaml
+from optpipe.presets.megatron import megatron_arguments, megatron_script, megatron_yaml
 from optpipe.presets.megatron_reader import find_model_of, read_megatron
 from optpipe.presets.parameters import total_parameters
 from optpipe.presets.shape import Experts, LatentAttention, LayerForm, ModelShape, Training
@@ -37,6 +37,7 @@ __all__ = [
     "find_model",
     "find_model_of",
     "megatron_arguments",
+    "megatron_script",
     "megatron_yaml",
     "read_megatron",
     "read_torchtitan",

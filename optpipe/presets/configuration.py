@@ -136,8 +136,9 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     start = f"{_connections(configuration)}{start}"
     if name.endswith((".yaml", ".yml")):
         return f"{start} pretrain_recipe.py --config-file {shlex.quote(name)}"
-    variable, _, command = start.rpartition("torchrun")
-    return f"{variable}xargs -a {shlex.quote(name)} torchrun{command} pretrain_gpt.py $DATA_ARGS"
+    file = shlex.quote(name if "/" in name else f"./{name}")
+    arguments = '${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"'
+    return f"source {file} && {start} pretrain_gpt.py {arguments}"
 
 
 def _torchrun(configuration: Configuration) -> str:

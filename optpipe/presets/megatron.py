@@ -10,6 +10,7 @@ NVIDIA/Megatron-LM (commit 000c4ac): Megatron-LM's parser is in no package, so n
 from __future__ import annotations
 
 import math
+import shlex
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.shape import ModelShape, Optimizer, Training
 
-__all__ = ["ATTENTION_BACKENDS", "OFFLOADED", "SHARDING", "megatron_arguments", "megatron_yaml"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "OFFLOADED",
+    "SHARDING",
+    "megatron_arguments",
+    "megatron_script",
+    "megatron_yaml",
+]
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
@@ -75,7 +83,7 @@ def check_arguments_have(shape: ModelShape) -> None:
 
 
 def megatron_arguments(configuration: Configuration) -> list[str]:
-    """Return Megatron-LM's command-line arguments, unquoted: ``shlex.join`` makes a line of them.
+    """Return Megatron-LM's command-line arguments, unquoted.
 
     Model sizes are among them, so that they parse; data, tokenizer, optimizer and checkpoints, and
     what of a model changes no time (rotary base, the router's scores and losses), are yours.
@@ -106,6 +114,17 @@ def megatron_arguments(configuration: Configuration) -> list[str]:
         arguments += ["--group-query-attention", "--num-query-groups", str(shape.num_kv_heads)]
     longest = max(shape.positions, configuration.training.sequence)
     return [*arguments, "--max-position-embeddings", str(longest)]
+
+
+def megatron_script(configuration: Configuration) -> str:
+    """Return `megatron_arguments` as a bash array ``OPTPIPE_ARGS`` that a script sources.
+
+    Each option has a line of its own. Raises as `megatron_arguments`.
+    """
+    text = "# Written by optpipe tune for pretrain_gpt.py of Megatron-LM.\nOPTPIPE_ARGS=("
+    for word in megatron_arguments(configuration):
+        text += ("\n    " if word.startswith("--") else " ") + shlex.quote(word)
+    return f"{text}\n)\n"
 
 
 def megatron_yaml(configuration: Configuration) -> str:

@@ -167,8 +167,10 @@ def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url:
     assert page.inner_text("#beside option:checked") == "What you run today"
     titles = "() => Bokeh.documents.flatMap((d) => [0, 1].map((n) => "
     titles += "d.get_model_by_name(`gantt-${n}-title`)?.text)).join()"
-    assert "tp 2 pp 4 dp 1 mb 1:" in page.evaluate(titles)
+    assert "TP 2 PP 4 DP 1 MBS 1:" in page.evaluate(titles)
     assert f"{100 * best['mfu']:.1f} %" in page.inner_text("#job dl")
+    said = ", ".join(found["changes"])
+    assert page.locator("#changes").all_inner_texts() == ([f"Change {said}."] if said else [])
     assert page.locator(".ranks").count() == 2
     assert page.locator(".ranks >> nth=0 >> .rank").count() == best["pp"]
     assert page.locator(".pareto .dot").count() == 2

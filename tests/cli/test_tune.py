@@ -23,7 +23,8 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     first = " ".join(done.out.split())
     assert re.match(r"\d+\.\d % less time per step than what you run[.,:]", first), done.out
     assert "published runs" in first
-    assert "today: tp 2 pp 4 dp 1 mb 1 recompute full" in done.out
+    assert re.search(r"Change .*- recompute full, schedule 1f1b → ", first), done.out
+    assert "today: TP 2 PP 4 DP 1 MBS 1 recompute full" in done.out
     assert "less memory costs time" in done.out
     assert re.search(r"of \d+ configurations \d+ do not fit, .* is more than \d\.\d% faster", first)
     read = load_problem(problem.read_text())
@@ -31,8 +32,8 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     *_, where, command = done.out.strip().splitlines()
     assert where == "To train by it, on every host (--paste arguments.sh writes what it takes):"
     assert command == (
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 xargs -a arguments.sh torchrun --nproc-per-node 8 "
-        "pretrain_gpt.py $DATA_ARGS"
+        "source ./arguments.sh && CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 "
+        'pretrain_gpt.py ${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"'
     )
 
 
@@ -44,9 +45,11 @@ def test_json_has_every_row_with_its_layers(optpipe) -> None:
     assert found["gain"] == pytest.approx(1 - best["step_ms"] / today["step_ms"])
     assert sum(best["layers"]) == 34
     assert (best["tp"], best["pp"]) == (2, 4)
+    assert "- recompute full" in found["changes"]
+    assert best["tflops_per_gpu"] == pytest.approx(best["mfu"] * 989.4, rel=1e-3)
     assert found["bound_ms"] <= best["step_ms"]
     assert found["error"]["num_rows"] == 51
-    assert best["command"].endswith("torchrun --nproc-per-node 8 pretrain_gpt.py $DATA_ARGS")
+    assert best["command"].endswith(' pretrain_gpt.py ${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"')
 
 
 def test_a_price_adds_the_cost_of_a_million_tokens(optpipe) -> None:
@@ -125,7 +128,7 @@ def test_what_runs_today_but_does_not_fit_in_the_model_is_no_baseline(optpipe) -
     )
     assert first, done.out
     assert float(first[1]) - 37.3 == pytest.approx(float(first[2]), abs=0.11)
-    assert "today: tp 1 pp 1 dp 8 mb 1" in text
+    assert "today: TP 1 PP 1 DP 8 MBS 1" in text
     rows = text.partition("configuration step ms")[2].partition("less memory")[0]
     assert not re.search(r"[+-]\d+\.\d%", rows), done.out
     assert "per step than what you run" not in text
@@ -152,7 +155,7 @@ def test_a_file_of_another_step_is_not_compared_and_other_numbers_are_named(
     done = optpipe(*SMALL, "--current", script, *given)
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
-    assert "today: tp 2 pp 4 dp 1 mb 1 zero 0" in said
+    assert "today: TP 2 PP 4 DP 1 MBS 1 ZeRO 0" in said
     differ = "precision bf16 and not fp8, sequence parallel off and not on"
     assert f"What you run has {differ}: the gain is that of changing this" in said
     assert re.search(r"The measured step is \d+\.?\d* times its estimate", said)

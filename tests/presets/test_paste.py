@@ -21,7 +21,13 @@ from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
 from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
 from optpipe.presets.configuration import Configuration, train_command
-from optpipe.presets.megatron import _FLAGS, _NEGATIVE_FLAGS, megatron_arguments, megatron_yaml
+from optpipe.presets.megatron import (
+    _FLAGS,
+    _NEGATIVE_FLAGS,
+    megatron_arguments,
+    megatron_script,
+    megatron_yaml,
+)
 from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.shape import PRECISIONS, Optimizer
 from optpipe.presets.torchtitan import TITAN_MODELS, read_torchtitan, torchtitan_config
@@ -311,10 +317,10 @@ def test_torchtitans_models_are_the_catalogues_to_the_last_parameter(answers):
 
 @pytest.mark.parametrize("name", [name for name in MEGATRON if name != "half offloaded"])
 def test_the_command_hands_megatron_the_arguments_that_were_pasted(tmp_path, name):
-    """In bash, without quotes, behind those of the user; only ``torchrun`` is not the real one."""
+    """In bash, word for word, behind those of the user; only ``torchrun`` is not the real one."""
     configuration = MEGATRON[name]
     arguments = megatron_arguments(configuration)
-    Path(tmp_path, "my arguments.sh").write_text(shlex.join(arguments) + "\n")
+    Path(tmp_path, "my arguments.sh").write_text(megatron_script(configuration))
     fake = Path(tmp_path, "torchrun")
     fake.write_text("#!/bin/bash\nprintf '%s\\0' $CUDA_DEVICE_MAX_CONNECTIONS \"$@\"\n")
     fake.chmod(0o755)
@@ -433,7 +439,8 @@ def for_megatron(draw):
 @given(for_megatron())
 def test_megatrons_arguments_and_yaml_say_the_whole_configuration(configuration) -> None:
     line = shlex.join(megatron_arguments(configuration))
-    for text in (line, line.replace(" --", " \\\n  --"), megatron_yaml(configuration)):
+    script, yaml = megatron_script(configuration), megatron_yaml(configuration)
+    for text in (line, line.replace(" --", " \\\n  --"), script, yaml):
         found = read_megatron(
             text, configuration.shape, configuration.hardware, configuration.num_gpus
         )

@@ -16,18 +16,6 @@ const PASTES = {
 };
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
-/** A configuration in words: the degrees that are not 1. */
-export function labelOf(row) {
-  const parts = [`tp ${row.tp}`, `pp ${row.pp}${row.chunks > 1 ? ` x${row.chunks}` : ""}`];
-  for (const name of ["cp", "ep", "etp"]) if (row[name] > 1) parts.push(`${name} ${row[name]}`);
-  parts.push(`dp ${row.dp}`, `mb ${row.micro_batch}`);
-  if (row.zero > 1) parts.push(`zero ${row.zero}`);
-  if (row.recompute.length) parts.push(`recompute ${row.recompute.join(", ")}`);
-  if (row.pairs) parts.push("pairs");
-  if (row.slices > 1) parts.push(`slices ${row.slices}`);
-  return parts.join(" ");
-}
-
 /** The part of a job's view that shows it, where the job tunes. */
 export class Tuned {
   constructor(view) {
@@ -107,12 +95,13 @@ export class Tuned {
 
   /** The gain, or why there is none, and how far such estimates are off. */
   headline() {
-    const { verdict, error } = this.result;
+    const { verdict, changes, error } = this.result;
     const band = error === null
       ? "Estimates of this kind were compared with no published run."
       : `Estimates of this kind are ${share(error.median)} off in the median, at worst `
         + `${share(error.worst)} (${error.num_rows} published runs).`;
-    return [el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")), el("p", { class: "hint" }, band)];
+    return [el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")),
+      ...(changes?.length ? [el("p", { id: "changes" }, `Change ${changes.join(", ")}.`)] : []), el("p", { class: "hint" }, band)];
   }
 
   /** The fastest rows, and what is run today. */
@@ -128,8 +117,8 @@ export class Tuned {
     const { rows, current, gain } = this.result;
     const same = (row) => row.id === current?.id;
     const columns = [
-      { title: "Configuration", of: labelOf, text: (row) => button(
-        `${same(row) ? "today: " : ""}${labelOf(row)}`, () => this.choose(row),
+      { title: "Configuration", of: ({ label }) => label, text: (row) => button(
+        `${same(row) ? "today: " : ""}${row.label || row.id}`, () => this.choose(row),
         { class: "quiet row", "data-key": `row-${row.id}`, "aria-pressed": String(row === this.chosen),
           title: "See its schedule" }) },
       { title: "Step, ms", key: "step_ms", number: true, of: (row) => row.step_ms,
@@ -138,6 +127,8 @@ export class Tuned {
         text: (row) => (gain === null || same(row) ? "" : share(1 - row.step_ms / current.step_ms)) },
       { title: "Tokens/s/GPU", number: true, of: (row) => row.tokens_per_s_per_gpu,
         text: (row) => whole.format(row.tokens_per_s_per_gpu) },
+      { title: "TFLOP/s/GPU", number: true, of: (row) => row.tflops_per_gpu,
+        text: (row) => whole.format(row.tflops_per_gpu) },
       { title: "bf16 MFU", number: true, of: (row) => row.mfu, text: (row) => share(row.mfu) },
       { title: "GiB", number: true, of: peak, text: (row) => (peak(row) / GIB).toFixed(1) },
       { title: "Schedule", of: (row) => row.method, text: (row) => row.method },
@@ -185,7 +176,7 @@ export class Tuned {
       { "data-needs": "submit", "data-key": `again-${text}` });
     const more = Math.max(141, Math.round(2 * this.result.memory_bytes / 1e9));
     return el("div", { id: "tune-acts" },
-      el("h2", {}, `${labelOf(row)}: ${row.layers.length} ${row.layers.length === 1 ? "stage" : "stages"} of ${row.layers.join(", ")} layers`),
+      el("h2", {}, `${row.label || row.id}: ${row.layers.length} ${row.layers.length === 1 ? "stage" : "stages"} of ${row.layers.join(", ")} layers`),
       el("div", { class: "buttons" }, pastes.length ? ["Paste", ...pastes] : [],
         button("Solve its schedule further", guarded(() => this.solve(path)),
           { "data-needs": "submit", id: "solve-row", "data-key": "solve" })),

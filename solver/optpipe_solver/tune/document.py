@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -15,7 +14,7 @@ from optpipe.formats.json import load_problem
 from optpipe.presets import (
     PipelineCut,
     Training,
-    megatron_arguments,
+    megatron_script,
     megatron_yaml,
     read_megatron,
     read_torchtitan,
@@ -406,7 +405,7 @@ def paste(row: TuneRow, form: str, csv: str = "schedule.csv") -> str:
         If the framework cannot run it so.
     """
     if form == "arguments":
-        return shlex.join(megatron_arguments(row.configuration)) + "\n"
+        return megatron_script(row.configuration)
     if form == "yaml":
         return megatron_yaml(row.configuration)
     if form == "csv":

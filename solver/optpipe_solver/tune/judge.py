@@ -105,28 +105,71 @@ class TuneRow:
     programs: Programs
 
     @property
-    def label(self) -> str:
-        """``tp 4 pp 8 x5 dp 2 mb 1 ...``: the degrees that are not 1."""
+    def degrees(self) -> dict[str, int]:
+        """The degrees by the field's names; VPP: stages of a rank, MBS: size of a micro-batch."""
         training, cut = self.configuration.training, self.configuration.pipeline
-        parts = [
-            f"tp {training.tp}",
-            f"pp {cut.pp}" + (f" x{cut.chunks}" if cut.chunks > 1 else ""),
-        ]
-        parts += [f"{name} {value}" for name in ("cp", "ep", "etp")
-                  if (value := getattr(training, name)) > 1]  # fmt: skip
-        parts += [f"dp {training.dp}", f"mb {training.micro_batch}"]
+        names = {"CP": training.cp, "EP": training.ep, "ETP": training.etp, "DP": training.dp}
+        layout = {"TP": training.tp, "PP": cut.pp, "VPP": cut.chunks}
+        return layout | names | {
+            "MBS": training.micro_batch, "ZeRO": training.zero, "slices": cut.slices
+        }  # fmt: skip
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """What is on: pairs, and the modules that are recomputed."""
+        training, cut = self.configuration.training, self.configuration.pipeline
+        recomputed = tuple(f"recompute {module}" for module in sorted(training.recompute))
+        return recomputed + (("pairs",) if cut.pairs else ())
+
+    @property
+    def order_of_kinds(self) -> str:
+        """The kinds of GPU along the pipeline, ``4 h100 then 4 a100``; empty if there is one."""
         groups = [(one.name, len(list(same))) for one, same in groupby(self.configuration.kinds)]
-        if groups:
-            parts.append("on " + " then ".join(f"{number} {name}" for name, number in groups))
-        if training.zero != 1:
-            parts.append(f"zero {training.zero}")
-        if training.recompute:
-            parts.append(f"recompute {','.join(sorted(training.recompute))}")
-        if cut.pairs:
-            parts.append("pairs")
-        if cut.slices > 1:
-            parts.append(f"slices {cut.slices}")
-        return " ".join(parts)
+        return " then ".join(f"{number} {name}" for name, number in groups)
+
+    @property
+    def label(self) -> str:
+        """``TP 4 PP 8 VPP 5 DP 2 MBS 1 ...``: the degrees that are not 1, and what is on."""
+        shown = [
+            f"{name} {value}"
+            for name, value in self.degrees.items()
+            if value != 1 or name in {"TP", "PP", "DP", "MBS"}
+        ]
+        if self.configuration.kinds:
+            shown.append(f"on {self.order_of_kinds}")
+        modules = [one.removeprefix("recompute ") for one in self.switches if one != "pairs"]
+        if modules:
+            shown.append(f"recompute {','.join(modules)}")
+        if self.configuration.pipeline.pairs:
+            shown.append("pairs")
+        return " ".join(shown)
+
+    def changes_from(self, other: TuneRow) -> tuple[str, ...]:
+        """Return what turns another row's configuration into this one.
+
+        Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``. The
+        layers of each stage are compared only if the number of stages stays.
+        """
+        before, after = other.degrees, self.degrees
+        found = [f"{name} {before[name]} → {after[name]}" for name in after
+                 if before[name] != after[name]]  # fmt: skip
+        if other.order_of_kinds != self.order_of_kinds:
+            found.append(f"order {other.order_of_kinds} → {self.order_of_kinds}")
+        found += [f"+ {one}" for one in self.switches if one not in other.switches]
+        found += [f"- {one}" for one in other.switches if one not in self.switches]
+        sizes, new_sizes = other.configuration.sizes, self.configuration.sizes
+        if len(sizes) == len(new_sizes) and sizes != new_sizes:
+            lists = (",".join(map(str, one)) for one in (sizes, new_sizes))
+            found.append(f"layers {' → '.join(lists)}")
+        if other.method != self.method:
+            found.append(f"schedule {other.method} → {self.method}")
+        return tuple(found)
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """The model's TFLOP/s on each GPU: `mfu` of the mean bf16 peak."""
+        kinds = self.configuration.kinds or (self.configuration.hardware,)
+        return self.mfu * sum(one.peak_flops("bf16") for one in kinds) / len(kinds) / 1e12
 
     def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float:
         """Return the price of the GPU time that a million tokens take."""
@@ -143,6 +186,7 @@ class TuneRow:
         fields = self._fields()
         text = json.dumps(fields, sort_keys=True)
         row = {"id": hashlib.sha256(text.encode()).hexdigest()[:_ID_CHARS], **fields}
+        row |= {"label": self.label, "tflops_per_gpu": self.tflops_per_gpu}
         if framework is not None:
             row["command"] = train_command(self.configuration, framework)
         if price_per_gpu_hour is not None:

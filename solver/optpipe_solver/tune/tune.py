@@ -211,6 +211,12 @@ class TuneResult:
         return 1 - best.step_ms / current.step_ms if is_answered else None
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """What to change in today's run to get the best; empty without either, or if it is best."""
+        best, current = self.best, self.current
+        return () if best is None or current is None else best.changes_from(current)
+
+    @property
     def verdict(self) -> str:
         """The gain over what is run today, or why there is none, in sentences."""
         best, current, error = self.best, self.current, self.error
@@ -288,6 +294,7 @@ class TuneResult:
         shown = self.question.framework, self.question.price_per_gpu_hour
         return {
             "verdict": self.verdict,
+            "changes": list(self.changes),
             "certificate": self.certificate,
             "bound_ms": None if self.bound_ms == inf else self.bound_ms,
             "gap": self.gap,

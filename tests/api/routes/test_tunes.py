@@ -150,9 +150,9 @@ def test_each_row_has_its_schedule_and_what_to_paste(http) -> None:
             list(row.peak_bytes), abs=8
         )
         arguments = http.get(f"{path}/rows/{row.id}/paste").text
-        assert f"--tensor-model-parallel-size {row.tp} " in arguments
-        assert f"--pipeline-model-parallel-size {row.pp} " in arguments
-        assert " xargs -a arguments.sh torchrun --nproc-per-node 8 " in row.command
+        assert f"--tensor-model-parallel-size {row.tp}\n" in arguments
+        assert f"--pipeline-model-parallel-size {row.pp}\n" in arguments
+        assert " torchrun --nproc-per-node 8 pretrain_gpt.py " in row.command
         assert (
             "tensor_model_parallel_size" in http.get(f"{path}/rows/{row.id}/paste?format=yaml").text
         )
@@ -162,8 +162,8 @@ def test_each_row_has_its_schedule_and_what_to_paste(http) -> None:
     best, today = rows
     item = http.get(f"{path}/chart?row={best.id}&beside=row:{today.id}")
     assert item.status_code == 200, item.text
-    assert "tp 2 pp 4 dp 1 mb 1" in item.text
-    assert "tp 4 pp 2 dp 1 mb 1" in item.text
+    assert "TP 2 PP 4 DP 1 MBS 1" in item.text
+    assert "TP 4 PP 2 DP 1 MBS 1" in item.text
     detail = fault(http.get(f"{path}/rows/{'0' * 12}/problem"), 404, "schedule.none")["detail"]
     assert "take an id of its configuration" in detail
 
@@ -243,7 +243,7 @@ def test_a_killed_tune_goes_on_from_its_best(tmp_path) -> None:
         rows = Tuned.model_validate(http.get(f"{path}/configuration").json()).rows
     assert (job["state"], job["attempt"]) == ("succeeded", 2)
     assert any("SIGKILL" in line for line in said)
-    assert "goes on from tp 2 pp 4 dp 1 mb 1: True" in said
+    assert "goes on from TP 2 PP 4 DP 1 MBS 1: True" in said
     assert "knows what was looked at: True" in said
     assert [row.tp for row in rows] == [4, 2]
 

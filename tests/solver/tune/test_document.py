@@ -11,9 +11,10 @@ import pytest
 
 from optpipe.errors import InputError
 from optpipe.presets import megatron_arguments
-from optpipe.requests import TuneRequest
+from optpipe.requests import CurrentRun, TuneRequest
 from optpipe_solver.tune import (
     TuneResult,
+    TuneRow,
     checkpoint_of,
     judge,
     read_checkpoint,
@@ -21,7 +22,12 @@ from optpipe_solver.tune import (
     tune,
 )
 from optpipe_solver.tune.bounds import LayerTable
-from optpipe_solver.tune.document import AskedTune, read_current, read_question
+from optpipe_solver.tune.document import (
+    AskedTune,
+    current_configuration,
+    read_current,
+    read_question,
+)
 from optpipe_solver.tune.judge import ConfigurationJudge
 
 ASKED: dict[str, Any] = {
@@ -170,7 +176,28 @@ def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
     again = read_row(read.question, row.as_json(), row.problem, row.programs)
     assert again.configuration.pipeline.placement == "loop"
     assert again.as_json() == row.as_json()
-    assert again.label == row.label == "tp 2 pp 2 x2 dp 2 mb 1 recompute layernorm"
+    assert again.label == row.label == "TP 2 PP 2 VPP 2 DP 2 MBS 1 recompute layernorm"
+
+
+def test_what_to_change_is_a_difference_of_two_rows() -> None:
+    """Degrees with both values, switches that go on and off, layers of equally many stages."""
+    question = ask(ASKED).question
+
+    def row(**fields: Any) -> TuneRow:
+        found = judge(question, current_configuration(question, CurrentRun(**fields)))
+        assert found is not None
+        return found
+
+    plain = row(tp=2, pp=2, chunks=2, recompute=["layernorm"])
+    other = row(tp=1, pp=2, micro_batch=2, recompute=["mlp"])
+    assert replace(other, method="zb-v").changes_from(replace(plain, method="1f1b")) == (
+        "TP 2 → 1", "VPP 2 → 1", "DP 2 → 4", "MBS 1 → 2",
+        "+ recompute mlp", "- recompute layernorm", "schedule 1f1b → zb-v",
+    )  # fmt: skip
+    assert plain.changes_from(plain) == ()
+    cut = row(tp=2, pp=2, layers=[18, 16])
+    moved = replace(row(tp=2, pp=2, layers=[17, 17]), method=cut.method)
+    assert moved.changes_from(cut) == ("layers 18,16 → 17,17",)
 
 
 def test_a_measured_step_calibrates_every_time() -> None:
