@@ -50,7 +50,7 @@ __all__ = ["tune"]
 
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
-_MIN_WIDTH = 130
+_MIN_WIDTH = 140
 _YAML = {".yaml", ".yml"}
 _LISTS = ("recompute", "layers")
 _DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
@@ -162,7 +162,7 @@ def tune(
     request = builder.build()
     options, framework = request.options, request.framework
     with needs_extra("solver"):
-        from optpipe_solver.tune import read_question
+        from optpipe_solver.tune import read_question, shortage
         from optpipe_solver.tune import tune as search
 
         request = request.complete()
@@ -183,7 +183,8 @@ def tune(
     best = result.best
     if best is None:
         if result.counts.do_not_fit == result.counts.total:
-            raise nothing_found("infeasible", f"nothing fits: {result.certificate}")
+            missing = shortage(read.question)
+            raise nothing_found("infeasible", f"nothing fits: {result.certificate}; {missing}")
         reason = f"no schedule was found that fits: {result.certificate}"
         raise nothing_found("unknown", reason)
     if as_json:

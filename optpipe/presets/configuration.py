@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
@@ -61,6 +62,45 @@ class Configuration:
     def gpus_per_node(self) -> int:
         """Accelerators that NVLink joins; of several kinds the fewest."""
         return min(one.gpus_per_node for one in (self.kinds or (self.hardware,)))
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees by the field's names; VPP: stages of a rank, MBS: size of a micro-batch."""
+        training, cut = self.training, self.pipeline
+        names = {"CP": training.cp, "EP": training.ep, "ETP": training.etp, "DP": training.dp}
+        layout = {"TP": training.tp, "PP": cut.pp, "VPP": cut.chunks}
+        return layout | names | {
+            "MBS": training.micro_batch, "ZeRO": training.zero, "slices": cut.slices
+        }  # fmt: skip
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """What is on: pairs, and the modules that are recomputed."""
+        training, cut = self.training, self.pipeline
+        recomputed = tuple(f"recompute {module}" for module in sorted(training.recompute))
+        return recomputed + (("pairs",) if cut.pairs else ())
+
+    @property
+    def order_of_kinds(self) -> str:
+        """The kinds of GPU along the pipeline, ``4 h100 then 4 a100``; empty if there is one."""
+        groups = [(one.name, len(list(same))) for one, same in groupby(self.kinds)]
+        return " then ".join(f"{number} {name}" for name, number in groups)
+
+    @property
+    def label(self) -> str:
+        """``TP 4 PP 8 VPP 5 DP 2 MBS 1 ...``: the degrees that are not 1, and what is on."""
+        shown = [
+            f"{name} {value}"
+            for name, value in self.degrees.items()
+            if value != 1 or name in {"TP", "PP", "DP", "MBS"}
+        ]
+        if self.kinds:
+            shown.append(f"on {self.order_of_kinds}")
+        if self.training.recompute:
+            shown.append(f"recompute {','.join(sorted(self.training.recompute))}")
+        if self.pipeline.pairs:
+            shown.append("pairs")
+        return " ".join(shown)
 
     @cached_property
     def stages(self) -> tuple[StageLayers, ...]:

@@ -114,6 +114,15 @@ def test_what_cannot_be_asked_is_refused(optpipe, arguments, sentence: str) -> N
     assert sentence in " ".join(done.err.split())
 
 
+def test_if_nothing_fits_the_answer_names_a_number_of_gpus(optpipe) -> None:
+    """And the nearest configuration with the memory that it lacks."""
+    done = optpipe("tune", "--model", "llama3-70b", "--gpu", "h100", "--gpus", 8,
+                   "--global-batch", 128, "--framework", "megatron", "--fix", "tp=8")  # fmt: skip
+    assert done.code == 3
+    assert "the nearest, TP 8 PP 1 DP 1 MBS 1 recompute full, needs at least 7" in done.err
+    assert re.search(r"\d+ GPUs are enough \(TP 8 PP ", done.err)
+
+
 def test_what_runs_today_but_does_not_fit_in_the_model_is_no_baseline(optpipe) -> None:
     """The report says first by how much it does not fit, and gives no percentage of its time."""
     slower = [one.replace("tp=2", "tp=8").replace("pp=4", "pp=1") for one in SMALL]

@@ -146,9 +146,13 @@ def _tune(channel: Channel, job: Message, tune: Callable[..., TuneResult]) -> Me
     best, counts = result.best, result.counts
     status, message = "feasible", ""
     if best is None:
-        status = "infeasible" if counts.do_not_fit == counts.total else "unknown"
-        message = f"no schedule was found that fits: {result.certificate}; allow more time, memory "
-        message += "or GPUs, or fix less"
+        message = f"no schedule was found that fits: {result.certificate}; "
+        if counts.do_not_fit == counts.total:
+            status = "infeasible"
+            message += tuning.shortage(read.question, should_stop=channel.stop.is_set)
+        else:
+            status = "unknown"
+            message += "allow more time, memory or GPUs, or fix less"
     elif result.gap == 0:
         status = "optimal"
     header = _tune_header(result) | {"status": status, "message": message, "needs": {}}

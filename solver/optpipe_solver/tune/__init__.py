@@ -8,6 +8,7 @@ from optpipe_solver.tune.document import (
     read_row,
 )
 from optpipe_solver.tune.judge import TuneCheckpoint, TuneRow, judge, recut
+from optpipe_solver.tune.shortage import shortage
 from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, TuneQuestion
 from optpipe_solver.tune.tune import TaskPool, TaskResult, TuneCounts, TuneResult, tune
 
@@ -28,5 +29,6 @@ __all__ = [
     "read_question",
     "read_row",
     "recut",
+    "shortage",
     "tune",
 ]

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import floor, inf
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,6 +53,7 @@ from optpipe.presets.overlap import model_phases, most_hidden
 from optpipe.presets.parameters import RankParameters, static_bytes
 from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_bytes
 from optpipe_solver.tune.cut import CutNumbers, LayerNumbers
+from optpipe_solver.tune.space import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from optpipe_solver.milp.plan.pattern import Boundary
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
-__all__ = ["LayerTable"]
+__all__ = ["LayerTable", "tables"]
 
 _ROUNDING = 1e-9
 _MOST_CELLS = 70_000
@@ -140,10 +141,15 @@ class LayerTable:
         parameters = _sum(kinds_of_layer)
         self.after_ms = _after_ms(parameters, list(machines.values()), is_pipelined=pp > 1) / pp
 
+    @property
+    def missing_bytes(self) -> float:
+        """What the mean rank needs at least beyond its usable memory; below 0 if it has enough."""
+        need = sum(part.number * (part.static + part.kept) for part in self.parts)
+        return (need - sum(self.rooms) * (1 + _ROUNDING)) / len(self.rooms)
+
     def quick_ms(self, candidate: TuneCandidate) -> float:
         """Return a first bound of a step in ms; infinite where not even the mean rank fits."""
-        need = sum(part.number * (part.static + part.kept) for part in self.parts)
-        if need > sum(self.rooms) * (1 + _ROUNDING):
+        if self.missing_bytes > 0:
             return inf
         m = candidate.num_microbatches
         if candidate.chunks == 1:
@@ -188,6 +194,15 @@ class LayerTable:
             rooms=tuple(room + self.workspace for room in self.rooms),
             pairs=self.pairs,
         )
+
+
+def tables(question: TuneQuestion) -> Iterator[tuple[LayerTable, Iterator[TuneCandidate]]]:
+    """Yield a table for each set of degrees, with the candidates that differ in chunks alone."""
+    for (training, pp, kinds, pairs, slices), alike in groupby(
+        candidates(question),
+        key=lambda one: (one.training, one.pp, one.kinds, one.pairs, one.slices),
+    ):
+        yield LayerTable(question, training, pp, kinds, pairs=pairs, slices=slices), alike
 
 
 class _Packing:

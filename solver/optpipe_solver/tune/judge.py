@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,44 +104,9 @@ class TuneRow:
     programs: Programs
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """The degrees by the field's names; VPP: stages of a rank, MBS: size of a micro-batch."""
-        training, cut = self.configuration.training, self.configuration.pipeline
-        names = {"CP": training.cp, "EP": training.ep, "ETP": training.etp, "DP": training.dp}
-        layout = {"TP": training.tp, "PP": cut.pp, "VPP": cut.chunks}
-        return layout | names | {
-            "MBS": training.micro_batch, "ZeRO": training.zero, "slices": cut.slices
-        }  # fmt: skip
-
-    @property
-    def switches(self) -> tuple[str, ...]:
-        """What is on: pairs, and the modules that are recomputed."""
-        training, cut = self.configuration.training, self.configuration.pipeline
-        recomputed = tuple(f"recompute {module}" for module in sorted(training.recompute))
-        return recomputed + (("pairs",) if cut.pairs else ())
-
-    @property
-    def order_of_kinds(self) -> str:
-        """The kinds of GPU along the pipeline, ``4 h100 then 4 a100``; empty if there is one."""
-        groups = [(one.name, len(list(same))) for one, same in groupby(self.configuration.kinds)]
-        return " then ".join(f"{number} {name}" for name, number in groups)
-
-    @property
     def label(self) -> str:
-        """``TP 4 PP 8 VPP 5 DP 2 MBS 1 ...``: the degrees that are not 1, and what is on."""
-        shown = [
-            f"{name} {value}"
-            for name, value in self.degrees.items()
-            if value != 1 or name in {"TP", "PP", "DP", "MBS"}
-        ]
-        if self.configuration.kinds:
-            shown.append(f"on {self.order_of_kinds}")
-        modules = [one.removeprefix("recompute ") for one in self.switches if one != "pairs"]
-        if modules:
-            shown.append(f"recompute {','.join(modules)}")
-        if self.configuration.pipeline.pairs:
-            shown.append("pairs")
-        return " ".join(shown)
+        """As `Configuration.label`."""
+        return self.configuration.label
 
     def changes_from(self, other: TuneRow) -> tuple[str, ...]:
         """Return what turns another row's configuration into this one.
@@ -150,16 +114,16 @@ class TuneRow:
         Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``. The
         layers of each stage are compared only if the number of stages stays.
         """
-        before, after = other.degrees, self.degrees
+        old, new = other.configuration, self.configuration
+        before, after = old.degrees, new.degrees
         found = [f"{name} {before[name]} → {after[name]}" for name in after
                  if before[name] != after[name]]  # fmt: skip
-        if other.order_of_kinds != self.order_of_kinds:
-            found.append(f"order {other.order_of_kinds} → {self.order_of_kinds}")
-        found += [f"+ {one}" for one in self.switches if one not in other.switches]
-        found += [f"- {one}" for one in other.switches if one not in self.switches]
-        sizes, new_sizes = other.configuration.sizes, self.configuration.sizes
-        if len(sizes) == len(new_sizes) and sizes != new_sizes:
-            lists = (",".join(map(str, one)) for one in (sizes, new_sizes))
+        if old.order_of_kinds != new.order_of_kinds:
+            found.append(f"order {old.order_of_kinds} → {new.order_of_kinds}")
+        found += [f"+ {one}" for one in new.switches if one not in old.switches]
+        found += [f"- {one}" for one in old.switches if one not in new.switches]
+        if len(old.sizes) == len(new.sizes) and old.sizes != new.sizes:
+            lists = (",".join(map(str, one.sizes)) for one in (old, new))
             found.append(f"layers {' → '.join(lists)}")
         if other.method != self.method:
             found.append(f"schedule {other.method} → {self.method}")

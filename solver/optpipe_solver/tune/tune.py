@@ -26,7 +26,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
-from itertools import groupby, islice
+from itertools import islice
 from math import inf
 from operator import ge, itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -37,7 +37,7 @@ from optpipe.presets.estimate import error_band
 from optpipe.presets.step import in_flight
 from optpipe.units import format_ms, format_share
 from optpipe_solver.budget import Limits, Stop
-from optpipe_solver.tune.bounds import LayerTable
+from optpipe_solver.tune.bounds import tables
 from optpipe_solver.tune.judge import (
     LAYOUTS,
     NO_LOOKS,
@@ -47,7 +47,7 @@ from optpipe_solver.tune.judge import (
     TuneRow,
     judge,
 )
-from optpipe_solver.tune.space import TuneCandidate, candidates, left_out
+from optpipe_solver.tune.space import TuneCandidate, left_out
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from optpipe.presets.estimate import ErrorBand
     from optpipe.presets.shape import Training
     from optpipe.schedule import StoppedBy
+    from optpipe_solver.tune.bounds import LayerTable
     from optpipe_solver.tune.cut import CutPrices
     from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneQuestion
@@ -519,12 +520,8 @@ class _TuneSearch:
         self.pool: TaskPool | None = None
         self.is_first = self.is_between = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
-        for (training, pp, kinds, pairs, slices), group in groupby(
-            candidates(question),
-            key=lambda one: (one.training, one.pp, one.kinds, one.pairs, one.slices),
-        ):
-            table = LayerTable(question, training, pp, kinds, pairs=pairs, slices=slices)
-            for candidate in group:
+        for table, alike in tables(question):
+            for candidate in alike:
                 self._enter(candidate, table)
         if not self.entries and not self.num_unfit:
             raise InputError(

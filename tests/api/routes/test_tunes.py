@@ -128,7 +128,7 @@ def test_a_client_asks_and_reads_the_rows(http) -> None:
         problem, schedule = client.tuned_row(job, found.rows[1])
         assert len(problem.devices) == found.rows[1].pp
         assert schedule.makespan_ms == pytest.approx(found.rows[1].makespan_ms)
-        assert "--tensor-model-parallel-size 2 " in client.paste(job, found.rows[1])
+        assert "--tensor-model-parallel-size 2\n" in client.paste(job, found.rows[1])
     assert (found.rows[0].tp, found.rows[1].tp) == (4, 2)
     assert found.current == found.rows[1]
 
@@ -252,6 +252,7 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
     path, job = tune(http, options={"seed": fake_tune.FITS_NOWHERE, "cache": "refresh"})
     assert job["state"] == "infeasible"
     assert "of 3 configurations 3 do not fit" in job["error"]["message"]
+    assert "GPUs are enough (TP " in job["error"]["message"]
     fault(http.get(f"{path}/configuration"), 404, "schedule.none")
     fault(http.get(f"{path}/schedule"), 409, "problem.infeasible")
 

@@ -45,6 +45,7 @@ from optpipe_solver.tune.cut import (
     fused_family,
 )
 from optpipe_solver.tune.judge import ConfigurationJudge
+from optpipe_solver.tune.shortage import enough_gpus, nearest_configuration, shortage
 from optpipe_solver.tune.space import TuneCandidate, candidates
 from tests.strategies import few
 
@@ -820,3 +821,33 @@ def test_work_that_suffices_is_not_used_up_and_less_of_it_never_finds_more() -> 
     assert found[1].best is not None
     assert found[1].best.step_ms <= found[0].best.step_ms
     assert found[0].bound_ms <= found[1].bound_ms * (1 + 1e-9)
+
+
+# --- If nothing fits.
+
+
+def test_if_nothing_fits_the_nearest_configuration_and_enough_gpus_are_named() -> None:
+    """Less memory than the nearest lacks refuses all; so many GPUs have a schedule that fits."""
+    question = asked(find_model("llama3-8b"), num_gpus=1, fixed={"tp": 1})
+    assert tune(question, time_limit_s=1).best is None
+    nearest, missing_bytes = nearest_configuration(question)
+    for more, fits in ((missing_bytes - 1e6, False), (missing_bytes + 1e6, True)):
+        enough = replace(question, memory_bytes=int(question.whole_bytes + more))
+        assert (nearest_configuration(enough)[1] <= 0) is fits
+    row = enough_gpus(question)
+    assert row is not None
+    assert row.configuration.num_gpus in (2, 4, 8)
+    assert max(row.peak_bytes) <= question.usable_bytes
+    assert shortage(question) == (
+        f"the nearest, {nearest.label}, needs at least {missing_bytes / 2**30:.1f} GiB more per "
+        f"GPU; {row.configuration.num_gpus} GPUs are enough ({row.label})"
+    )
+
+
+def test_where_no_number_of_gpus_is_enough_that_is_said() -> None:
+    """The degrees are fixed to one rank, so more GPUs are no help; several kinds are not tried."""
+    question = asked(
+        find_model("llama3-8b"), num_gpus=1, fixed={"tp": 1, "pp": 1, "dp": 1, "cp": 1}
+    )
+    assert enough_gpus(question) is None
+    assert shortage(question).endswith("is enough; allow more memory, or fix less")

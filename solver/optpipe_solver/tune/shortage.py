@@ -1,0 +1,94 @@
+"""Why no configuration of a question fits: the nearest one, and how many GPUs are enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from optpipe.errors import InputError
+from optpipe.presets.configuration import Configuration
+from optpipe_solver.tune.bounds import tables
+from optpipe_solver.tune.space import candidates
+from optpipe_solver.tune.tune import tune
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_solver.tune.judge import TuneRow
+    from optpipe_solver.tune.space import TuneQuestion
+
+__all__ = ["enough_gpus", "nearest_configuration", "shortage"]
+
+_GIB = 2**30
+_MAX_TIMES = 64
+_SECONDS_EACH = 1.0
+
+
+def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None = None) -> str:
+    """Return the nearest configuration and a sufficient number of GPUs, as a sentence.
+
+    ``question``: no configuration of it fits.
+    """
+    parts = []
+    nearest, missing_bytes = nearest_configuration(question)
+    if missing_bytes > 0:
+        gib = f"{missing_bytes / _GIB:.1f} GiB"
+        parts.append(f"the nearest, {nearest.label}, needs at least {gib} more per GPU")
+    row = enough_gpus(question, should_stop=should_stop)
+    if row is None:
+        parts.append("no number of GPUs that was tried is enough; allow more memory, or fix less")
+    else:
+        parts.append(f"{row.configuration.num_gpus} GPUs are enough ({row.label})")
+    return "; ".join(parts)
+
+
+def nearest_configuration(question: TuneQuestion) -> tuple[Configuration, float]:
+    """Return the configuration that lacks least, and the bytes that its mean GPU lacks at least.
+
+    The bytes are at most 0 if only the cut into layers makes every configuration too large.
+    """
+    nearest, least = None, float("inf")
+    for table, alike in tables(question):
+        if table.missing_bytes < least:
+            nearest, least = next(alike), table.missing_bytes
+    if nearest is None:
+        raise InputError("no configuration splits model and batch evenly; change one of them")
+    configuration = Configuration(
+        shape=question.shape,
+        hardware=question.hardware,
+        training=nearest.training,
+        pipeline=nearest.cut(),
+        kinds=nearest.kinds,
+    )
+    return configuration, least
+
+
+def enough_gpus(
+    question: TuneQuestion, *, should_stop: Callable[[], bool] | None = None
+) -> TuneRow | None:
+    """Return a configuration that fits on more GPUs; None if none was found on 64 times as many.
+
+    Numbers are tried in turn: powers of two within a host, then 1, 2, 3, 4, 6, 8, 12, ... hosts.
+    With several kinds of GPU none is tried.
+    """
+    if question.kinds:
+        return None
+    for number in _numbers(question):
+        if should_stop is not None and should_stop():
+            return None
+        larger = replace(question, num_gpus=number)
+        if next(candidates(larger), None) is None:
+            continue
+        found = tune(larger, time_limit_s=_SECONDS_EACH, should_stop=should_stop)
+        if found.best is not None:
+            return found.best
+    return None
+
+
+def _numbers(question: TuneQuestion) -> Iterator[int]:
+    host, fewest = question.hardware.gpus_per_host, question.num_gpus
+    powers = [2**n for n in range((_MAX_TIMES * fewest).bit_length())]
+    for number in sorted({*powers, *(3 * one // 2 for one in powers[1:])}):
+        is_whole = number % host == 0 or host % number == 0
+        if is_whole and fewest < number <= _MAX_TIMES * fewest:
+            yield number
