@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ __all__ = ["enough_gpus", "nearest_configuration", "shortage"]
 _GIB = 2**30
 _MAX_TIMES = 64
 _SECONDS_EACH = 1.0
+_MAX_SECONDS = 60.0
+"""For all numbers of GPUs; the bounds of one number take up to some seconds more."""
 
 
 def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None = None) -> str:
@@ -35,7 +38,9 @@ def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None =
         gib = f"{missing_bytes / _GIB:.1f} GiB"
         parts.append(f"the nearest, {nearest.label}, needs at least {gib} more per GPU")
     row = enough_gpus(question, should_stop=should_stop)
-    if row is None:
+    if question.kinds:
+        parts.append("allow more memory or GPUs, or fix less")
+    elif row is None:
         parts.append("no number of GPUs that was tried is enough; allow more memory, or fix less")
     else:
         parts.append(f"{row.configuration.num_gpus} GPUs are enough ({row.label})")
@@ -66,15 +71,16 @@ def nearest_configuration(question: TuneQuestion) -> tuple[Configuration, float]
 def enough_gpus(
     question: TuneQuestion, *, should_stop: Callable[[], bool] | None = None
 ) -> TuneRow | None:
-    """Return a configuration that fits on more GPUs; None if none was found on 64 times as many.
+    """Return a configuration that fits on up to 64 times as many GPUs; None if none was found.
 
     Numbers are tried in turn: powers of two within a host, then 1, 2, 3, 4, 6, 8, 12, ... hosts.
-    With several kinds of GPU none is tried.
+    No number is tried after a minute, or with several kinds of GPU.
     """
     if question.kinds:
         return None
+    end_s = time.monotonic() + _MAX_SECONDS
     for number in _numbers(question):
-        if should_stop is not None and should_stop():
+        if time.monotonic() > end_s or (should_stop is not None and should_stop()):
             return None
         larger = replace(question, num_gpus=number)
         if next(candidates(larger), None) is None:
