@@ -60,8 +60,8 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
         assert "published runs" in page.inner_text("#gain-part")
         assert page.inner_text("#certificate").startswith("Of 3 configurations")
         assert page.locator("#configuration tbody tr").count() == 2
-        assert "tp 4 pp 2" in page.inner_text("#configuration tr[data-best]")
-        assert "today: tp 2 pp 4" in page.inner_text("#configuration tr[data-today]")
+        assert "TP 4 PP 2" in page.inner_text("#configuration tr[data-best]")
+        assert "today: TP 2 PP 4" in page.inner_text("#configuration tr[data-today]")
         assert page.inner_text("#objective dt") == "Step"
         assert f"{found['rows'][0]['step_ms']:,.1f} ms" in page.inner_text("#objective dd")
         page.wait_for_selector("#problem tbody")
@@ -85,7 +85,7 @@ def test_the_search_is_followed_and_cancelled(visit: Visit, url: str) -> None:
     body = asked(fake_tune.HANGS)
     job = httpx.post(f"{url}/v1/tunes", json=body, timeout=90).json()
     page = visit.open(f"?job={job['id']}")
-    page.wait_for_selector("#configuration tbody tr >> text=tp 2 pp 4")
+    page.wait_for_selector("#configuration tbody tr >> text=TP 2 PP 4")
     assert "1 open" in page.inner_text("#counts")
     assert "more than 30.0% faster" in page.inner_text("#certificate")
     visit.picture("tune-running")
