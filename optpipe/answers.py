@@ -617,8 +617,8 @@ class Tuned(Answer):
     * ``gain``: share of the step time that the fastest row saves compared with ``current``. Null if
       ``current`` does not fit in this model, or if nothing faster was found yet.
     * ``verdict``: the gain in words, or why there is none.
-    * ``changes``: what turns ``current`` into the fastest row, such as ``TP 8 → 4``; empty without
-      ``current``.
+    * ``changes``: from ``current`` to the fastest row, such as ``TP 8 → 4``; empty without
+      ``current``, or if that row is not faster.
     * ``error``: null if no such estimate was compared with published runs.
     * ``memory_bytes``: of a device; configurations use at most ``usable_bytes`` of it. With several
       kinds of devices, of the smallest.

@@ -65,7 +65,7 @@ class Configuration:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees by the field's names; VPP: stages of a rank, MBS: size of a micro-batch."""
+        """Abbreviation -> degree. VPP is the stages of a rank, MBS the micro-batch size."""
         training, cut = self.training, self.pipeline
         names = {"CP": training.cp, "EP": training.ep, "ETP": training.etp, "DP": training.dp}
         layout = {"TP": training.tp, "PP": cut.pp, "VPP": cut.chunks}
@@ -75,7 +75,7 @@ class Configuration:
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """What is on: pairs, and the modules that are recomputed."""
+        """The recomputed modules (``recompute mlp``), and ``pairs`` if passes run in pairs."""
         training, cut = self.training, self.pipeline
         recomputed = tuple(f"recompute {module}" for module in sorted(training.recompute))
         return recomputed + (("pairs",) if cut.pairs else ())
@@ -88,7 +88,7 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """``TP 4 PP 8 VPP 5 DP 2 MBS 1 ...``: the degrees that are not 1, and what is on."""
+        """``TP 4 PP 8 VPP 5 DP 2 MBS 1 ...``: the degrees above 1 and the switches."""
         shown = [
             f"{name} {value}"
             for name, value in self.degrees.items()

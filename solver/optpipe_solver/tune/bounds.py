@@ -143,7 +143,7 @@ class LayerTable:
 
     @property
     def missing_bytes(self) -> float:
-        """What the mean rank needs at least beyond its usable memory; below 0 if it has enough."""
+        """A lower bound of the memory that the mean rank lacks; negative if it has enough."""
         need = sum(part.number * (part.static + part.kept) for part in self.parts)
         return (need - sum(self.rooms) * (1 + _ROUNDING)) / len(self.rooms)
 

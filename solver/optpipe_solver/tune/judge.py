@@ -109,10 +109,10 @@ class TuneRow:
         return self.configuration.label
 
     def changes_from(self, other: TuneRow) -> tuple[str, ...]:
-        """Return what turns another row's configuration into this one.
+        """Return the changes from another row's configuration to this one.
 
         Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``. The
-        layers of each stage are compared only if the number of stages stays.
+        layers of each stage are compared only if both have equally many stages.
         """
         old, new = other.configuration, self.configuration
         before, after = old.degrees, new.degrees

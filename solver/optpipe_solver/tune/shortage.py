@@ -28,9 +28,9 @@ _MAX_SECONDS = 60.0
 
 
 def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None = None) -> str:
-    """Return the nearest configuration and a sufficient number of GPUs, as a sentence.
+    """Return the nearest configuration and a sufficient number of GPUs, in words.
 
-    ``question``: no configuration of it fits.
+    Call it only for a question of which no configuration fits.
     """
     parts = []
     nearest, missing_bytes = nearest_configuration(question)
@@ -48,9 +48,10 @@ def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None =
 
 
 def nearest_configuration(question: TuneQuestion) -> tuple[Configuration, float]:
-    """Return the configuration that lacks least, and the bytes that its mean GPU lacks at least.
+    """Return the configuration that lacks the least memory, and a lower bound of what it lacks.
 
-    The bytes are at most 0 if only the cut into layers makes every configuration too large.
+    The bound is in bytes per GPU. It is at most 0 if the mean GPU has enough memory, but no cut
+    into layers fits.
     """
     nearest, least = None, float("inf")
     for table, alike in tables(question):

@@ -1,21 +1,26 @@
 """The fastest configuration for a model, accelerators and a batch, and how much faster any can be.
 
-Every configuration has a bound that holds for all its cuts and schedules (`bounds`). The one with
-the least bound is looked at next, each time more closely: whole layers are dealt out; a formula
-says what 1F1B would take; families are simulated; a linear program deals layers to the stages of
-fused orders, and its prices bound others of the same order; then whole layers are dealt, and more
-and more lengths below the best step refuted; the plan MILP of few cells, or `optpipe_solver.plan`,
-looks for the best cut and schedule and raises the bound. What has a
-bound above the best schedule found is excluded by proof. So the certificate holds for every
-configuration of the space (`candidates`), whatever its cut, within the estimate's model.
+Every configuration has a lower bound over all its cuts and schedules (`bounds`). The search
+evaluates the configuration with the minimum bound next, and each evaluation is more exact:
 
-At the end rows are filled up to the best and the ten next: of configurations with the least bounds
-that have none, the cut that looks best is simulated, excluded or not.
+1. Whole layers are packed on the ranks.
+2. A formula estimates the step of 1F1B.
+3. Schedule families are simulated.
+4. For fused orders, a linear program assigns layers to stages. Its dual prices bound other
+   configurations of the same order.
+5. For fused orders, whole layers are assigned, and step times below the best are refuted.
+6. For other orders, the plan MILP (few cells) or `optpipe_solver.plan` finds a cut and a schedule,
+   and raises the bound.
 
-With several threads that many candidates are simulated or planned at a time, each in a process of
-this machine or wherever else a `TaskPool` takes them.
-Where work is limited those that are next are looked at in rounds of the same number, whatever the
-number of threads, and what a round found is taken in in its order when all of it is there.
+A configuration with a bound above the best schedule is excluded by proof. So the certificate holds
+for every configuration of the space (`candidates`) and all its cuts, inside the estimate's model.
+
+At the end the search simulates configurations without a row, in order of their bounds, until the
+best configuration and the next ten have rows.
+
+With several threads, a `TaskPool` evaluates as many candidates at a time, by default in processes
+of this machine. With a work limit, candidates are evaluated in rounds of a fixed size, and the
+results of a round are used in its order. So the answer does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -213,9 +218,15 @@ class TuneResult:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What to change in today's run to get the best; empty without either, or if it is best."""
+        """The changes from today's run to the best row; empty if that row is not faster.
+
+        If today's run does not fit in this model, every row that fits is an improvement.
+        """
         best, current = self.best, self.current
-        return () if best is None or current is None else best.changes_from(current)
+        if best is None or current is None:
+            return ()
+        is_improvement = self.shortfall is not None or best.step_ms < current.step_ms
+        return best.changes_from(current) if is_improvement else ()
 
     @property
     def verdict(self) -> str:

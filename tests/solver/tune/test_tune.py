@@ -612,11 +612,17 @@ def test_a_gain_needs_a_baseline_that_fits_and_an_answer() -> None:
     late = replace(early, stopped_by="optimal")
     assert late.gain == 0.0
     assert "nothing was found that is faster than what you run" in late.verdict
+    slower = replace(row, step_ms=2 * row.step_ms, method="gpipe")
+    assert replace(late, rows=(slower,)).changes == late.changes == ()
+    faster = replace(slower, step_ms=row.step_ms / 2)
+    assert replace(late, rows=(faster,)).changes == (f"schedule {row.method} → gpipe",)
     small = asked(memory_bytes=max(row.peak_bytes) - 2**28)
     result = tune(small, current=today, time_limit_s=20)
     assert result.best is not None
     assert result.best.step_ms < row.step_ms
     assert result.gain is None
+    assert result.changes == result.best.changes_from(row) != ()
+    assert replace(result, rows=(replace(result.best, step_ms=2 * row.step_ms),)).changes != ()
     assert "pipeline rank 3 needs" in result.verdict
     assert "0.2 GiB more than it has" in repr(result)
     assert "%" not in repr(result).partition(";")[0]
