@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.jobs import PeerJob, judge, run_apart
 from benchmarks.ledger import INSTANCES, commit, read_rows, stamp, write_rows
 from optpipe import Problem, load_problem
-from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.planning import Training, estimate, find_gpu, find_model
 from optpipe.problem import Stage
 from optpipe.stage import WORKSPACES
 

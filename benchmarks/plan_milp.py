@@ -28,7 +28,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from optpipe.model import Model
-from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.planning import Training, estimate, find_gpu, find_model
 from optpipe.problem import placement_of
 from optpipe.schedule import gap_of
 from optpipe_solver import warm_up

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.ledger import commit, read_rows, stamp, write_rows
 from optpipe import Problem, find_violations, simulate
-from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.planning import Training, estimate, find_gpu, find_model
 from optpipe_solver import smallest_memory, solve
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.replan import replan

@@ -36,19 +36,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.presets.accelerators import PRIORS, Efficiency, find_gpu
-from optpipe.presets.catalogue import find_model
-from optpipe.presets.estimate import error_class
-from optpipe.presets.machine import Machine
-from optpipe.presets.shape import Training
-from optpipe.presets.step import PipelineCut, step_estimate
+from optpipe.planning.accelerators import PRIORS, Efficiency, find_gpu
+from optpipe.planning.catalogue import find_model
+from optpipe.planning.estimate import error_class
+from optpipe.planning.machine import Machine
+from optpipe.planning.shape import Training
+from optpipe.planning.step import PipelineCut, step_estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import ModelShape
-    from optpipe.presets.step import StepEstimate
+    from optpipe.planning.accelerators import Hardware
+    from optpipe.planning.shape import ModelShape
+    from optpipe.planning.step import StepEstimate
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "data" / "published" / "published_runs.json"
 FITTED = ("matmul", "narrow", "attention", "memory")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.slices [--work W] [--only PATTERN] [--report]
 
-Problems are those of `optpipe.presets.estimate` on H100 of 80 GB: Llama 3 8B and 70B, degrees as in
-`CASES`, a step of 1M tokens per replica at 128k and of 4M at 1M. ``full`` recomputes every layer in
-full, as whole micro-batches of that length are trained today; ``modes`` has menus of up to eight
+Problems are those of `optpipe.planning.estimate` on H100 of 80 GB: Llama 3 8B and 70B, degrees as
+in `CASES`, a step of 1M tokens per replica at 128k and of 4M at 1M. ``full`` recomputes every layer
+in full, as whole micro-batches of that length are trained today; ``modes`` has menus of up to eight
 modes per stage, ``v1`` keep, offload and recompute. Each is solved by one thread with the same
 work, so that a busy machine changes nothing, and judged by `find_violations` and `simulate`;
 ``1f1b`` is the schedule of ``full`` that trainers run; ``less`` has slices on devices with
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from benchmarks.ledger import commit, read_rows, stamp, write_rows
 from optpipe import find_violations, simulate
 from optpipe.memory import device_peak_bytes
-from optpipe.presets import estimate, find_gpu, find_model
-from optpipe.presets.shape import Training
+from optpipe.planning import estimate, find_gpu, find_model
+from optpipe.planning.shape import Training
 from optpipe_solver import solve
 from optpipe_solver.families.classic import build_one_f_one_b
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 
 from benchmarks.scoreboard import PUBLISHED, PublishedRun, read_run
-from optpipe.presets import Configuration, megatron_arguments
+from optpipe.planning import Configuration, megatron_arguments
 from optpipe_solver import warm_up
 from optpipe_solver.tune import TuneQuestion, TuneResult, tune
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from optpipe.formats.tables import SweepRow
-from optpipe.presets import GPUS, MODELS, total_parameters
+from optpipe.planning import GPUS, MODELS, total_parameters
 from optpipe.problem import Problem
 from optpipe.requests import (
     DEFAULT_NOISE,
@@ -32,7 +32,7 @@ from optpipe.requests import (
 from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
-    from optpipe.presets import Hardware, ModelShape
+    from optpipe.planning import Hardware, ModelShape
 
 __all__ = [
     "Answer",

@@ -46,7 +46,7 @@ from optpipe.errors import (
 )
 from optpipe.measurements import Measurements
 from optpipe.model import Model
-from optpipe.presets import (
+from optpipe.planning import (
     Hardware,
     Training,
     estimate,
@@ -56,7 +56,7 @@ from optpipe.presets import (
     read_megatron,
     shape_from_config,
 )
-from optpipe.presets.shape import (
+from optpipe.planning.shape import (
     RECOMPUTABLE,
     Dispatch,
     Dispatcher,
@@ -82,8 +82,8 @@ from optpipe.stage import MOST_COSTS
 from optpipe.sweep import AXES
 
 if TYPE_CHECKING:
-    from optpipe.presets import Estimate, ModelShape
-    from optpipe.presets.accelerators import Accelerators
+    from optpipe.planning import Estimate, ModelShape
+    from optpipe.planning.accelerators import Accelerators
 
 __all__ = [
     "DEFAULT_NOISE",
@@ -807,7 +807,7 @@ class EstimateRequest(ModelOnGpus):
         return self
 
     def estimate(self) -> Estimate:
-        """Return the estimate of the request. Raises as `optpipe.presets.estimate`."""
+        """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
         fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
         dp = self._find_dp(self.tp * self.cp * self.pp)
         training = Training(**fields, dp=dp, optimizer=self.optimizer_settings)

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from optpipe import Provenance, evaluate, load_csv, parse_action
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes, modes_of
-from optpipe.presets import ModelShape, Training, estimate, find_gpu, find_model
+from optpipe.planning import ModelShape, Training, estimate, find_gpu, find_model
 from optpipe.problem import LicensedPair, Problem
 from optpipe.runtime import PipelineRunner, PreflightError, measure, slices
 from optpipe.runtime.demo import ModelConfig, make_stages

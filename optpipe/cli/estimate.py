@@ -23,7 +23,7 @@ from optpipe.cli.options import RequestBuilder, flags_of, takes
 from optpipe.errors import InputError
 from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
-from optpipe.presets import GPUS, MODELS, total_parameters
+from optpipe.planning import GPUS, MODELS, total_parameters
 from optpipe.problem import placement_of
 from optpipe.requests import EstimateRequest
 from optpipe.simulate import link_loads
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.presets import Estimate, StepEstimate
+    from optpipe.planning import Estimate, StepEstimate
     from optpipe.problem import Problem
 
 __all__ = ["estimate_problem", "read_config"]

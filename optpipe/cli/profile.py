@@ -41,7 +41,7 @@ from optpipe.measurements import (
     read_stages_table,
     read_times,
 )
-from optpipe.presets.overlap import measured_pairs
+from optpipe.planning.overlap import measured_pairs
 from optpipe.problem import Problem
 from optpipe.requests import ImportRequest, ProfileRequest
 from optpipe.units import format_bytes, format_ms, format_share

@@ -29,10 +29,10 @@ from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_problem
-from optpipe.presets import train_command
-from optpipe.presets.configuration import PASTED_FILES
-from optpipe.presets.megatron import check_arguments_have
-from optpipe.presets.torchtitan import titan_model
+from optpipe.planning import train_command
+from optpipe.planning.configuration import PASTED_FILES
+from optpipe.planning.frameworks.megatron import check_arguments_have
+from optpipe.planning.frameworks.torchtitan import titan_model
 from optpipe.requests import CurrentRun, FixedDegrees, TuneRequest
 from optpipe.schedule import Provenance
 from optpipe.units import format_ms
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.presets import Configuration, ModelShape
+    from optpipe.planning import Configuration, ModelShape
     from optpipe_solver.tune import TuneResult, TuneRow
 
 __all__ = ["tune"]

@@ -14,14 +14,14 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from optpipe.presets.estimate import error_band
+from optpipe.planning.estimate import error_band
 from optpipe_solver.tune import TuneCounts, TuneResult, judge
 from optpipe_solver.tune.judge import Look, Looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.presets.configuration import Configuration
+    from optpipe.planning.configuration import Configuration
     from optpipe_solver.tune import TuneCheckpoint, TuneQuestion, TuneRow
 
 HANGS, DIES, FITS_NOWHERE = 1, 2, 3

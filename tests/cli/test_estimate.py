@@ -7,8 +7,8 @@ import pytest
 
 from optpipe import load_problem, load_schedule
 from optpipe.formats.json import load_model
-from optpipe.presets import GPUS, MODELS
-from tests.presets.test_catalogue import LLAMA3_8B
+from optpipe.planning import GPUS, MODELS
+from tests.planning.test_catalogue import LLAMA3_8B
 
 LLAMA70 = ("--model", "llama3-70b", "--gpu", "h100", "--pp", 8, "--tp", 8,
            "--sequence", 8192, "--microbatches", 64)  # fmt: skip

@@ -28,7 +28,7 @@ from optpipe import (
 )
 from optpipe.errors import InputError
 from optpipe.formats.exports import check_num_layers, dump_python_list, megatron_layout, read_layout
-from optpipe.presets import MODELS, Training, estimate, find_gpu
+from optpipe.planning import MODELS, Training, estimate, find_gpu
 from optpipe.problem import placement_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage

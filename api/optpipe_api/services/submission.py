@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from optpipe.answers import EstimateView, JobOptions, VariantView
 from optpipe.errors import InputError, ProblemError, RequestError, pointer
-from optpipe.presets import total_parameters
+from optpipe.planning import total_parameters
 from optpipe.problem import Problem
 from optpipe.requests import (
     CompareRequest,

@@ -49,17 +49,17 @@ from math import floor, inf
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.presets.overlap import model_phases, most_hidden
-from optpipe.presets.parameters import RankParameters, static_bytes
-from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_bytes
+from optpipe.planning.overlap import model_phases, most_hidden
+from optpipe.planning.parameters import RankParameters, static_bytes
+from optpipe.planning.step import in_flight, model_parts, pool_bytes, reserved_bytes
 from optpipe_solver.tune.cut import CutNumbers, LayerNumbers
 from optpipe_solver.tune.space import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe.presets import Hardware, Machine, ModelShape, PipelineCut, Training
-    from optpipe.presets.step import StagePart
+    from optpipe.planning import Hardware, Machine, ModelShape, PipelineCut, Training
+    from optpipe.planning.step import StagePart
     from optpipe_solver.milp.plan.pattern import Boundary
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 

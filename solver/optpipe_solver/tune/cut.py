@@ -12,7 +12,7 @@ rounded down, which leaves others more, and so on (`_CutsWithin`). Where roundin
 range is halved. Lengths go up from the bound to the best step; each is refuted, or a cut found.
 
 Pairs. The order is Megatron-Core's with pairs, each of which lasts in full but for the most that
-either of its passes can hide (`optpipe.presets.overlap.most_hidden`).
+either of its passes can hide (`optpipe.planning.overlap.most_hidden`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.formats.exports import dump_csv
 from optpipe.formats.json import load_problem
-from optpipe.presets import (
+from optpipe.planning import (
     PipelineCut,
     Training,
     megatron_script,
@@ -21,10 +21,10 @@ from optpipe.presets import (
     step_estimate,
     torchtitan_config,
 )
-from optpipe.presets.configuration import Configuration
-from optpipe.presets.estimate import check_can_be, utilisation
-from optpipe.presets.megatron_reader import check_even_cut
-from optpipe.presets.step import RankMemory
+from optpipe.planning.configuration import Configuration
+from optpipe.planning.estimate import check_can_be, utilisation
+from optpipe.planning.frameworks.megatron_reader import check_even_cut
+from optpipe.planning.step import RankMemory
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
 from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow
@@ -33,7 +33,7 @@ from optpipe_solver.tune.space import TuneQuestion, candidates
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe.presets import Hardware
+    from optpipe.planning import Hardware
     from optpipe.problem import Problem
     from optpipe.requests import CurrentRun, TuneRequest
     from optpipe.schedule import Programs
@@ -139,7 +139,7 @@ def read_current(
     Raises
     ------
     InputError
-        As `optpipe.presets.read_megatron`, and if a step of it has another batch or sequence, or
+        As `optpipe.planning.read_megatron`, and if a step of it has another batch or sequence, or
         other multi-token prediction.
     """
     text = text.removeprefix("\ufeff")  # which some editors put in front

@@ -9,11 +9,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
-from optpipe.presets import estimate, step_estimate
-from optpipe.presets.configuration import Configuration, train_command
-from optpipe.presets.estimate import SlicedCut
-from optpipe.presets.overlap import model_phases, most_hidden, with_pairs
-from optpipe.presets.step import RankMemory
+from optpipe.planning import estimate, step_estimate
+from optpipe.planning.configuration import Configuration, train_command
+from optpipe.planning.estimate import SlicedCut
+from optpipe.planning.overlap import model_phases, most_hidden, with_pairs
+from optpipe.planning.step import RankMemory
 from optpipe.problem import placement_of
 from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe.model import Model
-    from optpipe.presets import Estimate, Hardware, PipelineCut, StepEstimate, Training
-    from optpipe.presets.step import Layout
+    from optpipe.planning import Estimate, Hardware, PipelineCut, StepEstimate, Training
+    from optpipe.planning.step import Layout
     from optpipe.problem import Problem
     from optpipe.requests import Framework, PlacementKind
     from optpipe.schedule import Programs
@@ -432,7 +432,7 @@ class ConfigurationJudge:
         )
 
     def _problem(self, sizes: tuple[int, ...]) -> Problem:
-        """Return the problem of a cut, as `optpipe.presets.estimate` writes it."""
+        """Return the problem of a cut, as `optpipe.planning.estimate` writes it."""
         problem = self.model.problem(self.estimate.placement, sizes)
         question, cut = self.question, self.cut
         machines = tuple(question.machine(self.training, one) for one in self.ranks)

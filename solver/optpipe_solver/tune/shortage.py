@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
-from optpipe.presets.configuration import Configuration
+from optpipe.planning.configuration import Configuration
 from optpipe_solver.tune.bounds import tables
 from optpipe_solver.tune.space import candidates
 from optpipe_solver.tune.tune import tune

@@ -7,13 +7,13 @@ from itertools import chain, permutations, product
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from optpipe.errors import FieldError, InputError
-from optpipe.presets import Machine, PipelineCut
+from optpipe.planning import Machine, PipelineCut
 from optpipe.requests import FixedDegrees, Framework
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from optpipe.presets import Hardware, ModelShape, Training
+    from optpipe.planning import Hardware, ModelShape, Training
 
 __all__ = [
     "FIXABLE",
@@ -68,7 +68,7 @@ class TuneQuestion:
     headroom
         In [0, 1): share of it that every answer leaves free, because bytes are estimates too.
     time_factor
-        Multiplies every time, as `optpipe.presets.estimate` does.
+        Multiplies every time, as `optpipe.planning.estimate` does.
     kinds
         Where accelerators differ: each kind and how many there are, ``hardware`` the first. All of
         a stage's ranks are of one kind, and pipeline ranks of a kind stand in a row; any kind may

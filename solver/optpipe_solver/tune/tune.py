@@ -37,9 +37,9 @@ from operator import ge, itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from optpipe.errors import InputError
-from optpipe.presets import step_estimate
-from optpipe.presets.estimate import error_band
-from optpipe.presets.step import in_flight
+from optpipe.planning import step_estimate
+from optpipe.planning.estimate import error_band
+from optpipe.planning.step import in_flight
 from optpipe.units import format_ms, format_share
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.tune.bounds import tables
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from optpipe.presets import PipelineCut, StepEstimate
-    from optpipe.presets.configuration import Configuration
-    from optpipe.presets.estimate import ErrorBand
-    from optpipe.presets.shape import Training
+    from optpipe.planning import PipelineCut, StepEstimate
+    from optpipe.planning.configuration import Configuration
+    from optpipe.planning.estimate import ErrorBand
+    from optpipe.planning.shape import Training
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.bounds import LayerTable
     from optpipe_solver.tune.cut import CutPrices

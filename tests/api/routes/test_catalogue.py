@@ -8,15 +8,15 @@ from pydantic import BaseModel, ValidationError
 
 from optpipe import Problem
 from optpipe.errors import InputError
-from optpipe.presets import GPUS, MODELS, Training, estimate, find_gpu, find_model
-from optpipe.presets.shape import PRECISIONS
+from optpipe.planning import GPUS, MODELS, Training, estimate, find_gpu, find_model
+from optpipe.planning.shape import PRECISIONS
 from optpipe.problem import Objective
 from optpipe.requests import CurrentRun, EstimateRequest, Framework, SubmitOptions, TuneRequest
 from optpipe.sweep import AXES, sweep
 from optpipe_api.services.submission import useful_axes
 from tests.api.live import two_stages
 from tests.api.routes.test_jobs import fault
-from tests.presets.test_catalogue import LLAMA3_8B
+from tests.planning.test_catalogue import LLAMA3_8B
 from tests.strategies import problems
 
 NEUTRAL: dict[str, Any] = {"pcie_scale": 1.5, "link_scale": 1.5, "latency_ms": 3.5}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
-from optpipe.presets import megatron_arguments
+from optpipe.planning import megatron_arguments
 from optpipe.requests import CurrentRun, TuneRequest
 from optpipe_solver.tune import (
     TuneResult,

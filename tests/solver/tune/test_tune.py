@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.presets import (
+from optpipe.planning import (
     Configuration,
     Experts,
     ModelShape,
@@ -28,7 +28,7 @@ from optpipe.presets import (
     megatron_arguments,
     torchtitan_config,
 )
-from optpipe.presets.step import in_flight
+from optpipe.planning.step import in_flight
 from optpipe.problem import placement_of
 from optpipe_solver import solve
 from optpipe_solver.budget import Stop

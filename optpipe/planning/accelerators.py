@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from optpipe.errors import FieldError, FieldRef, InputError
-from optpipe.presets.shape import pick
+from optpipe.planning.shape import pick
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from optpipe.presets.shape import Precision
+    from optpipe.planning.shape import Precision
 
 __all__ = [
     "GPUS",
@@ -204,7 +204,7 @@ def _hardware(entry: dict[str, Any]) -> Hardware:
     return Hardware(tflops=tflops, **facts, **entry)
 
 
-_DATA = json.loads(resources.files("optpipe.presets").joinpath("gpus.json").read_text("utf-8"))
+_DATA = json.loads(resources.files("optpipe.planning").joinpath("gpus.json").read_text("utf-8"))
 _NETWORKS: dict[str, tuple[float, float, float | None]] = {
     kind: tuple(numbers) for kind, numbers in _DATA["networks"]["kinds"].items()
 }

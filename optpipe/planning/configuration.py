@@ -9,14 +9,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
-from optpipe.presets.machine import Machine
-from optpipe.presets.step import step_estimate
+from optpipe.planning.machine import Machine
+from optpipe.planning.step import step_estimate
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
-    from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import ModelShape, Training
-    from optpipe.presets.step import PipelineCut
+    from optpipe.planning.accelerators import Hardware
+    from optpipe.planning.shape import ModelShape, Training
+    from optpipe.planning.step import PipelineCut
 
 __all__ = ["PASTED_FILES", "Configuration", "train_command"]
 
@@ -28,7 +28,7 @@ class Configuration:
     Parameters
     ----------
     shape, hardware, training, pipeline
-        As `optpipe.presets.step_estimate` takes them.
+        As `optpipe.planning.step_estimate` takes them.
     sizes
         Layers of each stage in model order, embedding and head counted as layers; empty where
         the pipeline's layout says them.

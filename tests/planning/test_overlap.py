@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, find_violations, simulate
 from optpipe.errors import InputError
-from optpipe.presets import Machine, Training, estimate, find_gpu, find_model
-from optpipe.presets.estimate import Estimate
-from optpipe.presets.overlap import (
+from optpipe.planning import Machine, Training, estimate, find_gpu, find_model
+from optpipe.planning.estimate import Estimate
+from optpipe.planning.overlap import (
     LanePhase,
     PassPhases,
     layer_phases,

@@ -11,8 +11,8 @@ from optpipe import ActionType, Problem, Programs, dump_problem, find_violations
 from optpipe.errors import FieldError
 from optpipe.formats.json import dump_model, load_model
 from optpipe.model import Layer
-from optpipe.presets import Estimate, Training, estimate, find_gpu, find_model
-from optpipe.presets.menus import layer_treatments, one_f_one_b_modes
+from optpipe.planning import Estimate, Training, estimate, find_gpu, find_model
+from optpipe.planning.menus import layer_treatments, one_f_one_b_modes
 from optpipe.problem import CellMode, Stage, StageLayers
 from optpipe.stage import choose
 from optpipe_solver.families.classic import build_one_f_one_b

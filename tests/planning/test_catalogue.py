@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.presets import (
+from optpipe.planning import (
     GPUS,
     MODELS,
     Efficiency,
@@ -22,8 +22,8 @@ from optpipe.presets import (
     shape_from_config,
     total_parameters,
 )
-from optpipe.presets.catalogue import MODEL_TYPES
-from optpipe.presets.parameters import (
+from optpipe.planning.catalogue import MODEL_TYPES
+from optpipe.planning.parameters import (
     embedding_parameters,
     head_parameters,
     layer_parameters,

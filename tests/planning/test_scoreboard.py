@@ -20,8 +20,8 @@ from benchmarks.scoreboard import (
     scores,
     summary,
 )
-from optpipe.presets.accelerators import GPUS, PRIORS
-from optpipe.presets.estimate import ERROR_BANDS, WIDE_BANDS
+from optpipe.planning.accelerators import GPUS, PRIORS
+from optpipe.planning.estimate import ERROR_BANDS, WIDE_BANDS
 
 ROOT = Path(__file__).parents[2]
 MORE = PUBLISHED.with_name("more_runs.json")

@@ -26,7 +26,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.presets.parameters import (
+from optpipe.planning.parameters import (
     attention_matrices,
     embedding_parameters,
     kv_width,
@@ -36,12 +36,12 @@ from optpipe.presets.parameters import (
     query_width,
     vocab_slice,
 )
-from optpipe.presets.shape import NARROW
+from optpipe.planning.shape import NARROW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from optpipe.presets.shape import LatentAttention, LayerForm, ModelShape, Training
+    from optpipe.planning.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
     "Kept",

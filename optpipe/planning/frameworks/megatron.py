@@ -3,7 +3,7 @@
 Names are fields of Megatron-Core 0.16.1, which the tests build from them; flags are these names
 with dashes, but for `_FLAGS`, which was read in ``megatron/training/arguments.py`` of
 NVIDIA/Megatron-LM (commit 000c4ac): Megatron-LM's parser is in no package, so no test runs it.
-`optpipe.presets.megatron_reader` reads them back.
+`optpipe.planning.frameworks.megatron_reader` reads them back.
 ``activation_offload_fraction`` is of a later Megatron-Core than 0.16.1.
 """
 
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
-from optpipe.presets.shape import RECOMPUTABLE
+from optpipe.planning.shape import RECOMPUTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe.presets.configuration import Configuration
-    from optpipe.presets.shape import ModelShape, Optimizer, Training
+    from optpipe.planning.configuration import Configuration
+    from optpipe.planning.shape import ModelShape, Optimizer, Training
 
 __all__ = [
     "ATTENTION_BACKENDS",

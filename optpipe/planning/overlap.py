@@ -18,7 +18,7 @@ from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.errors import FieldError, FieldRef
-from optpipe.presets.step import model_parts
+from optpipe.planning.step import model_parts
 from optpipe.problem import LicensedPair
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import Sample
     from optpipe.model import Model
-    from optpipe.presets.machine import Machine, PartTimes
-    from optpipe.presets.shape import LayerForm, ModelShape
+    from optpipe.planning.machine import Machine, PartTimes
+    from optpipe.planning.shape import LayerForm, ModelShape
     from optpipe.problem import Problem
     from optpipe.stage import Stage
 

@@ -1,7 +1,7 @@
 """A whole configuration: seconds per step by cause, and bytes per rank by kind, in milliseconds.
 
 ``step_estimate`` is plain arithmetic on the layers' times and bytes, nothing is built or simulated:
-thousands of configurations can be judged in a process. `optpipe.presets.estimate` writes the same
+thousands of configurations can be judged in a process. `optpipe.planning.estimate` writes the same
 parts into a problem; that the two agree is tested.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import numpy as np
 
 from optpipe.errors import FieldError, FieldRef, InputError
-from optpipe.presets.costs import (
+from optpipe.planning.costs import (
     Kept,
     checkpoint_bytes,
     embedding_kept,
@@ -26,8 +26,8 @@ from optpipe.presets.costs import (
     model_flops,
     mtp_kept,
 )
-from optpipe.presets.machine import Machine, PartTimes, Spent
-from optpipe.presets.parameters import (
+from optpipe.planning.machine import Machine, PartTimes, Spent
+from optpipe.planning.parameters import (
     RankParameters,
     StaticBytes,
     embedding_parameters,
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import LayerForm, ModelShape
+    from optpipe.planning.accelerators import Hardware
+    from optpipe.planning.shape import LayerForm, ModelShape
 
 __all__ = [
     "Layout",

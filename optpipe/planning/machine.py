@@ -2,7 +2,7 @@
 
 ``Machine`` is an accelerator in a run. It says what each pass of a layer takes, by cause (`Spent`):
 products, attention, memory, collectives that nothing hides, and what the host takes to launch it.
-`optpipe.presets.step` adds them up for a whole configuration, `optpipe.presets.estimate` writes
+`optpipe.planning.step` adds them up for a whole configuration, `optpipe.planning.estimate` writes
 them into a problem.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.presets.costs import (
+from optpipe.planning.costs import (
     PassCost,
     PassCosts,
     embedding_work,
@@ -21,7 +21,7 @@ from optpipe.presets.costs import (
     layer_work,
     mtp_work,
 )
-from optpipe.presets.parameters import (
+from optpipe.planning.parameters import (
     RankParameters,
     kv_width,
     layer_parameters,
@@ -30,8 +30,8 @@ from optpipe.presets.parameters import (
 )
 
 if TYPE_CHECKING:
-    from optpipe.presets.accelerators import Efficiency, Hardware
-    from optpipe.presets.shape import LayerForm, ModelShape, Training
+    from optpipe.planning.accelerators import Efficiency, Hardware
+    from optpipe.planning.shape import LayerForm, ModelShape, Training
 
 __all__ = ["Exchange", "Machine", "PartTimes", "PassTimes", "Spent"]
 

@@ -1,13 +1,10 @@
 """Menus of modes by formulas: what a stage may keep, move to the host or make again, at what price.
 
-A mode treats the layers of a stage: some are recomputed in full, of all others some modules are,
-and of what is then left nothing, half or all moves to the host. Every number is the formulas' for a
-`Training` that recomputes as much: `optpipe.presets.costs` has the bytes, `optpipe.presets.machine`
-the times. Of hundreds of such modes `optpipe.stage.choose` takes the few that a schedule can make
-most of. *offload* and *recompute*, as v1 has them, are on every menu.
-
-What recomputation changes in other passes than its own backward (a host that launches no faster,
-communication that more compute hides) counts in the backward too: a mode changes no other pass.
+A mode treats the layers of a stage in groups. Some layers are recomputed in full. In all other
+layers some modules are recomputed, and nothing, half or all of what is left moves to the host.
+Every number is that of the formulas for a `Training` with this recomputation: bytes come from
+`optpipe.planning.costs`, times from `optpipe.planning.machine`. `optpipe.stage.choose` takes the
+few modes of hundreds that help a schedule most. Each menu has *offload* and *recompute* of v1.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import FieldError, FieldRef
 from optpipe.model import Layer, Model, fuse
-from optpipe.presets.step import StagePart, model_parts
+from optpipe.planning.step import StagePart, model_parts
 from optpipe.problem import Mode, Stage
 from optpipe.stage import choose
 
@@ -28,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.model import ModelDevice
-    from optpipe.presets.machine import Machine
-    from optpipe.presets.shape import ModelShape, Training
+    from optpipe.planning.machine import Machine
+    from optpipe.planning.shape import ModelShape, Training
     from optpipe.problem import CellMode, Problem
 
 __all__ = [
@@ -49,10 +46,10 @@ _DIGITS = 5
 
 
 class LayerTreatment(NamedTuple):
-    """What of each layer is made again in its backward.
+    """What is recomputed of each layer.
 
-    ``modules`` are of `optpipe.presets.shape.RECOMPUTABLE`; ``lean`` is that of `Training`: outputs
-    of norms and activation functions, and dropout masks.
+    ``modules`` are of `optpipe.planning.shape.RECOMPUTABLE`. ``lean`` is that of `Training`:
+    outputs of norms and activation functions, and dropout masks.
     """
 
     names: frozenset[str] = frozenset()
@@ -159,7 +156,7 @@ def stages_with_menus(
     Parameters
     ----------
     model, problem
-        Without menus; the model's layers are `optpipe.presets.step.model_parts`.
+        Without menus; the model's layers are `optpipe.planning.step.model_parts`.
     sizes
         Layers of each stage.
     machines

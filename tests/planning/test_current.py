@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
-from optpipe.presets import Configuration, find_gpu, find_model
-from optpipe.presets.megatron import megatron_arguments, megatron_yaml
-from optpipe.presets.megatron_reader import check_even_cut, read_megatron
-from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
-from tests.presets.test_paste import run
+from optpipe.planning import Configuration, find_gpu, find_model
+from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
+from optpipe.planning.frameworks.megatron_reader import check_even_cut, read_megatron
+from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
+from tests.planning.test_paste import run
 from tests.strategies import few
 
 SCRIPT = """

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from optpipe.errors import InputError
-from optpipe.presets.catalogue import MODELS
-from optpipe.presets.configuration import Configuration
-from optpipe.presets.shape import Optimizer, Training
-from optpipe.presets.step import PipelineCut
+from optpipe.planning.catalogue import MODELS
+from optpipe.planning.configuration import Configuration
+from optpipe.planning.shape import Optimizer, Training
+from optpipe.planning.step import PipelineCut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import Dispatcher, ModelShape, Precision
+    from optpipe.planning.accelerators import Hardware
+    from optpipe.planning.shape import Dispatcher, ModelShape, Precision
 
 __all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "titan_model", "torchtitan_config"]
 

@@ -13,13 +13,13 @@ from optpipe.cli.estimate import estimate_problem
 from optpipe.cli.options import flags_of
 from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, plain
 from optpipe.formats.json import dump_problem, load_problem
-from optpipe.presets import GPUS, MODELS, Estimate, Training, estimate, find_gpu, find_model
-from optpipe.presets.accelerators import PRIORS, Efficiency
-from optpipe.presets.costs import model_flops
-from optpipe.presets.estimate import ERROR_BANDS, WIDE_BANDS
-from optpipe.presets.parameters import RankParameters, static_bytes
-from optpipe.presets.shape import Optimizer
-from optpipe.presets.step import StepEstimate, asked_placement, balanced_sizes
+from optpipe.planning import GPUS, MODELS, Estimate, Training, estimate, find_gpu, find_model
+from optpipe.planning.accelerators import PRIORS, Efficiency
+from optpipe.planning.costs import model_flops
+from optpipe.planning.estimate import ERROR_BANDS, WIDE_BANDS
+from optpipe.planning.parameters import RankParameters, static_bytes
+from optpipe.planning.shape import Optimizer
+from optpipe.planning.step import StepEstimate, asked_placement, balanced_sizes
 from optpipe.requests import EstimateRequest
 from optpipe.simulate import simulate
 from optpipe_solver.families.classic import build_interleaved, build_one_f_one_b

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe.presets import (
+from optpipe.planning import (
     MODELS,
     LayerForm,
     Machine,
@@ -20,8 +20,8 @@ from optpipe.presets import (
     find_model,
     step_estimate,
 )
-from optpipe.presets.costs import layer_kept
-from optpipe.presets.shape import Precision
+from optpipe.planning.costs import layer_kept
+from optpipe.planning.shape import Precision
 from tests.strategies import few
 
 DATA = Path(__file__).parents[1] / "data" / "published"

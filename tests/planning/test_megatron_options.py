@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from optpipe.presets import find_gpu, find_model
-from optpipe.presets.megatron_reader import read_megatron
+from optpipe.planning import find_gpu, find_model
+from optpipe.planning.frameworks.megatron_reader import read_megatron
 
 ROOT = Path(__file__).parents[2]
-PRESETS = ROOT / "optpipe" / "presets"
-OPTIONS = json.loads((PRESETS / "megatron_options.json").read_text("utf-8"))
+FRAMEWORKS = ROOT / "optpipe" / "planning" / "frameworks"
+OPTIONS = json.loads((FRAMEWORKS / "megatron_options.json").read_text("utf-8"))
 FIELDS = """
 import dataclasses, json, warnings
 warnings.simplefilter("ignore")
@@ -43,7 +43,7 @@ def test_every_field_of_megatron_core_has_a_place() -> None:
     )
     fields = set(json.loads(done.stdout.splitlines()[-1]))
     names = {*OPTIONS["neutral"], *OPTIONS["not_modelled"]}
-    source = "".join(path.read_text("utf-8") for path in PRESETS.glob("megatron*.py"))
+    source = "".join(path.read_text("utf-8") for path in FRAMEWORKS.glob("megatron*.py"))
     in_code = set(re.findall(r'"([a-z_0-9]+)"', source))
     assert fields - names - in_code == set()
     assert set(OPTIONS["neutral"]).isdisjoint(OPTIONS["not_modelled"])

@@ -1,6 +1,6 @@
 """What a Megatron-LM command line, or Megatron-Core's values of a recipe, says of a configuration.
 
-Names and defaults are those of `optpipe.presets.megatron`.
+Names and defaults are those of `optpipe.planning.frameworks.megatron`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
-from optpipe.presets.catalogue import MODELS
-from optpipe.presets.configuration import Configuration
-from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING, TORCH_TYPES
-from optpipe.presets.settings import FrameworkSettings, read_settings
-from optpipe.presets.shape import Optimizer, OptimizerName, StateType, Training
-from optpipe.presets.step import PipelineCut, even_sizes
+from optpipe.planning.catalogue import MODELS
+from optpipe.planning.configuration import Configuration
+from optpipe.planning.frameworks.megatron import (
+    ATTENTION_BACKENDS,
+    OFFLOADED,
+    SHARDING,
+    TORCH_TYPES,
+)
+from optpipe.planning.settings import FrameworkSettings, read_settings
+from optpipe.planning.shape import Optimizer, OptimizerName, StateType, Training
+from optpipe.planning.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import Dispatcher, ModelShape, Precision
+    from optpipe.planning.accelerators import Hardware
+    from optpipe.planning.shape import Dispatcher, ModelShape, Precision
 
 __all__ = ["MegatronSplit", "check_even_cut", "find_model_of", "read_megatron"]
 
@@ -154,7 +159,9 @@ def read_megatron(
 
 
 _OPTIONS = json.loads(
-    resources.files("optpipe.presets").joinpath("megatron_options.json").read_text("utf-8")
+    resources.files("optpipe.planning.frameworks")
+    .joinpath("megatron_options.json")
+    .read_text("utf-8")
 )
 _OFF = ("", "none", "null", "false", "no", "off")
 

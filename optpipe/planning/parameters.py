@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from optpipe.presets.shape import LatentAttention, LayerForm, ModelShape, Training
+    from optpipe.planning.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
     "RankParameters",

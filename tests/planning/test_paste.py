@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
-from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
-from optpipe.presets.configuration import Configuration, train_command
-from optpipe.presets.megatron import (
+from optpipe.planning import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
+from optpipe.planning.configuration import Configuration, train_command
+from optpipe.planning.frameworks.megatron import (
     _FLAGS,
     _NEGATIVE_FLAGS,
     megatron_arguments,
     megatron_script,
     megatron_yaml,
 )
-from optpipe.presets.megatron_reader import read_megatron
-from optpipe.presets.shape import PRECISIONS, Optimizer
-from optpipe.presets.torchtitan import TITAN_MODELS, read_torchtitan, torchtitan_config
+from optpipe.planning.frameworks.megatron_reader import read_megatron
+from optpipe.planning.frameworks.torchtitan import TITAN_MODELS, read_torchtitan, torchtitan_config
+from optpipe.planning.shape import PRECISIONS, Optimizer
 from optpipe.problem import StageLayers
 from tests.strategies import few
 
@@ -179,7 +179,7 @@ def answers():
     calls.append(("parameters", "parameters", {"models": models}))
     questions = [{"call": call, "with": given} for _, call, given in calls]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.presets.frameworks"],
+        [sys.executable, "-m", "tests.planning.frameworks"],
         input=json.dumps(questions), capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

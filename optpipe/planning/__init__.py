@@ -4,17 +4,17 @@
 gives a problem to solve, a model to cut otherwise, and what a step takes.
 """
 
-from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
-from optpipe.presets.catalogue import MODELS, find_model, shape_from_config
-from optpipe.presets.configuration import Configuration, train_command
-from optpipe.presets.estimate import Estimate, estimate
-from optpipe.presets.machine import Machine
-from optpipe.presets.megatron import megatron_arguments, megatron_script, megatron_yaml
-from optpipe.presets.megatron_reader import find_model_of, read_megatron
-from optpipe.presets.parameters import total_parameters
-from optpipe.presets.shape import Experts, LatentAttention, LayerForm, ModelShape, Training
-from optpipe.presets.step import PipelineCut, StepEstimate, step_estimate
-from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
+from optpipe.planning.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
+from optpipe.planning.catalogue import MODELS, find_model, shape_from_config
+from optpipe.planning.configuration import Configuration, train_command
+from optpipe.planning.estimate import Estimate, estimate
+from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_script, megatron_yaml
+from optpipe.planning.frameworks.megatron_reader import find_model_of, read_megatron
+from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
+from optpipe.planning.machine import Machine
+from optpipe.planning.parameters import total_parameters
+from optpipe.planning.shape import Experts, LatentAttention, LayerForm, ModelShape, Training
+from optpipe.planning.step import PipelineCut, StepEstimate, step_estimate
 
 __all__ = [
     "GPUS",

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from optpipe.presets import MODELS, LayerForm, Training, find_model
-from optpipe.presets.costs import embedding_work, head_work, layer_work, model_flops
+from optpipe.planning import MODELS, LayerForm, Training, find_model
+from optpipe.planning.costs import embedding_work, head_work, layer_work, model_flops
 
 GPT = find_model("gpt3-6.7b")
 S, H, B = 2048, 4096, 2

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.formats.json import parse_json
 from optpipe.model import MAX_LAYERS
-from optpipe.presets.shape import Experts, LatentAttention, ModelShape, pick
+from optpipe.planning.shape import Experts, LatentAttention, ModelShape, pick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +24,9 @@ __all__ = ["MODELS", "MODEL_TYPES", "find_model", "shape_from_config"]
 
 
 def _load_models() -> tuple[dict[str, ModelShape], dict[str, str]]:
-    data = json.loads(resources.files("optpipe.presets").joinpath("models.json").read_text("utf-8"))
+    data = json.loads(
+        resources.files("optpipe.planning").joinpath("models.json").read_text("utf-8")
+    )
     shapes = {}
     for group in data["groups"]:
         for model in group["models"]:

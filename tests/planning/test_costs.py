@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from examples import make_llama3_8b as example
-from optpipe.presets import MODELS, LayerForm, ModelShape, Training, find_model
-from optpipe.presets.costs import head_kept, layer_kept, layer_work, saved_tensors
-from optpipe.presets.parameters import RankParameters, static_bytes
+from optpipe.planning import MODELS, LayerForm, ModelShape, Training, find_model
+from optpipe.planning.costs import head_kept, layer_kept, layer_work, saved_tensors
+from optpipe.planning.parameters import RankParameters, static_bytes
 
 H, A, S, B = 512, 8, 256, 3
 DENSE, MOE = LayerForm(False), LayerForm(True)

@@ -1,8 +1,8 @@
 """A model on an accelerator as a problem to solve, and as what a step of it takes.
 
-Every number of the problem is a formula's: `optpipe.presets.costs` has FLOPs and bytes,
-`optpipe.presets.machine` makes them milliseconds, `optpipe.presets.accelerators` has the rates.
-`optpipe.presets.step` adds the same parts up to a step; a test holds the two together.
+Every number of the problem is a formula's: `optpipe.planning.costs` has FLOPs and bytes,
+`optpipe.planning.machine` makes them milliseconds, `optpipe.planning.accelerators` has the rates.
+`optpipe.planning.step` adds the same parts up to a step; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, explain
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
-from optpipe.presets.accelerators import PRIORS, Hardware
-from optpipe.presets.costs import checkpoint_bytes, model_flops
-from optpipe.presets.machine import Machine
-from optpipe.presets.menus import one_f_one_b_modes, stages_with_menus, with_menus
-from optpipe.presets.overlap import check_can_hide, with_hidden, with_pairs
-from optpipe.presets.parameters import static_bytes
-from optpipe.presets.step import (
+from optpipe.planning.accelerators import PRIORS, Hardware
+from optpipe.planning.costs import checkpoint_bytes, model_flops
+from optpipe.planning.machine import Machine
+from optpipe.planning.menus import one_f_one_b_modes, stages_with_menus, with_menus
+from optpipe.planning.overlap import check_can_hide, with_hidden, with_pairs
+from optpipe.planning.parameters import static_bytes
+from optpipe.planning.step import (
     Layout,
     PipelineCut,
     StagePart,
@@ -41,8 +41,8 @@ from optpipe.stage import MOST_COSTS, OF_STAGE, Stage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from optpipe.presets.accelerators import Efficiency
-    from optpipe.presets.shape import ModelShape, Precision, Training
+    from optpipe.planning.accelerators import Efficiency
+    from optpipe.planning.shape import ModelShape, Precision, Training
     from optpipe.problem import Problem
 
 __all__ = [
@@ -191,11 +191,11 @@ def estimate(
     memory_bytes
         Of a device, or of each, instead of all it has.
     modes
-        Most modes of a stage's menu, keep counted (`optpipe.presets.menus`); 0: keep, offload and
+        Most modes of a stage's menu, keep counted (`optpipe.planning.menus`); 0: keep, offload and
         recompute, as v1 has them.
     pairs
         Whether the problem lists which forwards and backwards may run together, and what of their
-        exchange with experts that hides (`optpipe.presets.overlap`).
+        exchange with experts that hides (`optpipe.planning.overlap`).
     slices
         Into so many slices of equal length every sequence is cut, each a micro-batch of the problem
         with a cost of its own, those of one micro-batch a sample: keys and values stay on the

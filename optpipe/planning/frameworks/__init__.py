@@ -1,0 +1,1 @@
+"""Configurations as the frameworks write them, and read from their files."""
