@@ -27,11 +27,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.planning.parameters import (
+    RankParameters,
     attention_matrices,
     embedding_parameters,
+    head_parameters,
     kv_width,
     layer_parameters,
     mlp_matrices,
+    mtp_parameters,
     num_matrices,
     query_width,
     vocab_slice,
@@ -39,32 +42,25 @@ from optpipe.planning.parameters import (
 from optpipe.planning.shape import NARROW
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from optpipe.planning.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
     "Kept",
+    "LayerCosts",
     "LayerPart",
     "PassCost",
     "PassCosts",
     "Tensor",
     "checkpoint_bytes",
-    "embedding_kept",
-    "embedding_work",
+    "embedding_costs",
     "expert_tokens",
-    "head_kept",
-    "head_work",
-    "head_workspace_bytes",
-    "layer_kept",
+    "head_costs",
+    "layer_costs",
     "layer_parts",
-    "layer_work",
-    "layer_workspace_bytes",
     "model_flops",
-    "mtp_kept",
-    "mtp_work",
-    "saved_tensors",
-    "weight_context_bytes",
+    "mtp_costs",
 ]
 
 
@@ -84,7 +80,7 @@ class Tensor(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The bytes of one part per micro-batch, as a stage has them."""
+    """Bytes that one layer keeps per micro-batch, as a `Stage` has them."""
 
     activation_bytes: int
     weight_context_bytes: int
@@ -149,13 +145,38 @@ class PassCost(NamedTuple):
 class PassCosts(NamedTuple):
     """The work of F, I and W."""
 
-    forward: PassCost
-    backward_input: PassCost
-    backward_weight: PassCost
+    forward: PassCost = PassCost()
+    backward_input: PassCost = PassCost()
+    backward_weight: PassCost = PassCost()
 
     def plus(self, other: PassCosts) -> PassCosts:
         """Return the sums."""
         return PassCosts(*(a.plus(b) for a, b in zip(self, other, strict=True)))
+
+
+class LayerCosts(NamedTuple):
+    """What one layer, or embedding, head or multi-token prediction, costs on one device.
+
+    Parameters
+    ----------
+    work
+        FLOPs and bytes moved of F, I and W.
+    kept
+        Bytes per micro-batch between F and the backward.
+    parameters
+        Parameters of the layer on this device.
+    experts
+        The part of ``work`` behind the router: the router, the order of copies, all experts.
+    forward_workspace_bytes, backward_workspace_bytes
+        Bytes that a pass needs only while it runs.
+    """
+
+    work: PassCosts
+    kept: Kept
+    parameters: RankParameters
+    experts: PassCosts = PassCosts()
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
 
 
 # --- A layer as a list of modules.
@@ -471,17 +492,26 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 # --- What a layer's parts come to.
 
 
-def saved_tensors(shape: ModelShape, training: Training, kind: LayerForm) -> Iterator[Tensor]:
-    """Yield what F of one layer makes and I or W reads, whether it is kept or made again."""
-    for part in layer_parts(shape, training, kind):
-        yield from part.tensors
-
-
 @lru_cache(maxsize=256)
-def layer_kept(shape: ModelShape, training: Training, kind: LayerForm) -> Kept:
-    """Return the bytes of one layer."""
+def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> LayerCosts:
+    """Return what one transformer layer costs; recomputation is in I, and W adds to gradients."""
+    parts = layer_parts(shape, training, kind)
+    parameters = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+    kept = _layer_kept(shape, training, kind, parts)
+    return LayerCosts(
+        _layer_work(training, parts, parameters.total),
+        kept,
+        parameters,
+        experts=_expert_work(training, parts, parameters.experts),
+        backward_workspace_bytes=_backward_workspace_bytes(parts, kept),
+    )
+
+
+def _layer_kept(
+    shape: ModelShape, training: Training, kind: LayerForm, parts: Sequence[LayerPart]
+) -> Kept:
     moved = checkpoint_bytes(shape, training)
-    tensors = tuple(saved_tensors(shape, training, kind))
+    tensors = [tensor for part in parts for tensor in part.tensors]
     checkpoint = moved + sum(tensor.num_bytes for tensor in tensors if tensor.stays)
     context = weight_context_bytes(shape, training, kind)
     if "full" in training.recompute:
@@ -499,17 +529,13 @@ def layer_kept(shape: ModelShape, training: Training, kind: LayerForm) -> Kept:
     )
 
 
-def layer_workspace_bytes(shape: ModelShape, training: Training, kind: LayerForm) -> int:
-    """Return what the backward of one layer needs while it runs.
+def _backward_workspace_bytes(parts: Sequence[LayerPart], kept: Kept) -> int:
+    """Return the bytes that a layer's backward needs only while it runs.
 
-    What was not kept and is made again, and two gradients of the widest tensor.
+    These are the tensors that F did not keep, and two gradients of the largest tensor.
     """
-    bare = training.without_recomputation
-    tensors = list(saved_tensors(shape, bare, kind))
-    whole = sum(tensor.num_bytes for tensor in tensors)
-    again = whole - layer_kept(shape, training, kind).activation_bytes
-    widest = max(tensor.num_bytes for tensor in tensors)
-    return max(0, again) + 2 * widest
+    sizes = [tensor.num_bytes for part in parts for tensor in part.tensors]
+    return max(0, sum(sizes) - kept.activation_bytes) + 2 * max(sizes)
 
 
 def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
@@ -517,17 +543,8 @@ def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
     return training.residual_tokens * shape.hidden * training.element_bytes
 
 
-@lru_cache(maxsize=256)
-def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCosts:
-    """Return the work of one layer; what is made again is in I.
-
-    W adds to fp32 gradients.
-    """
-    parameters = layer_parameters(
-        shape, kind, tp=training.tp, ep=training.ep, etp=training.etp
-    ).total
+def _layer_work(training: Training, parts: Sequence[LayerPart], parameters: int) -> PassCosts:
     weights = float(parameters * training.element_bytes)
-    parts = layer_parts(shape, training, kind)
     ahead = _summed(training, parts, weights)
     back = _summed(training, parts, weights, backward=True)
     again = [part for part in parts if _runs_again(part, training)]
@@ -544,21 +561,17 @@ def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCo
     )
 
 
-def expert_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCosts:
-    """Return what of `layer_work` is behind the router: it, the copies' order, and all experts.
-
-    Nothing where a layer has none. What is made again counts with the rest of the layer.
-    """
-    parts = [part for part in layer_parts(shape, training, kind) if "moe" in part.again]
-    if not parts:
-        return PassCosts(PassCost(), PassCost(), PassCost())
-    whole = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
-    weights = float(whole.experts * training.element_bytes)
-    matmul, narrow = _products(training, parts)
+def _expert_work(training: Training, parts: Sequence[LayerPart], parameters: int) -> PassCosts:
+    """Return the work behind the router. Recomputation counts with the rest of the layer."""
+    routed = [part for part in parts if "moe" in part.again]
+    if not routed:
+        return PassCosts()
+    weights = float(parameters * training.element_bytes)
+    matmul, narrow = _products(training, routed)
     return PassCosts(
-        _summed(training, parts, weights),
-        _summed(training, parts, weights, backward=True),
-        PassCost(matmul, narrow, gradient_bytes=2.0 * training.gradient_bytes * whole.experts),
+        _summed(training, routed, weights),
+        _summed(training, routed, weights, backward=True),
+        PassCost(matmul, narrow, gradient_bytes=2.0 * training.gradient_bytes * parameters),
     )
 
 
@@ -637,68 +650,70 @@ def _attention_context(shape: ModelShape, training: Training) -> tuple[float, fl
 # --- Embedding, head, multi-token prediction.
 
 
-def embedding_kept(shape: ModelShape, training: Training) -> Kept:
-    """Return the bytes of the embedding: token numbers (int64), the output's gradient for W."""
-    numbers = training.tokens * 8
-    return Kept(numbers, numbers + checkpoint_bytes(shape, training), 0, numbers)
+@lru_cache(maxsize=256)
+def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
+    """Return what the embedding costs: a look-up, and a scatter-add into gradients.
 
-
-def head_kept(shape: ModelShape, training: Training) -> Kept:
-    """Return the bytes of last norm, head and loss: 2 + 2 + 4 v/h per element (section 4.3).
-
-    The loss keeps the softmax of the logits in fp32. W needs the head's input and the logits'
-    gradient. Nothing is offloaded: its backward follows at once.
+    It keeps the token numbers (int64). W needs the gradient of its output.
     """
-    residual = checkpoint_bytes(shape, training)
-    logits = training.tokens * vocab_slice(shape, training.tp)
-    norm_output = 0 if training.lean else residual
-    return Kept(
-        residual + norm_output + 4 * logits,
-        residual + logits * training.element_bytes,
-        0,
-        residual,
-    )
-
-
-def head_workspace_bytes(shape: ModelShape, training: Training) -> int:
-    """Return the bytes of the logits before they become fp32, which exist only in F."""
-    return training.tokens * vocab_slice(shape, training.tp) * training.element_bytes
-
-
-def embedding_work(shape: ModelShape, training: Training) -> PassCosts:
-    """Return the work of the embedding: a look-up, and a scatter-add into fp32 gradients."""
     row = float(training.tokens * shape.hidden)
     size = training.element_bytes
-    return PassCosts(
-        PassCost(moved_bytes=2.0 * row * size),
-        PassCost(),
-        PassCost(moved_bytes=row * (size + 2 * training.gradient_bytes)),
+    numbers = training.tokens * 8
+    return LayerCosts(
+        PassCosts(
+            PassCost(moved_bytes=2.0 * row * size),
+            PassCost(),
+            PassCost(moved_bytes=row * (size + 2 * training.gradient_bytes)),
+        ),
+        Kept(numbers, numbers + checkpoint_bytes(shape, training), 0, numbers),
+        RankParameters(embedding_parameters(shape, training.tp)),
     )
 
 
-def head_work(shape: ModelShape, training: Training) -> PassCosts:
-    """Return the work of last norm, head and cross-entropy; the head's product stays wide.
+@lru_cache(maxsize=256)
+def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = True) -> LayerCosts:
+    """Return what last norm, head and cross-entropy cost; the head's product stays wide.
 
     Besides the product: the norm (F 2 h, I 3 h); logits read and written in fp32, read and written
     by the softmax (F), its result read and the gradient written (I).
+
+    Bytes: 2 + 2 + 4 v/h per element (Korthikanti et al. 2022, section 4.3). The loss keeps the
+    softmax of the logits in fp32. W needs the head's input and the logits' gradient. Nothing is
+    offloaded: its backward follows at once. The logits before fp32 exist only in F.
+
+    ``owns_matrix`` is false for a tied head on the embedding's device: it has no matrix of its own.
     """
     entries = float(vocab_slice(shape, training.tp) * shape.hidden)
     flops = 2.0 * training.tokens * entries
     size = training.element_bytes
-    logits = float(training.tokens * vocab_slice(shape, training.tp))
-    norm = float(training.residual_tokens * shape.hidden * size)
+    logits = training.tokens * vocab_slice(shape, training.tp)
+    residual = checkpoint_bytes(shape, training)
+    norm = float(residual)
     weights = entries * size
-    return PassCosts(
-        PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12)),
-        PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4)),
-        PassCost(flops, gradient_bytes=2.0 * training.gradient_bytes * entries),
+    parameters = head_parameters(shape, training.tp) - (0 if owns_matrix else round(entries))
+    return LayerCosts(
+        PassCosts(
+            PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12)),
+            PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4)),
+            PassCost(flops, gradient_bytes=2.0 * training.gradient_bytes * entries),
+        ),
+        Kept(
+            residual + (0 if training.lean else residual) + 4 * logits,
+            residual + logits * size,
+            0,
+            residual,
+        ),
+        RankParameters(parameters),
+        forward_workspace_bytes=logits * size,
     )
 
 
-def mtp_work(shape: ModelShape, training: Training) -> PassCosts:
-    """Return the work of one multi-token prediction module (DeepSeek-V3, section 2.2).
+@lru_cache(maxsize=256)
+def mtp_costs(shape: ModelShape, training: Training) -> LayerCosts:
+    """Return what one multi-token prediction module costs (DeepSeek-V3, section 2.2).
 
-    Two norms, the projection of two hidden vectors into one, a layer, the head again.
+    It has two norms, the projection of two hidden vectors into one, a layer, and the head again. It
+    keeps both inputs and their norms, and what layer and head keep.
     """
     tokens = training.residual_tokens
     flops = 4.0 * tokens * shape.hidden**2
@@ -709,16 +724,17 @@ def mtp_work(shape: ModelShape, training: Training) -> PassCosts:
         PassCost(flops, 0.0, 0.0, weights, 8 * row),
         PassCost(flops, gradient_bytes=4.0 * training.gradient_bytes * shape.hidden**2),
     )
-    layer = layer_work(shape, training, shape.layer_kinds[-1])
-    return joined.plus(layer).plus(head_work(shape, training))
-
-
-def mtp_kept(shape: ModelShape, training: Training) -> Kept:
-    """Return the bytes of one such module: both inputs and their norms, the layer, the head."""
+    layer = layer_costs(shape, training, shape.layer_kinds[-1])
+    head = head_costs(shape, training)
     residual = checkpoint_bytes(shape, training)
-    joined = Kept(4 * residual, 3 * residual, 2 * residual, 2 * residual)
-    parts = (joined, layer_kept(shape, training, shape.layer_kinds[-1]), head_kept(shape, training))
-    return Kept(*(sum(values) for values in zip(*parts, strict=True)))
+    kept = Kept(4 * residual, 3 * residual, 2 * residual, 2 * residual)
+    return LayerCosts(
+        joined.plus(layer.work).plus(head.work),
+        Kept(*map(sum, zip(kept, layer.kept, head.kept, strict=True))),
+        mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
+        forward_workspace_bytes=head.forward_workspace_bytes,
+        backward_workspace_bytes=layer.backward_workspace_bytes,
+    )
 
 
 def model_flops(shape: ModelShape, training: Training) -> float:

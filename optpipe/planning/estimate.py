@@ -19,6 +19,7 @@ from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, expl
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
 from optpipe.planning.accelerators import PRIORS, Hardware
 from optpipe.planning.costs import checkpoint_bytes, model_flops
+from optpipe.planning.layer_profile import profile_layers
 from optpipe.planning.machine import Machine
 from optpipe.planning.menus import one_f_one_b_modes, stages_with_menus, with_menus
 from optpipe.planning.overlap import check_can_hide, with_hidden, with_pairs
@@ -26,9 +27,7 @@ from optpipe.planning.parameters import static_bytes
 from optpipe.planning.step import (
     Layout,
     PipelineCut,
-    StagePart,
     StepEstimate,
-    model_parts,
     nodes_of,
     own_reduction_ms,
     pool_bytes,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.planning.accelerators import Efficiency
+    from optpipe.planning.layer_profile import LayerProfile
     from optpipe.planning.shape import ModelShape, Precision, Training
     from optpipe.problem import Problem
 
@@ -512,7 +512,7 @@ def utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
     found = []
     for machine in machines:
         training = machine.training
-        parts = model_parts(shape, machine, pp=len(machines))
+        parts = profile_layers(shape, machine, pp=len(machines))
         seconds = sum(part.repeat * sum(part.times.sums) for part in parts) / 1e3
         peak = machine.hardware.peak_flops(training.precision) * training.tp * training.cp
         found.append(model_flops(shape, training) / (peak * seconds))
@@ -583,9 +583,9 @@ def _model(
 def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]:
     first, pp = machines[0], len(machines)
     others = {one.hardware.name: one for one in machines if one.hardware != first.hardware}
-    parts = {name: model_parts(shape, one, pp=pp) for name, one in others.items()}
+    parts = {name: profile_layers(shape, one, pp=pp) for name, one in others.items()}
     layers = []
-    for index, part in enumerate(model_parts(shape, first, pp=pp)):
+    for index, part in enumerate(profile_layers(shape, first, pp=pp)):
         times = _times(part)
         elsewhere = {name: LayerTimes(**_times(some[index])) for name, some in parts.items()}
         layers.append(
@@ -608,7 +608,7 @@ def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]
     return tuple(layers)
 
 
-def _times(part: StagePart) -> dict[str, float]:
+def _times(part: LayerProfile) -> dict[str, float]:
     forward, backward_input, backward_weight = (round(ms, _DIGITS) for ms in part.times.sums)
     return {
         "forward_ms": forward,

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from optpipe.planning.costs import (
     PassCost,
     PassCosts,
-    embedding_work,
+    embedding_costs,
     expert_tokens,
-    expert_work,
-    head_work,
-    layer_kept,
-    layer_work,
-    mtp_work,
+    head_costs,
+    layer_costs,
+    mtp_costs,
 )
 from optpipe.planning.parameters import (
     RankParameters,
     kv_width,
-    layer_parameters,
     replicas,
     vocab_slice,
 )
@@ -144,8 +141,7 @@ class Machine(NamedTuple):
     def layer(self, shape: ModelShape, kind: LayerForm) -> PartTimes:
         """Return what one layer takes, collectives that nothing hides and launches included."""
         training = self.training
-        computed = self._computed(layer_work(shape, training, kind))
-        forward, back, weight = computed
+        forward, back, weight = self._computed(layer_costs(shape, training, kind).work)
         again = 1.0 if training.recompute & {"full"} else 0.0
         tensor, tensor_back = self._tensor_bytes(shape)
         experts = self._experts_ms(shape, kind)
@@ -177,8 +173,8 @@ class Machine(NamedTuple):
 
     def experts_share(self, shape: ModelShape, kind: LayerForm) -> PassTimes:
         """Return the share (0 to 1) of what F, I and W of a layer compute that experts do."""
-        whole = self._computed(layer_work(shape, self.training, kind))
-        behind = self._computed(expert_work(shape, self.training, kind))
+        costs = layer_costs(shape, self.training, kind)
+        whole, behind = self._computed(costs.work), self._computed(costs.experts)
         return PassTimes(
             *(
                 min(1.0, part.compute / all_.compute) if all_.compute > 0 else 0.0
@@ -188,21 +184,21 @@ class Machine(NamedTuple):
 
     def embedding(self, shape: ModelShape) -> PartTimes:
         """Return what the embedding takes, the reduction of its output included."""
-        forward, back, weight = self._computed(embedding_work(shape, self.training))
+        forward, back, weight = self._computed(embedding_costs(shape, self.training).work)
         return PartTimes(forward._replace(tensor=self._reduce_ms(shape)), back, weight)
 
     def head(self, shape: ModelShape) -> PartTimes:
         """Return what last norm, head and loss take."""
-        forward, back, weight = self._computed(head_work(shape, self.training))
+        forward, back, weight = self._computed(head_costs(shape, self.training).work)
         return PartTimes(forward, back._replace(tensor=self._reduce_ms(shape)), weight)
 
     def mtp(self, shape: ModelShape) -> PartTimes:
         """Return what one multi-token prediction module takes: a layer, a projection, a head."""
         training = self.training
         kind = shape.layer_kinds[-1]
-        whole = self._computed(mtp_work(shape, training))
+        whole = self._computed(mtp_costs(shape, training).work)
         layer = self.layer(shape, kind)
-        bare = self._computed(layer_work(shape, training, kind))
+        bare = self._computed(layer_costs(shape, training, kind).work)
         return PartTimes(
             *(
                 Spent(*[a + b - c for a, b, c in zip(all_, with_, without, strict=True)])
@@ -390,7 +386,7 @@ class Machine(NamedTuple):
         training = self.training
         if training.zero < 3:
             return 0.0, 0.0
-        parameters = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+        parameters = layer_costs(shape, training, kind).parameters
         return (
             sum(ring.ms for ring in self._rings(parameters, training.element_bytes)),
             sum(ring.ms for ring in self._rings(parameters, self.training.gradient_bytes)),
@@ -528,7 +524,7 @@ class Machine(NamedTuple):
         offloaded = self.training.offloaded_layers
         if not offloaded or pcie is None:
             return 0.0
-        moved = layer_kept(shape, self.training, kind).offload_bytes
+        moved = layer_costs(shape, self.training, kind).kept.offload_bytes
         share = min(1.0, offloaded / shape.num_layers)
         return self.factor * share * moved / (pcie.value * self.efficiency.pcie * 1e6)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import FieldError, FieldRef
 from optpipe.model import Layer, Model, fuse
-from optpipe.planning.step import StagePart, model_parts
+from optpipe.planning.layer_profile import LayerProfile, profile_layers
 from optpipe.problem import Mode, Stage
 from optpipe.stage import choose
 
@@ -156,7 +156,7 @@ def stages_with_menus(
     Parameters
     ----------
     model, problem
-        Without menus; the model's layers are `optpipe.planning.step.model_parts`.
+        Without menus; the model's layers are `optpipe.planning.layer_profile.profile_layers`.
     sizes
         Layers of each stage.
     machines
@@ -256,10 +256,10 @@ class _Table:
             or not any(a <= size and b <= ms and (a, b) != (size, ms) for a, b in found)
         ]
 
-    def _parts(self, treatment: LayerTreatment) -> tuple[StagePart, ...]:
+    def _parts(self, treatment: LayerTreatment) -> tuple[LayerProfile, ...]:
         training = treatment.applied(self._machine.training)
         machine = self._machine._replace(training=training)
-        return model_parts(self._shape, machine, pp=self._pp)
+        return profile_layers(self._shape, machine, pp=self._pp)
 
     def has_layer(self, index: int) -> bool:
         """Whether a part is a layer, or has one in it, so that it can be recomputed in full."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import floor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from optpipe.errors import FieldError, FieldRef
-from optpipe.planning.step import model_parts
+from optpipe.planning.layer_profile import LanePhase, PassPhases, profile_layers
 from optpipe.problem import LicensedPair
 
 if TYPE_CHECKING:
@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import Sample
     from optpipe.model import Model
-    from optpipe.planning.machine import Machine, PartTimes
-    from optpipe.planning.shape import LayerForm, ModelShape
+    from optpipe.planning.machine import Machine
+    from optpipe.planning.shape import ModelShape
     from optpipe.problem import Problem
     from optpipe.stage import Stage
 
 __all__ = [
-    "LanePhase",
     "check_can_hide",
-    "layer_phases",
     "licensed_pairs",
     "measured_pairs",
     "model_phases",
@@ -45,21 +43,6 @@ __all__ = [
 ]
 
 _DIGITS, _SAME_MS = 5, 1e-9
-
-
-class LanePhase(NamedTuple):
-    """A stretch of a pass on one lane, in ms: it computes, or it exchanges tokens with experts."""
-
-    ms: float
-    exchanges: bool = False
-
-
-class PassPhases(NamedTuple):
-    """The phases of F, I and B of a layer or a stage, in the order in which they run."""
-
-    forward: tuple[LanePhase, ...]
-    backward_input: tuple[LanePhase, ...]
-    backward: tuple[LanePhase, ...]
 
 
 def check_can_hide(shape: ModelShape, machines: Iterable[Machine]) -> None:
@@ -89,35 +72,6 @@ def check_can_hide(shape: ModelShape, machines: Iterable[Machine]) -> None:
             ": each hides the exchange with experts, one by the schedule's choice and one by the "
             "framework's; give one of them",
         )
-
-
-def layer_phases(
-    shape: ModelShape, machine: Machine, kind: LayerForm, times: PartTimes | None = None
-) -> PassPhases:
-    """Return the phases of one layer; without experts each pass is one.
-
-    The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16.
-    ``times``: what it takes, where that is known.
-    """
-    times = times or machine.layer(shape, kind)
-    share = machine.experts_share(shape, kind)
-    sent = 1.0 if machine.training.dispatch == "fp8" else float(machine.training.element_bytes)
-    there = sent / (sent + machine.training.element_bytes)
-    forward, back, weight = times
-    ahead = sum(forward) - forward.experts
-    behind = sum(back) - back.experts
-    both = share.backward_input_ms * behind, share.backward_weight_ms * sum(weight)
-    first = (
-        LanePhase((1 - share.forward_ms) * ahead),
-        LanePhase(there * forward.experts, exchanges=True),
-        LanePhase(share.forward_ms * ahead),
-        LanePhase((1 - there) * forward.experts, exchanges=True),
-    )
-    exchange = LanePhase(back.experts / 2, exchanges=True)
-    split = (exchange, LanePhase(both[0]), exchange, LanePhase(behind - both[0]))
-    rest = behind + sum(weight) - sum(both)
-    fused = (exchange, LanePhase(sum(both)), exchange, LanePhase(rest))
-    return PassPhases(first, split, fused)
 
 
 @lru_cache(maxsize=4096)
@@ -314,16 +268,6 @@ def _stages(
 
 @lru_cache(maxsize=64)
 def model_phases(shape: ModelShape, machine: Machine, pp: int) -> tuple[PassPhases, ...]:
-    """Return the phases of every layer in model order, embedding and head counted."""
-    kinds = iter(shape.kinds)
-    found: list[PassPhases] = []
-    for part in model_parts(shape, machine, pp=pp):
-        if part.layers.transformer:
-            phases = layer_phases(shape, machine, next(kinds)[0], part.times)
-        else:
-            forward, back, weight = part.times.sums
-            phases = PassPhases(
-                (LanePhase(forward),), (LanePhase(back),), (LanePhase(back + weight),)
-            )
-        found += [phases] * part.repeat
-    return tuple(found)
+    """Return the phases of every layer in model order, embedding and head included."""
+    profiles = profile_layers(shape, machine, pp=pp)
+    return tuple(chain.from_iterable([one.phases] * one.repeat for one in profiles))

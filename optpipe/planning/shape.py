@@ -479,11 +479,6 @@ class Training:
         """Devices that share a stage, over all replicas."""
         return self.tp * self.cp * self.dp
 
-    @property
-    def without_recomputation(self) -> Training:
-        """Return it with nothing made again."""
-        return replace(self, recompute=frozenset(), lean=False)
-
     @cached_property
     def of_layers(self) -> Training:
         """The one that stands for all with the same layers: what one takes and keeps.

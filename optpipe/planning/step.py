@@ -8,36 +8,22 @@ parts into a problem; that the two agree is tested.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from optpipe.errors import FieldError, FieldRef, InputError
-from optpipe.planning.costs import (
-    Kept,
-    checkpoint_bytes,
-    embedding_kept,
-    head_kept,
-    head_workspace_bytes,
-    layer_kept,
-    layer_workspace_bytes,
-    model_flops,
-    mtp_kept,
-)
-from optpipe.planning.machine import Machine, PartTimes, Spent
+from optpipe.planning.costs import checkpoint_bytes, model_flops
+from optpipe.planning.layer_profile import LayerProfile, profile_layers
+from optpipe.planning.machine import Machine, Spent
 from optpipe.planning.parameters import (
     RankParameters,
     StaticBytes,
-    embedding_parameters,
-    head_parameters,
     layer_parameters,
-    mtp_parameters,
     static_bytes,
-    vocab_slice,
 )
-from optpipe.problem import Placement, StageLayers, placement_of
+from optpipe.problem import Placement, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,20 +31,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe.planning.accelerators import Hardware
-    from optpipe.planning.shape import LayerForm, ModelShape
+    from optpipe.planning.shape import ModelShape
 
 __all__ = [
     "Layout",
     "PipelineCut",
     "RankMemory",
-    "StagePart",
     "StepEstimate",
     "asked_placement",
     "balanced_sizes",
     "even_sizes",
-    "expanded",
     "in_flight",
-    "model_parts",
     "step_estimate",
 ]
 
@@ -212,20 +195,6 @@ class PipelineCut:
         return asked_placement(self.placement, self.pp, self.chunks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagePart:
-    """One kind of layer as one device of a stage has it; ``repeat`` of them in a row."""
-
-    name: str
-    repeat: int
-    times: PartTimes
-    kept: Kept
-    parameters: RankParameters
-    layers: StageLayers
-    forward_workspace_bytes: int = 0
-    backward_workspace_bytes: int = 0
-
-
 class RankMemory(NamedTuple):
     """Bytes of one pipeline rank at its peak.
 
@@ -297,96 +266,6 @@ class StepEstimate:
         return max(self.memory, key=lambda memory: memory.total)
 
 
-# --- The parts of a model on one device.
-
-
-def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[StagePart, ...]:
-    """Return embedding, layers, multi-token prediction and head in model order.
-
-    With one device (``pp`` 1) a tied head costs no parameters of its own.
-    """
-    return (
-        _embedding(shape, machine),
-        *(_layers(shape, machine, kind, count) for kind, count in shape.kinds),
-        *([_mtp(shape, machine)] if shape.mtp else []),
-        _head(shape, machine, owns_matrix=pp > 1 or not shape.tied),
-    )
-
-
-@lru_cache(maxsize=256)
-def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
-    training = machine.training
-    return StagePart(
-        name="embedding",
-        repeat=1,
-        times=machine.embedding(shape),
-        kept=embedding_kept(shape, training),
-        parameters=RankParameters(embedding_parameters(shape, training.tp)),
-        layers=StageLayers(embedding=1),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _layers(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) -> StagePart:
-    training = machine.training
-    kept = layer_kept(shape, training, kind)
-    if training.offloaded_layers:
-        copied = round(min(1.0, training.offloaded_layers / shape.num_layers) * kept.offload_bytes)
-        kept = kept._replace(activation_bytes=kept.activation_bytes - copied)
-        left = kept.activation_bytes
-        # What stays where nearly all is copied is less than a recomputation would keep.
-        kept = kept._replace(
-            offload_bytes=min(kept.offload_bytes, left),
-            checkpoint_bytes=min(kept.checkpoint_bytes, left),
-        )
-    return StagePart(
-        name="expert layer" if kind.is_moe else "layer",
-        repeat=count,
-        times=machine.layer(shape, kind),
-        kept=kept,
-        parameters=layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp),
-        layers=StageLayers(transformer=1),
-        backward_workspace_bytes=layer_workspace_bytes(shape, training, kind),
-    )
-
-
-@lru_cache(maxsize=256)
-def _mtp(shape: ModelShape, machine: Machine) -> StagePart:
-    training = machine.training
-    return StagePart(
-        name="multi-token prediction",
-        repeat=shape.mtp,
-        times=machine.mtp(shape),
-        kept=mtp_kept(shape, training),
-        parameters=mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
-        layers=StageLayers(mtp=1),
-        forward_workspace_bytes=head_workspace_bytes(shape, training),
-        backward_workspace_bytes=layer_workspace_bytes(shape, training, shape.layer_kinds[-1]),
-    )
-
-
-@lru_cache(maxsize=256)
-def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePart:
-    training = machine.training
-    parameters = head_parameters(shape, training.tp)
-    if not owns_matrix:
-        parameters -= vocab_slice(shape, training.tp) * shape.hidden
-    return StagePart(
-        name="head",
-        repeat=1,
-        times=machine.head(shape),
-        kept=head_kept(shape, training),
-        parameters=RankParameters(parameters),
-        layers=StageLayers(head=1),
-        forward_workspace_bytes=head_workspace_bytes(shape, training),
-    )
-
-
-def expanded(parts: Sequence[StagePart]) -> list[StagePart]:
-    """Return each layer by itself."""
-    return [part for part in parts for _ in range(part.repeat)]
-
-
 # --- Stages.
 
 
@@ -404,10 +283,10 @@ class _Stage(NamedTuple):
     late_reduction_ms: float
 
 
-def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool) -> _Stage:
+def _stage(layers: Sequence[LayerProfile], machine: Machine, *, is_pipelined: bool) -> _Stage:
     parameters, static, spent = RankParameters(0), StaticBytes(), Spent()
     forward = backward = weight = kept = workspace = late = 0.0
-    counts: dict[int, list[StagePart]] = {}
+    counts: dict[int, list[LayerProfile]] = {}
     for part in layers:
         counts.setdefault(id(part), []).append(part)
     for same in counts.values():
@@ -426,7 +305,7 @@ def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool)
     return _Stage(spent, forward, backward, weight, kept, parameters, static, workspace, late)
 
 
-def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -> float:
+def own_reduction_ms(part: LayerProfile, machine: Machine, *, is_pipelined: bool) -> float:
     """Return the reduction of a layer's gradients that goes on after its own backward.
 
     What nothing hides anywhere in the pipeline is not in it.
@@ -469,7 +348,12 @@ def step_estimate(
     training = machines[0].training
     training.check_divides(shape)
     placement = pipeline.stages
-    parts = {one: expanded(model_parts(shape, one, pp=pipeline.pp)) for one in set(machines)}
+    parts = {
+        one: [
+            part for part in profile_layers(shape, one, pp=pipeline.pp) for _ in range(part.repeat)
+        ]
+        for one in set(machines)
+    }
     if sizes is None:
         sizes = cut_sizes(shape, parts, machines, pipeline)
     ends = [0, *accumulate(sizes)]
@@ -738,7 +622,7 @@ def in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:
 
 def cut_sizes(
     shape: ModelShape,
-    parts: Mapping[Machine, Sequence[StagePart]],
+    parts: Mapping[Machine, Sequence[LayerProfile]],
     machines: Sequence[Machine],
     pipeline: PipelineCut,
 ) -> tuple[int, ...]:

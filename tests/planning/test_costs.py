@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from examples import make_llama3_8b as example
 from optpipe.planning import MODELS, LayerForm, ModelShape, Training, find_model
-from optpipe.planning.costs import head_kept, layer_kept, layer_work, saved_tensors
+from optpipe.planning.costs import head_costs, layer_costs, layer_parts
 from optpipe.planning.parameters import RankParameters, static_bytes
 
 H, A, S, B = 512, 8, 256, 3
@@ -23,7 +23,7 @@ GPT = ModelShape(
 def kept(**changes) -> int:
     """Bytes that F of a layer of GPT keeps."""
     training = Training(**{"micro_batch": B, "sequence": S, "flash": False, **changes})
-    return layer_kept(GPT, training, DENSE).activation_bytes
+    return layer_costs(GPT, training, DENSE).kept.activation_bytes
 
 
 @pytest.mark.parametrize(
@@ -49,29 +49,29 @@ def test_what_f_keeps_per_token_is_the_papers(changes: dict[str, Any], expected:
 
 def test_small_tensors_stay_on_the_device() -> None:
     """OFFLOAD moves all but four bytes per token and head, and per token and expert."""
-    gpt = layer_kept(GPT, Training(micro_batch=B, sequence=S), DENSE)
+    gpt = layer_costs(GPT, Training(micro_batch=B, sequence=S), DENSE).kept
     assert gpt.activation_bytes - gpt.offload_bytes == S * B * 4 * A
     mixtral = find_model("mixtral-8x7b")
-    routed = layer_kept(mixtral, Training(micro_batch=B, sequence=S), MOE)
+    routed = layer_costs(mixtral, Training(micro_batch=B, sequence=S), MOE).kept
     assert routed.activation_bytes - routed.offload_bytes == S * B * 4 * (32 + 8)
 
 
 def test_weight_context_is_the_zero_bubble_papers() -> None:
     """32 s b h from I to W."""
     training = Training(micro_batch=B, sequence=S)
-    assert layer_kept(GPT, training, DENSE).weight_context_bytes == 32 * S * B * H
+    assert layer_costs(GPT, training, DENSE).kept.weight_context_bytes == 32 * S * B * H
 
 
 def test_the_llama_of_the_examples_is_met() -> None:
     """Counted there by hand, with the norms' statistics, which are left out here."""
-    found = layer_kept(find_model("llama3-8b"), Training(sequence=8192), DENSE)
+    found = layer_costs(find_model("llama3-8b"), Training(sequence=8192), DENSE).kept
     assert found.activation_bytes == example.layer_activation_bytes() - 2 * 8192 * 4
     assert found.weight_context_bytes == example.layer_weight_context_bytes()
 
 
 def test_the_head_keeps_input_norm_and_softmax() -> None:
     """Korthikanti section 4.3: 2 + 2 + 4 v / h per element of the hidden state."""
-    found = head_kept(GPT, Training(micro_batch=B, sequence=S))
+    found = head_costs(GPT, Training(micro_batch=B, sequence=S)).kept
     assert found.activation_bytes == S * B * (4 * H + 4 * 1024)
     assert found.offload_bytes == 0
 
@@ -102,7 +102,7 @@ def test_narrow_products_keep_their_inputs_narrow() -> None:
     """Llama: inputs of four products are 1 byte instead of 2, attention's output is kept twice."""
     llama, h, f = find_model("llama3-8b"), 4096, 14336
     wide, narrow = (
-        layer_kept(llama, Training(sequence=S, precision=p), DENSE).activation_bytes
+        layer_costs(llama, Training(sequence=S, precision=p), DENSE).kept.activation_bytes
         for p in ("bf16", "fp8")
     )
     assert wide - narrow == S * (h + h + f - h)
@@ -125,10 +125,10 @@ def test_what_is_made_again_is_not_kept_and_costs_its_work_once_more(
     shape = find_model(name)
     kind = shape.layer_kinds[-1]
     plain, again = Training(sequence=S), Training(sequence=S, recompute=frozenset({recompute}))
-    saved = layer_kept(shape, plain, kind).activation_bytes
-    saved -= layer_kept(shape, again, kind).activation_bytes
+    saved = layer_costs(shape, plain, kind).kept.activation_bytes
+    saved -= layer_costs(shape, again, kind).kept.activation_bytes
     assert saved == S * per_token
-    before, after = layer_work(shape, plain, kind), layer_work(shape, again, kind)
+    before, after = layer_costs(shape, plain, kind).work, layer_costs(shape, again, kind).work
     assert (before.forward, before.backward_weight) == (after.forward, after.backward_weight)
     assert sum(after.backward_input) > sum(before.backward_input)
 
@@ -136,8 +136,8 @@ def test_what_is_made_again_is_not_kept_and_costs_its_work_once_more(
 def test_full_recomputation_keeps_a_layers_input() -> None:
     """And does all of F again."""
     training = Training(sequence=S, recompute=frozenset({"full"}))
-    assert layer_kept(GPT, training, DENSE).activation_bytes == 2 * S * H
-    work = layer_work(GPT, training, DENSE)
+    assert layer_costs(GPT, training, DENSE).kept.activation_bytes == 2 * S * H
+    work = layer_costs(GPT, training, DENSE).work
     assert work.backward_input.matmul_flops == 2 * work.forward.matmul_flops
 
 
@@ -157,12 +157,12 @@ def test_bytes_are_possible(name, tp, flash, sequence_parallel, lean) -> None:
     )
     double = replace(training, micro_batch=2)
     for kind, _ in shape.kinds:
-        found = layer_kept(shape, training, kind)
+        found = layer_costs(shape, training, kind).kept
         assert 0 < found.checkpoint_bytes <= found.activation_bytes
         assert 0 < found.offload_bytes <= found.activation_bytes
         assert found.weight_context_bytes > 0
-        twice = layer_kept(shape, double, kind)
+        twice = layer_costs(shape, double, kind).kept
         assert twice.activation_bytes == 2 * found.activation_bytes
         assert twice.weight_context_bytes == pytest.approx(2 * found.weight_context_bytes, abs=1)
-        names = [tensor.name for tensor in saved_tensors(shape, training, kind)]
+        names = [t.name for part in layer_parts(shape, training, kind) for t in part.tensors]
         assert len(names) == len(set(names))

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe.planning import MODELS, LayerForm, Training, find_model
-from optpipe.planning.costs import embedding_work, head_work, layer_work, model_flops
+from optpipe.planning.costs import embedding_costs, head_costs, layer_costs, model_flops
 
 GPT = find_model("gpt3-6.7b")
 S, H, B = 2048, 4096, 2
@@ -16,7 +16,7 @@ DENSE, MOE = LayerForm(False), LayerForm(True)
 
 def test_a_layer_costs_24_h2_and_4_s_h_per_token() -> None:
     """Narayanan et al.: forward 24 B s h^2 + 4 B s^2 h, scores stored and unmasked."""
-    passes = layer_work(GPT, Training(micro_batch=B, sequence=S, flash=False), DENSE)
+    passes = layer_costs(GPT, Training(micro_batch=B, sequence=S, flash=False), DENSE).work
     assert passes.forward.matmul_flops == 24 * B * S * H**2
     assert passes.forward.attention_flops == 4 * B * S**2 * H
     assert passes.backward_input.attention_flops == 8 * B * S**2 * H
@@ -27,7 +27,7 @@ def test_a_layer_costs_24_h2_and_4_s_h_per_token() -> None:
 def test_flash_attention_leaves_out_the_mask_and_makes_scores_again() -> None:
     """Half the products forward, five instead of two backward, and no scores in memory."""
     stored, flash = (
-        layer_work(GPT, Training(sequence=S, flash=value), DENSE) for value in (False, True)
+        layer_costs(GPT, Training(sequence=S, flash=value), DENSE).work for value in (False, True)
     )
     assert flash.forward.attention_flops == stored.forward.attention_flops / 2
     assert flash.backward_input.attention_flops == 2.5 * flash.forward.attention_flops
@@ -44,7 +44,7 @@ def test_what_a_llama_layer_moves_besides_products_is_counted_by_hand() -> None:
     """
     llama = find_model("llama3-8b")
     h, inner, rotated = 4096, 14336, 4096 + 1024
-    work = layer_work(llama, Training(micro_batch=B, sequence=S), DENSE)
+    work = layer_costs(llama, Training(micro_batch=B, sequence=S), DENSE).work
     size = 2 * B * S
     results, gradients = (h + 2 * 1024) + h + 2 * inner + h, h + h + inner + h
     assert work.forward.moved_bytes == size * (10 * h + 3 * inner + 2 * rotated + results)
@@ -65,7 +65,7 @@ def test_model_flops_are_six_per_parameter_and_token_and_attention() -> None:
 def test_experts_cost_what_a_token_goes_through() -> None:
     """Two experts of eight, and the router."""
     shape = find_model("mixtral-8x7b")
-    work = layer_work(shape, Training(sequence=S), MOE).forward
+    work = layer_costs(shape, Training(sequence=S), MOE).work.forward
     attention = 2 * 4096 * (4096 + 1024)
     experts = 2 * 3 * 4096 * 14336
     assert work.matmul_flops == 2 * S * (attention + experts + 4096 * 8)
@@ -74,7 +74,7 @@ def test_experts_cost_what_a_token_goes_through() -> None:
 def test_lean_training_moves_more_in_its_backward() -> None:
     """What was not kept is made again in I, and only there."""
     full, lean = (
-        layer_work(GPT, Training(sequence=S, lean=value), DENSE) for value in (False, True)
+        layer_costs(GPT, Training(sequence=S, lean=value), DENSE).work for value in (False, True)
     )
     assert lean.forward == full.forward
     assert lean.backward_weight == full.backward_weight
@@ -84,7 +84,7 @@ def test_lean_training_moves_more_in_its_backward() -> None:
 def test_embedding_and_head_are_parts_of_their_own() -> None:
     """The embedding has no product and no I; the head has 2 v h per token in each pass."""
     training = Training(sequence=S)
-    embedding, head = embedding_work(GPT, training), head_work(GPT, training)
+    embedding, head = embedding_costs(GPT, training).work, head_costs(GPT, training).work
     assert all(work.matmul_flops == 0 for work in embedding)
     assert not any(embedding.backward_input)
     assert {work.matmul_flops for work in head} == {2.0 * S * GPT.vocab * H}
@@ -98,7 +98,7 @@ def test_more_ranks_never_cost_one_of_them_more(name, degree, flash) -> None:
     alone = Training(sequence=1024, flash=flash)
     for split in (replace(alone, tp=degree), replace(alone, cp=degree)):
         for kind, _ in shape.kinds:
-            one, part = (layer_work(shape, t, kind) for t in (alone, split))
+            one, part = (layer_costs(shape, t, kind).work for t in (alone, split))
             for whole, piece in zip(one, part, strict=True):
                 for field in ("matmul_flops", "attention_flops", "moved_bytes"):
                     assert getattr(piece, field) <= getattr(whole, field)

@@ -10,13 +10,8 @@ from optpipe import Problem, find_violations, simulate
 from optpipe.errors import InputError
 from optpipe.planning import Machine, Training, estimate, find_gpu, find_model
 from optpipe.planning.estimate import Estimate
-from optpipe.planning.overlap import (
-    LanePhase,
-    PassPhases,
-    layer_phases,
-    most_hidden,
-    together_ms,
-)
+from optpipe.planning.layer_profile import LanePhase, PassPhases, profile_layers
+from optpipe.planning.overlap import most_hidden, together_ms
 from optpipe_solver import solve
 
 H100 = find_gpu("h100")
@@ -133,10 +128,9 @@ def test_experts_exchange_hides_and_the_rest_of_the_problem_is_what_it_was() -> 
 @pytest.mark.parametrize(("dispatch", "there"), [("bf16", 1 / 2), ("fp8", 1 / 3)])
 def test_phases_are_the_layer_and_the_exchange_is_divided_as_its_bytes(dispatch, there) -> None:
     shape, training = find_model("qwen3-235b-a22b"), Training(tp=2, ep=8, dp=4, dispatch=dispatch)
-    machine = Machine(H100, H100.efficiency, training)
-    kind, _ = shape.kinds[0]
-    forward, back, weight = machine.layer(shape, kind)
-    found = layer_phases(shape, machine, kind)
+    profile = profile_layers(shape, Machine(H100, H100.efficiency, training))[1]
+    forward, back, weight = profile.times
+    found = profile.phases
     parts = (found.forward, sum(forward)), (found.backward_input, sum(back))
     for phases, whole in (*parts, (found.backward, sum(back) + sum(weight))):
         assert sum(phase.ms for phase in phases) == pytest.approx(whole)

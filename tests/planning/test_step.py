@@ -20,7 +20,7 @@ from optpipe.planning import (
     find_model,
     step_estimate,
 )
-from optpipe.planning.costs import layer_kept
+from optpipe.planning.costs import layer_costs
 from optpipe.planning.shape import Precision
 from tests.strategies import few
 
@@ -42,7 +42,7 @@ def test_memory_is_split_by_kind() -> None:
     training = Training(tp=8, sequence=8192)
     first, *_, last = step(training=training, layout="even").memory
     shape = find_model("llama3-70b")
-    layer = layer_kept(shape, training, LayerForm(False)).activation_bytes
+    layer = layer_costs(shape, training, LayerForm(False)).kept.activation_bytes
     assert first.activations == pytest.approx(8 * 10 * layer, rel=1e-3)
     assert last.activations == pytest.approx(10 * layer, rel=0.5)
     assert first.gradients == 2 * first.weights

@@ -49,9 +49,10 @@ from math import floor, inf
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
+from optpipe.planning.layer_profile import profile_layers
 from optpipe.planning.overlap import model_phases, most_hidden
 from optpipe.planning.parameters import RankParameters, static_bytes
-from optpipe.planning.step import in_flight, model_parts, pool_bytes, reserved_bytes
+from optpipe.planning.step import in_flight, pool_bytes, reserved_bytes
 from optpipe_solver.tune.cut import CutNumbers, LayerNumbers
 from optpipe_solver.tune.space import candidates
 
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe.planning import Hardware, Machine, ModelShape, PipelineCut, Training
-    from optpipe.planning.step import StagePart
+    from optpipe.planning.layer_profile import LayerProfile
     from optpipe_solver.milp.plan.pattern import Boundary
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
@@ -339,8 +340,8 @@ def _kinds_of_layer(
     pp = 1 if is_tied else 2
     phases = [model_phases(shape, one, pp) if pairs else () for one in machines]
     hidden_on = [most_hidden(layers) for layers in phases]
-    hidden: dict[tuple[tuple[StagePart, ...], ...], tuple[tuple[float, float], ...]] = {}
-    numbers: dict[tuple[tuple[StagePart, ...], ...], int] = {}
+    hidden: dict[tuple[tuple[LayerProfile, ...], ...], tuple[tuple[float, float], ...]] = {}
+    numbers: dict[tuple[tuple[LayerProfile, ...], ...], int] = {}
     at = 0
     for same in zip(*(_sliced_parts(shape, one, slices, pp) for one in machines), strict=True):
         repeat = same[0][0].repeat
@@ -367,15 +368,15 @@ def _slice_of(training: Training, slices: int, index: int) -> Training:
 
 def _sliced_parts(
     shape: ModelShape, machine: Machine, slices: int, pp: int
-) -> Iterator[tuple[StagePart, ...]]:
+) -> Iterator[tuple[LayerProfile, ...]]:
     """Yield each kind of layer as all slices have it."""
     cuts = (_slice_of(machine.training, slices, index) for index in range(slices))
     ranks = (machine._replace(training=cut) for cut in cuts)
-    return zip(*(model_parts(shape, one, pp=pp) for one in ranks), strict=True)
+    return zip(*(profile_layers(shape, one, pp=pp) for one in ranks), strict=True)
 
 
 def _numbers_of(
-    number: int, sliced: Sequence[StagePart], hidden: tuple[float, float], *, keeps: bool
+    number: int, sliced: Sequence[LayerProfile], hidden: tuple[float, float], *, keeps: bool
 ) -> LayerNumbers:
     """Return a layer, all its slices together but F: the shortest of a slice; nothing at rest."""
     forwards = [part.times.sums.forward_ms for part in sliced]
