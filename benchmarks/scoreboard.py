@@ -243,12 +243,15 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
     said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
     once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
+    is_torch = "torchtitan" in str(row.get("source"))
     return {
+        "kernels": "torch" if is_torch else "megatron",
+        "compiled": is_torch and re.search(r"\bcompile\b", own) is not None,
         "cuda_graphs": graphs,
         "ep_overlap": overlap,
         "dispatcher": "deduplicated" if once else "alltoall",
         "offloaded_layers": row.get("offloaded_layers") or 0,
-        "overlap": "no overlap" not in own,
+        "overlap": re.search("no overlap|without async overlap", own) is None,
         "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
     }
 

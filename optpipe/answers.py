@@ -787,6 +787,7 @@ class EstimateView(VariantView):
 
     * ``sizes``: layers of each stage; embedding and head count as layers.
     * ``step_ms``: of 1F1B (interleaved 1F1B with several chunks), with the work after the pipeline.
+    * ``byte_factor``: multiplies activations, workspaces and buffers; 1 without a measured peak.
     * ``median_error``: of such estimates against published runs; null if none were compared.
     """
 
@@ -795,6 +796,7 @@ class EstimateView(VariantView):
     step_ms: float
     tokens_per_s_per_gpu: float
     time_factor: float
+    byte_factor: float
     median_error: float | None
     sizes: list[int]
     notes: list[str]

@@ -61,6 +61,7 @@ from optpipe.planning.shape import (
     Dispatch,
     Dispatcher,
     GradientType,
+    Kernels,
     Optimizer,
     OptimizerName,
     Precision,
@@ -630,6 +631,15 @@ class ModelOnGpus(Request):
     gradient_dtype: GradientType = Field(
         "fp32", description="Type in which gradients are accumulated and reduced."
     )
+    kernels: Annotated[Kernels | None, Option(metavar="NAME")] = Field(
+        None,
+        description="Kernels and weights: megatron (fused kernels, bf16 and master weights) or "
+        "torch (PyTorch operators, FSDP2's fp32 shards). By default the framework's.",
+    )
+    compiled: Switch = Field(
+        False,
+        description="With kernels torch: torch.compile fuses the operators of layers and loss.",
+    )
     optimizer_offload: Annotated[float, Field(ge=0, le=1, strict=True)] = Field(
         0.0,
         description="Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's "
@@ -647,6 +657,11 @@ class ModelOnGpus(Request):
     ] = Field(None, description="Memory per device, instead of the data sheet's.")
     measured_step_s: Annotated[Seconds | None, Option(metavar="S")] = Field(
         None, description="Measured duration of a step in seconds; calibrates every duration."
+    )
+    measured_peak_gib: Annotated[Positive | None, Option(metavar="GIB")] = Field(
+        None,
+        description="Measured peak of the framework's allocator in GiB, the largest of all ranks; "
+        "calibrates activations and buffers.",
     )
 
     readers: ClassVar[Readers] = {"model": _refuse_null, "config": _refuse_null}
@@ -768,6 +783,11 @@ class EstimateRequest(ModelOnGpus):
     time_factor: Seconds | None = Field(
         None, description="Factor of every duration, e.g. from another configuration's calibration."
     )
+    byte_factor: Annotated[float, Field(gt=0, le=10, strict=True)] = Field(
+        1.0,
+        description="Factor of activations and buffers, e.g. from another configuration's "
+        "measured peak.",
+    )
     mfu: Share | None = Field(
         None, description="Share (0-1) of peak FLOP/s that F, I and W reach together."
     )
@@ -810,6 +830,7 @@ class EstimateRequest(ModelOnGpus):
         """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
         fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
         dp = self._find_dp(self.tp * self.cp * self.pp)
+        fields["kernels"] = self.kernels or "megatron"
         training = Training(**fields, dp=dp, optimizer=self.optimizer_settings)
         return estimate(
             self.shape,
@@ -824,6 +845,8 @@ class EstimateRequest(ModelOnGpus):
             mfu=self.mfu,
             time_factor=self.time_factor,
             measured_step_s=self.measured_step_s,
+            measured_peak_gib=self.measured_peak_gib,
+            byte_factor=self.byte_factor,
             memory_bytes=self.memory_bytes,
             modes=self.modes,
             pairs=self.pairs,
@@ -988,6 +1011,8 @@ class TuneRequest(ModelOnGpus):
             raise _field_error(
                 "`measured_step_s` is the duration of a step of `current`; give both or none"
             )
+        if self.measured_peak_gib is not None and self.current is self.current_file is None:
+            raise _field_error("`measured_peak_gib` is the peak of `current`; give both or none")
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
             raise _field_error(

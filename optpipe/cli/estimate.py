@@ -191,6 +191,12 @@ def _step_lines(found: Estimate) -> Iterator[str]:
         f"{step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU on {step.num_gpus} GPUs, "
         f"model FLOPs at {format_share(step.mfu)} of the bf16 peak"
     )
+    if found.byte_factor != 1:
+        yield (
+            f"calibrated: activations and buffers are {found.byte_factor:.4g} times the formulas', "
+            f"with a peak of {step.peak.allocated / 2**30:.2f} GiB; --byte-factor "
+            f"{found.byte_factor:.4g} carries that to other configurations"
+        )
     if found.factor != 1:
         yield (
             f"calibrated: every time is {found.factor:.4g} times the formulas'; --time-factor "

@@ -128,6 +128,11 @@ class EstimateArguments(TypedDict, total=False):
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None
     # Type in which gradients are accumulated and reduced.
     gradient_dtype: Literal["fp32", "bf16"] | None
+    # Kernels and weights: megatron (fused kernels, bf16 and master weights) or torch (PyTorch
+    # operators, FSDP2's fp32 shards). By default the framework's.
+    kernels: Literal["megatron", "torch"] | None
+    # With kernels torch: torch.compile fuses the operators of layers and loss.
+    compiled: bool | None
     # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
     # optimizer_offload_fraction).
     optimizer_offload: float | None
@@ -139,6 +144,9 @@ class EstimateArguments(TypedDict, total=False):
     memory_bytes: int | None
     # Measured duration of a step in seconds; calibrates every duration.
     measured_step_s: float | None
+    # Measured peak of the framework's allocator in GiB, the largest of all ranks; calibrates
+    # activations and buffers.
+    measured_peak_gib: float | None
     # Devices of the pipeline.
     pp: int | None
     # Tensor-parallel degree.
@@ -174,6 +182,8 @@ class EstimateArguments(TypedDict, total=False):
     offloaded_layers: int | None
     # Factor of every duration, e.g. from another configuration's calibration.
     time_factor: float | None
+    # Factor of activations and buffers, e.g. from another configuration's measured peak.
+    byte_factor: float | None
     # Share (0-1) of peak FLOP/s that F, I and W reach together.
     mfu: float | None
     # Share (0-1) of the PCIe bandwidth that copies reach.
@@ -262,6 +272,11 @@ class TuneArguments(TypedDict, total=False):
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None
     # Type in which gradients are accumulated and reduced.
     gradient_dtype: Literal["fp32", "bf16"] | None
+    # Kernels and weights: megatron (fused kernels, bf16 and master weights) or torch (PyTorch
+    # operators, FSDP2's fp32 shards). By default the framework's.
+    kernels: Literal["megatron", "torch"] | None
+    # With kernels torch: torch.compile fuses the operators of layers and loss.
+    compiled: bool | None
     # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
     # optimizer_offload_fraction).
     optimizer_offload: float | None
@@ -273,6 +288,9 @@ class TuneArguments(TypedDict, total=False):
     memory_bytes: int | None
     # Measured duration of a step in seconds; calibrates every duration.
     measured_step_s: float | None
+    # Measured peak of the framework's allocator in GiB, the largest of all ranks; calibrates
+    # activations and buffers.
+    measured_peak_gib: float | None
     # Number of GPUs. By default the sum of the numbers in gpu, or 8.
     num_gpus: int | None
     # Sequences per step, over all replicas.

@@ -258,7 +258,9 @@ def _projections(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
     tokens, size = training.tokens, training.element_bytes
     row = tokens * size
     query, keys = query_width(shape, training.tp), kv_width(shape, training.tp)
-    rotated = 0.0 if shape.positions else 2.0 * row * (query + keys)
+    # Eager operators rotate complex numbers of fp32: cast there, multiplied, cast back.
+    each = 10.0 if training.is_eager else 2.0
+    rotated = 0.0 if shape.positions else each * row * (query + keys)
     if shape.latent is not None:
         yield from _latent_projections(shape, shape.latent, training)
         return
@@ -426,6 +428,8 @@ def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> I
     row = tokens * training.element_bytes * ffn
     product = round(tokens * training.operand_bytes * ffn)
     gated = shape.mlp == "swiglu"
+    # Eager operators read and write the activation function's output once more.
+    is_apart = gated and training.is_eager
     inner = 2 * ffn if gated else ffn
     before = ("gate", "up") if gated else ("input of the GELU",)
     after = "gated product" if gated else "output of the GELU"
@@ -439,9 +443,18 @@ def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> I
         again=mlp.again,
     )
     yield LayerPart(
-        moved_bytes=float(num_matrices(shape) * row),
-        moved_back_bytes=float((5 if gated else 3) * row),
+        moved_bytes=float((num_matrices(shape) + 2 * is_apart) * row),
+        moved_back_bytes=float(((5 if gated else 3) + 3 * is_apart) * row),
         tensors=(
+            *(
+                [
+                    Tensor(
+                        f"activated gate of the {name}", row, cheap=True, again=mlp.activation_again
+                    )
+                ]
+                if is_apart
+                else []
+            ),
             Tensor(f"{after} of the {name}", product, cheap=True, again=mlp.activation_again),
         ),
         again=mlp.activation_again,
@@ -681,6 +694,10 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
     softmax of the logits in fp32. W needs the head's input and the logits' gradient. Nothing is
     offloaded: its backward follows at once. The logits before fp32 exist only in F.
 
+    Eager cross-entropy (torch 2.13) has more fp32 tensors of that size in its backward: the
+    gradients of its output and of its input, and over tensor-parallel ranks (``loss_parallel``)
+    also the softmax and its product with the gradient. Each is written and read.
+
     ``owns_matrix`` is false for a tied head on the embedding's device: it has no matrix of its own.
     """
     entries = float(vocab_slice(shape, training.tp) * shape.hidden)
@@ -690,11 +707,14 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
     residual = checkpoint_bytes(shape, training)
     norm = float(residual)
     weights = entries * size
+    more_ahead = more_back = more_held = 0  # bytes of a logit: moved in F, moved in I, held in I
+    if training.is_eager:
+        more_ahead, more_back, more_held = (24, 30, 16) if training.tp > 1 else (4, 20, 8)
     parameters = head_parameters(shape, training.tp) - (0 if owns_matrix else round(entries))
     return LayerCosts(
         PassCosts(
-            PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12)),
-            PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4)),
+            PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12 + more_ahead)),
+            PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4 + more_back)),
             PassCost(flops, gradient_bytes=2.0 * training.gradient_bytes * entries),
         ),
         Kept(
@@ -705,6 +725,7 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
         ),
         RankParameters(parameters),
         forward_workspace_bytes=logits * size,
+        backward_workspace_bytes=logits * more_held,
     )
 
 

@@ -28,6 +28,7 @@ from optpipe.planning.step import (
     Layout,
     PipelineCut,
     StepEstimate,
+    find_byte_factor,
     nodes_of,
     own_reduction_ms,
     pool_bytes,
@@ -126,6 +127,8 @@ class Estimate:
         F, I and W: the utilisation if no device were ever idle.
     factor
         What multiplies all times: 1, or by ``mfu``, ``time_factor`` or ``measured_step_s``.
+    byte_factor
+        What multiplies all bytes but static ones: 1, or by ``measured_peak_gib``.
     error
         How far estimates of its class were from published runs; None where none of its kind of
         accelerator were compared.
@@ -140,6 +143,7 @@ class Estimate:
     step: StepEstimate
     mfu: float
     factor: float
+    byte_factor: float
     error: ErrorBand | None
     notes: tuple[FieldSentence, ...]
 
@@ -159,6 +163,8 @@ def estimate(
     mfu: float | None = None,
     time_factor: float | None = None,
     measured_step_s: float | None = None,
+    measured_peak_gib: float | None = None,
+    byte_factor: float = 1.0,
     memory_bytes: int | Sequence[int] | None = None,
     modes: int = 0,
     pairs: bool = False,
@@ -188,6 +194,11 @@ def estimate(
     measured_step_s
         What a step of this configuration takes: every time is multiplied so that it does. Copies
         to the host keep their rate, of which a step says nothing.
+    measured_peak_gib
+        Peak that the framework's allocator reported, in GiB, the largest of all ranks. Activations,
+        workspaces and buffers are multiplied so that the step with 1F1B has this peak.
+    byte_factor
+        Multiplies these bytes: what `Estimate.byte_factor` was of a measured configuration.
     memory_bytes
         Of a device, or of each, instead of all it has.
     modes
@@ -245,7 +256,11 @@ def estimate(
         measured_step_s=measured_step_s,
     )
     links = 1.0 if mfu is not None else factor
-    machines = tuple(one._replace(factor=factor, link_factor=links) for one in machines)
+    if measured_peak_gib is not None:
+        byte_factor = find_byte_factor(base, measured_peak_gib * 2**30)
+    machines = tuple(
+        one._replace(factor=factor, link_factor=links, byte_factor=byte_factor) for one in machines
+    )
     step = step_estimate(shape, machines, pipeline, sizes=base.sizes)
     model = _model(shape, machines, num_microbatches, memory_bytes)
     problem = model.problem(pipeline.stages, step.sizes)
@@ -276,6 +291,7 @@ def estimate(
         step=step,
         mfu=utilisation(shape, machines),
         factor=factor,
+        byte_factor=byte_factor,
         error=error_band(shape, ranks, training.precision),
         notes=tuple(_notes(shape, problem, step)),
     )
@@ -595,7 +611,8 @@ def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]
                 **times,
                 times_on=elsewhere,
                 **part.kept._asdict(),
-                static_bytes=round(static_bytes(part.parameters, first.training).total),
+                static_bytes=round(static_bytes(part.parameters, first.training).total)
+                + part.graph_bytes,
                 output_bytes=0 if part.layers.head else checkpoint_bytes(shape, first.training),
                 grad_sync_ms=round(own_reduction_ms(part, first, is_pipelined=pp > 1), _DIGITS),
                 forward_workspace_bytes=part.forward_workspace_bytes,

@@ -10,14 +10,21 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.planning.costs import embedding_costs, head_costs, layer_costs, mtp_costs
+from optpipe.planning.costs import (
+    Kept,
+    checkpoint_bytes,
+    embedding_costs,
+    head_costs,
+    layer_costs,
+    mtp_costs,
+)
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
-    from optpipe.planning.costs import Kept, LayerCosts
+    from optpipe.planning.costs import LayerCosts
     from optpipe.planning.machine import Machine, PartTimes
     from optpipe.planning.parameters import RankParameters
-    from optpipe.planning.shape import LayerForm, ModelShape
+    from optpipe.planning.shape import LayerForm, ModelShape, Training
 
 __all__ = ["LanePhase", "LayerProfile", "PassPhases", "profile_layers"]
 
@@ -58,6 +65,8 @@ class LayerProfile(NamedTuple):
         The phases of its passes.
     forward_workspace_bytes, backward_workspace_bytes
         Bytes that a pass needs only while it runs.
+    graph_bytes
+        Bytes that a captured layer holds all the time in the memory pool of its CUDA graphs.
     """
 
     name: str
@@ -69,6 +78,7 @@ class LayerProfile(NamedTuple):
     phases: PassPhases
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    graph_bytes: int = 0
 
 
 @lru_cache(maxsize=1024)
@@ -77,7 +87,7 @@ def profile_layers(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple
 
     On one pipeline rank (``pp`` 1) a tied head has no matrix of its own.
     """
-    training = machine.training
+    training, byte_factor = machine.training, machine.byte_factor
     found = [
         _profile(
             "embedding",
@@ -94,7 +104,17 @@ def profile_layers(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple
         found.append(_profile(name, shape.mtp, times, costs, StageLayers(mtp=1)))
     costs = head_costs(shape, training, owns_matrix=pp > 1 or not shape.tied)
     found.append(_profile("head", 1, machine.head(shape), costs, StageLayers(head=1)))
-    return tuple(found)
+    return tuple(found) if byte_factor == 1 else tuple(_scaled(one, byte_factor) for one in found)
+
+
+def _scaled(profile: LayerProfile, factor: float) -> LayerProfile:
+    """Return the profile with its bytes, other than those of parameters, multiplied."""
+    return profile._replace(
+        kept=Kept(*(round(factor * size) for size in profile.kept)),
+        forward_workspace_bytes=round(factor * profile.forward_workspace_bytes),
+        backward_workspace_bytes=round(factor * profile.backward_workspace_bytes),
+        graph_bytes=round(factor * profile.graph_bytes),
+    )
 
 
 def _profile(
@@ -126,7 +146,26 @@ def _layer(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) -> 
     if kind.is_moe:
         found = found._replace(phases=_expert_phases(shape, machine, kind, times))
     share = training.offloaded_layers / shape.num_layers
-    return found._replace(kept=_without_offloaded(found.kept, share))
+    found = found._replace(kept=_without_offloaded(found.kept, share))
+    return _captured(found, training, checkpoint_bytes(shape, training))
+
+
+def _captured(profile: LayerProfile, training: Training, output_bytes: int) -> LayerProfile:
+    """Return the profile of a layer with the memory that CUDA graphs add.
+
+    A graph writes the layer's output to a static buffer, which is copied to the next layer's. It is
+    there for each micro-batch in flight. Megatron-Core shares one memory pool among its graphs.
+    Otherwise (NeMo Automodel, pull request 2932, H100) each layer has a pool of its own. It holds
+    the workspace of the backward, and of FSDP a copy of the weights and their gradients.
+    """
+    if not training.cuda_graphs:
+        return profile
+    kept, graph_bytes = profile.kept, 0
+    kept = kept._replace(activation_bytes=kept.activation_bytes + output_bytes)
+    if training.kernels == "torch":
+        copies = 2 * profile.parameters.total * training.element_bytes if training.zero >= 3 else 0
+        graph_bytes = profile.backward_workspace_bytes + copies
+    return profile._replace(kept=kept, graph_bytes=graph_bytes)
 
 
 def _without_offloaded(kept: Kept, share: float) -> Kept:

@@ -128,6 +128,7 @@ class Machine(NamedTuple):
     """An accelerator in a run: what its rates are.
 
     ``factor`` multiplies every time but that of boundary messages, ``link_factor`` that.
+    ``byte_factor`` multiplies the bytes of activations, workspaces and buffers.
     """
 
     hardware: Hardware
@@ -135,6 +136,7 @@ class Machine(NamedTuple):
     training: Training
     factor: float = 1.0
     link_factor: float = 1.0
+    byte_factor: float = 1.0
 
     # --- Parts of the model.
 
@@ -422,7 +424,7 @@ class Machine(NamedTuple):
         found = Exchange()
         for ring in self._rings(parameters, size):
             unhidden = 1.0
-            if self.training.overlap and not (is_pipelined and ring.leaves_node):
+            if self.training.overlaps_data and not (is_pipelined and ring.leaves_node):
                 unhidden = _UNHIDDEN_SHARE
             found = Exchange(found.whole_ms + ring.ms, found.unhidden_ms + unhidden * ring.ms)
         return found
@@ -514,7 +516,7 @@ class Machine(NamedTuple):
 
     def _beside(self, whole_ms: float, compute_ms: float) -> float:
         """Return what of a layer's gathering and reducing its compute does not hide."""
-        if not self.training.overlap:
+        if not self.training.overlaps_data:
             return whole_ms
         return max(_BUSY_SHARE * whole_ms, whole_ms - compute_ms)
 

@@ -203,7 +203,7 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
     on_device = states * (1.0 - training.optimizer.offload)
     weights = gradients = optimizer = 0.0
     for parameters, ranks in replicas(counts, training):
-        weights += parameters * training.element_bytes / (ranks if training.zero >= 3 else 1)
+        weights += parameters * training.stored_bytes / (ranks if training.zero >= 3 else 1)
         gradients += parameters * training.gradient_bytes / (ranks if training.zero >= 2 else 1)
         optimizer += parameters * on_device / (ranks if training.zero >= 1 else 1)
     return StaticBytes(weights, gradients, optimizer)

@@ -245,6 +245,7 @@ def _check_positive(value: object, may_be_zero: tuple[str, ...] = ()) -> None:
 Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"]
 Dispatcher = Literal["alltoall", "deduplicated"]
 Dispatch = Literal["bf16", "fp8"]
+Kernels = Literal["megatron", "torch"]
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
@@ -384,6 +385,12 @@ class Training:
         So many layers keep their activations in the host's memory.
     optimizer
         The optimizer and what it stores.
+    kernels
+        megatron: the fused kernels of Megatron-Core and Transformer Engine, and fp32 master weights
+        beside bf16 weights. torch: PyTorch's operators and FSDP2, as torchtitan trains. FSDP2
+        stores sharded fp32 weights, which are the master weights.
+    compiled
+        Whether ``torch.compile`` fuses the operators of layers and loss (with ``kernels`` torch).
     slices, slice_index
         Every sequence is cut into so many slices of equal length, each a micro-batch of its own;
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
@@ -413,6 +420,8 @@ class Training:
     overlap: bool = True
     offloaded_layers: int = 0
     optimizer: Optimizer = Optimizer()
+    kernels: Kernels = "megatron"
+    compiled: bool = False
     slices: int = 1
     slice_index: int = 0
     lengths: tuple[int, ...] = ()
@@ -429,12 +438,20 @@ class Training:
             ("precision", PRECISIONS),
             ("dispatcher", get_args(Dispatcher)),
             ("dispatch", get_args(Dispatch)),
+            ("kernels", get_args(Kernels)),
         ):
             if getattr(self, name) not in allowed:
                 known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
                 raise FieldError(
                     FieldRef(name, getattr(self, name)), f": must be {known}; choose one"
                 )
+        if self.compiled and self.kernels != "torch":
+            raise FieldError(
+                FieldRef("compiled"),
+                " with ",
+                FieldRef("kernels", self.kernels),
+                ": these kernels are fused already; leave it out, or choose torch",
+            )
         unknown = sorted(self.recompute - set(RECOMPUTABLE))
         if unknown:
             raise FieldError(
@@ -501,14 +518,33 @@ class Training:
         return self.precision in NARROW
 
     @property
+    def is_eager(self) -> bool:
+        """Whether each operator is a kernel of its own, so that its result goes through memory.
+
+        torchtitan compiles for narrow products and for asynchronous tensor parallelism, too.
+        """
+        is_async = self.overlap and self.tp > 1
+        return self.kernels == "torch" and not (self.compiled or self.is_narrow or is_async)
+
+    @property
+    def overlaps_data(self) -> bool:
+        """Whether collectives of data parallelism overlap with compute; FSDP2 always does that."""
+        return self.overlap or self.kernels == "torch"
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of an accumulated gradient."""
         return self.optimizer.gradient_bytes
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of a stored weight. FSDP2 stores fp32 shards and gathers narrower weights."""
+        return 4 if self.kernels == "torch" and self.zero >= 3 else self.element_bytes
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of a master weight beside the weight itself; none where weights are fp32."""
-        if self.precision == "fp32":
+        if self.stored_bytes == 4:
             return 0
         return 2 if self.optimizer.precision_aware else 4
 

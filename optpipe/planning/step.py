@@ -41,6 +41,7 @@ __all__ = [
     "asked_placement",
     "balanced_sizes",
     "even_sizes",
+    "find_byte_factor",
     "in_flight",
     "step_estimate",
 ]
@@ -140,6 +141,7 @@ Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
 _CONTEXT_BYTES = 2 * 2**30
 _FRAGMENTATION_SHARE = 0.03
 _BOUNDARY_TENSORS = 8
+_MOST_BYTE_FACTOR = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,7 @@ class PipelineCut:
 class RankMemory(NamedTuple):
     """Bytes of one pipeline rank at its peak.
 
-    ``buffers``: boundary tensors, what one layer needs while it runs, gathered weights.
+    ``buffers``: boundary tensors, what one layer needs while it runs, gathered weights, graphs.
     ``reserved``: context, communication and fragmentation; no allocator counts it as allocated.
     """
 
@@ -280,12 +282,13 @@ class _Stage(NamedTuple):
     parameters: RankParameters
     static: StaticBytes
     workspace: float
+    graph_bytes: float
     late_reduction_ms: float
 
 
 def _stage(layers: Sequence[LayerProfile], machine: Machine, *, is_pipelined: bool) -> _Stage:
     parameters, static, spent = RankParameters(0), StaticBytes(), Spent()
-    forward = backward = weight = kept = workspace = late = 0.0
+    forward = backward = weight = kept = workspace = graphs = late = 0.0
     counts: dict[int, list[LayerProfile]] = {}
     for part in layers:
         counts.setdefault(id(part), []).append(part)
@@ -300,9 +303,12 @@ def _stage(layers: Sequence[LayerProfile], machine: Machine, *, is_pipelined: bo
         kept += count * part.kept.activation_bytes
         parameters = parameters.plus(part.parameters.times(count))
         workspace = max(workspace, part.forward_workspace_bytes, part.backward_workspace_bytes)
+        graphs += count * part.graph_bytes
         late += count * own_reduction_ms(part, machine, is_pipelined=is_pipelined)
     static = static_bytes(parameters, machine.training)
-    return _Stage(spent, forward, backward, weight, kept, parameters, static, workspace, late)
+    return _Stage(
+        spent, forward, backward, weight, kept, parameters, static, workspace, graphs, late
+    )
 
 
 def own_reduction_ms(part: LayerProfile, machine: Machine, *, is_pipelined: bool) -> float:
@@ -570,7 +576,8 @@ def _memory(
         kept = sum(n * stages[i].kept for n, i in zip(counts, owned, strict=True))
         workspace = max(stages[index].workspace for index in owned)
         reserved = reserved_bytes(machines[rank].hardware)
-        found.append(RankMemory(*static, kept, workspace + pool, reserved))
+        buffers = workspace + pool + sum(stages[index].graph_bytes for index in owned)
+        found.append(RankMemory(*static, kept, buffers, reserved))
     return tuple(found)
 
 
@@ -585,19 +592,47 @@ def reserved_bytes(hardware: Hardware) -> int:
 
 
 def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
-    """Return what is held beside the activations: messages on their way, FSDP's whole layers.
+    """Return the bytes of buffers next to the activations: messages, and FSDP's whole layers.
 
-    Eight boundary tensors (assumed); of FSDP two layers' weights and one's gradients.
+    There are eight boundary tensors (assumed). FSDP has the weights of two layers, and the
+    gradients of one.
     """
     training = machine.training
-    messages = _BOUNDARY_TENSORS * checkpoint_bytes(shape, training) if pp > 1 else 0
-    if training.zero < 3:
-        return messages
-    most = max(
-        layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
-        for kind, _ in shape.kinds
+    pool = _BOUNDARY_TENSORS * checkpoint_bytes(shape, training) if pp > 1 else 0
+    if training.zero >= 3:
+        most = max(
+            layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
+            for kind, _ in shape.kinds
+        )
+        pool += most * (2 * training.element_bytes + training.gradient_bytes)
+    return round(machine.byte_factor * pool)
+
+
+def find_byte_factor(step: StepEstimate, measured_peak_bytes: float) -> float:
+    """Return the factor of all bytes but static ones at which the step has a measured peak.
+
+    ``measured_peak_bytes`` is what the framework's allocator says: the largest of all ranks.
+
+    Raises
+    ------
+    FieldError
+        If the static bytes of a rank are more than the peak, or the factor is above 10.
+    """
+    factor = min(
+        (measured_peak_bytes - (static := one.weights + one.gradients + one.optimizer))
+        / (one.allocated - static)
+        for one in step.memory
     )
-    return messages + most * (2 * training.element_bytes + training.gradient_bytes)
+    if 0 < factor <= _MOST_BYTE_FACTOR:
+        return factor
+    peak = step.peak
+    static = peak.weights + peak.gradients + peak.optimizer
+    raise FieldError(
+        FieldRef("measured_peak_gib", round(measured_peak_bytes / 2**30, 3)),
+        f": weights, gradients and optimizer states take {static / 2**30:.1f} GiB of an estimated "
+        f"peak of {peak.allocated / 2**30:.1f} GiB; a peak between these is expected. Give the "
+        "largest peak of all ranks, and check the other settings",
+    )
 
 
 def in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:

@@ -161,6 +161,22 @@ def test_one_measured_step_calibrates_every_time() -> None:
     assert devices[0].d2h_gb_per_s == devices[1].d2h_gb_per_s
 
 
+def test_one_measured_peak_calibrates_activations_and_buffers() -> None:
+    run = {"pp": 4, "num_microbatches": 8, "layout": "even"}
+    training = Training(tp=4, sequence=8192)
+    free = estimate(find_model("llama3-70b"), H100, training, **run)
+    found = estimate(find_model("llama3-70b"), H100, training, measured_peak_gib=90.0, **run)
+    assert found.step.peak.allocated == pytest.approx(90 * 2**30, rel=1e-6)
+    assert found.step.peak.weights == free.step.peak.weights
+    assert found.step.step_ms == free.step.step_ms
+    kept = [one.problem.stages[1].activation_bytes for one in (free, found)]
+    assert kept[1] == pytest.approx(found.byte_factor * kept[0], rel=1e-6)
+    again = estimate(find_model("llama3-70b"), H100, training, byte_factor=found.byte_factor, **run)
+    assert again.problem == found.problem
+    with pytest.raises(FieldError, match="a peak between these is expected"):
+        estimate(find_model("llama3-70b"), H100, training, measured_peak_gib=1.0, **run)
+
+
 def test_two_kinds_of_accelerators_share_a_pipeline() -> None:
     """The slower has fewer layers, its own memory and its own times; hosts are apart."""
     a100 = find_gpu("a100")

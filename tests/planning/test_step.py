@@ -198,3 +198,33 @@ def test_activation_memory_of_1f1b_is_the_published() -> None:
             assert fullest_gb == pytest.approx(size, rel=0.06)
             compared += 1
     assert compared == 6
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "dp", "measured_gib"), [(16, 4, 43.45), (32, 4, 70.79), (32, 8, 63.27)]
+)
+def test_memory_of_torch_is_the_published(micro_batch, dp, measured_gib) -> None:
+    """Qwen3-32B in torchtitan, all recomputed (pull request 1690); logits are most of it."""
+    run = Training(tp=8, dp=dp, zero=3, micro_batch=micro_batch, recompute=frozenset({"full"}))
+    torch = replace(run, kernels="torch", overlap=False)
+    found = step("qwen3-32b", training=torch, pp=1).peak.allocated
+    assert found / 2**30 == pytest.approx(measured_gib, rel=0.05)
+    fused = step("qwen3-32b", training=replace(torch, compiled=True), pp=1).peak.allocated
+    assert fused < 0.75 * found
+
+
+def test_cuda_graphs_cost_memory() -> None:
+    """Qwen3-30B-A3B with FSDP (NeMo Automodel, pull request 2932, H100): graphs of attention add
+    6.5 GB, those of experts 15.0; both together ran out of memory."""
+    eager = Training(ep=8, dp=8, zero=3, micro_batch=2, sequence=1024, kernels="torch")
+    peaks = [
+        step("qwen3-30b-a3b", training=replace(eager, cuda_graphs=graphs), pp=1).peak.allocated
+        for graphs in (False, True)
+    ]
+    assert (peaks[1] - peaks[0]) / 1e9 == pytest.approx(6.5 + 15.0, rel=0.2)
+    fused = Training(tp=8, sequence=8192)
+    first, captured = (
+        step(training=replace(fused, cuda_graphs=graphs)).peak.activations
+        for graphs in (False, True)
+    )
+    assert 1.0 < captured / first < 1.15

@@ -391,6 +391,7 @@ def read_estimate(body: bytes) -> str:
         step_ms=found.step.step_ms,
         tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
         time_factor=found.factor,
+        byte_factor=found.byte_factor,
         median_error=None if found.error is None else found.error.median,
         sizes=list(found.sizes),
         notes=list(map(str, found.notes)),

@@ -24,7 +24,7 @@ from optpipe.planning import (
 from optpipe.planning.configuration import Configuration
 from optpipe.planning.estimate import check_can_be, utilisation
 from optpipe.planning.frameworks.megatron_reader import check_even_cut
-from optpipe.planning.step import RankMemory
+from optpipe.planning.step import RankMemory, find_byte_factor
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
 from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from optpipe.planning import Hardware
+    from optpipe.planning.shape import Kernels
     from optpipe.problem import Problem
     from optpipe.requests import CurrentRun, TuneRequest
     from optpipe.schedule import Programs
@@ -55,12 +56,13 @@ __all__ = [
 
 _SWITCHES = (
     *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
-    "overlap",
+    *("overlap", "compiled"),
 )
+_KERNELS: dict[str, Kernels] = {"torchtitan": "torch"}
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MOST_KEPT = 11
-_VERSION = 9
+_VERSION = 10
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
 
 
@@ -90,6 +92,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         global_batch=request.global_batch,
         training=Training(
             **{name: getattr(request, name) for name in _SWITCHES},
+            kernels=request.kernels or _KERNELS.get(request.framework, "megatron"),
             optimizer=request.optimizer_settings,
         ),
         framework=request.framework,
@@ -118,14 +121,14 @@ def read_question(request: TuneRequest) -> AskedTune:
             current = read_current(
                 question, request.current_file or "", is_torchtitan=is_torchtitan
             )
-        calibrated(question, current, None)
+        calibrated(question, current)
     except InputError as error:
         if error.pointers == ("/sequence",):
             raise
         name = "current" if request.current is not None else "current_file"
         places = error.inside(f"/{name}").pointers
         raise FieldError(FieldRef(name), f": {error}").at(*places) from None
-    question = calibrated(question, current, request.measured_step_s)
+    question = calibrated(question, current, request.measured_step_s, request.measured_peak_gib)
     return AskedTune(question=question, current=current)
 
 
@@ -193,16 +196,20 @@ def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, 
 
 
 def calibrated(
-    question: TuneQuestion, current: Configuration, measured_step_s: float | None
+    question: TuneQuestion,
+    current: Configuration,
+    measured_step_s: float | None = None,
+    measured_peak_gib: float | None = None,
 ) -> TuneQuestion:
-    """Return the question with every time multiplied so that a step of today's takes so long.
+    """Return the question whose estimate of today's step has the measured time and peak.
 
-    None leaves the times as they are.
+    Every time is multiplied by one factor, and all bytes but static ones by another. None leaves
+    them as they are.
 
     Raises
     ------
     InputError
-        If that many seconds are out of range, or the model is not split so.
+        If a measurement is out of range, or the model is not split so.
     """
     field = FieldRef("measured_step_s", measured_step_s)
     if measured_step_s is not None and not 0 < measured_step_s < 1e6:
@@ -210,10 +217,13 @@ def calibrated(
     ranks = question.ranks(current.kinds, current.pipeline.pp)
     machines = [question.machine(current.training, one) for one in ranks]
     sizes = current.sizes or None
-    estimated_ms = step_estimate(question.shape, machines, current.pipeline, sizes=sizes).step_ms
+    step = step_estimate(question.shape, machines, current.pipeline, sizes=sizes)
+    if measured_peak_gib is not None:
+        factor = find_byte_factor(step, measured_peak_gib * 2**30)
+        question = replace(question, byte_factor=factor)
     if measured_step_s is None:
         return question
-    factor = 1e3 * measured_step_s / estimated_ms
+    factor = 1e3 * measured_step_s / step.step_ms
     check_can_be(utilisation(question.shape, machines) / factor, field)
     return replace(question, time_factor=factor)
 

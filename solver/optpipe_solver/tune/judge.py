@@ -314,7 +314,7 @@ class ConfigurationJudge:
         estimated = estimate(
             question.shape, self.ranks, self.training, pp=cut.pp, chunks=cut.chunks,
             num_microbatches=cut.num_microbatches, placement=cut.placement, layout=cut.layout,
-            time_factor=question.time_factor,
+            time_factor=question.time_factor, byte_factor=question.byte_factor,
             memory_bytes=tuple(map(question.usable_bytes_of, self.ranks)),
         )  # fmt: skip
         if question.framework == "any":

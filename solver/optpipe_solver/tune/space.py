@@ -69,6 +69,8 @@ class TuneQuestion:
         In [0, 1): share of it that every answer leaves free, because bytes are estimates too.
     time_factor
         Multiplies every time, as `optpipe.planning.estimate` does.
+    byte_factor
+        Multiplies all bytes but static ones, as `optpipe.planning.estimate` does.
     kinds
         Where accelerators differ: each kind and how many there are, ``hardware`` the first. All of
         a stage's ranks are of one kind, and pipeline ranks of a kind stand in a row; any kind may
@@ -87,6 +89,7 @@ class TuneQuestion:
     memory_bytes: int | None = None
     headroom: float = 0.0
     time_factor: float = 1.0
+    byte_factor: float = 1.0
     kinds: tuple[tuple[Hardware, int], ...] = ()
     price_per_gpu_hour: float | None = None
 
@@ -167,7 +170,7 @@ class TuneQuestion:
         one = hardware or self.hardware
         return Machine(
             one, one.efficiency, training, factor=self.time_factor,
-            link_factor=self.time_factor,
+            link_factor=self.time_factor, byte_factor=self.byte_factor,
         )  # fmt: skip
 
 
