@@ -65,6 +65,7 @@ from optpipe.planning.shape import (
     Optimizer,
     OptimizerName,
     Precision,
+    Routing,
     StateType,
 )
 from optpipe.problem import (
@@ -247,6 +248,7 @@ Layers = Annotated[int, Field(ge=1, le=1024, strict=True)]
 NumModes = Annotated[int, Field(ge=0, le=64, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Load = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Seconds = Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False, strict=True)]
 Noise = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Gap = Annotated[float, Field(ge=0, lt=1, strict=True)]
@@ -613,6 +615,31 @@ class ModelOnGpus(Request):
         "one per rank (DeepEP, HybridEP).",
     )
     dispatch: Dispatch = Field("bf16", description="Precision of tokens sent to their experts.")
+    expert_imbalance: Annotated[list[Load], Option(metavar="LIST")] = Field(
+        [1.0],
+        description="Load of the busiest expert-parallel rank relative to the mean, or how often "
+        "each expert is chosen.",
+        min_length=1,
+        max_length=1024,
+    )
+    expert_capacity: Positive | None = Field(
+        None,
+        description="Tokens per expert relative to the mean above which tokens are dropped "
+        "(Megatron-Core's moe_expert_capacity_factor).",
+    )
+    pad_experts: Switch = Field(
+        False,
+        description="Experts compute as many tokens as expert_capacity allows "
+        "(moe_pad_expert_input_to_capacity).",
+    )
+    expert_rank_capacity: Positive | None = Field(
+        None,
+        description="Load for which a rank's buffers are allocated "
+        "(moe_expert_rank_capacity_factor).",
+    )
+    paged_stash: Switch = Field(
+        False, description="Paged activations of experts (moe_paged_stash)."
+    )
     overlap: Switch = Field(True, description="Overlap of collectives with compute.")
     optimizer: OptimizerName = Field(
         "adam", description="Optimizer: adam (two moments) or sgd (momentum)."
@@ -684,6 +711,17 @@ class ModelOnGpus(Request):
             return shape_from_config(json.dumps(self.config), self.name or "config")
         except InputError as error:
             raise error.inside("/config") from None
+
+    @property
+    def routing(self) -> Routing:
+        """The routing of tokens to experts; raises `FieldError` if its settings conflict."""
+        return Routing(
+            imbalance=tuple(self.expert_imbalance),
+            capacity=self.expert_capacity,
+            is_padded=self.pad_experts,
+            rank_capacity=self.expert_rank_capacity,
+            is_stashed=self.paged_stash,
+        )
 
     @property
     def optimizer_settings(self) -> Optimizer:
@@ -828,10 +866,14 @@ class EstimateRequest(ModelOnGpus):
 
     def estimate(self) -> Estimate:
         """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
-        fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
+        fields = self.model_dump(
+            include=_TRAINING - {"dp", "slices", "lengths", "optimizer", "routing"}
+        )
         dp = self._find_dp(self.tp * self.cp * self.pp)
         fields["kernels"] = self.kernels or "megatron"
-        training = Training(**fields, dp=dp, optimizer=self.optimizer_settings)
+        training = Training(
+            **fields, dp=dp, optimizer=self.optimizer_settings, routing=self.routing
+        )
         return estimate(
             self.shape,
             self._place_hardware(training.ranks),

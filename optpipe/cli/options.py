@@ -261,8 +261,9 @@ def _convert(field: _OptionField, value: Any) -> Any:
         try:
             return [field.type(part.strip()) for part in value.split(",") if part.strip()]
         except ValueError:
+            kind = "whole numbers" if field.type is int else "numbers"
             raise InputError(
-                f"{field.flag} {value}: must be whole numbers with commas between; write e.g. 1,2"
+                f"{field.flag} {value}: must be {kind} with commas between; write e.g. 1,2"
             ) from None
     if field.option.scale == 1:
         return value

@@ -115,6 +115,18 @@ class EstimateArguments(TypedDict, total=False):
     dispatcher: Literal["alltoall", "deduplicated"] | None
     # Precision of tokens sent to their experts.
     dispatch: Literal["bf16", "fp8"] | None
+    # Load of the busiest expert-parallel rank relative to the mean, or how often each expert is
+    # chosen.
+    expert_imbalance: Sequence[float] | None
+    # Tokens per expert relative to the mean above which tokens are dropped (Megatron-Core's
+    # moe_expert_capacity_factor).
+    expert_capacity: float | None
+    # Experts compute as many tokens as expert_capacity allows (moe_pad_expert_input_to_capacity).
+    pad_experts: bool | None
+    # Load for which a rank's buffers are allocated (moe_expert_rank_capacity_factor).
+    expert_rank_capacity: float | None
+    # Paged activations of experts (moe_paged_stash).
+    paged_stash: bool | None
     # Overlap of collectives with compute.
     overlap: bool | None
     # Optimizer: adam (two moments) or sgd (momentum).
@@ -259,6 +271,18 @@ class TuneArguments(TypedDict, total=False):
     dispatcher: Literal["alltoall", "deduplicated"] | None
     # Precision of tokens sent to their experts.
     dispatch: Literal["bf16", "fp8"] | None
+    # Load of the busiest expert-parallel rank relative to the mean, or how often each expert is
+    # chosen.
+    expert_imbalance: Sequence[float] | None
+    # Tokens per expert relative to the mean above which tokens are dropped (Megatron-Core's
+    # moe_expert_capacity_factor).
+    expert_capacity: float | None
+    # Experts compute as many tokens as expert_capacity allows (moe_pad_expert_input_to_capacity).
+    pad_experts: bool | None
+    # Load for which a rank's buffers are allocated (moe_expert_rank_capacity_factor).
+    expert_rank_capacity: float | None
+    # Paged activations of experts (moe_paged_stash).
+    paged_stash: bool | None
     # Overlap of collectives with compute.
     overlap: bool | None
     # Optimizer: adam (two moments) or sgd (momentum).

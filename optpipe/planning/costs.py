@@ -411,7 +411,8 @@ class _FeedForward(NamedTuple):
     """An MLP on one device.
 
     Its inner width, the tokens that it multiplies, those whose hidden vectors this device casts for
-    it, and the modules whose recomputation makes it again, or only its activation function.
+    it, and the modules whose recomputation makes it again, or only its activation function. Where
+    it keeps the activations of other tokens than it multiplies, their number.
     """
 
     name: str
@@ -420,13 +421,16 @@ class _FeedForward(NamedTuple):
     cast_tokens: int
     again: frozenset[str]
     activation_again: frozenset[str]
+    stored_tokens: int | None = None
 
 
 def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> Iterator[LayerPart]:
     """Yield the products of an MLP, and its activation function, each with what it keeps."""
     tokens, ffn, name = mlp.tokens, mlp.ffn, mlp.name
     row = tokens * training.element_bytes * ffn
-    product = round(tokens * training.operand_bytes * ffn)
+    stored = tokens if mlp.stored_tokens is None else mlp.stored_tokens
+    stored_row = stored * training.element_bytes * ffn
+    product = round(stored * training.operand_bytes * ffn)
     gated = shape.mlp == "swiglu"
     # Eager operators read and write the activation function's output once more.
     is_apart = gated and training.is_eager
@@ -439,7 +443,9 @@ def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> I
         moved_back_bytes=float(row + tokens * shape.hidden * training.element_bytes),
         casts=mlp.cast_tokens * shape.hidden + tokens * ffn,
         casts_back=mlp.cast_tokens * shape.hidden + tokens * inner,
-        tensors=tuple(Tensor(f"{part} of the {name}", row, again=mlp.again) for part in before),
+        tensors=tuple(
+            Tensor(f"{part} of the {name}", stored_row, again=mlp.again) for part in before
+        ),
         again=mlp.again,
     )
     yield LayerPart(
@@ -449,7 +455,10 @@ def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> I
             *(
                 [
                     Tensor(
-                        f"activated gate of the {name}", row, cheap=True, again=mlp.activation_again
+                        f"activated gate of the {name}",
+                        stored_row,
+                        cheap=True,
+                        again=mlp.activation_again,
                     )
                 ]
                 if is_apart
@@ -473,7 +482,9 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         return
     moe = frozenset({"moe"})
     tokens = expert_tokens(training)
-    copies = tokens * experts.active * training.etp
+    balanced = tokens * experts.active * training.etp
+    copies = round(balanced * training.expert_load)
+    stored = round(balanced * training.stored_load)
     size = training.element_bytes
     logits = tokens * experts.num * 4
     yield LayerPart(
@@ -485,7 +496,7 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         is_narrow=False,
     )
     passes = 7.0 if training.dispatcher == "alltoall" else 4.0
-    operand = round(copies * shape.hidden * training.operand_bytes)
+    operand = round(stored * shape.hidden * training.operand_bytes)
     yield LayerPart(
         moved_bytes=passes * copies * shape.hidden * size,
         moved_back_bytes=passes * copies * shape.hidden * size,
@@ -493,7 +504,7 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         again=moe,
     )
     ffn = experts.ffn // training.etp
-    routed = _FeedForward("experts", ffn, copies, copies, moe, moe | {"moe_act"})
+    routed = _FeedForward("experts", ffn, copies, copies, moe, moe | {"moe_act"}, stored)
     yield from _feed_forward(shape, training, routed)
     if experts.shared_ffn:
         again = moe | {"shared_experts"}
@@ -642,7 +653,9 @@ def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm)
         inside += float(num_matrices(shape) * experts.shared_ffn // training.tp)
         residual += shape.hidden if experts.shared_ffn else 0
         wide = experts.active * (2.0 * shape.hidden + num_matrices(shape) * experts.ffn)
-        routed = expert_tokens(training) * (experts.num + shape.hidden + wide)
+        routed = expert_tokens(training) * (
+            experts.num + shape.hidden + training.stored_load * wide
+        )
     tokens = training.residual_tokens * residual + training.tokens * inside + routed
     return round(tokens * training.element_bytes)
 

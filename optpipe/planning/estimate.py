@@ -24,6 +24,7 @@ from optpipe.planning.machine import Machine
 from optpipe.planning.menus import one_f_one_b_modes, stages_with_menus, with_menus
 from optpipe.planning.overlap import check_can_hide, with_hidden, with_pairs
 from optpipe.planning.parameters import static_bytes
+from optpipe.planning.shape import Routing
 from optpipe.planning.step import (
     Layout,
     PipelineCut,
@@ -293,7 +294,7 @@ def estimate(
         factor=factor,
         byte_factor=byte_factor,
         error=error_band(shape, ranks, training.precision),
-        notes=tuple(_notes(shape, problem, step)),
+        notes=tuple(_notes(shape, training.routing, problem, step)),
     )
 
 
@@ -714,12 +715,15 @@ def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
     return f"{shape.name}-{kinds}-pp{pp}{more}"
 
 
-def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[FieldSentence]:
+def _notes(
+    shape: ModelShape, routing: Routing, problem: Problem, step: StepEstimate
+) -> Iterator[FieldSentence]:
     yield FieldSentence(
         ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
     )
-    if shape.experts is not None:
-        yield FieldSentence(("Routing is taken as balanced over the experts.",))
+    if shape.experts is not None and routing == Routing():
+        text = "Routing is assumed to be balanced over the experts; change it with "
+        yield FieldSentence((text, FieldRef("expert_imbalance"), "."))
     for part in shape.left_out:
         yield FieldSentence((f"Left out: {part}.",))
     degrees = (FieldRef("pp"), ", ", FieldRef("tp"), ", ", FieldRef("ep"), " or ", FieldRef("dp"))

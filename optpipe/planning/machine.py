@@ -360,7 +360,8 @@ class Machine(NamedTuple):
             return 0.0
         tokens, ep, size = expert_tokens(training), training.ep, training.element_bytes
         sent = 1.0 if training.dispatch == "fp8" else float(size)
-        per_copy = tokens * shape.hidden * (sent + 3 * size)  # out and back, and both gradients
+        # Out and back, and both gradients, of the busiest rank.
+        per_copy = training.expert_load * tokens * shape.hidden * (sent + 3 * size)
         near = max(1, min(ep, self.hardware.gpus_per_node // training.etp))
         domains = -(-ep // near)
         copies = float(experts.active)

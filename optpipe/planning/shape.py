@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
+from math import inf
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 from optpipe.errors import FieldError, FieldRef, InputError
@@ -26,6 +27,7 @@ __all__ = [
     "Optimizer",
     "OptimizerName",
     "Precision",
+    "Routing",
     "StateType",
     "Training",
     "pick",
@@ -337,6 +339,77 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How unequally tokens are routed to experts, and what limits that.
+
+    Loads are relative to balanced routing: 1 is the mean of all expert-parallel ranks.
+
+    Parameters
+    ----------
+    imbalance
+        One number: the load of the busiest rank, at least 1. Several: how often each expert is
+        chosen, in any unit, from which the load follows.
+    capacity
+        Tokens per expert are at most so many times the mean, and others are dropped (Megatron-Core:
+        ``moe_expert_capacity_factor``). None: no token is dropped.
+    is_padded
+        Whether each expert computes as many tokens as ``capacity`` allows
+        (``moe_pad_expert_input_to_capacity``).
+    rank_capacity
+        Load for which a rank's buffers are allocated (``moe_expert_rank_capacity_factor``). The
+        framework repeats a step with a larger load.
+    is_stashed
+        Whether activations of experts are packed into pages (``moe_paged_stash``), 1.1 times those
+        of balanced routing by default.
+    """
+
+    imbalance: tuple[float, ...] = (1.0,)
+    capacity: float | None = None
+    is_padded: bool = False
+    rank_capacity: float | None = None
+    is_stashed: bool = False
+
+    def __post_init__(self) -> None:
+        one = len(self.imbalance) == 1
+        bad = [x for x in self.imbalance if not (1 if one else 0) <= x < inf]
+        if not self.imbalance or bad or not sum(self.imbalance):
+            raise FieldError(
+                FieldRef("expert_imbalance", bad[0] if bad else self.imbalance),
+                ": must be one number of at least 1, or a number of at least 0 for each expert; "
+                "correct it",
+            )
+        for name, value, needed, other in (
+            ("pad_experts", self.is_padded, self.capacity, "expert_capacity"),
+            ("paged_stash", self.is_stashed, self.rank_capacity, "expert_rank_capacity"),
+        ):
+            if value and needed is None:
+                raise FieldError(
+                    *(FieldRef(name), ": needs ", FieldRef(other), "; give it, or leave this out")
+                )
+
+    def load(self, ep: int) -> float:
+        """Return the tokens that the busiest of ``ep`` ranks computes, relative to the mean."""
+        if self.capacity is not None and self.is_padded:
+            return self.capacity
+        limit = inf if self.capacity is None else self.capacity
+        if len(self.imbalance) == 1:
+            return min(limit, self.imbalance[0])
+        mean = sum(self.imbalance) / len(self.imbalance)
+        each = [min(limit, chosen / mean) for chosen in self.imbalance]
+        size = len(each) // ep
+        return max(sum(each[at : at + size]) for at in range(0, size * ep, size)) / size
+
+    def stored(self, ep: int) -> float:
+        """Return the tokens whose activations the busiest rank keeps, relative to the mean."""
+        if self.is_stashed:
+            return max(_STASH, self.load(ep))
+        return max(self.load(ep), self.rank_capacity or 0.0)
+
+
+_STASH = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """One run's sizes, degrees of parallelism and switches, the pipeline aside.
 
@@ -385,6 +458,8 @@ class Training:
         So many layers keep their activations in the host's memory.
     optimizer
         The optimizer and what it stores.
+    routing
+        How unequally tokens are routed to experts.
     kernels
         megatron: the fused kernels of Megatron-Core and Transformer Engine, and fp32 master weights
         beside bf16 weights. torch: PyTorch's operators and FSDP2, as torchtitan trains. FSDP2
@@ -420,6 +495,7 @@ class Training:
     overlap: bool = True
     offloaded_layers: int = 0
     optimizer: Optimizer = Optimizer()
+    routing: Routing = Routing()
     kernels: Kernels = "megatron"
     compiled: bool = False
     slices: int = 1
@@ -510,7 +586,23 @@ class Training:
 
         Neither replicas, ranks of experts, ZeRO nor what is made again changes what a module does.
         """
-        return replace(self, dp=self.etp, ep=1, zero=0, recompute=frozenset(), lean=False)
+        routing = self.routing
+        if len(routing.imbalance) > 1:  # whose load depends on the ranks of experts
+            load = self.expert_load
+            routing = replace(routing, imbalance=(1.0,), capacity=load, is_padded=True)
+        return replace(
+            self, dp=self.etp, ep=1, zero=0, recompute=frozenset(), lean=False, routing=routing
+        )
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens that the busiest expert-parallel rank computes, relative to the mean."""
+        return self.routing.load(self.ep)
+
+    @property
+    def stored_load(self) -> float:
+        """Tokens whose activations the busiest expert-parallel rank keeps, relative to the mean."""
+        return self.routing.stored(self.ep)
 
     @property
     def is_narrow(self) -> bool:
@@ -602,6 +694,20 @@ class Training:
                 "the other; choose such a one",
             )
         num_experts = 1 if shape.experts is None else shape.experts.num
+        chosen = len(self.routing.imbalance)
+        if chosen not in (1, num_experts):
+            raise FieldError(
+                FieldRef("expert_imbalance"),
+                f": has {chosen} numbers, but {shape.name!r} has {num_experts} experts; give one "
+                "for each, or the load of the busiest rank",
+            )
+        limit = self.routing.rank_capacity
+        if limit is not None and limit < self.expert_load:
+            raise FieldError(
+                FieldRef("expert_rank_capacity", limit),
+                f": is below the load of the busiest rank, {self.expert_load:.3g}, so that each "
+                "step is repeated; raise it",
+            )
         if num_experts % self.ep:
             raise FieldError(
                 FieldRef("ep", self.ep),

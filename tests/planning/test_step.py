@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe.errors import FieldError
 from optpipe.planning import (
     MODELS,
     LayerForm,
@@ -21,7 +22,7 @@ from optpipe.planning import (
     step_estimate,
 )
 from optpipe.planning.costs import layer_costs
-from optpipe.planning.shape import Precision
+from optpipe.planning.shape import Precision, Routing
 from tests.strategies import few
 
 DATA = Path(__file__).parents[1] / "data" / "published"
@@ -228,3 +229,63 @@ def test_cuda_graphs_cost_memory() -> None:
         for graphs in (False, True)
     )
     assert 1.0 < captured / first < 1.15
+
+
+def experts_kept(run: Training) -> float:
+    """Return the bytes that Mixtral's experts keep with balanced routing."""
+    inputs, gate_up_product = 4096, 3 * 14336
+    return run.tokens * 2 * (inputs + gate_up_product) * 2
+
+
+CHOSEN = (3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("routing", "ep", "computed", "stored"),
+    [
+        (Routing(), 4, 1.0, 1.0),
+        (Routing(imbalance=(1.5,)), 4, 1.5, 1.5),
+        (Routing(imbalance=CHOSEN), 4, 2.0, 2.0),
+        (Routing(imbalance=CHOSEN), 2, 4 / 3, 4 / 3),
+        (Routing(imbalance=CHOSEN), 1, 1.0, 1.0),
+        (Routing(imbalance=CHOSEN, capacity=1.5), 4, 1.5, 1.5),
+        (Routing(imbalance=CHOSEN, capacity=1.0), 1, 0.75, 0.75),  # two experts drop half
+        (Routing(capacity=1.25, is_padded=True), 4, 1.25, 1.25),
+        (Routing(imbalance=(1.2,), rank_capacity=1.5), 4, 1.2, 1.5),
+        (Routing(imbalance=(1.2,), rank_capacity=1.5, is_stashed=True), 4, 1.2, 1.2),
+        (Routing(rank_capacity=1.5, is_stashed=True), 4, 1.0, 1.1),
+    ],
+)
+def test_the_busiest_rank_decides_what_experts_cost(routing, ep, computed, stored) -> None:
+    assert routing.load(ep) == pytest.approx(computed)
+    assert routing.stored(ep) == pytest.approx(stored)
+    shape = find_model("mixtral-8x7b")
+    run = Training(ep=ep, dp=8, sequence=4096)
+    kind = LayerForm(True)
+    balanced, found = (
+        layer_costs(shape, replace(run, routing=one), kind) for one in (Routing(), routing)
+    )
+    router = 2.0 * run.tokens * shape.hidden * 8
+    flops = [one.experts.forward.matmul_flops - router for one in (found, balanced)]
+    assert flops[0] == pytest.approx(computed * flops[1], rel=1e-3)
+    kept = [one.kept.activation_bytes for one in (found, balanced)]
+    assert kept[0] - kept[1] == pytest.approx((stored - 1) * experts_kept(run), rel=1e-3)
+
+
+def test_unequal_routing_makes_the_step_longer() -> None:
+    """Qwen3-30B-A3B on 8 GB200, natural routing: 12.4 s, 1.90 times the balanced run's."""
+    run = Training(
+        ep=8, dp=8, micro_batch=4, precision="mxfp8", cuda_graphs=True, dispatcher="deduplicated"
+    )
+    balanced, natural = (
+        step(
+            "qwen3-30b-a3b", GB200, replace(run, routing=Routing(imbalance=(load,))),
+            pp=1, num_microbatches=16,
+        ).step_ms
+        for load in (1.0, 2.0)
+    )  # fmt: skip
+    assert 1.4 < natural / balanced < 2.0
+    assert natural / 1e3 == pytest.approx(12.36, rel=0.1)
+    low = replace(run, routing=Routing(imbalance=(2.0,), rank_capacity=1.5))
+    with pytest.raises(FieldError, match="each step is repeated; raise it"):
+        step("qwen3-30b-a3b", GB200, low, pp=1)

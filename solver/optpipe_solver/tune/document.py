@@ -94,6 +94,7 @@ def read_question(request: TuneRequest) -> AskedTune:
             **{name: getattr(request, name) for name in _SWITCHES},
             kernels=request.kernels or _KERNELS.get(request.framework, "megatron"),
             optimizer=request.optimizer_settings,
+            routing=request.routing,
         ),
         framework=request.framework,
         fixed=request.fixed.model_dump(exclude_none=True),
