@@ -1049,11 +1049,12 @@ class TuneRequest(ModelOnGpus):
     def _check_current_and_gpus(self) -> Self:
         if self.current is not None and self.current_file is not None:
             raise rule_broken("current and current_file say the same", "give one of them")
-        if self.measured_step_s is not None and self.current is None and self.current_file is None:
+        has_current = self.current is not None or self.current_file is not None
+        if self.measured_step_s is not None and not has_current:
             raise _field_error(
                 "`measured_step_s` is the duration of a step of `current`; give both or none"
             )
-        if self.measured_peak_gib is not None and self.current is self.current_file is None:
+        if self.measured_peak_gib is not None and not has_current:
             raise _field_error("`measured_peak_gib` is the peak of `current`; give both or none")
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):

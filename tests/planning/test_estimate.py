@@ -162,19 +162,18 @@ def test_one_measured_step_calibrates_every_time() -> None:
 
 
 def test_one_measured_peak_calibrates_activations_and_buffers() -> None:
-    run = {"pp": 4, "num_microbatches": 8, "layout": "even"}
-    training = Training(tp=4, sequence=8192)
-    free = estimate(find_model("llama3-70b"), H100, training, **run)
-    found = estimate(find_model("llama3-70b"), H100, training, measured_peak_gib=90.0, **run)
+    llama, training = find_model("llama3-70b"), Training(tp=4, sequence=8192)
+    free = estimated(llama, training=training)
+    found = estimated(llama, training=training, measured_peak_gib=90.0)
     assert found.step.peak.allocated == pytest.approx(90 * 2**30, rel=1e-6)
     assert found.step.peak.weights == free.step.peak.weights
     assert found.step.step_ms == free.step.step_ms
     kept = [one.problem.stages[1].activation_bytes for one in (free, found)]
     assert kept[1] == pytest.approx(found.byte_factor * kept[0], rel=1e-6)
-    again = estimate(find_model("llama3-70b"), H100, training, byte_factor=found.byte_factor, **run)
+    again = estimated(llama, training=training, byte_factor=found.byte_factor)
     assert again.problem == found.problem
     with pytest.raises(FieldError, match="a peak between these is expected"):
-        estimate(find_model("llama3-70b"), H100, training, measured_peak_gib=1.0, **run)
+        estimated(llama, training=training, measured_peak_gib=1.0)
 
 
 def test_two_kinds_of_accelerators_share_a_pipeline() -> None:
@@ -443,8 +442,9 @@ def test_packed_sequences_share_learned_positions() -> None:
 def test_every_field_of_an_estimate_is_an_option() -> None:
     """A sentence never names an option that the command does not have."""
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}
+    fields |= {"expert_imbalance", "expert_capacity", "expert_rank_capacity", "pad_experts"}
     fields |= {"optimizer_offload", "precision_aware_optimizer", "exp_avg_dtype", "gradient_dtype"}
-    not_options = {"shape", "hardware", "training", "efficiency", "slice_index"}
+    not_options = {"shape", "hardware", "training", "efficiency", "slice_index", "routing"}
     options = set(inspect.signature(estimate_problem).parameters)
     assert fields - not_options <= options
     flag = flags_of(EstimateRequest)

@@ -33,12 +33,12 @@ REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
     "estimate": (
         EstimateRequest,
         {"model": "llama3-8b", "gpu": "h100"},
-        {"config", "recompute", "lengths", "values"},
+        {"config", "expert_imbalance", "recompute", "lengths", "values"},
     ),
     "tune": (
         TuneRequest,
         {"model": "llama3-8b", "gpu": "h100"},
-        {"config", "current", "fixed", "options", "tags"},
+        {"config", "expert_imbalance", "current", "fixed", "options", "tags"},
     ),
     "current": (CurrentRun, {}, {"recompute", "layers"}),
     "solve": (SubmitOptions, {}, {"chunks", "placements"}),
