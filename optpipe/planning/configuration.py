@@ -23,7 +23,7 @@ __all__ = ["PASTED_FILES", "Configuration", "train_command"]
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What a training run is started with, as far as time and memory depend on it.
+    """The settings of a training run on which its time and memory depend.
 
     Parameters
     ----------

@@ -79,14 +79,14 @@ ERROR_BANDS = {
     "experts, NVLink-72": ErrorBand(0.011, 0.095, 5),
     "experts, other": ErrorBand(0.072, 0.433, 8),
 }
-"""What ``python -m benchmarks.scoreboard`` says, by class; a test holds the two together.
+"""The result of ``python -m benchmarks.scoreboard``, by class; a test compares the two.
 
 Dense rows are all in FP8 or MXFP8."""
 WIDE_BANDS = {
     "dense": ErrorBand(0.106, 0.385, 51),
     "experts, other": ErrorBand(0.155, 0.864, 20),
 }
-"""The same beside other sources (``more_runs.json``), for what computes in BF16 or FP16.
+"""The same for runs of other sources (``more_runs.json``), which compute in BF16 or FP16.
 
 Their rows of these classes all do."""
 _WIDE = ("bf16", "fp16", "fp32")
@@ -111,7 +111,7 @@ def error_band(
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What was estimated.
+    """An estimated problem, and the step of its configuration.
 
     Parameters
     ----------
@@ -418,7 +418,7 @@ def _beside_lengths(**options: object) -> FieldError:
 def _packed(training: Training, lengths: Sequence[Sequence[int]]) -> tuple[Training, ...]:
     """Return a micro-batch's training for each of some lists of lengths.
 
-    What is missing to a multiple of what a sequence is cut into is filled by a sequence of its own.
+    A padding sequence completes the tokens to a multiple of the parts of a sequence.
     """
     found = []
     for number, given in enumerate(lengths):
@@ -490,7 +490,7 @@ def _grouped(
     work: Mapping[Training, float],
     most: int,
 ) -> list[list[Training]]:
-    """Cut what is ordered by work into groups so that the least work is added by rounding up.
+    """Return groups of the micro-batches, ordered by work, that add the minimum work by rounding up.
 
     Exact, by dynamic programming over where groups end.
     """

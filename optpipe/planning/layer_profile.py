@@ -171,7 +171,7 @@ def _captured(profile: LayerProfile, training: Training, output_bytes: int) -> L
 def _without_offloaded(kept: Kept, share: float) -> Kept:
     """Return the bytes that stay if the framework offloads a share of what it can.
 
-    What stays where nearly all is copied is less than a recomputation would keep.
+    If nearly all is copied, less stays than a recomputation would keep.
     """
     if not share:
         return kept

@@ -46,7 +46,7 @@ _DIGITS = 5
 
 
 class LayerTreatment(NamedTuple):
-    """What is recomputed of each layer.
+    """The part of each layer that is recomputed.
 
     ``modules`` are of `optpipe.planning.shape.RECOMPUTABLE`. ``lean`` is that of `Training`:
     outputs of norms and activation functions, and dropout masks.
@@ -121,9 +121,9 @@ def with_menus(
 ) -> tuple[Model, Problem]:
     """Return a model and a cut of it with at most ``most`` modes for each layer and each stage.
 
-    A stage's menu counts layers. The model's is one for all its layers, so that what a stage may do
-    is what its layers may: recompute none, half or all of them in full, where half of them is half
-    of each layer's numbers. For model, problem, machines and errors see `stages_with_menus`.
+    A stage's menu counts layers. The model has one menu for all its layers, so that a stage may do
+    what its layers may: recompute none, half or all of them in full. Half of them is half of each
+    layer's numbers. For model, problem, machines and errors see `stages_with_menus`.
     """
     cut = stages_with_menus(model, problem, sizes=sizes, shape=shape, machines=machines, most=most)
     table = _Table(shape, machines[0], len(machines))
@@ -222,7 +222,7 @@ class _ModeOffer(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What stays between F and backward, and what is there in the backward."""
+        """The bytes between F and the backward, and those during the backward."""
         return self.forward_bytes - self.offload_bytes, self.backward_bytes
 
 
@@ -271,7 +271,7 @@ class _Table:
     ) -> _Numbers:
         """Return a layer's numbers where a share of it is recomputed in full, and one moves.
 
-        What is no layer, embedding and head, is never recomputed in full.
+        Embedding and head are no layers: they are never recomputed in full.
         """
         whole = whole if self.has_layer(index) else 0.0
         forward = offload = ms = 0.0
@@ -435,8 +435,8 @@ def _plain(modes: Sequence[Mode]) -> dict[str, Any]:
 def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
     """Return for each stage the cheapest mode without actions of its own in which 1F1B fits.
 
-    1F1B with one stage per device and fused backwards: stage s of p holds p - s micro-batches at
-    most, while it runs F and while it runs B. None where there is no such mode, or another cut.
+    The schedule is 1F1B with one stage per device and fused backwards. Stage s of p holds at most
+    p - s micro-batches, while it runs F and while it runs B. None where there is no such mode, or another cut.
     """
     num_stages = len(problem.stages)
     if problem.placement != tuple(range(num_stages)):

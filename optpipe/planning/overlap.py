@@ -1,12 +1,13 @@
-"""What hides where a forward and a backward run together: their phases on two lanes.
+"""Pairs of a forward and a backward that run together: how much time their overlap saves.
 
-A layer with experts is attention, dispatch, experts, combine in F, and the same backwards in B (or
-I): two computations and two exchanges of tokens. One lane computes, one exchanges; each pass goes
-through its phases in order, and no phase is interrupted. `together_ms` is the least time of both
-over all interleavings: two jobs on machines of their own, solved exactly (Akers 1956, "A graphical
-approach to production scheduling problems", Operations Research 4). What is neither dispatch nor
-combine computes: collectives of other groups, launches, layers without experts, MTP, embedding and
-head. So what hides is at most what is exchanged. Not modelled: that both slow each other down.
+F of a layer with experts has four phases: attention, dispatch, experts, combine. B (or I) has them
+in reverse. Dispatch and combine exchange tokens on one lane. All other work computes on the other
+lane: collectives of other groups, launches, layers without experts, MTP, embedding and head.
+
+Each pass goes through its phases in order, and no phase is interrupted. `together_ms` is the
+minimum time of two passes over all interleavings. It is an exact solution of a job shop with two
+jobs (Akers 1956, "A graphical approach to production scheduling problems", Operations Research 4).
+A pair saves at most the time of its exchanges. The model ignores that two passes slow each other.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def check_can_hide(shape: ModelShape, machines: Iterable[Machine]) -> None:
 
 @lru_cache(maxsize=4096)
 def together_ms(first: tuple[LanePhase, ...], second: tuple[LanePhase, ...]) -> float:
-    """Return the least ms in which two passes run together, each on one lane at a time.
+    """Return the minimum ms of two passes that run together, each on one lane at a time.
 
-    Akers' plane: a point is how much of either is done; a step along the diagonal does both; the
-    rectangles in which both need the same lane are walked around, left or right.
+    In Akers' plane a point is the progress of both passes, and a diagonal step advances both. A
+    rectangle in which both need the same lane is an obstacle, which is passed left or right.
     """
     first = tuple(phase for phase in first if phase.ms > 0)
     second = tuple(phase for phase in second if phase.ms > 0)
@@ -107,7 +108,7 @@ def _first_conflict(
     up: Sequence[float],
     corner: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """Return the first phases that want the same lane at once when both just go on."""
+    """Return the first phases that need the same lane at the same time, if both passes go on."""
     i, j = corner
     x, y = across[i], up[j]
     while i < len(first) and j < len(second):
@@ -119,13 +120,13 @@ def _first_conflict(
     return None
 
 
-# --- Of a problem: which passes may pair, and what they hide.
+# --- Pairs of a problem, and the time that each saves.
 
 
 def licensed_pairs(
     shape: ModelShape, machines: Sequence[Machine], problem: Problem, sizes: Sequence[int]
 ) -> tuple[LicensedPair, ...]:
-    """Return what may run together on each device, with B and with I, and what that hides in ms.
+    """Return the pairs of F with B and with I on each device, and the ms that each hides.
 
     Pairs that hide nothing are left out. ``sizes`` are the layers of each stage.
     """
@@ -133,10 +134,10 @@ def licensed_pairs(
 
 
 def measured_pairs(problem: Problem, samples: Iterable[Sample]) -> tuple[LicensedPair, ...]:
-    """Return what may run together on each device by what was measured, and what that hides in ms.
+    """Return the pairs on each device by measured phases, and the ms that each hides.
 
-    Of each stage's F, and B or I, the phases (`Sample.lanes_ms`) of the run of the median time
-    count; a pass that exchanged nothing computes all the time, one not measured pairs with none.
+    The phases of a pass (`Sample.lanes_ms`) are those of its run of median time. A pass without an
+    exchange computes all the time. A pass that was not measured is in no pair.
     """
     runs: dict[tuple[int, str], list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -173,10 +174,10 @@ def _pairs_among(problem: Problem, stages: Sequence[PassPhases]) -> tuple[Licens
 def most_hidden(layers: Sequence[PassPhases]) -> list[tuple[float, float]]:
     """Return the most ms that each layer's F, and its B, overlap with the other pass of a pair.
 
-    While one computes the other can only exchange, and as no phase is interrupted, once: something
-    is computed between two exchanges of a pass. So a phase that computes overlaps with at most the
-    longest exchange of the other pass, and one that exchanges with at most all of itself. What a
-    pair hides is at most the sum over the layers of its F, and the sum over those of its B.
+    While one pass computes, the other can only exchange, and only once: a pass computes between two
+    exchanges, and no phase is interrupted. So a computing phase overlaps with at most the longest
+    exchange of the other pass. An exchanging phase overlaps with at most all of itself. A pair
+    hides at most the sum over the layers of its F, and the sum over the layers of its B.
     """
     longest_forward = _longest_exchange(phase for one in layers for phase in one.forward)
     longest_back = _longest_exchange(phase for one in reversed(layers) for phase in one.backward)
@@ -212,9 +213,9 @@ def with_pairs(
 
 
 def with_hidden(shape: ModelShape, machines: Sequence[Machine], model: Model) -> Model:
-    """Return the model whose layers say what each hides in a pair with one like it.
+    """Return the model with the ms that each layer hides in a pair with an equal layer.
 
-    So a stage's F, layer by layer beside the B of as many equal ones, hides no less than their sum;
+    A stage's F, layer by layer next to the B of as many equal layers, hides at least their sum.
     `licensed_pairs` may find more.
     """
     phases = iter(model_phases(shape, machines[0], len(machines)))

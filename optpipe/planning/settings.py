@@ -1,8 +1,7 @@
 """Settings as people have them: arguments in a shell script, YAML, or lines of ``name = value``.
 
-Nothing is run. Of YAML the plain part is read that configurations are written in: names with
-scalars, lists in brackets or by dashes, and sections, which are passed over: names tell settings
-apart.
+Nothing is run. Of YAML, names with scalars, lists in brackets or by dashes, and sections are read.
+Sections are ignored, because names are unique without them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 @dataclass(frozen=True)
 class FrameworkSettings:
-    """Names with their words, as they stand in a text.
+    """Names with their words, as in the text.
 
     Parameters
     ----------

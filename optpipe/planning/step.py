@@ -213,7 +213,7 @@ class RankMemory(NamedTuple):
 
     @property
     def allocated(self) -> float:
-        """What the framework's allocator says at its peak."""
+        """The peak that the framework's allocator reports."""
         return sum(self) - self.reserved
 
     @property
@@ -224,7 +224,7 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """What a step takes, and holds.
+    """The time and the memory of a step.
 
     Parameters
     ----------
@@ -314,7 +314,7 @@ def _stage(layers: Sequence[LayerProfile], machine: Machine, *, is_pipelined: bo
 def own_reduction_ms(part: LayerProfile, machine: Machine, *, is_pipelined: bool) -> float:
     """Return the reduction of a layer's gradients that goes on after its own backward.
 
-    What nothing hides anywhere in the pipeline is not in it.
+    The part that nothing in the pipeline can hide is not included.
     """
     reduced = machine.reduction(part.parameters, is_pipelined=is_pipelined)
     sums = part.times.sums
@@ -334,11 +334,11 @@ def step_estimate(
 ) -> StepEstimate:
     """Return time and memory of a step; with several machines one per pipeline rank.
 
-    Time. Rank r works b_r for each of m micro-batches; before its first F come the F's of all
-    stages before its first one, after its last backward their backwards. So a step takes at least
-    the largest of head_r + m b_r + tail_r, whatever the schedule of fused backwards; interleaved
-    1F1B reaches it where stages are equal (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-    1F1B with one stage per rank also waits where stages differ, which is counted.
+    Time. Rank r works b_r for each of m micro-batches. Before its first F (head_r) are the F's of
+    the stages before its first stage, and after its last backward (tail_r) their backwards. So a
+    step takes at least the largest head_r + m b_r + tail_r with any schedule of fused backwards.
+    Interleaved 1F1B has this length if stages are equal (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2). 1F1B with one stage per rank also waits where stages differ, which is counted.
 
     Parameters
     ----------
@@ -480,10 +480,10 @@ def _one_f_one_b(
 ) -> tuple[list[float], list[float], list[float]]:
     """Return the time before a stage's first F, after its last backward, and all of 1F1B by rank.
 
-    Rank r runs w = p - r F's, waits for the first backward, which has been through all stages
-    behind it, then alternates; after its last F the last backward comes when that micro-batch has
-    been through them too. Between, a micro-batch cannot take less than the w-th part of its way
-    from r to the end and back, since no more than w are on it.
+    Rank r runs w = p - r F's and waits for the first backward, which has passed all later stages.
+    Then it alternates. After its last F, the last backward comes when that micro-batch has passed
+    the later stages, too. In between, the period is at least the w-th part of the way from r to the
+    end and back, because at most w micro-batches are on it.
     """
     p = len(stages)
     way = [0.0] * (p + 1)  # from the first F of a stage to the end and back, without its own B
@@ -516,8 +516,8 @@ def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipelin
 def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:
     """Return how long after a rank's last backward its last gradients are reduced.
 
-    A rank's reductions go one after the other, stages in the order in which they are done: all
-    micro-batches of a group of pp pass through a stage before the one before it ends.
+    A rank reduces one stage after the other, in the order in which their backwards end. All
+    micro-batches of a group of pp pass a stage before the previous stage ends.
     """
     group = min(pipeline.pp, pipeline.num_microbatches)
     until = group * sum(stages[index].backward_ms for index in owned)
@@ -532,8 +532,8 @@ def nodes_of(machines: Sequence[Machine], pp: int, *, by_host: bool = False) -> 
     """Return the node of each pipeline rank: tensor, context, data parallel inside, pipeline out.
 
     Megatron-LM's order of ranks (Narayanan et al. 2021, section 3.2, takeaway 1, for the tensor
-    parallel ones). A node is what NVLink joins, or with ``by_host`` a host; as many whole stages as
-    fit stand in one, and none holds two kinds of accelerators.
+    parallel ones). A node is a domain of NVLink, or with ``by_host`` a host. It has as many
+    whole stages as fit, of one kind of accelerators.
     """
     nodes: list[int] = []
     filled = 0
@@ -547,7 +547,7 @@ def nodes_of(machines: Sequence[Machine], pp: int, *, by_host: bool = False) -> 
 
 
 def _hops_ms(shape: ModelShape, machines: Sequence[Machine], pipeline: PipelineCut) -> list[float]:
-    """Return what the message behind each stage takes, 0 behind the last and within a rank."""
+    """Return the ms of the message after each stage, 0 after the last and within a rank."""
     num_bytes = float(checkpoint_bytes(shape, machines[0].training))
     nodes, placement = nodes_of(machines, pipeline.pp), pipeline.stages
     hops = []
@@ -638,7 +638,7 @@ def find_byte_factor(step: StepEstimate, measured_peak_bytes: float) -> float:
 def in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:
     """Return how many micro-batches each stage of a rank holds at most, together at one time.
 
-    1F1B: p - r. Interleaved: (v - 1) p + 2 (p - r - 1) + 1 chunks, the first ones p each
+    1F1B: p - r. Interleaved: (v - 1) p + 2 (p - r - 1) + 1 chunks, p of each of the first ones
     (Megatron-LM's warm-up; Narayanan et al. 2021, section 2.2.2). With pairs one more.
     """
     p, v, m = pipeline.pp, pipeline.chunks, pipeline.num_microbatches
