@@ -490,7 +490,7 @@ def _grouped(
     work: Mapping[Training, float],
     most: int,
 ) -> list[list[Training]]:
-    """Return groups of the micro-batches, ordered by work, that add the minimum work by rounding up.
+    """Return groups of micro-batches, by work, that add the minimum work by rounding up.
 
     Exact, by dynamic programming over where groups end.
     """

@@ -436,7 +436,8 @@ def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
     """Return for each stage the cheapest mode without actions of its own in which 1F1B fits.
 
     The schedule is 1F1B with one stage per device and fused backwards. Stage s of p holds at most
-    p - s micro-batches, while it runs F and while it runs B. None where there is no such mode, or another cut.
+    p - s micro-batches, while it runs F and while it runs B. The result is None for other cuts, and
+    if there is no such mode.
     """
     num_stages = len(problem.stages)
     if problem.placement != tuple(range(num_stages)):
