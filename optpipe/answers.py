@@ -608,6 +608,27 @@ class ScoreboardError(Answer):
     num_rows: int
 
 
+class SwitchView(Answer):
+    """A configuration with one switch on, compared with the same configuration without it.
+
+    * ``row``: ``best``, the fastest configuration, or ``current``.
+    * ``field``, ``value``: of the request, to search with the switch on.
+    * ``flag``: Megatron-LM's arguments that switch it on; empty with other frameworks.
+    * ``step_ms``, ``base_ms``: simulated step with and without the switch.
+    * ``gain``: share of ``base_ms`` that the switch saves.
+    * ``missing_bytes``: what the fullest pipeline rank lacks with the switch on; 0 if it fits.
+    """
+
+    row: Literal["best", "current"]
+    field: str
+    value: str | bool
+    flag: str
+    step_ms: float
+    base_ms: float
+    gain: float
+    missing_bytes: int
+
+
 class Tuned(Answer):
     """The result of a tune; a running tune answers its results so far.
 
@@ -627,6 +648,8 @@ class Tuned(Answer):
       are still open, but the search cannot evaluate them more closely.
     * ``notes``: options that were not searched although they may be faster, and assumptions of the
       best row.
+    * ``switches``: the gain of each switch that the request did not set and that is off, largest
+      first; empty while the tune runs.
     """
 
     verdict: str = ""
@@ -645,6 +668,7 @@ class Tuned(Answer):
     stopped_by: str | None = None
     seconds: float
     notes: tuple[str, ...] = ()
+    switches: tuple[SwitchView, ...] = ()
 
 
 # --- The catalogue of models and accelerators, and estimated problems.

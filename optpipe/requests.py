@@ -922,6 +922,9 @@ _OF_SCRIPTS = (
 )
 
 
+_SWITCHES = ("cuda_graphs", "ep_overlap", "dispatcher")
+
+
 class TuneRequest(ModelOnGpus):
     """A model, GPUs and a batch, for which the fastest training configuration is searched."""
 
@@ -1032,7 +1035,11 @@ class TuneRequest(ModelOnGpus):
             "optimizer_offload": optimizer.offload,
         }
         given = self.model_fields_set
-        update = {name: value for name, value in script.items() if name not in given}
+        update = {
+            name: value
+            for name, value in script.items()
+            if name not in given and value != getattr(self, name)
+        }
         return request.model_copy(update=update)
 
     @property
@@ -1040,9 +1047,18 @@ class TuneRequest(ModelOnGpus):
         """The number of GPUs, of all kinds together."""
         return self.num_gpus or sum(kind.number or 0 for kind in self.gpus) or 8
 
+    @property
+    def chosen_switches(self) -> frozenset[str]:
+        """The switches that the caller set."""
+        return self.model_fields_set & frozenset(_SWITCHES)
+
     def question(self) -> dict[str, Any]:
-        """Return all fields that the result depends on, except the options, as JSON values."""
-        values = self.model_dump(mode="json", exclude={"options", "tags", "priority"})
+        """Return all fields that the result depends on, except the options, as JSON values.
+
+        Switches that the caller did not set are left out.
+        """
+        left_out = frozenset(_SWITCHES) - self.chosen_switches
+        values = self.model_dump(mode="json", exclude={"options", "tags", "priority"} | left_out)
         values["num_gpus"] = self.total_gpus
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
         if self.current is not None:

@@ -165,8 +165,7 @@ def tune(
         from optpipe_solver.tune import read_question, shortage
         from optpipe_solver.tune import tune as search
 
-        request = request.complete()
-        _check_pastable(request.shape, framework, paste)
+        _check_pastable(request.complete().shape, framework, paste)
         read = read_question(request)
         with searching("tuning") as controls:
             result = search(
@@ -216,6 +215,7 @@ def _show(
     console.print(_rows(result))
     console.print()
     console.print(_pareto(result))
+    _print_switches(console, result)
     console.print()
     ended = _ENDS.get(result.stopped_by or "", "")
     console.print(f"{result.certificate} ({result.seconds:.0f} s{ended}).", markup=False)
@@ -283,6 +283,21 @@ def _pareto(result: TuneResult) -> Table:
         gib = f"{max(row.peak_bytes) / _GIB:.1f}"
         table.add_row(gib, format_ms(row.step_ms), row.label)
     return table
+
+
+def _print_switches(console: Console, result: TuneResult) -> None:
+    """Print the gain of each switch that the search left off."""
+    titles = {"best": "the fastest configuration", "current": "today's configuration"}
+    for row, title in titles.items():
+        switches = [one for one in result.switches if one.row == row]
+        if switches:
+            console.print()
+            console.print(
+                f"Switches that are off, each alone in {title} (simulated; tune with the option "
+                "searches the other settings with it):"
+            )
+        for one in switches:
+            console.print(f"  {one}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_command(console: Console, result: TuneResult, paste: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import httpx
@@ -59,11 +60,13 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
         assert f"{100 * found['gain']:.1f} % less time per step" in page.inner_text("#gain")
         assert "published runs" in page.inner_text("#gain-part")
         assert page.inner_text("#certificate").startswith("Of 3 configurations")
-        assert page.locator("#configuration tbody tr").count() == 2
+        assert page.locator("#configuration tr[data-row]").count() == 2
         assert "TP 4 PP 2" in page.inner_text("#configuration tr[data-best]")
         assert "today: TP 2 PP 4" in page.inner_text("#configuration tr[data-today]")
         assert page.inner_text("#objective dt") == "Step"
         assert f"{found['rows'][0]['step_ms']:,.1f} ms" in page.inner_text("#objective dd")
+        graphs = page.inner_text("#switches tr[data-switch=cuda_graphs]")
+        assert re.search(r"fastest\s+cuda graphs: on\s+[\d,.]+\s+[\d,.]+\s+\d+\.\d %", graphs)
         page.wait_for_selector("#problem tbody")
         assert "\N{EN DASH}" not in page.inner_text("#problem tbody")
 
@@ -260,6 +263,12 @@ def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) 
     layers = f"{row['layers'][0] - 1},{row['layers'][1] + 1}"
     moved = httpx.get(f"{url}/v1/jobs/{again}/rows/{row['id']}/recut?layers={layers}").json()
     assert page.inner_text("#moved").startswith(f"{moved['step_ms']:,.1f} ms per step by 1f1b (+")
+    page.click("#switches button:has-text('cuda graphs: on')")
+    page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{again}'")
+    page.wait_for_selector("#certificate")
+    switched = page.get_attribute("#job", "data-id")
+    assert httpx.get(f"{url}/v1/jobs/{switched}/question").json()["cuda_graphs"] is True
+    assert page.locator("#switches").count() == 0
     page.click("#solve-row")
     page.wait_for_selector("#job[data-state=succeeded] #what-if")
     assert page.inner_text("#objective dt") == "Makespan"

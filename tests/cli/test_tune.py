@@ -63,6 +63,20 @@ def test_a_price_adds_the_cost_of_a_million_tokens(optpipe) -> None:
     assert "cost" not in optpipe(*SMALL, *TODAY).out.partition("less memory")[0]
 
 
+def test_switches_that_are_off_are_listed_with_their_gain_unless_they_are_chosen(optpipe) -> None:
+    """In the fastest configuration and in today's; also in JSON."""
+    text = optpipe(*SMALL, *TODAY).out
+    times = r"[\d,.]+ ms instead of [\d,.]+ ms \(\+\d\.\d%\)\n"
+    line = rf"  --cuda-graphs \(--cuda-graph-impl .*\): {times}"
+    title = r"Switches that are off, each alone in the fastest configuration [^:]*:\n"
+    assert re.search(title + line, text), text
+    assert "alone in today's" not in text, "full recomputation forbids graphs"
+    (graphs,) = json.loads(optpipe(*SMALL, *TODAY, "--json").out)["switches"]
+    assert (graphs["row"], graphs["field"], graphs["value"]) == ("best", "cuda_graphs", True)
+    assert graphs["gain"] == pytest.approx(1 - graphs["step_ms"] / graphs["base_ms"])
+    assert "Switches" not in optpipe(*SMALL, *TODAY, "--cuda-graphs").out
+
+
 def test_one_measured_step_calibrates_all(optpipe) -> None:
     plain = json.loads(optpipe(*SMALL, *TODAY, "--json").out)
     done = optpipe(*SMALL, *TODAY, "--json", "--measured-step-s", "8")

@@ -89,7 +89,7 @@ export class Tuned {
           partsKey())),
       el("p", { class: "hint", id: "certificate" }, sentence(result.certificate)),
       ...(result.notes ?? []).map((said) => el("p", { class: "hint" }, sentence(said))),
-      this.acts(chosen));
+      ...this.switches(), this.acts(chosen));
     if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -140,6 +140,23 @@ export class Tuned {
       cells: columns.map(({ text }) => text(row)),
       attributes: { "data-best": row === rows[0] || null, "data-today": same(row) || null,
         "data-chosen": row === this.chosen || null, "data-row": row.id } })));
+  }
+
+  /** The gain of each switch that is off, with a button that searches with it. */
+  switches() {
+    const { switches } = this.result;
+    if (!switches?.length) return [];
+    const columns = ["Configuration", "Switch", "Step, ms", "Instead of", "Saved time"].map((title, index) => (
+      { title, number: index > 1 }));
+    const changes = ({ field, value }) => (field === "pairs" ? { fixed: { ...this.question.fixed, pairs: 1 } } : { [field]: value });
+    const rows = switches.map((one) => ({ attributes: { "data-switch": one.field }, cells: [
+      one.row === "best" ? "fastest" : "today",
+      button(`${one.field.replace("_", " ")}: ${one.value === true ? "on" : one.value}`, guarded(() => this.askAgain(changes(one))),
+        { class: "quiet row", "data-needs": "submit", "data-key": `switch-${one.row}-${one.field}`,
+          title: `Search with it ${one.flag}` }),
+      ms(one.step_ms), ms(one.base_ms),
+      share(one.gain) + (one.missing_bytes ? `, needs ${(one.missing_bytes / GIB).toFixed(1)} GiB more` : "")] }));
+    return [el("h2", {}, "Switches that are off, each alone (simulated)"), el("div", { id: "switches" }, table("Switches", columns, rows))];
   }
 
   /** A column whose title sorts by it, and turns the order where it does already. */

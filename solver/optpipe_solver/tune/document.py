@@ -80,6 +80,7 @@ def read_question(request: TuneRequest) -> AskedTune:
     InputError
         If the question has no answer; the error points at the field.
     """
+    chosen = request.chosen_switches
     request = request.complete()
     kinds = tuple((one.hardware, one.number) for one in request.gpus if one.number is not None)
     question = TuneQuestion(
@@ -97,6 +98,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         memory_bytes=request.memory_bytes,
         headroom=request.headroom,
         price_per_gpu_hour=request.price_per_gpu_hour,
+        chosen=chosen,
     )
     if next(candidates(question), None) is None:
         raise FieldError(

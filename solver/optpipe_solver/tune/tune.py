@@ -31,6 +31,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from itertools import islice
 from math import inf
 from operator import ge, itemgetter
@@ -53,6 +54,7 @@ from optpipe_solver.tune.judge import (
     judge,
 )
 from optpipe_solver.tune.space import TuneCandidate, left_out
+from optpipe_solver.tune.switches import SwitchGain, switch_gains
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -301,8 +303,21 @@ class TuneResult:
             )
         return found
 
+    @cached_property
+    def switches(self) -> tuple[SwitchGain, ...]:
+        """The gain of each switch that is off in the best row, then of each that is off today.
+
+        Empty while the search goes on.
+        """
+        if self.stopped_by is None or self.best is None:
+            return ()
+        found = switch_gains(self.question, self.best, "best")
+        if self.current is not None:
+            found += switch_gains(self.question, self.current, "current")
+        return tuple(found)
+
     def as_json(self) -> dict[str, Any]:
-        """Return everything but problems and programs as JSON values."""
+        """Return all fields except problems and programs as JSON values."""
         shown = self.question.framework, self.question.price_per_gpu_hour
         return {
             "verdict": self.verdict,
@@ -314,6 +329,7 @@ class TuneResult:
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
             "notes": list(self.notes),
+            "switches": [one.as_json() for one in self.switches],
             "memory_bytes": self.question.whole_bytes,
             "usable_bytes": self.question.usable_bytes,
             "current": None if self.current is None else self.current.as_json(*shown),
