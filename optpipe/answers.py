@@ -608,6 +608,26 @@ class ScoreboardError(Answer):
     num_rows: int
 
 
+class ScalingView(Answer):
+    """The fastest configuration on a number of GPUs; its numbers are null where none fits.
+
+    * ``tokens_per_gpu_hour``: tokens that a GPU trains in an hour.
+    * ``gap``: share by which another configuration may still be faster.
+    * ``missing_bytes``: per GPU, what the nearest configuration lacks at least.
+    * ``reason``: why no configuration fits.
+    """
+
+    num_gpus: int
+    label: str
+    step_ms: float | None
+    tokens_per_s_per_gpu: float | None
+    tokens_per_gpu_hour: float | None
+    cost_per_million_tokens: float | None
+    gap: float | None
+    missing_bytes: int | None
+    reason: str
+
+
 class SwitchView(Answer):
     """A configuration with one switch on, compared with the same configuration without it.
 
@@ -650,6 +670,8 @@ class Tuned(Answer):
       best row.
     * ``switches``: the gain of each switch that the request did not set and that is off, largest
       first; empty while the tune runs.
+    * ``scaling``: with ``gpu_counts`` a row for each number of GPUs; all other fields are of the
+      smallest number that fits.
     """
 
     verdict: str = ""
@@ -669,6 +691,7 @@ class Tuned(Answer):
     seconds: float
     notes: tuple[str, ...] = ()
     switches: tuple[SwitchView, ...] = ()
+    scaling: tuple[ScalingView, ...] = ()
 
 
 # --- The catalogue of models and accelerators, and estimated problems.

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_NOISE",
+    "MAX_AUTO_GPUS",
     "CacheUse",
     "CompareOptions",
     "CompareRequest",
@@ -922,6 +923,8 @@ _OF_SCRIPTS = (
 )
 
 
+MAX_AUTO_GPUS = 1024
+"""The largest number of GPUs that ``gpu_counts = "auto"`` tries."""
 _SWITCHES = ("cuda_graphs", "ep_overlap", "dispatcher")
 
 
@@ -944,8 +947,17 @@ class TuneRequest(ModelOnGpus):
         one_of=_MODEL_OR_CONFIG,
     )
 
-    num_gpus: Annotated[Many | None, Option(flag="--gpus")] = Field(
-        None, description="Number of GPUs. By default the sum of the numbers in gpu, or 8."
+    num_gpus: Annotated[
+        Many | None, Option(flag="--gpus", metavar="N|N,N,...|auto", is_text=True)
+    ] = Field(None, description="Number of GPUs. By default the sum of the numbers in gpu, or 8.")
+    gpu_counts: Annotated[
+        Annotated[tuple[Many, ...], Field(min_length=1, max_length=32)] | Literal["auto"] | None,
+        Option(flag="--gpus"),
+    ] = Field(
+        None,
+        description="Numbers of GPUs to tune for, instead of num_gpus. auto tries powers of two "
+        f"and numbers halfway between them, up to {MAX_AUTO_GPUS}. Rows are of the smallest number "
+        "that fits.",
     )
     global_batch: Annotated[int, Field(ge=1, le=2**20, strict=True)] = Field(
         128, description="Sequences per step, over all replicas."
@@ -991,6 +1003,16 @@ class TuneRequest(ModelOnGpus):
             raise _field_error(
                 "`measured_step_s` is the duration of a step of `current`; give both or none"
             )
+        if self.gpu_counts is not None:
+            for name in ("num_gpus", "current", "current_file"):
+                if getattr(self, name) is not None:
+                    raise _field_error(
+                        f"`gpu_counts` and `{name}` exclude each other; give one of them"
+                    )
+            if len(self.gpus) > 1 or self.gpus[0].number is not None:
+                raise _field_error(
+                    "`gpu_counts` needs one kind of GPU without a number in `gpu`; correct one"
+                )
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
             raise _field_error(
@@ -1044,13 +1066,15 @@ class TuneRequest(ModelOnGpus):
 
     @property
     def total_gpus(self) -> int:
-        """The number of GPUs, of all kinds together."""
+        """The number of GPUs, of all kinds together; of several numbers the largest."""
+        if self.gpu_counts is not None:
+            return MAX_AUTO_GPUS if self.gpu_counts == "auto" else max(self.gpu_counts)
         return self.num_gpus or sum(kind.number or 0 for kind in self.gpus) or 8
 
     @property
     def chosen_switches(self) -> frozenset[str]:
         """The switches that the caller set."""
-        return self.model_fields_set & frozenset(_SWITCHES)
+        return frozenset(_SWITCHES) & self.model_fields_set
 
     def question(self) -> dict[str, Any]:
         """Return all fields that the result depends on, except the options, as JSON values.
@@ -1059,7 +1083,8 @@ class TuneRequest(ModelOnGpus):
         """
         left_out = frozenset(_SWITCHES) - self.chosen_switches
         values = self.model_dump(mode="json", exclude={"options", "tags", "priority"} | left_out)
-        values["num_gpus"] = self.total_gpus
+        if self.gpu_counts is None:
+            values["num_gpus"] = self.total_gpus
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
         if self.current is not None:
             values["current"]["recompute"] = sorted(self.current.recompute)

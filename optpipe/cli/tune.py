@@ -56,7 +56,18 @@ _LISTS = ("recompute", "layers")
 _DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
 
 
-# --- Readers of --current and --fix.
+# --- Readers of --gpus, --current and --fix.
+
+
+def _read_gpus(text: str) -> dict[str, Any]:
+    """Return the request's field of ``--gpus``: a number, several numbers, or ``auto``."""
+    if text.strip() == "auto":
+        return {"gpu_counts": "auto"}
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise InputError(f"--gpus {text}: must be numbers with commas between, or auto; correct it")
+    numbers = list(map(int, parts))
+    return {"num_gpus": numbers[0]} if len(numbers) == 1 else {"gpu_counts": numbers}
 
 
 def _read_current(text: str) -> dict[str, Any]:
@@ -118,9 +129,14 @@ def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dic
 
 @takes(
     TuneRequest,
-    without=["name", "current_file", "current_format", "cache", "tags", "priority"],
+    without=["name", "gpu_counts", "current_file", "current_format", "cache", "tags", "priority"],
     defaults={"time_limit_s": 120.0},
-    readers={"config": read_config, "current": _read_current, "fixed": _read_fixed},
+    readers={
+        "config": read_config,
+        "num_gpus": _read_gpus,
+        "current": _read_current,
+        "fixed": _read_fixed,
+    },
 )
 def tune(
     builder: RequestBuilder[TuneRequest],
@@ -162,24 +178,29 @@ def tune(
     request = builder.build()
     options, framework = request.options, request.framework
     with needs_extra("solver"):
-        from optpipe_solver.tune import read_question, shortage
+        from optpipe_solver.tune import read_question, shortage, tune_counts
         from optpipe_solver.tune import tune as search
 
         _check_pastable(request.complete().shape, framework, paste)
         read = read_question(request)
         with searching("tuning") as controls:
-            result = search(
-                read.question,
-                current=read.current,
-                time_limit_s=options.time_limit_s or 0.0,
-                work_limit=options.work_limit,
-                gap=options.gap,
-                threads=options.threads,
-                seed=options.seed,
-                on_progress=lambda text: stderr().print(text, markup=False),
-                should_stop=controls["should_stop"],
-            )
+            limits: dict[str, Any] = {
+                "time_limit_s": options.time_limit_s or 0.0,
+                "work_limit": options.work_limit,
+                "gap": options.gap,
+                "threads": options.threads,
+                "seed": options.seed,
+                "on_progress": lambda text: stderr().print(text, markup=False),
+                "should_stop": controls["should_stop"],
+            }
+            if read.gpu_counts:
+                counts, is_auto = read.gpu_counts, read.is_auto
+                result = tune_counts(read.question, counts, search, from_first=is_auto, **limits)
+            else:
+                result = search(read.question, current=read.current, **limits)
     best = result.best
+    if best is None and result.scaling:
+        raise nothing_found("infeasible", result.verdict)
     if best is None:
         if result.counts.do_not_fit == result.counts.total:
             missing = shortage(read.question)
@@ -212,6 +233,9 @@ def _show(
     for sentence in result.notes:
         console.print(f"{sentence[0].upper()}{sentence[1:]}.", markup=False)
     console.print()
+    if result.scaling:
+        console.print(_scaling(result))
+        console.print()
     console.print(_rows(result))
     console.print()
     console.print(_pareto(result))
@@ -233,7 +257,7 @@ _ENDS = {
 def _headline(result: TuneResult, current: Configuration | None) -> str:
     """Return the gain, or why there is none, and the error of such estimates."""
     best, error, verdict = result.best, result.error, result.verdict
-    if result.current is None and best is not None:
+    if result.current is None and best is not None and not result.scaling:
         why = "--current would show the gain"
         if current is not None:
             why = "the current configuration is too large to simulate"
@@ -269,6 +293,29 @@ def _rows(result: TuneResult) -> Table:
             label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}", *cost,
             f"{row.tflops_per_gpu:,.0f}", f"{row.mfu:.1%}",
             f"{max(row.peak_bytes) / _GIB:.1f}", escape(row.method), style=style,
+        )  # fmt: skip
+    return table
+
+
+def _scaling(result: TuneResult) -> Table:
+    """Return a table of the fastest configuration on each number of GPUs."""
+    has_price = result.question.price_per_gpu_hour is not None
+    costs = ["cost/M tokens"] if has_price else []
+    numbers = ("GPUs", "step ms", "gap", "tokens/s/GPU", "M tokens/GPU-hour", *costs)
+    table = text_table(*numbers, texts=())
+    table.title = "numbers of GPUs (estimated, the fastest configuration found on each)"
+    table.title_justify = "left"
+    table.add_column("configuration")
+    for row in result.scaling:
+        if row.step_ms is None:
+            empty = [""] * (len(numbers) - 1)
+            table.add_row(str(row.num_gpus), *empty, f"does not fit: {row.reason}")
+            continue
+        cost = [f"{row.cost_per_million_tokens:.4g}"] if has_price else []
+        table.add_row(
+            str(row.num_gpus), format_ms(row.step_ms), f"{row.gap:.1%}",
+            f"{row.tokens_per_s_per_gpu:,.0f}", f"{(row.tokens_per_gpu_hour or 0) / 1e6:.3g}",
+            *cost, row.label, style="bold" if row.label == result.rows[0].label else "",
         )  # fmt: skip
     return table
 

@@ -119,6 +119,8 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
             ["--framework", "torchtitan", "--model", "mixtral-8x7b", "--paste", "x.py"],
             "no model of its",
         ),
+        (["--gpus", "8,x"], "--gpus 8,x: must be numbers with commas between, or auto"),
+        (["--gpus", "8,16", *TODAY], "--gpus and --current exclude each other"),
         (["--gpu", "a100"], "with several kinds each needs its number; write h100:8"),
     ],
 )
@@ -126,6 +128,53 @@ def test_what_cannot_be_asked_is_refused(optpipe, arguments, sentence: str) -> N
     done = optpipe(*SMALL, *arguments)
     assert done.code == 2
     assert sentence in " ".join(done.err.split())
+
+
+SEVERAL = ["tune", "--model", "llama3-8b", "--gpu", "h100", "--global-batch", "16", "--sequence",
+           "8192", "--framework", "megatron", "--fix", "cp=1,micro_batch=1,chunks=1"]  # fmt: skip
+
+
+def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpipe) -> None:
+    """With tokens per GPU-hour and the cost, or with what is missing."""
+    limits = ("--time-limit", "4", "--price-per-gpu-hour", "2")
+    done = optpipe(*SEVERAL, "--gpus", "8,1,4", *limits, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    unfit, *fits = found["scaling"]
+    assert [row["num_gpus"] for row in found["scaling"]] == [1, 4, 8]
+    assert unfit["step_ms"] is None
+    assert unfit["missing_bytes"] > 2**30
+    for row in fits:
+        assert row["tokens_per_gpu_hour"] == pytest.approx(3600 * row["tokens_per_s_per_gpu"])
+        cost = 2e6 / row["tokens_per_gpu_hour"]
+        assert row["cost_per_million_tokens"] == pytest.approx(cost)
+        seconds = 16 * 8192 / row["num_gpus"] / row["tokens_per_s_per_gpu"]
+        assert row["step_ms"] == pytest.approx(1e3 * seconds, rel=1e-6)
+    assert fits[0]["step_ms"] > fits[1]["step_ms"]
+    best = found["rows"][0]
+    assert (best["label"], best["step_ms"]) == (fits[0]["label"], fits[0]["step_ms"])
+    said = "4 GPUs are the smallest number tried that fits; on 1 GPUs, TP 1 PP 1 DP 1 MBS 1"
+    assert found["verdict"].startswith(said)
+    gib = f"needs at least {unfit['missing_bytes'] / 2**30:.1f} GiB more per GPU"
+    assert found["verdict"].endswith(gib)
+
+
+def test_auto_begins_below_the_smallest_number_that_fits(optpipe, monkeypatch) -> None:
+    monkeypatch.setattr("optpipe_solver.tune.scaling.MAX_AUTO_GPUS", 8)
+    done = optpipe(*SEVERAL, "--gpus", "auto", "--time-limit", "4")
+    assert done.code == 0, done.err
+    table = done.out.partition("numbers of GPUs")[2].partition("bf16 MFU")[0]
+    assert re.findall(r"^ *(\d) ", table, re.MULTILINE) == ["2", "4", "8"], done.out
+    assert "does not fit: TP" in table
+    numbered = [one.replace("h100", "h100:8") for one in SEVERAL]
+    refused = optpipe(*numbered, "--gpus", "auto")
+    assert "needs one kind of GPU without a number in --gpu" in " ".join(refused.err.split())
+
+
+def test_if_no_number_of_gpus_fits_the_largest_says_what_is_missing(optpipe) -> None:
+    done = optpipe(*SEVERAL, "--gpus", "1,2", "--memory-gb", "20", "--time-limit", "4")
+    assert done.code == 3
+    assert re.search(r"none of these numbers of GPUs fits: on 2, .* GiB more per GPU", done.err)
 
 
 def test_if_nothing_fits_the_answer_names_a_number_of_gpus(optpipe) -> None:

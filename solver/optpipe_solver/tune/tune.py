@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.bounds import LayerTable
     from optpipe_solver.tune.cut import CutPrices
-    from optpipe_solver.tune.judge import TuneCheckpoint
+    from optpipe_solver.tune.judge import ScalingRow, TuneCheckpoint
     from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = ["TaskPool", "TaskResult", "TuneCounts", "TuneResult", "tune"]
@@ -176,6 +176,9 @@ class TuneResult:
         What another search for the same need not do again.
     not_modelled
         Options of today's script that no estimate counts (`Configuration.not_modelled`).
+    scaling, minimum
+        If several numbers of GPUs were tuned for, a row for each, and a sentence about the smallest
+        number that fits, which is then the question's.
     """
 
     question: TuneQuestion
@@ -189,6 +192,8 @@ class TuneResult:
     stopped_by: TuneEnd | None = None
     looks: Looks = NO_LOOKS
     not_modelled: tuple[str, ...] = ()
+    scaling: tuple[ScalingRow, ...] = ()
+    minimum: str = ""
 
     @property
     def best(self) -> TuneRow | None:
@@ -234,6 +239,8 @@ class TuneResult:
     def verdict(self) -> str:
         """The gain over what is run today, or why there is none, in sentences."""
         best, current, error = self.best, self.current, self.error
+        if self.minimum:
+            return self.minimum
         fastest = "" if best is None else f"{format_ms(best.step_ms)} ms per step"
         if self.shortfall is not None:
             rank, needed, whole = self.shortfall
@@ -329,6 +336,7 @@ class TuneResult:
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
             "notes": list(self.notes),
+            "scaling": [row.as_json() for row in self.scaling],
             "switches": [one.as_json() for one in self.switches],
             "memory_bytes": self.question.whole_bytes,
             "usable_bytes": self.question.usable_bytes,
