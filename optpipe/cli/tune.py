@@ -29,7 +29,7 @@ from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_problem
-from optpipe.planning import train_command
+from optpipe.planning import benchmark_script, train_command
 from optpipe.planning.configuration import PASTED_FILES
 from optpipe.planning.frameworks.megatron import check_arguments_have
 from optpipe.planning.frameworks.torchtitan import titan_model
@@ -50,6 +50,7 @@ __all__ = ["tune"]
 
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
+_NUM_MEASURED = 3
 _MIN_WIDTH = 140
 _YAML = {".yaml", ".yml"}
 _LISTS = ("recompute", "layers")
@@ -155,6 +156,15 @@ def tune(
             "torchtitan .py.",
         ),
     ] = None,
+    paste_benchmark: Annotated[
+        Path | None,
+        typer.Option(
+            "--paste-benchmark",
+            metavar="FILE",
+            help="Write a bash script that measures the three fastest configurations in "
+            "Megatron-LM.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest configuration of a training run.
@@ -174,14 +184,14 @@ def tune(
           --problem-out problem.json
     """
     check_schedule_name(output)
-    check_outputs(output, problem_out, paste, inputs=builder.files)
+    check_outputs(output, problem_out, paste, paste_benchmark, inputs=builder.files)
     request = builder.build()
     options, framework = request.options, request.framework
     with needs_extra("solver"):
-        from optpipe_solver.tune import read_question, shortage, tune_counts
+        from optpipe_solver.tune import read_question, tune_counts
         from optpipe_solver.tune import tune as search
 
-        _check_pastable(request.complete().shape, framework, paste)
+        _check_pastable(request.complete().shape, framework, paste, paste_benchmark)
         read = read_question(request)
         with searching("tuning") as controls:
             limits: dict[str, Any] = {
@@ -199,14 +209,8 @@ def tune(
             else:
                 result = search(read.question, current=read.current, **limits)
     best = result.best
-    if best is None and result.scaling:
-        raise nothing_found("infeasible", result.verdict)
     if best is None:
-        if result.counts.do_not_fit == result.counts.total:
-            missing = shortage(read.question)
-            raise nothing_found("infeasible", f"nothing fits: {result.certificate}; {missing}")
-        reason = f"no schedule was found that fits: {result.certificate}"
-        raise nothing_found("unknown", reason)
+        raise _why_nothing(result)
     if as_json:
         print_json(result.as_json())
     else:
@@ -218,6 +222,22 @@ def tune(
         write_schedule(schedule, output, "schedule")
     if paste is not None:
         write_output(paste, _paste(best, framework, paste), "configuration")
+    if paste_benchmark is not None:
+        script = _benchmark_script(result, request)
+        write_output(paste_benchmark, script, "benchmark script")
+
+
+def _why_nothing(result: TuneResult) -> Exception:
+    """Return the error of a search without a schedule that fits."""
+    from optpipe_solver.tune import shortage
+
+    if result.scaling:
+        return nothing_found("infeasible", result.verdict)
+    if result.counts.do_not_fit == result.counts.total:
+        reason = f"nothing fits: {result.certificate}; {shortage(result.question)}"
+        return nothing_found("infeasible", reason)
+    reason = f"no schedule was found that fits: {result.certificate}"
+    return nothing_found("unknown", reason)
 
 
 # --- The report.
@@ -360,8 +380,33 @@ def _print_command(console: Console, result: TuneResult, paste: Path | None) -> 
         console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_pastable(shape: ModelShape, framework: str, path: Path | None) -> None:
+def _benchmark_script(result: TuneResult, request: TuneRequest) -> str:
+    """Return the script that measures the fastest rows, and repeats the request's options."""
+    rows = result.rows[:_NUM_MEASURED]
+    options = {"--framework": "megatron", "--gpus": str(result.question.num_gpus)}
+    given = {"--model": request.model, "--network": request.network}
+    options |= {flag: value for flag, value in given.items() if value is not None}
+    if request.memory_bytes is not None:
+        options["--memory-gb"] = f"{request.memory_bytes / 1e9:.10g}"
+    options["--headroom"] = f"{request.headroom:g}"
+    words = [word for option in options.items() for word in option]
+    for kind in request.gpu.split(","):
+        words += ["--gpu", kind]
+    times = [row.step_ms for row in rows]
+    return benchmark_script([row.configuration for row in rows], times, words)
+
+
+def _check_pastable(
+    shape: ModelShape, framework: str, path: Path | None, benchmark: Path | None
+) -> None:
     """Refuse, before the search, a file in which no configuration of the model can be written."""
+    if benchmark is not None and framework != "megatron":
+        raise InputError(
+            f"--paste-benchmark with --framework {framework}: the script runs Megatron-LM; "
+            "choose --framework megatron"
+        )
+    if benchmark is not None:
+        check_arguments_have(shape)
     if path is None:
         return
     if framework == "any":

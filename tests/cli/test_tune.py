@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -75,6 +76,54 @@ def test_switches_that_are_off_are_listed_with_their_gain_unless_they_are_chosen
     assert (graphs["row"], graphs["field"], graphs["value"]) == ("best", "cuda_graphs", True)
     assert graphs["gain"] == pytest.approx(1 - graphs["step_ms"] / graphs["base_ms"])
     assert "Switches" not in optpipe(*SMALL, *TODAY, "--cuda-graphs").out
+
+
+FAKE_TORCHRUN = """#!/bin/bash
+# As Megatron-LM logs: five slow steps, then steps of 2.0, 3.0 and 2.5 s; the second run fails.
+echo "$@" >>calls
+[ "$(wc -l <calls)" = 2 ] && exit 1
+for ms in 9000 9000 9000 9000 9000 2000.0 3000.0 2500.0; do
+    echo " [2026-11-29 12:00:00] iteration 1/ 8 | elapsed time per iteration (ms): $ms | lm loss: 1"
+done
+"""
+
+
+def test_the_pasted_benchmark_measures_the_fastest_three_and_says_what_to_feed(
+    optpipe, tmp_path
+) -> None:
+    """With a torchrun that only logs; the printed command is one that tune takes."""
+    script = tmp_path / "run.sh"
+    done = optpipe(*SMALL, "--paste-benchmark", script, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["rows"][:3]
+    fake = tmp_path / "torchrun"
+    fake.write_text(FAKE_TORCHRUN)
+    fake.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", script.name], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "STEPS": "8"},
+    )  # fmt: skip
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 3
+    for call in calls:
+        assert " pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer" in call
+        assert call.endswith(" --train-iters 8 --log-interval 1 --eval-iters 0")
+    lines = ran.stdout.splitlines()
+    first = f"1: {rows[0]['label']}: 2.5000 s per step, estimated {rows[0]['step_ms'] / 1e3:.4f} s"
+    assert first in lines
+    assert "2: ended with an error" in lines
+    assert f"2: {rows[1]['label']}: no step times; see optpipe_benchmark/2.log" in ran.stdout
+    feed = lines[lines.index(first) + 1].split()
+    assert feed[:2] == ["optpipe", "tune"]
+    assert feed[-2:] == ["--measured-step-s", "2.5000"]
+    at = feed.index("--current") + 1
+    feed[at] = tmp_path / feed[at]
+    again = optpipe(*feed[1:], "--time-limit", "1", "--json")
+    assert again.code == 0, again.err
+    current = json.loads(again.out)["current"]
+    assert current["label"] == rows[0]["label"]
+    assert current["step_ms"] == pytest.approx(2500, rel=0.03)
+    assert optpipe(*SMALL[:-6], "--paste-benchmark", script).code == 2, "another framework"
 
 
 def test_one_measured_step_calibrates_all(optpipe) -> None:
