@@ -608,6 +608,47 @@ class ScoreboardError(Answer):
     num_rows: int
 
 
+class ScalingView(Answer):
+    """The fastest configuration on a number of GPUs; its numbers are null where none fits.
+
+    * ``tokens_per_gpu_hour``: tokens that a GPU trains in an hour.
+    * ``gap``: share by which another configuration may still be faster.
+    * ``missing_bytes``: per GPU, what the nearest configuration lacks at least.
+    * ``reason``: why no configuration fits.
+    """
+
+    num_gpus: int
+    label: str
+    step_ms: float | None
+    tokens_per_s_per_gpu: float | None
+    tokens_per_gpu_hour: float | None
+    cost_per_million_tokens: float | None
+    gap: float | None
+    missing_bytes: int | None
+    reason: str
+
+
+class SwitchView(Answer):
+    """A configuration with one switch on, compared with the same configuration without it.
+
+    * ``row``: ``best``, the fastest configuration, or ``current``.
+    * ``field``, ``value``: of the request, to search with the switch on.
+    * ``flag``: Megatron-LM's arguments that switch it on; empty with other frameworks.
+    * ``step_ms``, ``base_ms``: simulated step with and without the switch.
+    * ``gain``: share of ``base_ms`` that the switch saves.
+    * ``missing_bytes``: what the fullest pipeline rank lacks with the switch on; 0 if it fits.
+    """
+
+    row: Literal["best", "current"]
+    field: str
+    value: str | bool
+    flag: str
+    step_ms: float
+    base_ms: float
+    gain: float
+    missing_bytes: int
+
+
 class Tuned(Answer):
     """The result of a tune; a running tune answers its results so far.
 
@@ -627,6 +668,10 @@ class Tuned(Answer):
       are still open, but the search cannot evaluate them more closely.
     * ``notes``: options that were not searched although they may be faster, and assumptions of the
       best row.
+    * ``switches``: the gain of each switch that the request did not set and that is off, largest
+      first; empty while the tune runs.
+    * ``scaling``: with ``gpu_counts`` a row for each number of GPUs; all other fields are of the
+      smallest number that fits.
     """
 
     verdict: str = ""
@@ -645,6 +690,8 @@ class Tuned(Answer):
     stopped_by: str | None = None
     seconds: float
     notes: tuple[str, ...] = ()
+    switches: tuple[SwitchView, ...] = ()
+    scaling: tuple[ScalingView, ...] = ()
 
 
 # --- The catalogue of models and accelerators, and estimated problems.

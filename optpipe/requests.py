@@ -89,6 +89,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_NOISE",
+    "MAX_AUTO_GPUS",
     "CacheUse",
     "CompareOptions",
     "CompareRequest",
@@ -987,6 +988,11 @@ _OF_SCRIPTS = (
 )
 
 
+MAX_AUTO_GPUS = 1024
+"""The largest number of GPUs that ``gpu_counts = "auto"`` tries."""
+_SWITCHES = ("cuda_graphs", "ep_overlap", "dispatcher")
+
+
 class TuneRequest(ModelOnGpus):
     """A model, GPUs and a batch, for which the fastest training configuration is searched."""
 
@@ -1006,8 +1012,17 @@ class TuneRequest(ModelOnGpus):
         one_of=_MODEL_OR_CONFIG,
     )
 
-    num_gpus: Annotated[Many | None, Option(flag="--gpus")] = Field(
-        None, description="Number of GPUs. By default the sum of the numbers in gpu, or 8."
+    num_gpus: Annotated[
+        Many | None, Option(flag="--gpus", metavar="N|N,N,...|auto", is_text=True)
+    ] = Field(None, description="Number of GPUs. By default the sum of the numbers in gpu, or 8.")
+    gpu_counts: Annotated[
+        Annotated[tuple[Many, ...], Field(min_length=1, max_length=32)] | Literal["auto"] | None,
+        Option(flag="--gpus"),
+    ] = Field(
+        None,
+        description="Numbers of GPUs to tune for, instead of num_gpus. auto tries powers of two "
+        f"and numbers halfway between them, up to {MAX_AUTO_GPUS}. Rows are of the smallest number "
+        "that fits.",
     )
     global_batch: Annotated[int, Field(ge=1, le=2**20, strict=True)] = Field(
         128, description="Sequences per step, over all replicas."
@@ -1056,6 +1071,16 @@ class TuneRequest(ModelOnGpus):
             )
         if self.measured_peak_gib is not None and not has_current:
             raise _field_error("`measured_peak_gib` is the peak of `current`; give both or none")
+        if self.gpu_counts is not None:
+            for name in ("num_gpus", "current", "current_file"):
+                if getattr(self, name) is not None:
+                    raise _field_error(
+                        f"`gpu_counts` and `{name}` exclude each other; give one of them"
+                    )
+            if len(self.gpus) > 1 or self.gpus[0].number is not None:
+                raise _field_error(
+                    "`gpu_counts` needs one kind of GPU without a number in `gpu`; correct one"
+                )
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
             raise _field_error(
@@ -1100,18 +1125,34 @@ class TuneRequest(ModelOnGpus):
             "optimizer_offload": optimizer.offload,
         }
         given = self.model_fields_set
-        update = {name: value for name, value in script.items() if name not in given}
+        update = {
+            name: value
+            for name, value in script.items()
+            if name not in given and value != getattr(self, name)
+        }
         return request.model_copy(update=update)
 
     @property
     def total_gpus(self) -> int:
-        """The number of GPUs, of all kinds together."""
+        """The number of GPUs, of all kinds together; of several numbers the largest."""
+        if self.gpu_counts is not None:
+            return MAX_AUTO_GPUS if self.gpu_counts == "auto" else max(self.gpu_counts)
         return self.num_gpus or sum(kind.number or 0 for kind in self.gpus) or 8
 
+    @property
+    def chosen_switches(self) -> frozenset[str]:
+        """The switches that the caller set."""
+        return frozenset(_SWITCHES) & self.model_fields_set
+
     def question(self) -> dict[str, Any]:
-        """Return all fields that the result depends on, except the options, as JSON values."""
-        values = self.model_dump(mode="json", exclude={"options", "tags", "priority"})
-        values["num_gpus"] = self.total_gpus
+        """Return all fields that the result depends on, except the options, as JSON values.
+
+        Switches that the caller did not set are left out.
+        """
+        left_out = frozenset(_SWITCHES) - self.chosen_switches
+        values = self.model_dump(mode="json", exclude={"options", "tags", "priority"} | left_out)
+        if self.gpu_counts is None:
+            values["num_gpus"] = self.total_gpus
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
         if self.current is not None:
             values["current"]["recompute"] = sorted(self.current.recompute)

@@ -29,7 +29,7 @@ from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_problem
-from optpipe.planning import train_command
+from optpipe.planning import benchmark_script, train_command
 from optpipe.planning.configuration import PASTED_FILES
 from optpipe.planning.frameworks.megatron import check_arguments_have
 from optpipe.planning.frameworks.torchtitan import titan_model
@@ -50,13 +50,25 @@ __all__ = ["tune"]
 
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
+_NUM_MEASURED = 3
 _MIN_WIDTH = 140
 _YAML = {".yaml", ".yml"}
 _LISTS = ("recompute", "layers")
 _DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
 
 
-# --- Readers of --current and --fix.
+# --- Readers of --gpus, --current and --fix.
+
+
+def _read_gpus(text: str) -> dict[str, Any]:
+    """Return the request's field of ``--gpus``: a number, several numbers, or ``auto``."""
+    if text.strip() == "auto":
+        return {"gpu_counts": "auto"}
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise InputError(f"--gpus {text}: must be numbers with commas between, or auto; correct it")
+    numbers = list(map(int, parts))
+    return {"num_gpus": numbers[0]} if len(numbers) == 1 else {"gpu_counts": numbers}
 
 
 def _read_current(text: str) -> dict[str, Any]:
@@ -118,9 +130,14 @@ def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dic
 
 @takes(
     TuneRequest,
-    without=["name", "current_file", "current_format", "cache", "tags", "priority"],
+    without=["name", "gpu_counts", "current_file", "current_format", "cache", "tags", "priority"],
     defaults={"time_limit_s": 120.0},
-    readers={"config": read_config, "current": _read_current, "fixed": _read_fixed},
+    readers={
+        "config": read_config,
+        "num_gpus": _read_gpus,
+        "current": _read_current,
+        "fixed": _read_fixed,
+    },
 )
 def tune(
     builder: RequestBuilder[TuneRequest],
@@ -137,6 +154,15 @@ def tune(
             metavar="FILE",
             help="Write the configuration for the framework: Megatron arguments or .yaml, "
             "torchtitan .py.",
+        ),
+    ] = None,
+    paste_benchmark: Annotated[
+        Path | None,
+        typer.Option(
+            "--paste-benchmark",
+            metavar="FILE",
+            help="Write a bash script that measures the three fastest configurations in "
+            "Megatron-LM.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -158,35 +184,33 @@ def tune(
           --problem-out problem.json
     """
     check_schedule_name(output)
-    check_outputs(output, problem_out, paste, inputs=builder.files)
+    check_outputs(output, problem_out, paste, paste_benchmark, inputs=builder.files)
     request = builder.build()
     options, framework = request.options, request.framework
     with needs_extra("solver"):
-        from optpipe_solver.tune import read_question, shortage
+        from optpipe_solver.tune import read_question, tune_counts
         from optpipe_solver.tune import tune as search
 
-        request = request.complete()
-        _check_pastable(request.shape, framework, paste)
+        _check_pastable(request.complete().shape, framework, paste, paste_benchmark)
         read = read_question(request)
         with searching("tuning") as controls:
-            result = search(
-                read.question,
-                current=read.current,
-                time_limit_s=options.time_limit_s or 0.0,
-                work_limit=options.work_limit,
-                gap=options.gap,
-                threads=options.threads,
-                seed=options.seed,
-                on_progress=lambda text: stderr().print(text, markup=False),
-                should_stop=controls["should_stop"],
-            )
+            limits: dict[str, Any] = {
+                "time_limit_s": options.time_limit_s or 0.0,
+                "work_limit": options.work_limit,
+                "gap": options.gap,
+                "threads": options.threads,
+                "seed": options.seed,
+                "on_progress": lambda text: stderr().print(text, markup=False),
+                "should_stop": controls["should_stop"],
+            }
+            if read.gpu_counts:
+                counts, is_auto = read.gpu_counts, read.is_auto
+                result = tune_counts(read.question, counts, search, from_first=is_auto, **limits)
+            else:
+                result = search(read.question, current=read.current, **limits)
     best = result.best
     if best is None:
-        if result.counts.do_not_fit == result.counts.total:
-            missing = shortage(read.question)
-            raise nothing_found("infeasible", f"nothing fits: {result.certificate}; {missing}")
-        reason = f"no schedule was found that fits: {result.certificate}"
-        raise nothing_found("unknown", reason)
+        raise _why_nothing(result)
     if as_json:
         print_json(result.as_json())
     else:
@@ -198,6 +222,22 @@ def tune(
         write_schedule(schedule, output, "schedule")
     if paste is not None:
         write_output(paste, _paste(best, framework, paste), "configuration")
+    if paste_benchmark is not None:
+        script = _benchmark_script(result, request)
+        write_output(paste_benchmark, script, "benchmark script")
+
+
+def _why_nothing(result: TuneResult) -> Exception:
+    """Return the error of a search without a schedule that fits."""
+    from optpipe_solver.tune import shortage
+
+    if result.scaling:
+        return nothing_found("infeasible", result.verdict)
+    if result.counts.do_not_fit == result.counts.total:
+        reason = f"nothing fits: {result.certificate}; {shortage(result.question)}"
+        return nothing_found("infeasible", reason)
+    reason = f"no schedule was found that fits: {result.certificate}"
+    return nothing_found("unknown", reason)
 
 
 # --- The report.
@@ -213,9 +253,13 @@ def _show(
     for sentence in result.notes:
         console.print(f"{sentence[0].upper()}{sentence[1:]}.", markup=False)
     console.print()
+    if result.scaling:
+        console.print(_scaling(result))
+        console.print()
     console.print(_rows(result))
     console.print()
     console.print(_pareto(result))
+    _print_switches(console, result)
     console.print()
     ended = _ENDS.get(result.stopped_by or "", "")
     console.print(f"{result.certificate} ({result.seconds:.0f} s{ended}).", markup=False)
@@ -233,7 +277,7 @@ _ENDS = {
 def _headline(result: TuneResult, current: Configuration | None) -> str:
     """Return the gain, or why there is none, and the error of such estimates."""
     best, error, verdict = result.best, result.error, result.verdict
-    if result.current is None and best is not None:
+    if result.current is None and best is not None and not result.scaling:
         why = "--current would show the gain"
         if current is not None:
             why = "the current configuration is too large to simulate"
@@ -273,6 +317,29 @@ def _rows(result: TuneResult) -> Table:
     return table
 
 
+def _scaling(result: TuneResult) -> Table:
+    """Return a table of the fastest configuration on each number of GPUs."""
+    has_price = result.question.price_per_gpu_hour is not None
+    costs = ["cost/M tokens"] if has_price else []
+    numbers = ("GPUs", "step ms", "gap", "tokens/s/GPU", "M tokens/GPU-hour", *costs)
+    table = text_table(*numbers, texts=())
+    table.title = "numbers of GPUs (estimated, the fastest configuration found on each)"
+    table.title_justify = "left"
+    table.add_column("configuration")
+    for row in result.scaling:
+        if row.step_ms is None:
+            empty = [""] * (len(numbers) - 1)
+            table.add_row(str(row.num_gpus), *empty, f"does not fit: {row.reason}")
+            continue
+        cost = [f"{row.cost_per_million_tokens:.4g}"] if has_price else []
+        table.add_row(
+            str(row.num_gpus), format_ms(row.step_ms), f"{row.gap:.1%}",
+            f"{row.tokens_per_s_per_gpu:,.0f}", f"{(row.tokens_per_gpu_hour or 0) / 1e6:.3g}",
+            *cost, row.label, style="bold" if row.label == result.rows[0].label else "",
+        )  # fmt: skip
+    return table
+
+
 def _pareto(result: TuneResult) -> Table:
     """Return a table of the fastest configurations for less memory."""
     table = text_table("GiB", "step ms", texts=())
@@ -283,6 +350,21 @@ def _pareto(result: TuneResult) -> Table:
         gib = f"{max(row.peak_bytes) / _GIB:.1f}"
         table.add_row(gib, format_ms(row.step_ms), row.label)
     return table
+
+
+def _print_switches(console: Console, result: TuneResult) -> None:
+    """Print the gain of each switch that the search left off."""
+    titles = {"best": "the fastest configuration", "current": "today's configuration"}
+    for row, title in titles.items():
+        switches = [one for one in result.switches if one.row == row]
+        if switches:
+            console.print()
+            console.print(
+                f"Switches that are off, each alone in {title} (simulated; tune with the option "
+                "searches the other settings with it):"
+            )
+        for one in switches:
+            console.print(f"  {one}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_command(console: Console, result: TuneResult, paste: Path | None) -> None:
@@ -298,8 +380,33 @@ def _print_command(console: Console, result: TuneResult, paste: Path | None) -> 
         console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_pastable(shape: ModelShape, framework: str, path: Path | None) -> None:
+def _benchmark_script(result: TuneResult, request: TuneRequest) -> str:
+    """Return the script that measures the fastest rows, and repeats the request's options."""
+    rows = result.rows[:_NUM_MEASURED]
+    options = {"--framework": "megatron", "--gpus": str(result.question.num_gpus)}
+    given = {"--model": request.model, "--network": request.network}
+    options |= {flag: value for flag, value in given.items() if value is not None}
+    if request.memory_bytes is not None:
+        options["--memory-gb"] = f"{request.memory_bytes / 1e9:.10g}"
+    options["--headroom"] = f"{request.headroom:g}"
+    words = [word for option in options.items() for word in option]
+    for kind in request.gpu.split(","):
+        words += ["--gpu", kind]
+    times = [row.step_ms for row in rows]
+    return benchmark_script([row.configuration for row in rows], times, words)
+
+
+def _check_pastable(
+    shape: ModelShape, framework: str, path: Path | None, benchmark: Path | None
+) -> None:
     """Refuse, before the search, a file in which no configuration of the model can be written."""
+    if benchmark is not None and framework != "megatron":
+        raise InputError(
+            f"--paste-benchmark with --framework {framework}: the script runs Megatron-LM; "
+            "choose --framework megatron"
+        )
+    if benchmark is not None:
+        check_arguments_have(shape)
     if path is None:
         return
     if framework == "any":

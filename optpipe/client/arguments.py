@@ -317,6 +317,9 @@ class TuneArguments(TypedDict, total=False):
     measured_peak_gib: float | None
     # Number of GPUs. By default the sum of the numbers in gpu, or 8.
     num_gpus: int | None
+    # Numbers of GPUs to tune for, instead of num_gpus. auto tries powers of two and numbers
+    # halfway between them, up to 1024. Rows are of the smallest number that fits.
+    gpu_counts: Sequence[int] | Literal["auto"] | None
     # Sequences per step, over all replicas.
     global_batch: int | None
     # Framework that runs the schedule: megatron, torchtitan, or any (the optpipe runtime).

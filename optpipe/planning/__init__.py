@@ -5,6 +5,7 @@ gives a problem to solve, a model to cut otherwise, and what a step takes.
 """
 
 from optpipe.planning.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
+from optpipe.planning.benchmark_script import benchmark_script
 from optpipe.planning.catalogue import MODELS, find_model, shape_from_config
 from optpipe.planning.configuration import Configuration, train_command
 from optpipe.planning.estimate import Estimate, estimate
@@ -31,6 +32,7 @@ __all__ = [
     "PipelineCut",
     "StepEstimate",
     "Training",
+    "benchmark_script",
     "estimate",
     "find_gpu",
     "find_gpus",

@@ -137,15 +137,19 @@ PASTED_FILES = {"megatron": "arguments.sh", "torchtitan": "optpipe_config.py"}
 """Framework -> name of the file that it takes, where it has no other."""
 
 _OUR_RUNTIME = """\
-# train.py is yours: it reads what optpipe tune -o schedule.json --problem-out problem.json wrote,
-# and has, with Megatron-Core, torchtitan, or any other model:
+# train.py is your script. Its process groups and settings are:
+#   {degrees}
+#   {settings}
+#   layers of each stage, embedding and head counted: {layers}
+# It reads what optpipe tune -o schedule.json --problem-out problem.json wrote, and calls, with
+# Megatron-Core, torchtitan, or any other model:
 #   optpipe.runtime.trainers.megatron.forward_backward_func(schedule, problem)
 #   partial(optpipe.runtime.trainers.torchtitan.pipeline_llm, schedule=schedule)
 #   optpipe.runtime.PipelineRunner(stages, schedule, loss_fn, problem)"""
 
 
 def train_command(configuration: Configuration, framework: str, file: str | None = None) -> str:
-    """Return what bash starts on every host, where the file that was pasted lies.
+    """Return the bash command that starts the training on each host, in the pasted file's folder.
 
     Parameters
     ----------
@@ -164,11 +168,11 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     Returns
     -------
     str
-        One line, for ``any`` with lines of comment.
+        One line; for ``any`` with comments that list the degrees, which no pasted file has.
     """
     start = _torchrun(configuration)
     if framework == "any":
-        return f"{start} train.py\n{_OUR_RUNTIME}"
+        return f"{start} train.py\n{_our_runtime(configuration)}"
     name = file or PASTED_FILES[framework]
     if framework == "torchtitan":
         module = name.rpartition("/")[2].removesuffix(".py")
@@ -179,6 +183,25 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     file = shlex.quote(name if "/" in name else f"./{name}")
     arguments = '${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"'
     return f"source {file} && {start} pretrain_gpt.py {arguments}"
+
+
+def _our_runtime(configuration: Configuration) -> str:
+    """Return comments with what a script of the user's sets up for our runtime."""
+    training, cut = configuration.training, configuration.pipeline
+    degrees = {name: getattr(training, name) for name in ("dp", "cp", "tp", "ep", "etp")}
+    settings = {
+        "zero": training.zero,
+        "recompute": ",".join(sorted(training.recompute)) or "none",
+        "sequence": training.sequence,
+        "micro_batch": training.micro_batch,
+        "num_microbatches": cut.num_microbatches,
+        "slices": cut.slices,
+    }
+    return _OUR_RUNTIME.format(
+        degrees=" ".join(f"{name}={value}" for name, value in {"pp": cut.pp, **degrees}.items()),
+        settings=" ".join(f"{name}={value}" for name, value in settings.items()),
+        layers=",".join(str(stage.total) for stage in configuration.stages),
+    )
 
 
 def _torchrun(configuration: Configuration) -> str:

@@ -72,7 +72,7 @@ def tune(
         rows.insert(0, faster)
         on_result(_result(question, rows, baseline, first))
     counts = TuneCounts(total=3, do_not_fit=1, excluded=0, solved=len(rows), open=2 - len(rows))
-    return _result(question, rows, baseline, counts)
+    return replace(_result(question, rows, baseline, counts), stopped_by="looked_at")
 
 
 def _result(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from optpipe_api import Settings
 from tests.api import fake_tune
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_tunes import asked
-from tests.browser.visit import DESKTOP, DRAWN, Visit, taken
+from tests.browser.visit import DESKTOP, DRAWN, Visit, taken, visiting_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-    from playwright.sync_api import Page
+    from playwright.sync_api import BrowserContext, Page
 
 pytestmark = [pytest.mark.browser, pytest.mark.long]
 
@@ -59,11 +62,13 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
         assert f"{100 * found['gain']:.1f} % less time per step" in page.inner_text("#gain")
         assert "published runs" in page.inner_text("#gain-part")
         assert page.inner_text("#certificate").startswith("Of 3 configurations")
-        assert page.locator("#configuration tbody tr").count() == 2
+        assert page.locator("#configuration tr[data-row]").count() == 2
         assert "TP 4 PP 2" in page.inner_text("#configuration tr[data-best]")
         assert "today: TP 2 PP 4" in page.inner_text("#configuration tr[data-today]")
         assert page.inner_text("#objective dt") == "Step"
         assert f"{found['rows'][0]['step_ms']:,.1f} ms" in page.inner_text("#objective dd")
+        graphs = page.inner_text("#switches tr[data-switch=cuda_graphs]")
+        assert re.search(r"fastest\s+cuda graphs: on\s+[\d,.]+\s+[\d,.]+\s+\d+\.\d %", graphs)
         page.wait_for_selector("#problem tbody")
         assert "\N{EN DASH}" not in page.inner_text("#problem tbody")
 
@@ -260,9 +265,42 @@ def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) 
     layers = f"{row['layers'][0] - 1},{row['layers'][1] + 1}"
     moved = httpx.get(f"{url}/v1/jobs/{again}/rows/{row['id']}/recut?layers={layers}").json()
     assert page.inner_text("#moved").startswith(f"{moved['step_ms']:,.1f} ms per step by 1f1b (+")
+    page.click("#switches button:has-text('cuda graphs: on')")
+    page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{again}'")
+    page.wait_for_selector("#certificate")
+    switched = page.get_attribute("#job", "data-id")
+    assert httpx.get(f"{url}/v1/jobs/{switched}/question").json()["cuda_graphs"] is True
+    assert page.locator("#switches").count() == 0
     page.click("#solve-row")
     page.wait_for_selector("#job[data-state=succeeded] #what-if")
     assert page.inner_text("#objective dt") == "Makespan"
+
+
+def test_numbers_of_gpus_are_a_curve_and_a_table(context: BrowserContext, tmp_path: Path) -> None:
+    """By the real search; a number in the table starts the tune for it."""
+    real = Settings.model_fields["tune_path"].default
+    server = running(make_settings(tmp_path, tune_path=real))
+    with server as (url, _), visiting_in(context, url) as visit:
+        body = asked(fixed={"tp": 4, "cp": 1, "micro_batch": 1}, gpu_counts=[2, 8, 16])
+        del body["num_gpus"], body["current"]
+        body["options"] = {"time_limit_s": 3}
+        job = httpx.post(f"{url}/v1/tunes?wait=60", json=body, timeout=90).json()
+        assert job["name"] == "llama3-8b on 2 to 16 h100"
+        page = visit.open(f"?job={job['id']}")
+        page.wait_for_selector("#scaling")
+        assert page.inner_text("#gain").startswith("8 GPUs are the smallest number tried that fits")
+        assert page.locator("#scaling-plot circle").count() == 2
+        assert "do not split" in page.inner_text("#scaling tr[data-gpus='2']")
+        page.click("#scaling button:has-text('16')")
+        page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{job['id']}'")
+        again = page.get_attribute("#job", "data-id")
+        assert httpx.get(f"{url}/v1/jobs/{again}/question").json()["num_gpus"] == 16
+        page.wait_for_selector("#job[data-state=succeeded]")
+        page.click("#tune-acts button:has-text('Other numbers of GPUs')")
+        page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{again}'")
+        last = page.get_attribute("#job", "data-id")
+        assert httpx.get(f"{url}/v1/jobs/{last}/question").json()["gpu_counts"] == "auto"
+        page.goto("about:blank")  # which ends the page's requests before the server ends
 
 
 def test_methods_are_compared_from_the_form(visit: Visit) -> None:

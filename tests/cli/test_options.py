@@ -142,7 +142,7 @@ NOT_OPTIONS: dict[str, set[str]] = {
     "profile": set(),
     "import": set(),
     "estimate": {"name", "values"},
-    "tune": {"name", "current_file", "current_format", "cache", "tags", "priority"},
+    "tune": {"name", "gpu_counts", "current_file", "current_format", "cache", "tags", "priority"},
 }
 
 

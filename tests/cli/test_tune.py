@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -63,6 +64,68 @@ def test_a_price_adds_the_cost_of_a_million_tokens(optpipe) -> None:
     assert "cost" not in optpipe(*SMALL, *TODAY).out.partition("less memory")[0]
 
 
+def test_switches_that_are_off_are_listed_with_their_gain_unless_they_are_chosen(optpipe) -> None:
+    """In the fastest configuration and in today's; also in JSON."""
+    text = optpipe(*SMALL, *TODAY).out
+    times = r"[\d,.]+ ms instead of [\d,.]+ ms \(\+\d\.\d%\)\n"
+    line = rf"  --cuda-graphs \(--cuda-graph-impl .*\): {times}"
+    title = r"Switches that are off, each alone in the fastest configuration [^:]*:\n"
+    assert re.search(title + line, text), text
+    assert "alone in today's" not in text, "full recomputation forbids graphs"
+    (graphs,) = json.loads(optpipe(*SMALL, *TODAY, "--json").out)["switches"]
+    assert (graphs["row"], graphs["field"], graphs["value"]) == ("best", "cuda_graphs", True)
+    assert graphs["gain"] == pytest.approx(1 - graphs["step_ms"] / graphs["base_ms"])
+    assert "Switches" not in optpipe(*SMALL, *TODAY, "--cuda-graphs").out
+
+
+FAKE_TORCHRUN = """#!/bin/bash
+# As Megatron-LM logs: five slow steps, then steps of 2.0, 3.0 and 2.5 s; the second run fails.
+echo "$@" >>calls
+[ "$(wc -l <calls)" = 2 ] && exit 1
+for ms in 9000 9000 9000 9000 9000 2000.0 3000.0 2500.0; do
+    echo " [2026-11-29 12:00:00] iteration 1/ 8 | elapsed time per iteration (ms): $ms | lm loss: 1"
+done
+"""
+
+
+def test_the_pasted_benchmark_measures_the_fastest_three_and_says_what_to_feed(
+    optpipe, tmp_path
+) -> None:
+    """With a torchrun that only logs; the printed command is one that tune takes."""
+    script = tmp_path / "run.sh"
+    done = optpipe(*SMALL, "--paste-benchmark", script, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["rows"][:3]
+    fake = tmp_path / "torchrun"
+    fake.write_text(FAKE_TORCHRUN)
+    fake.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", script.name], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "STEPS": "8"},
+    )  # fmt: skip
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 3
+    for call in calls:
+        assert " pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer" in call
+        assert call.endswith(" --train-iters 8 --log-interval 1 --eval-iters 0")
+    lines = ran.stdout.splitlines()
+    first = f"1: {rows[0]['label']}: 2.5000 s per step, estimated {rows[0]['step_ms'] / 1e3:.4f} s"
+    assert first in lines
+    assert "2: ended with an error" in lines
+    assert f"2: {rows[1]['label']}: no step times; see optpipe_benchmark/2.log" in ran.stdout
+    feed = lines[lines.index(first) + 1].split()
+    assert feed[:2] == ["optpipe", "tune"]
+    assert feed[-2:] == ["--measured-step-s", "2.5000"]
+    at = feed.index("--current") + 1
+    feed[at] = tmp_path / feed[at]
+    again = optpipe(*feed[1:], "--time-limit", "1", "--json")
+    assert again.code == 0, again.err
+    current = json.loads(again.out)["current"]
+    assert current["label"] == rows[0]["label"]
+    assert current["step_ms"] == pytest.approx(2500, rel=0.03)
+    assert optpipe(*SMALL[:-6], "--paste-benchmark", script).code == 2, "another framework"
+
+
 def test_one_measured_step_calibrates_all(optpipe) -> None:
     plain = json.loads(optpipe(*SMALL, *TODAY, "--json").out)
     done = optpipe(*SMALL, *TODAY, "--json", "--measured-step-s", "8")
@@ -105,6 +168,8 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
             ["--framework", "torchtitan", "--model", "mixtral-8x7b", "--paste", "x.py"],
             "no model of its",
         ),
+        (["--gpus", "8,x"], "--gpus 8,x: must be numbers with commas between, or auto"),
+        (["--gpus", "8,16", *TODAY], "--gpus and --current exclude each other"),
         (["--gpu", "a100"], "with several kinds each needs its number; write h100:8"),
     ],
 )
@@ -112,6 +177,53 @@ def test_what_cannot_be_asked_is_refused(optpipe, arguments, sentence: str) -> N
     done = optpipe(*SMALL, *arguments)
     assert done.code == 2
     assert sentence in " ".join(done.err.split())
+
+
+SEVERAL = ["tune", "--model", "llama3-8b", "--gpu", "h100", "--global-batch", "16", "--sequence",
+           "8192", "--framework", "megatron", "--fix", "cp=1,micro_batch=1,chunks=1"]  # fmt: skip
+
+
+def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpipe) -> None:
+    """With tokens per GPU-hour and the cost, or with what is missing."""
+    limits = ("--time-limit", "4", "--price-per-gpu-hour", "2")
+    done = optpipe(*SEVERAL, "--gpus", "8,1,4", *limits, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    unfit, *fits = found["scaling"]
+    assert [row["num_gpus"] for row in found["scaling"]] == [1, 4, 8]
+    assert unfit["step_ms"] is None
+    assert unfit["missing_bytes"] > 2**30
+    for row in fits:
+        assert row["tokens_per_gpu_hour"] == pytest.approx(3600 * row["tokens_per_s_per_gpu"])
+        cost = 2e6 / row["tokens_per_gpu_hour"]
+        assert row["cost_per_million_tokens"] == pytest.approx(cost)
+        seconds = 16 * 8192 / row["num_gpus"] / row["tokens_per_s_per_gpu"]
+        assert row["step_ms"] == pytest.approx(1e3 * seconds, rel=1e-6)
+    assert fits[0]["step_ms"] > fits[1]["step_ms"]
+    best = found["rows"][0]
+    assert (best["label"], best["step_ms"]) == (fits[0]["label"], fits[0]["step_ms"])
+    said = "4 GPUs are the smallest number tried that fits; on 1 GPUs, TP 1 PP 1 DP 1 MBS 1"
+    assert found["verdict"].startswith(said)
+    gib = f"needs at least {unfit['missing_bytes'] / 2**30:.1f} GiB more per GPU"
+    assert found["verdict"].endswith(gib)
+
+
+def test_auto_begins_below_the_smallest_number_that_fits(optpipe, monkeypatch) -> None:
+    monkeypatch.setattr("optpipe_solver.tune.scaling.MAX_AUTO_GPUS", 8)
+    done = optpipe(*SEVERAL, "--gpus", "auto", "--time-limit", "4")
+    assert done.code == 0, done.err
+    table = done.out.partition("numbers of GPUs")[2].partition("bf16 MFU")[0]
+    assert re.findall(r"^ *(\d) ", table, re.MULTILINE) == ["2", "4", "8"], done.out
+    assert "does not fit: TP" in table
+    numbered = [one.replace("h100", "h100:8") for one in SEVERAL]
+    refused = optpipe(*numbered, "--gpus", "auto")
+    assert "needs one kind of GPU without a number in --gpu" in " ".join(refused.err.split())
+
+
+def test_if_no_number_of_gpus_fits_the_largest_says_what_is_missing(optpipe) -> None:
+    done = optpipe(*SEVERAL, "--gpus", "1,2", "--memory-gb", "20", "--time-limit", "4")
+    assert done.code == 3
+    assert re.search(r"none of these numbers of GPUs fits: on 2, .* GiB more per GPU", done.err)
 
 
 def test_if_nothing_fits_the_answer_names_a_number_of_gpus(optpipe) -> None:

@@ -358,6 +358,24 @@ def test_a_command_has_a_process_for_each_gpu_of_as_few_hosts_as_hold_them():
     assert f'torchrun --nproc-per-node "$LOCAL_GPUS" --nnodes 6 {several}' in said
 
 
+def test_the_command_for_our_runtime_has_the_degrees_which_no_pasted_file_has():
+    """A long sequence in slices: all that a script sets up, as names with values."""
+    one = run("llama3-8b", tp=2, cp=4, dp=1, pp=2, chunks=2, sequence=65536, num_microbatches=8,
+              recompute=frozenset({"mlp", "layernorm"}), sizes=(8, 9, 8, 9))  # fmt: skip
+    sliced = replace(one, pipeline=replace(one.pipeline, slices=4))
+    command = train_command(sliced, "any")
+    found = dict(word.split("=") for word in command.split() if "=" in word)
+    names = ("pp", "dp", "cp", "tp", "ep", "etp", "zero", "sequence", "micro_batch", "slices")
+    assert [int(found[name]) for name in names] == [2, 1, 4, 2, 1, 1, 1, 65536, 1, 4]
+    assert (found["num_microbatches"], found["recompute"]) == ("8", "layernorm,mlp")
+    assert "embedding and head counted: 8,9,8,9\n" in command
+    assert all(line.startswith("# ") for line in command.splitlines()[1:]), "bash reads it"
+    plain = train_command(
+        replace(one, training=replace(one.training, recompute=frozenset())), "any"
+    )
+    assert " recompute=none " in plain
+
+
 # --- Written and read back.
 
 

@@ -132,34 +132,47 @@ def _tune(channel: Channel, job: Message, tune: Callable[..., TuneResult]) -> Me
 
     open_pool = channel.open_pool if options["threads"] > 1 else None
     pool = {} if open_pool is None else {"open_pool": lambda number: open_pool(number, send_log)}
-    result = tune(
-        read.question,
-        current=read.current,
+    common = {
         **{name: options[name] for name in _OF_TUNE},
-        start=start,
-        known=known,
-        on_progress=send_log,
-        on_result=send_progress,
-        should_stop=channel.stop.is_set,
+        "on_progress": send_log,
+        "should_stop": channel.stop.is_set,
         **pool,
-    )
-    best, counts = result.best, result.counts
-    status, message = "feasible", ""
-    if best is None:
-        message = f"no schedule was found that fits: {result.certificate}; "
-        if counts.do_not_fit == counts.total:
-            status = "infeasible"
-            message += tuning.shortage(read.question, should_stop=channel.stop.is_set)
-        else:
-            status = "unknown"
-            message += "allow more time, memory or GPUs, or fix less"
-    elif result.gap == 0:
-        status = "optimal"
+    }
+    if read.gpu_counts:
+        result = tuning.tune_counts(
+            read.question, read.gpu_counts, tune, from_first=read.is_auto, **common
+        )
+    else:
+        result = tune(
+            read.question,
+            current=read.current,
+            start=start,
+            known=known,
+            on_result=send_progress,
+            **common,
+        )
+    best = result.best
+    status, message = _tune_status(result, channel.stop.is_set)
     header = _tune_header(result) | {"status": status, "message": message, "needs": {}}
     texts = {"checkpoint": tuning.checkpoint_of(result, is_over=not channel.stop.is_set())}
     if best is not None:
         texts |= {"tuned": json.dumps(result.as_json())} | _row_documents(best, options["seed"])
     return Message("result", header, texts)
+
+
+def _tune_status(result: TuneResult, should_stop: Callable[[], bool]) -> tuple[str, str]:
+    """Return the status of a tune, and why it found nothing if it did."""
+    from optpipe_solver.tune import shortage  # noqa: PLC0415 - heavy; after the limits are set
+
+    counts = result.counts
+    if result.best is not None:
+        return "optimal" if result.gap == 0 else "feasible", ""
+    if result.scaling:
+        return "infeasible", result.verdict
+    message = f"no schedule was found that fits: {result.certificate}; "
+    if counts.do_not_fit == counts.total:
+        return "infeasible", message + shortage(result.question, should_stop=should_stop)
+    return "unknown", f"{message}allow more time, memory or GPUs, or fix less"
 
 
 def _tune_header(result: TuneResult) -> dict[str, Any]:

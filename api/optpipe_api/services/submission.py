@@ -164,7 +164,9 @@ def _tuned_job(request: TuneRequest, options: JobOptions, max_cells: int) -> New
             f"current: stages x micro-batches = {num_cells} exceeds {max_cells}, the limit of this "
             "service (OPTPIPE_MAX_CELLS); raise dp or micro_batch, or leave it out"
         ).at("/current")
-    on = f"{question.num_gpus} {'+'.join(kind.name for kind in question.all_kinds)}"
+    counts = read.gpu_counts
+    number = f"{counts[0]} to {counts[-1]}" if counts else f"{question.num_gpus}"
+    on = f"{number} {'+'.join(kind.name for kind in question.all_kinds)}"
     return NewJob(
         name=f"{question.shape.name[:_MAX_NAME]} on {on}",
         problem_hash=hash_of(values),

@@ -66,8 +66,8 @@ const hasForm = (query) => !query.job || "time_limit_s" in query || Boolean(inAd
 /** Fill the form from the request of a tune; return whether the job is a tune of one GPU kind. */
 async function fillByQuestion(job) {
   const question = await askJson(`v1/jobs/${job}/question`).catch(() => null);
-  // The form has one kind of GPU.
-  if (!question || question.gpu.includes(":")) return false;
+  // The form has one kind of GPU and one number of them.
+  if (!question || question.gpu.includes(":") || question.gpu_counts) return false;
   const known = question.current_file && await askJson(`v1/jobs/${job}/configuration`).catch(() => null);
   await compose.tune.show(question, question.current ?? known?.current ?? {});
   return true;

@@ -78,6 +78,33 @@ export function paretoPlot(rows, front, current, chosen, onRow) {
       el("span", { class: "front" }, "nothing is both faster and smaller")));
 }
 
+/** Step time over the number of GPUs, both on logarithmic axes, of the numbers that fit. */
+export function scalingPlot(rows) {
+  const fits = rows.filter((row) => row.step_ms !== null);
+  const scale = (values, from, to) => {
+    const [least, most] = [Math.log(Math.min(...values)), Math.log(Math.max(...values))];
+    return (value) => from + (to - from) * (most > least ? (Math.log(value) - least) / (most - least) : 0.5);
+  };
+  const x = scale(fits.map((row) => row.num_gpus), LEFT + 12, WIDTH - RIGHT - 12);
+  const y = scale(fits.map((row) => row.step_ms), HEIGHT - BOTTOM - 12, TOP + 12);
+  const places = fits.map((row) => [x(row.num_gpus), y(row.step_ms)]);
+  const ends = fits.length > 1 ? [fits[0], fits.at(-1)] : fits;
+  const dots = fits.map((row, index) => {
+    const dot = svg("circle", { cx: places[index][0], cy: places[index][1], r: 5, class: `dot ${index ? "" : "best"}` });
+    dot.append(svg("title", {}));
+    dot.firstChild.textContent = `${row.num_gpus} GPUs: ${ms(row.step_ms)} ms`;
+    return dot;
+  });
+  const plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img",
+    "aria-label": `Step time on ${fits.length} numbers of GPUs; the table has the same` });
+  plot.append(svg("path", { class: "axis", d: `M${LEFT},${TOP}V${HEIGHT - BOTTOM}H${WIDTH - RIGHT}` }),
+    svg("path", { class: "front", d: `M${places.map((place) => place.join(",")).join("L")}` }),
+    ...ends.map((row) => label(row.num_gpus, x(row.num_gpus), HEIGHT - BOTTOM + 14, "middle")),
+    ...ends.map((row) => label(ms(row.step_ms), LEFT - 6, y(row.step_ms) + 4, "end")),
+    label("GPUs (step time in ms, logarithmic)", (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"), ...dots);
+  return el("figure", { class: "pareto", id: "scaling-plot" }, plot);
+}
+
 function svg(tag, attributes) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);

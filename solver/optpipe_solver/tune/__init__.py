@@ -7,7 +7,8 @@ from optpipe_solver.tune.document import (
     read_question,
     read_row,
 )
-from optpipe_solver.tune.judge import TuneCheckpoint, TuneRow, judge, recut
+from optpipe_solver.tune.judge import ScalingRow, TuneCheckpoint, TuneRow, judge, recut
+from optpipe_solver.tune.scaling import tune_counts
 from optpipe_solver.tune.shortage import shortage
 from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, TuneQuestion
 from optpipe_solver.tune.tune import TaskPool, TaskResult, TuneCounts, TuneResult, tune
@@ -16,6 +17,7 @@ __all__ = [
     "FIXABLE",
     "FRAMEWORKS",
     "AskedTune",
+    "ScalingRow",
     "TaskPool",
     "TaskResult",
     "TuneCheckpoint",
@@ -31,4 +33,5 @@ __all__ = [
     "recut",
     "shortage",
     "tune",
+    "tune_counts",
 ]

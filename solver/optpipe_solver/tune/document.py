@@ -28,6 +28,7 @@ from optpipe.planning.step import RankMemory, find_byte_factor
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
 from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow
+from optpipe_solver.tune.scaling import auto_counts
 from optpipe_solver.tune.space import TuneQuestion, candidates
 
 if TYPE_CHECKING:
@@ -68,10 +69,15 @@ _VERSION = 10
 
 @dataclass(frozen=True, kw_only=True)
 class AskedTune:
-    """A question, and what is run today where that was said."""
+    """A question, and today's configuration and numbers of GPUs to tune for if there are any.
+
+    ``is_auto``: the numbers are those of ``auto``, of which the smallest are not shown.
+    """
 
     question: TuneQuestion
     current: Configuration | None
+    gpu_counts: tuple[int, ...] = ()
+    is_auto: bool = False
 
 
 def read_question(request: TuneRequest) -> AskedTune:
@@ -82,6 +88,7 @@ def read_question(request: TuneRequest) -> AskedTune:
     InputError
         If the question has no answer; the error points at the field.
     """
+    switches = request.chosen_switches
     request = request.complete()
     kinds = tuple((one.hardware, one.number) for one in request.gpus if one.number is not None)
     question = TuneQuestion(
@@ -101,7 +108,14 @@ def read_question(request: TuneRequest) -> AskedTune:
         memory_bytes=request.memory_bytes,
         headroom=request.headroom,
         price_per_gpu_hour=request.price_per_gpu_hour,
+        chosen=switches,
     )
+    if request.gpu_counts is not None:
+        is_auto = request.gpu_counts == "auto"
+        counts = auto_counts(question.hardware) if is_auto else request.gpu_counts
+        return AskedTune(
+            question=question, current=None, gpu_counts=tuple(map(int, counts)), is_auto=is_auto
+        )
     if next(candidates(question), None) is None:
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,7 @@ __all__ = [
     "ConfigurationJudge",
     "Look",
     "Looks",
+    "ScalingRow",
     "TuneCheckpoint",
     "TuneRow",
     "judge",
@@ -183,6 +184,44 @@ class TuneRow:
                 for rank in self.memory
             ],
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingRow:
+    """The fastest configuration on a number of GPUs; None where no configuration fits.
+
+    Parameters
+    ----------
+    num_gpus
+        Number of GPUs.
+    label, step_ms, tokens_per_s_per_gpu
+        Of the fastest configuration.
+    tokens_per_gpu_hour
+        Tokens that a GPU trains in an hour.
+    cost_per_million_tokens
+        In the currency of the price; None without a price.
+    gap
+        Share by which another configuration may still be faster.
+    missing_bytes
+        Bytes per GPU that the nearest configuration lacks at least; None if one fits, or if the
+        mean GPU has enough memory.
+    reason
+        Why no configuration fits; empty if one fits.
+    """
+
+    num_gpus: int
+    label: str = ""
+    step_ms: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tokens_per_gpu_hour: float | None = None
+    cost_per_million_tokens: float | None = None
+    gap: float | None = None
+    missing_bytes: int | None = None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
 
 
 class Look(NamedTuple):

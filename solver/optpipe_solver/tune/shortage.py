@@ -15,10 +15,11 @@ from optpipe_solver.tune.tune import tune
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from optpipe.planning import Hardware
     from optpipe_solver.tune.judge import TuneRow
     from optpipe_solver.tune.space import TuneQuestion
 
-__all__ = ["enough_gpus", "nearest_configuration", "shortage"]
+__all__ = ["enough_gpus", "gpu_numbers", "nearest_configuration", "shortage"]
 
 _GIB = 2**30
 _MAX_TIMES = 64
@@ -80,7 +81,8 @@ def enough_gpus(
     if question.kinds:
         return None
     end_s = time.monotonic() + _MAX_SECONDS
-    for number in _numbers(question):
+    fewest = question.num_gpus
+    for number in gpu_numbers(question.hardware, fewest + 1, _MAX_TIMES * fewest):
         if time.monotonic() > end_s or (should_stop is not None and should_stop()):
             return None
         larger = replace(question, num_gpus=number)
@@ -92,10 +94,11 @@ def enough_gpus(
     return None
 
 
-def _numbers(question: TuneQuestion) -> Iterator[int]:
-    host, fewest = question.hardware.gpus_per_host, question.num_gpus
-    powers = [2**n for n in range((_MAX_TIMES * fewest).bit_length())]
+def gpu_numbers(hardware: Hardware, fewest: int, most: int) -> Iterator[int]:
+    """Yield powers of two and 1.5 times powers of two that fill hosts or divide one host."""
+    host = hardware.gpus_per_host
+    powers = [2**n for n in range(most.bit_length())]
     for number in sorted({*powers, *(3 * one // 2 for one in powers[1:])}):
         is_whole = number % host == 0 or host % number == 0
-        if is_whole and fewest < number <= _MAX_TIMES * fewest:
+        if is_whole and fewest <= number <= most:
             yield number

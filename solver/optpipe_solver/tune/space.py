@@ -21,6 +21,7 @@ __all__ = [
     "TuneCandidate",
     "TuneQuestion",
     "candidates",
+    "has_pairs",
     "left_out",
 ]
 
@@ -77,6 +78,8 @@ class TuneQuestion:
         come first. All have the same degrees, so that tp x cp x dp divides each number.
     price_per_gpu_hour
         In any currency; rows then have the cost of a million tokens.
+    chosen
+        Switches that the caller set. The other switches that are off are listed with their gain.
     """
 
     shape: ModelShape
@@ -92,6 +95,7 @@ class TuneQuestion:
     byte_factor: float = 1.0
     kinds: tuple[tuple[Hardware, int], ...] = ()
     price_per_gpu_hour: float | None = None
+    chosen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.framework not in FRAMEWORKS:
@@ -257,7 +261,7 @@ def _passes(question: TuneQuestion, training: Training, pp: int) -> Iterator[tup
     """Yield how passes may run: whether in pairs, and in how many slices of a sequence."""
     fixed = question.fixed
     ways = [(False, 1)]
-    if _has_pairs(question) and training.ep * training.etp > 1:
+    if has_pairs(question) and training.ep * training.etp > 1:
         is_megatron = question.framework == "megatron"
         refused = training.ep == 1 or training.precision == "fp32" or question.shape.mtp > (pp > 1)
         if not (is_megatron and refused) and "full" not in training.recompute:
@@ -275,7 +279,8 @@ def _passes(question: TuneQuestion, training: Training, pp: int) -> Iterator[tup
             yield pairs, n
 
 
-def _has_pairs(question: TuneQuestion) -> bool:
+def has_pairs(question: TuneQuestion) -> bool:
+    """Whether configurations in which forwards and backwards run in pairs are searched."""
     return (
         question.shape.experts is not None
         and question.framework != "torchtitan"

@@ -31,6 +31,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from itertools import islice
 from math import inf
 from operator import ge, itemgetter
@@ -53,6 +54,7 @@ from optpipe_solver.tune.judge import (
     judge,
 )
 from optpipe_solver.tune.space import TuneCandidate, left_out
+from optpipe_solver.tune.switches import SwitchGain, switch_gains
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.bounds import LayerTable
     from optpipe_solver.tune.cut import CutPrices
-    from optpipe_solver.tune.judge import TuneCheckpoint
+    from optpipe_solver.tune.judge import ScalingRow, TuneCheckpoint
     from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = ["TaskPool", "TaskResult", "TuneCounts", "TuneResult", "tune"]
@@ -174,6 +176,9 @@ class TuneResult:
         What another search for the same need not do again.
     not_modelled
         Options of today's script that no estimate counts (`Configuration.not_modelled`).
+    scaling, minimum
+        If several numbers of GPUs were tuned for, a row for each, and a sentence about the smallest
+        number that fits, which is then the question's.
     """
 
     question: TuneQuestion
@@ -187,6 +192,8 @@ class TuneResult:
     stopped_by: TuneEnd | None = None
     looks: Looks = NO_LOOKS
     not_modelled: tuple[str, ...] = ()
+    scaling: tuple[ScalingRow, ...] = ()
+    minimum: str = ""
 
     @property
     def best(self) -> TuneRow | None:
@@ -232,6 +239,8 @@ class TuneResult:
     def verdict(self) -> str:
         """The gain over what is run today, or why there is none, in sentences."""
         best, current, error = self.best, self.current, self.error
+        if self.minimum:
+            return self.minimum
         fastest = "" if best is None else f"{format_ms(best.step_ms)} ms per step"
         if self.shortfall is not None:
             rank, needed, whole = self.shortfall
@@ -301,8 +310,21 @@ class TuneResult:
             )
         return found
 
+    @cached_property
+    def switches(self) -> tuple[SwitchGain, ...]:
+        """The gain of each switch that is off in the best row, then of each that is off today.
+
+        Empty while the search goes on.
+        """
+        if self.stopped_by is None or self.best is None:
+            return ()
+        found = switch_gains(self.question, self.best, "best")
+        if self.current is not None:
+            found += switch_gains(self.question, self.current, "current")
+        return tuple(found)
+
     def as_json(self) -> dict[str, Any]:
-        """Return everything but problems and programs as JSON values."""
+        """Return all fields except problems and programs as JSON values."""
         shown = self.question.framework, self.question.price_per_gpu_hour
         return {
             "verdict": self.verdict,
@@ -314,6 +336,8 @@ class TuneResult:
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
             "notes": list(self.notes),
+            "scaling": [row.as_json() for row in self.scaling],
+            "switches": [one.as_json() for one in self.switches],
             "memory_bytes": self.question.whole_bytes,
             "usable_bytes": self.question.usable_bytes,
             "current": None if self.current is None else self.current.as_json(*shown),

@@ -92,6 +92,11 @@ def test_the_documented_example_is_answered_by_the_real_search(tmp_path) -> None
     assert found.counts.total == 4
     assert "4 configurations" in found.certificate
     assert found.error is not None
+    assert {(one.row, one.field) for one in found.switches} == {
+        ("best", "cuda_graphs"),
+        ("current", "cuda_graphs"),
+    }
+    assert "cuda_graphs" not in question
     assert any(best.method in line and f"{best.step_ms:,.1f} ms" in line for line in said)
     asked_again = TuneRequest.parse({**question, "options": example["options"]})
     assert asked_again == TuneRequest.parse(example)

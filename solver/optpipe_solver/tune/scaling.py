@@ -1,0 +1,127 @@
+"""How many GPUs a training run needs, and what the step costs on each number of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from optpipe.requests import MAX_AUTO_GPUS
+from optpipe_solver.tune.judge import ScalingRow
+from optpipe_solver.tune.shortage import gpu_numbers, nearest_configuration
+from optpipe_solver.tune.space import candidates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optpipe.planning import Hardware
+    from optpipe_solver.tune.space import TuneQuestion
+    from optpipe_solver.tune.tune import TuneResult
+
+__all__ = ["auto_counts", "tune_counts"]
+
+_GIB = 2**30
+_SECONDS_PER_HOUR = 3600.0
+
+
+def auto_counts(hardware: Hardware) -> tuple[int, ...]:
+    """Return the numbers of GPUs that ``auto`` tries: parts of a host, then whole hosts."""
+    return tuple(gpu_numbers(hardware, 1, MAX_AUTO_GPUS))
+
+
+def tune_counts(
+    question: TuneQuestion,
+    counts: Sequence[int],
+    tune: Callable[..., TuneResult],
+    *,
+    time_limit_s: float,
+    work_limit: float | None = None,
+    from_first: bool = False,
+    on_progress: Callable[[str], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    **options: Any,
+) -> TuneResult:
+    """Return the result for the smallest number of GPUs that fits, with a row for each number.
+
+    If no number fits, the result is that of the largest one.
+
+    Parameters
+    ----------
+    counts
+        Numbers of GPUs to tune for.
+    tune
+        `optpipe_solver.tune.tune` or a replacement; ``options`` are passed to it.
+    time_limit_s, work_limit
+        For all numbers together. Each number gets an equal share of what is left. The bounds of a
+        number are computed in any case.
+    from_first
+        Whether rows begin with the largest number below the smallest one that fits.
+    """
+    counts = sorted(set(counts))
+    end_s, work = time.monotonic() + time_limit_s, work_limit
+    rows: list[ScalingRow] = []
+    found: TuneResult | None = None
+    for index, number in enumerate(counts):
+        if rows and should_stop is not None and should_stop():
+            break
+        own, left = replace(question, num_gpus=number), len(counts) - index
+        if next(candidates(own), None) is None:
+            rows.append(ScalingRow(num_gpus=number, reason="model or batch do not split evenly"))
+            continue
+        if on_progress is not None:
+            on_progress(f"{number} GPUs:")
+        result = tune(
+            own,
+            time_limit_s=max(0.1, (end_s - time.monotonic()) / left),
+            work_limit=None if work is None else max(0.1, work / left),
+            on_progress=on_progress,
+            should_stop=should_stop,
+            **options,
+        )
+        if work is not None:
+            work -= result.work
+        rows.append(_row(result))
+        if found is None or found.best is None:
+            found = result
+    if found is None:
+        return tune(replace(question, num_gpus=counts[-1]), time_limit_s=time_limit_s)
+    if from_first:
+        fits = [index for index, row in enumerate(rows) if row.step_ms is not None]
+        rows = rows[max(0, fits[0] - 1) :] if fits else rows[-1:]
+    return replace(found, scaling=tuple(rows), minimum=_minimum(rows))
+
+
+def _row(result: TuneResult) -> ScalingRow:
+    """Return a number's row from the result of its search."""
+    question, best = result.question, result.best
+    if best is not None:
+        price = question.price_per_gpu_hour
+        return ScalingRow(
+            num_gpus=question.num_gpus,
+            label=best.label,
+            step_ms=best.step_ms,
+            tokens_per_s_per_gpu=best.tokens_per_s_per_gpu,
+            tokens_per_gpu_hour=best.tokens_per_s_per_gpu * _SECONDS_PER_HOUR,
+            cost_per_million_tokens=None if price is None else best.cost_per_million_tokens(price),
+            gap=result.gap,
+        )
+    missing_bytes, reason = None, "no schedule that fits was found in the time"
+    if result.counts.do_not_fit == result.counts.total:
+        nearest, lacks = nearest_configuration(question)
+        reason = f"{nearest.label} has no cut into layers that fits"
+        if lacks > 0:
+            missing_bytes = round(lacks)
+            reason = f"{nearest.label} needs at least {lacks / _GIB:.1f} GiB more per GPU"
+    return ScalingRow(num_gpus=question.num_gpus, missing_bytes=missing_bytes, reason=reason)
+
+
+def _minimum(rows: Sequence[ScalingRow]) -> str:
+    """Return the smallest number that fits and why the next smaller number does not."""
+    fits = [row for row in rows if row.step_ms is not None]
+    if not fits:
+        return f"none of these numbers of GPUs fits: on {rows[-1].num_gpus}, {rows[-1].reason}"
+    sentence = f"{fits[0].num_gpus} GPUs are the smallest number tried that fits"
+    below = [row for row in rows if row.num_gpus < fits[0].num_gpus]
+    if below:
+        sentence += f"; on {below[-1].num_gpus} GPUs, {below[-1].reason}"
+    return sentence
