@@ -57,10 +57,12 @@ from optpipe.planning import (
     shape_from_config,
 )
 from optpipe.planning.shape import (
+    LORA_TARGETS,
     RECOMPUTABLE,
     Dispatch,
     Dispatcher,
     GradientType,
+    Lora,
     Optimizer,
     OptimizerName,
     Precision,
@@ -253,6 +255,11 @@ Switch = Annotated[bool, Field(strict=True)]
 ShortName = Annotated[str, Field(max_length=80)]
 LongName = Annotated[str, Field(max_length=200)]
 Modules = Annotated[frozenset[ShortName], Field(max_length=16)]
+Targets = Annotated[
+    tuple[ShortName, ...],
+    Field(min_length=1, max_length=16),
+    AfterValidator(lambda names: tuple(sorted(set(names)))),
+]
 
 Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/=+-]{1,64}$")]
 Tags = Annotated[
@@ -635,6 +642,16 @@ class ModelOnGpus(Request):
         description="Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's "
         "optimizer_offload_fraction).",
     )
+    lora_rank: Annotated[int, Field(ge=1, le=4096, strict=True)] | None = Field(
+        None,
+        description="LoRA: rank of the adapters, which are trained while the model is frozen. By "
+        "default all weights are trained.",
+    )
+    lora_targets: Annotated[Targets, Option(metavar="LIST")] = Field(
+        tuple(sorted(Lora().targets)),
+        description="LoRA: matrices that have an adapter, by Megatron-Bridge's names: "
+        f"{', '.join(LORA_TARGETS)}.",
+    )
     network: Annotated[ShortName, Option(metavar="KIND[:GBIT]")] | None = Field(
         None, description="Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU."
     )
@@ -660,6 +677,12 @@ class ModelOnGpus(Request):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_targets_have_a_rank(self) -> Self:
+        if "lora_targets" in self.model_fields_set and self.lora_rank is None:
+            raise _field_error("`lora_targets`: are matrices with adapters; add `lora_rank`")
+        return self
+
     @cached_property
     def shape(self) -> ModelShape:
         """The model's sizes. Raises `InputError` if model or config is unknown."""
@@ -681,6 +704,13 @@ class ModelOnGpus(Request):
             gradients=self.gradient_dtype,
             offload=self.optimizer_offload,
         )
+
+    @property
+    def lora_settings(self) -> Lora | None:
+        """The adapters, or None without LoRA; raises `FieldError` if a target is unknown."""
+        if self.lora_rank is None:
+            return None
+        return Lora(rank=self.lora_rank, targets=frozenset(self.lora_targets))
 
     @cached_property
     def gpus(self) -> list[Accelerators]:
@@ -810,7 +840,9 @@ class EstimateRequest(ModelOnGpus):
         """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
         fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
         dp = self._find_dp(self.tp * self.cp * self.pp)
-        training = Training(**fields, dp=dp, optimizer=self.optimizer_settings)
+        training = Training(
+            **fields, dp=dp, optimizer=self.optimizer_settings, lora=self.lora_settings
+        )
         return estimate(
             self.shape,
             self._place_hardware(training.ranks),
@@ -1045,6 +1077,8 @@ class TuneRequest(ModelOnGpus):
         values = self.model_dump(mode="json", exclude={"options", "tags", "priority"})
         values["num_gpus"] = self.total_gpus
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
+        if self.lora_rank is None:
+            del values["lora_targets"]
         if self.current is not None:
             values["current"]["recompute"] = sorted(self.current.recompute)
             if self.current.layers is None:

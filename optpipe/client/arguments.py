@@ -131,6 +131,13 @@ class EstimateArguments(TypedDict, total=False):
     # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
     # optimizer_offload_fraction).
     optimizer_offload: float | None
+    # LoRA: rank of the adapters, which are trained while the model is frozen. By default all
+    # weights are trained.
+    lora_rank: int | None
+    # LoRA: matrices that have an adapter, by Megatron-Bridge's names: linear_qkv, linear_proj,
+    # linear_fc1, linear_fc2, linear_q_proj, linear_q_down_proj, linear_q_up_proj,
+    # linear_kv_down_proj, linear_kv_up_proj.
+    lora_targets: Sequence[str] | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
     # Divisor of the bandwidth between nodes.
@@ -265,6 +272,13 @@ class TuneArguments(TypedDict, total=False):
     # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
     # optimizer_offload_fraction).
     optimizer_offload: float | None
+    # LoRA: rank of the adapters, which are trained while the model is frozen. By default all
+    # weights are trained.
+    lora_rank: int | None
+    # LoRA: matrices that have an adapter, by Megatron-Bridge's names: linear_qkv, linear_proj,
+    # linear_fc1, linear_fc2, linear_q_proj, linear_q_down_proj, linear_q_up_proj,
+    # linear_kv_down_proj, linear_kv_up_proj.
+    lora_targets: Sequence[str] | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
     # Divisor of the bandwidth between nodes.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "LORA_TARGETS",
     "NARROW",
     "PRECISIONS",
     "RECOMPUTABLE",
@@ -22,6 +23,7 @@ __all__ = [
     "GradientType",
     "LatentAttention",
     "LayerForm",
+    "Lora",
     "ModelShape",
     "Optimizer",
     "OptimizerName",
@@ -208,6 +210,18 @@ class ModelShape:
             absent.add("mlp")
         return frozenset(absent)
 
+    @property
+    def lora_targets(self) -> frozenset[str]:
+        """Those of `LORA_TARGETS` that the model has."""
+        queries = {"linear_qkv"}
+        if self.latent is not None:
+            queries = {"linear_kv_down_proj", "linear_kv_up_proj"}
+            if self.latent.query_rank:
+                queries |= {"linear_q_down_proj", "linear_q_up_proj"}
+            else:
+                queries.add("linear_q_proj")
+        return frozenset(queries | {"linear_proj", "linear_fc1", "linear_fc2"})
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerForm, ...]:
         """The kind of each layer in model order; multi-token prediction is not among them."""
@@ -335,6 +349,47 @@ class Optimizer:
         return _TYPE_BYTES[self.gradients]
 
 
+LORA_TARGETS = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj"),
+)
+"""Matrices that adapters can change, by Megatron-Bridge's names; the last five are of latent
+attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685). All other weights are frozen.
+
+    The defaults are those of Megatron-Bridge's ``LoRA``. Adapters have no dropout.
+
+    Parameters
+    ----------
+    rank
+        Inner width of an adapter, which is two matrices.
+    targets
+        The matrices that have an adapter, of `LORA_TARGETS`, in every layer. The experts of a rank
+        share one adapter. Default targets that the model does not have are ignored.
+    """
+
+    rank: int = 32
+    targets: frozenset[str] = frozenset(LORA_TARGETS[:4])
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise FieldError(FieldRef("lora_rank", self.rank), ": must be at least 1; raise it")
+        unknown = sorted(self.targets - set(LORA_TARGETS))
+        if unknown or not self.targets:
+            raise FieldError(
+                FieldRef("lora_targets", unknown[0] if unknown else "none"),
+                f": is none of {', '.join(LORA_TARGETS)}; choose among these",
+            )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {', '.join(sorted(self.targets))}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One run's sizes, degrees of parallelism and switches, the pipeline aside.
@@ -384,6 +439,8 @@ class Training:
         So many layers keep their activations in the host's memory.
     optimizer
         The optimizer and what it stores.
+    lora
+        Adapters that are trained instead of the model's weights; None = all weights are trained.
     slices, slice_index
         Every sequence is cut into so many slices of equal length, each a micro-batch of its own;
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
@@ -413,6 +470,7 @@ class Training:
     overlap: bool = True
     offloaded_layers: int = 0
     optimizer: Optimizer = Optimizer()
+    lora: Lora | None = None
     slices: int = 1
     slice_index: int = 0
     lengths: tuple[int, ...] = ()
@@ -586,6 +644,14 @@ class Training:
                 FieldRef("recompute", min(absent)),
                 f": {shape.name!r} has no such modules; leave it out",
             )
+        if self.lora is not None and self.lora.targets != Lora().targets:
+            strange = self.lora.targets - shape.lora_targets
+            if strange:
+                raise FieldError(
+                    FieldRef("lora_targets", min(strange)),
+                    f": {shape.name!r} has no such matrices, but "
+                    f"{', '.join(sorted(shape.lora_targets))}; choose among these",
+                )
         longest = max(self.lengths, default=self.sequence)
         if 0 < shape.positions < longest:
             raise FieldError(

@@ -91,6 +91,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         training=Training(
             **{name: getattr(request, name) for name in _SWITCHES},
             optimizer=request.optimizer_settings,
+            lora=request.lora_settings,
         ),
         framework=request.framework,
         fixed=request.fixed.model_dump(exclude_none=True),
@@ -98,6 +99,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         headroom=request.headroom,
         price_per_gpu_hour=request.price_per_gpu_hour,
     )
+    question.training.check_held(question.shape)
     if next(candidates(question), None) is None:
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
@@ -171,7 +173,9 @@ def read_current(
             f"{question.shape.name!r}, and two such steps cannot be compared; ask for a model with "
             f"{mtp}, or say {wanted_mtp} there"
         )
-    return replace(current, kinds=_kinds_today(question, current.training))
+    # No script of these has a setting for LoRA: a step of it trains what the question trains.
+    training = replace(current.training, lora=question.training.lora)
+    return replace(current, training=training, kinds=_kinds_today(question, training))
 
 
 def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, ...]:
