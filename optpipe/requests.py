@@ -601,6 +601,13 @@ class ModelOnGpus(Request):
         "(h100:32,a100:32) each is a part of the pipeline."
     )
     sequence: Size = Field(4096, description="Tokens per sequence.")
+    packed_lengths: Annotated[tuple[Size, ...], Field(max_length=4096), Option(metavar="LIST")] = (
+        Field(
+            (),
+            description="Lengths in tokens of the sequences that are packed into one, everywhere "
+            "the same. None attends to another. Their sum replaces sequence.",
+        )
+    )
     precision: Annotated[Precision, Option(metavar="NAME")] = Field(
         "bf16",
         description=f"Precision of the layers' matrix products: {', '.join(get_args(Precision))}.",
@@ -678,6 +685,16 @@ class ModelOnGpus(Request):
         return self
 
     @model_validator(mode="after")
+    def _check_packed_lengths(self) -> Self:
+        total = sum(self.packed_lengths)
+        if total and "sequence" in self.model_fields_set and self.sequence != total:
+            raise _field_error(
+                f"`packed_lengths`: add up to {total:,} tokens, not the {self.sequence:,} of "
+                "`sequence`; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_targets_have_a_rank(self) -> Self:
         if "lora_targets" in self.model_fields_set and self.lora_rank is None:
             raise _field_error("`lora_targets`: are matrices with adapters; add `lora_rank`")
@@ -704,6 +721,12 @@ class ModelOnGpus(Request):
             gradients=self.gradient_dtype,
             offload=self.optimizer_offload,
         )
+
+    @property
+    def packed_settings(self) -> dict[str, Any]:
+        """The fields ``sequence`` and ``lengths`` of a training."""
+        total = sum(self.packed_lengths) or self.sequence
+        return {"sequence": total, "lengths": self.packed_lengths}
 
     @property
     def lora_settings(self) -> Lora | None:
@@ -832,13 +855,20 @@ class EstimateRequest(ModelOnGpus):
             raise _field_error(
                 f"`{also[0]}` and `lengths`: the lengths give it; leave one of them out"
             )
+        if self.packed_lengths and (self.lengths or self.slices > 1):
+            other = "lengths" if self.lengths else "slices"
+            raise _field_error(
+                f"`packed_lengths` and `{other}`: packed sequences are the same in all "
+                "micro-batches, and are not cut; leave one of them out"
+            )
         if "costs" in self.model_fields_set and not self.lengths:
             raise _field_error("`costs`: groups lengths; add `lengths` FILE")
         return self
 
     def estimate(self) -> Estimate:
         """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
-        fields = self.model_dump(include=_TRAINING - {"dp", "slices", "lengths", "optimizer"})
+        kept = _TRAINING - {"dp", "sequence", "slices", "lengths", "optimizer"}
+        fields = self.model_dump(include=kept) | self.packed_settings
         dp = self._find_dp(self.tp * self.cp * self.pp)
         training = Training(
             **fields, dp=dp, optimizer=self.optimizer_settings, lora=self.lora_settings
@@ -1020,6 +1050,10 @@ class TuneRequest(ModelOnGpus):
             raise _field_error(
                 "`measured_step_s` is the duration of a step of `current`; give both or none"
             )
+        if self.packed_lengths and (self.fixed.slices or 1) > 1:
+            raise _field_error(
+                "`packed_lengths` and slices: packed sequences are not cut; leave one of them out"
+            )
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
             raise _field_error(
@@ -1048,7 +1082,7 @@ class TuneRequest(ModelOnGpus):
                 self.gpus[0].hardware,
                 self.total_gpus,
                 global_batch=self.global_batch,
-                sequence=self.sequence,
+                sequence=self.packed_settings["sequence"],
             )
         except InputError as error:
             raise FieldError(FieldRef("current_file"), f": {error}") from None
@@ -1079,6 +1113,8 @@ class TuneRequest(ModelOnGpus):
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
         if self.lora_rank is None:
             del values["lora_targets"]
+        if not self.packed_lengths:
+            del values["packed_lengths"]
         if self.current is not None:
             values["current"]["recompute"] = sorted(self.current.recompute)
             if self.current.layers is None:

@@ -102,6 +102,9 @@ class EstimateArguments(TypedDict, total=False):
     gpu: str | None
     # Tokens per sequence.
     sequence: int | None
+    # Lengths in tokens of the sequences that are packed into one, everywhere the same. None
+    # attends to another. Their sum replaces sequence.
+    packed_lengths: Sequence[int] | None
     # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
     precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
     # Flash attention; without it, attention scores are stored.
@@ -243,6 +246,9 @@ class TuneArguments(TypedDict, total=False):
     gpu: str | None
     # Tokens per sequence.
     sequence: int | None
+    # Lengths in tokens of the sequences that are packed into one, everywhere the same. None
+    # attends to another. Their sum replaces sequence.
+    packed_lengths: Sequence[int] | None
     # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
     precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
     # Flash attention; without it, attention scores are stored.

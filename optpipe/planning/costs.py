@@ -885,7 +885,7 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     NVIDIA's published rates of LoRA are counted so (Megatron-Bridge, ``flop_utils.py``).
     """
     tokens = float(training.micro_batch * training.sequence)
-    lengths = training.lengths or (training.sequence,) * training.micro_batch
+    lengths = (training.lengths or (training.sequence,)) * training.micro_batch
     matrices = float(embedding_parameters(shape) - shape.positions * shape.hidden)
     scores = 0.0
     for kind, count in shape.kinds:

@@ -446,8 +446,8 @@ class Training:
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
         before it, whose keys and values stay on the device.
     lengths
-        Tokens of each sequence that is packed into the ``sequence`` of a micro-batch, none of
-        which attends to another; empty: it is one sequence.
+        Tokens of each sequence that is packed into one of ``sequence`` tokens. None attends to
+        another. Empty: nothing is packed.
     """
 
     micro_batch: int = 1
@@ -511,6 +511,12 @@ class Training:
     def _check_tokens(self) -> None:
         if not 0 <= self.slice_index < self.slices:
             raise ValueError(f"slice_index = {self.slice_index}: must be below {self.slices}")
+        if self.lengths and self.slices > 1:
+            raise FieldError(
+                FieldRef("slices", self.slices),
+                " with packed sequences: slices are estimated of whole sequences only; leave one "
+                "of them out",
+            )
         if self.lengths and (min(self.lengths) < 1 or sum(self.lengths) != self.sequence):
             raise FieldError(
                 FieldRef("lengths", self.lengths[:3]),

@@ -431,7 +431,7 @@ def test_every_field_of_an_estimate_is_an_option() -> None:
     """A sentence never names an option that the command does not have."""
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}
     fields |= {"optimizer_offload", "precision_aware_optimizer", "exp_avg_dtype", "gradient_dtype"}
-    fields |= {"lora_rank", "lora_targets"}
+    fields |= {"lora_rank", "lora_targets", "packed_lengths"}
     not_options = {"shape", "hardware", "training", "efficiency", "slice_index", "lora"}
     options = set(inspect.signature(estimate_problem).parameters)
     assert fields - not_options <= options

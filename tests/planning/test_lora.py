@@ -157,3 +157,33 @@ def test_nvidias_lora_runs_are_met() -> None:
     assert (len(errors), left) == (12, [])
     assert median(errors) < 0.08
     assert max(errors) < 0.14
+
+
+def test_packed_sequences_attend_to_themselves_only() -> None:
+    """A quarter of attention for four equal ones, in one or in several sequences of a batch."""
+    whole = Training(sequence=4096, micro_batch=2)
+    packed = replace(whole, lengths=(1024,) * 4)
+    flops = [layer_costs(LLAMA, one, DENSE).work.forward.attention_flops for one in (whole, packed)]
+    assert flops[1] == flops[0] / 4
+    per_token = [model_flops(LLAMA, one) / (one.micro_batch * 4096) for one in (whole, packed)]
+    assert per_token[0] - per_token[1] == 32 * 12 * 4096 * (4096 - 1024)
+    assert per_token[1] == model_flops(LLAMA, replace(packed, micro_batch=1)) / 4096
+    with pytest.raises(FieldError, match="slices are estimated of whole sequences"):
+        replace(packed, slices=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"slices": 2}, "packed_lengths and slices: packed sequences are the same"),
+        ({"lengths": [[8], [9]]}, "packed_lengths and lengths: packed sequences are the same"),
+        ({"sequence": 5000}, "packed_lengths: add up to 2,048 tokens, not the 5,000 of sequence"),
+    ],
+)
+def test_packed_lengths_are_refused_beside_what_contradicts_them(fields, sentence: str) -> None:
+    given = {"model": "llama3-8b", "gpu": "h100", "packed_lengths": [1000, 1048]}
+    with pytest.raises(RequestError, match=sentence):
+        EstimateRequest.parse({**given, **fields})
+    assert EstimateRequest.parse(given).packed_settings == {
+        "sequence": 2048, "lengths": (1000, 1048)
+    }  # fmt: skip

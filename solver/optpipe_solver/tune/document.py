@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 _SWITCHES = (
-    *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
+    *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
     "overlap",
 )
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
@@ -90,11 +90,12 @@ def read_question(request: TuneRequest) -> AskedTune:
         global_batch=request.global_batch,
         training=Training(
             **{name: getattr(request, name) for name in _SWITCHES},
+            **request.packed_settings,
             optimizer=request.optimizer_settings,
             lora=request.lora_settings,
         ),
         framework=request.framework,
-        fixed=request.fixed.model_dump(exclude_none=True),
+        fixed=_fixed(request),
         memory_bytes=request.memory_bytes,
         headroom=request.headroom,
         price_per_gpu_hour=request.price_per_gpu_hour,
@@ -129,6 +130,12 @@ def read_question(request: TuneRequest) -> AskedTune:
         raise FieldError(FieldRef(name), f": {error}").at(*places) from None
     question = calibrated(question, current, request.measured_step_s)
     return AskedTune(question=question, current=current)
+
+
+def _fixed(request: TuneRequest) -> dict[str, int]:
+    """Return the fixed degrees; packed sequences are not cut into slices."""
+    whole = {"slices": 1} if request.packed_lengths else {}
+    return whole | request.fixed.model_dump(exclude_none=True)
 
 
 def read_current(
@@ -173,8 +180,9 @@ def read_current(
             f"{question.shape.name!r}, and two such steps cannot be compared; ask for a model with "
             f"{mtp}, or say {wanted_mtp} there"
         )
-    # No script of these has a setting for LoRA: a step of it trains what the question trains.
-    training = replace(current.training, lora=question.training.lora)
+    # No script of these has LoRA or lengths: its step trains what the question trains.
+    searched = question.training
+    training = replace(current.training, lora=searched.lora, lengths=searched.lengths)
     return replace(current, training=training, kinds=_kinds_today(question, training))
 
 
