@@ -18,10 +18,10 @@ offloaded: later slices read them. Beside them stand, but for the last slice, as
 gradients that later slices' backwards leave; they count from F on, which is too early.
 
 With LoRA (`Training.lora`) the model's own weights are frozen. W then does the products of the
-adapters only. The input of a matrix is kept only if an adapter reads it, and then wide: adapters
-compute in the wide precision, and those of column-parallel matrices keep whole rows of it
-(Megatron-Bridge's ``ParallelLinearAdapter``). Nonlinear functions and attention keep what they keep
-otherwise.
+adapters only. The input of a matrix is kept only if an adapter reads it. Adapters compute and keep
+it in the wide precision (Megatron-Bridge's ``ParallelLinearAdapter``). With sequence parallelism
+the adapter of a column-parallel matrix keeps the tokens of all tensor-parallel ranks. Nonlinear
+functions and attention keep the same tensors as without LoRA.
 
 A layer is a list of parts (`layer_parts`): what each computes, moves and keeps, and the modules
 whose recomputation makes it again. Times, bytes and recomputation all follow from that one list.

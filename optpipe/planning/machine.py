@@ -436,8 +436,8 @@ class Machine(NamedTuple):
     ) -> Exchange:
         """Return the time of both groups' rings, and what nothing hides of it.
 
-        Compute hides half of a ring beside it. Between nodes of a pipeline nothing does: there the
-        boundary messages need the same adapters, and whoever waits for one computes nothing.
+        Compute hides half of a ring next to it. Between nodes of a pipeline nothing hides it: the
+        boundary messages need the same network adapters, and a rank that waits computes nothing.
         """
         found = Exchange()
         for ring in self._rings(parameters, size):
@@ -506,7 +506,7 @@ class Machine(NamedTuple):
         """Return the time to gather, or scatter, so many bytes of each parameter, by group.
 
         Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
-        their adapters: what enters and leaves it is (N - 1) / N of the bytes, of N domains.
+        their network adapters. (N - 1) / N of the bytes enter and leave each of N domains.
         """
         training = self.training
         found = []

@@ -200,7 +200,7 @@ class TargetMatrix(NamedTuple):
         Megatron-Bridge's name, of `optpipe.planning.shape.LORA_TARGETS`.
     inputs, outputs
         Width of the input that the adapter's first matrix reads, and of the output that the second
-        one writes. The first matrix of a column-parallel target reads whole rows.
+        one writes. The first matrix of a column-parallel target reads the full width.
     entries
         Parameters of the adapter per unit of rank. Both of its matrices are split over the
         tensor-parallel ranks, except where the target is replicated.

@@ -97,7 +97,7 @@ def exhaustively(question: TuneQuestion) -> dict[TuneCandidate, float]:
 
 
 TIGHT = 9_800_000_000
-LORA = Training(sequence=2048, cuda_graphs=True, lora=Lora(rank=8), lengths=(1500, 548))
+LORA = Training(sequence=8192, cuda_graphs=True, lora=Lora(rank=8), lengths=(6000, 2192))
 
 
 def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
@@ -116,7 +116,7 @@ def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
         (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1),
         (mixed(fixed={"tp": 1, "cp": 1, "micro_batch": 1}), 1),
         pytest.param(mixed(WITH_EXPERTS), 1, marks=pytest.mark.extended),
-        (asked(training=LORA, memory_bytes=7_000_000_000), 1),
+        (asked(training=LORA, memory_bytes=14_000_000_000), 1),
     ],
     ids=[
         "dense",
