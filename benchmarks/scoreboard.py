@@ -11,9 +11,10 @@ the catalogue's assumptions. The fit minimises squared logarithms of ours over t
 10 %, plus squared logarithms of each efficiency over its prior in units of 15 %, none above 1. It
 is deterministic. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
 
-What a row does not say and an estimate needs is not guessed: the row is shown as *not stated*, with
-the reason. Memory is compared with what the allocator says at its peak. A source with several rows
-is *calibrated* too: the factor of its first row's error multiplies the others.
+Fields that an estimate needs are not guessed: a row without one is shown as *not stated*, with the
+reason. Rows of fine-tuning have ``lora_rank``, ``lora_targets`` and ``packed_length`` too. Memory
+is compared with what the allocator says at its peak. A source with several rows is *calibrated*
+too: the factor of its first row's error multiplies the others.
 
 The last line is "N rows, median X %, worst Y %, order Z of W": rows with a time; order counts pairs
 of rows of one file, model and GPU whose published rates are more than 5 % apart.
@@ -40,7 +41,7 @@ from optpipe.planning.accelerators import PRIORS, Efficiency, find_gpu
 from optpipe.planning.catalogue import find_model
 from optpipe.planning.estimate import error_class
 from optpipe.planning.machine import Machine
-from optpipe.planning.shape import Training
+from optpipe.planning.shape import Lora, Training
 from optpipe.planning.step import PipelineCut, step_estimate
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ _SCHEDULES = {
 
 _AT_LEAST = {
     **dict.fromkeys(("num_gpus", "global_batch", "micro_batch", "sequence", "layers"), 1),
-    **dict.fromkeys(("tp", "pp", "data_parallel", "microbatches"), 1),
+    **dict.fromkeys(("tp", "pp", "data_parallel", "microbatches", "lora_rank"), 1),
+    "packed_length": 1,
     **dict.fromkeys(("cp", "ep", "vp", "fsdp", "offloaded_layers"), 0),
 }  # fmt: skip
 _MEASURED = ("step_s", "step_ms", "tokens_per_s_per_gpu", "peak_gib")
@@ -111,7 +113,7 @@ def _check(row: dict[str, Any]) -> None:
         (_MEASURED, _is_measured, "a number > 0"),
         (_TEXTS, lambda value: isinstance(value, str), "a text"),
         (("cuda_graphs", "ep_overlap"), lambda value: isinstance(value, bool), "true or false"),
-        (("recompute_modules",), _is_list_of_texts, "a list of texts"),
+        (("recompute_modules", "lora_targets"), _is_list_of_texts, "a list of texts"),
     ]
     for names, holds, kind in kinds:
         for name in names:
@@ -173,6 +175,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
         micro_batch=row["micro_batch"], sequence=row["sequence"], tp=tp, cp=cp, ep=ep, dp=dp,
         zero=3 if row.get("fsdp") else 1, precision=_precision(row["precision"]),
         flash=not shape.dropout, recompute=_recomputed(row), **_recipe(row, notes),
+        **_fine_tuning(row),
     )  # fmt: skip
     pipeline = PipelineCut(
         pp=pp,
@@ -254,6 +257,23 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         "overlap": re.search("no overlap|without async overlap", own) is None,
         "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
     }
+
+
+def _fine_tuning(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the adapters, and the lengths of the sequences that are packed into one.
+
+    ``packed_length`` is the mean length, and all packed sequences are taken as that long.
+    """
+    found: dict[str, Any] = {}
+    rank, targets = row.get("lora_rank"), row.get("lora_targets")
+    if rank and targets:
+        found["lora"] = Lora(rank=rank, targets=frozenset(targets))
+    elif "LoRA" in str(row.get("note")):
+        raise InputError("lora_rank, lora_targets: not printed at the source")
+    if length := row.get("packed_length"):
+        count, rest = divmod(row["sequence"], length)
+        found["lengths"] = (length,) * count + ((rest,) if rest else ())
+    return found
 
 
 def _shape(row: dict[str, Any], note: str) -> ModelShape:

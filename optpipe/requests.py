@@ -57,11 +57,13 @@ from optpipe.planning import (
     shape_from_config,
 )
 from optpipe.planning.shape import (
+    LORA_TARGETS,
     RECOMPUTABLE,
     Dispatch,
     Dispatcher,
     GradientType,
     Kernels,
+    Lora,
     Optimizer,
     OptimizerName,
     Precision,
@@ -257,6 +259,11 @@ Switch = Annotated[bool, Field(strict=True)]
 ShortName = Annotated[str, Field(max_length=80)]
 LongName = Annotated[str, Field(max_length=200)]
 Modules = Annotated[frozenset[ShortName], Field(max_length=16)]
+Targets = Annotated[
+    tuple[ShortName, ...],
+    Field(min_length=1, max_length=16),
+    AfterValidator(lambda names: tuple(sorted(set(names)))),
+]
 
 Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/=+-]{1,64}$")]
 Tags = Annotated[
@@ -598,6 +605,13 @@ class ModelOnGpus(Request):
         "(h100:32,a100:32) each is a part of the pipeline."
     )
     sequence: Size = Field(4096, description="Tokens per sequence.")
+    packed_lengths: Annotated[tuple[Size, ...], Field(max_length=4096), Option(metavar="LIST")] = (
+        Field(
+            (),
+            description="Lengths in tokens of the sequences that are packed into one, everywhere "
+            "the same. None attends to another. Their sum replaces sequence.",
+        )
+    )
     precision: Annotated[Precision, Option(metavar="NAME")] = Field(
         "bf16",
         description=f"Precision of the layers' matrix products: {', '.join(get_args(Precision))}.",
@@ -673,6 +687,16 @@ class ModelOnGpus(Request):
         description="Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's "
         "optimizer_offload_fraction).",
     )
+    lora_rank: Annotated[int, Field(ge=1, le=4096, strict=True)] | None = Field(
+        None,
+        description="LoRA: rank of the adapters, which are trained while the model is frozen. By "
+        "default all weights are trained.",
+    )
+    lora_targets: Annotated[Targets, Option(metavar="LIST")] = Field(
+        tuple(sorted(Lora().targets)),
+        description="LoRA: matrices that have an adapter, by Megatron-Bridge's names: "
+        f"{', '.join(LORA_TARGETS)}.",
+    )
     network: Annotated[ShortName, Option(metavar="KIND[:GBIT]")] | None = Field(
         None, description="Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU."
     )
@@ -701,6 +725,22 @@ class ModelOnGpus(Request):
             raise _field_error(
                 "give either `model` or `config`: a model of the catalogue, or its config.json"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_packed_lengths(self) -> Self:
+        total = sum(self.packed_lengths)
+        if total and "sequence" in self.model_fields_set and self.sequence != total:
+            raise _field_error(
+                f"`packed_lengths`: add up to {total:,} tokens, not the {self.sequence:,} of "
+                "`sequence`; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_targets_have_a_rank(self) -> Self:
+        if "lora_targets" in self.model_fields_set and self.lora_rank is None:
+            raise _field_error("`lora_targets`: are matrices with adapters; add `lora_rank`")
         return self
 
     @cached_property
@@ -735,6 +775,19 @@ class ModelOnGpus(Request):
             gradients=self.gradient_dtype,
             offload=self.optimizer_offload,
         )
+
+    @property
+    def packed_settings(self) -> dict[str, Any]:
+        """The fields ``sequence`` and ``lengths`` of a training."""
+        total = sum(self.packed_lengths) or self.sequence
+        return {"sequence": total, "lengths": self.packed_lengths}
+
+    @property
+    def lora_settings(self) -> Lora | None:
+        """The adapters, or None without LoRA; raises `FieldError` if a target is unknown."""
+        if self.lora_rank is None:
+            return None
+        return Lora(rank=self.lora_rank, targets=frozenset(self.lora_targets))
 
     @cached_property
     def gpus(self) -> list[Accelerators]:
@@ -861,19 +914,28 @@ class EstimateRequest(ModelOnGpus):
             raise _field_error(
                 f"`{also[0]}` and `lengths`: the lengths give it; leave one of them out"
             )
+        if self.packed_lengths and (self.lengths or self.slices > 1):
+            other = "lengths" if self.lengths else "slices"
+            raise _field_error(
+                f"`packed_lengths` and `{other}`: packed sequences are the same in all "
+                "micro-batches, and are not cut; leave one of them out"
+            )
         if "costs" in self.model_fields_set and not self.lengths:
             raise _field_error("`costs`: groups lengths; add `lengths` FILE")
         return self
 
     def estimate(self) -> Estimate:
         """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
-        fields = self.model_dump(
-            include=_TRAINING - {"dp", "slices", "lengths", "optimizer", "routing"}
-        )
-        dp = self._find_dp(self.tp * self.cp * self.pp)
+        kept = _TRAINING - {"dp", "sequence", "slices", "lengths", "optimizer", "routing"}
+        fields = self.model_dump(include=kept) | self.packed_settings
         fields["kernels"] = self.kernels or "megatron"
+        dp = self._find_dp(self.tp * self.cp * self.pp)
         training = Training(
-            **fields, dp=dp, optimizer=self.optimizer_settings, routing=self.routing
+            **fields,
+            dp=dp,
+            optimizer=self.optimizer_settings,
+            routing=self.routing,
+            lora=self.lora_settings,
         )
         return estimate(
             self.shape,
@@ -1081,6 +1143,10 @@ class TuneRequest(ModelOnGpus):
                 raise _field_error(
                     "`gpu_counts` needs one kind of GPU without a number in `gpu`; correct one"
                 )
+        if self.packed_lengths and (self.fixed.slices or 1) > 1:
+            raise _field_error(
+                "`packed_lengths` and slices: packed sequences are not cut; leave one of them out"
+            )
         in_gpu = sum(kind.number or 0 for kind in self.gpus)
         if in_gpu and self.num_gpus not in (None, in_gpu):
             raise _field_error(
@@ -1109,7 +1175,7 @@ class TuneRequest(ModelOnGpus):
                 self.gpus[0].hardware,
                 self.total_gpus,
                 global_batch=self.global_batch,
-                sequence=self.sequence,
+                sequence=self.packed_settings["sequence"],
             )
         except InputError as error:
             raise FieldError(FieldRef("current_file"), f": {error}") from None
@@ -1154,6 +1220,10 @@ class TuneRequest(ModelOnGpus):
         if self.gpu_counts is None:
             values["num_gpus"] = self.total_gpus
         values["fixed"] = self.fixed.model_dump(exclude_none=True)
+        if self.lora_rank is None:
+            del values["lora_targets"]
+        if not self.packed_lengths:
+            del values["packed_lengths"]
         if self.current is not None:
             values["current"]["recompute"] = sorted(self.current.recompute)
             if self.current.layers is None:

@@ -110,6 +110,7 @@ def estimate_problem(
       optpipe estimate --model llama3-70b --gpu h100:32 --gpu a100:32 --tp 8 --pp 8
       optpipe estimate --model llama3-8b --gpu h100:8 --pp 1 --zero 3 --measured-step-s 9.1
       optpipe estimate --model llama3-8b --gpu h100 --pp 8 --lengths batch.json -o problem.json
+      optpipe estimate --model llama3-70b --gpu h100:8 --tp 2 --pp 4 --lora-rank 16
       optpipe estimate --model llama3-8b --gpu h100 --model-json -o model.json
       optpipe estimate --list
     """
@@ -142,6 +143,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         f"{format_share(found.mfu)} of peak",
         markup=False,
     )
+    if lora := request.lora_settings:
+        console.print(f"LoRA: {lora}; all other weights are frozen", markup=False)
     for text in (*_step_lines(found), _spent_line(found.step)):
         console.print(text, markup=False, soft_wrap=True)
     console.print(_stage_table(found))

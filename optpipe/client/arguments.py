@@ -102,6 +102,9 @@ class EstimateArguments(TypedDict, total=False):
     gpu: str | None
     # Tokens per sequence.
     sequence: int | None
+    # Lengths in tokens of the sequences that are packed into one, everywhere the same. None
+    # attends to another. Their sum replaces sequence.
+    packed_lengths: Sequence[int] | None
     # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
     precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
     # Flash attention; without it, attention scores are stored.
@@ -148,6 +151,13 @@ class EstimateArguments(TypedDict, total=False):
     # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
     # optimizer_offload_fraction).
     optimizer_offload: float | None
+    # LoRA: rank of the adapters, which are trained while the model is frozen. By default all
+    # weights are trained.
+    lora_rank: int | None
+    # LoRA: matrices that have an adapter, by Megatron-Bridge's names: linear_qkv, linear_proj,
+    # linear_fc1, linear_fc2, linear_q_proj, linear_q_down_proj, linear_q_up_proj,
+    # linear_kv_down_proj, linear_kv_up_proj.
+    lora_targets: Sequence[str] | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
     # Divisor of the bandwidth between nodes.
@@ -258,6 +268,9 @@ class TuneArguments(TypedDict, total=False):
     gpu: str | None
     # Tokens per sequence.
     sequence: int | None
+    # Lengths in tokens of the sequences that are packed into one, everywhere the same. None
+    # attends to another. Their sum replaces sequence.
+    packed_lengths: Sequence[int] | None
     # Precision of the layers' matrix products: bf16, fp16, fp8, mxfp8, nvfp4, fp32.
     precision: Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"] | None
     # Flash attention; without it, attention scores are stored.
@@ -304,6 +317,13 @@ class TuneArguments(TypedDict, total=False):
     # Share (0-1) of the optimizer's states and step on the CPU (Megatron-Core's
     # optimizer_offload_fraction).
     optimizer_offload: float | None
+    # LoRA: rank of the adapters, which are trained while the model is frozen. By default all
+    # weights are trained.
+    lora_rank: int | None
+    # LoRA: matrices that have an adapter, by Megatron-Bridge's names: linear_qkv, linear_proj,
+    # linear_fc1, linear_fc2, linear_q_proj, linear_q_down_proj, linear_q_up_proj,
+    # linear_kv_down_proj, linear_kv_up_proj.
+    lora_targets: Sequence[str] | None
     # Network between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.
     network: str | None
     # Divisor of the bandwidth between nodes.

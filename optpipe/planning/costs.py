@@ -1,4 +1,4 @@
-"""What one part of a model is on one device: parameters, FLOPs and bytes, by formulas with sources.
+"""Parameters, FLOPs and bytes of one part of a model on one device, by formulas with sources.
 
 What F keeps of a layer follows Korthikanti et al. 2022, Reducing Activation Recomputation in Large
 Transformer Models (arXiv 2205.05198), section 4, tensor by tensor. With their shape (as many
@@ -17,6 +17,12 @@ Keys and values stay on the device until the slice's own backward, whatever else
 offloaded: later slices read them. Beside them stand, but for the last slice, as many bytes for the
 gradients that later slices' backwards leave; they count from F on, which is too early.
 
+With LoRA (`Training.lora`) the model's own weights are frozen. W then does the products of the
+adapters only. The input of a matrix is kept only if an adapter reads it. Adapters compute and keep
+it in the wide precision (Megatron-Bridge's ``ParallelLinearAdapter``). With sequence parallelism
+the adapter of a column-parallel matrix keeps the tokens of all tensor-parallel ranks. Nonlinear
+functions and attention keep the same tensors as without LoRA.
+
 A layer is a list of parts (`layer_parts`): what each computes, moves and keeps, and the modules
 whose recomputation makes it again. Times, bytes and recomputation all follow from that one list.
 """
@@ -28,15 +34,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.planning.parameters import (
     RankParameters,
+    adapted_matrices,
     attention_matrices,
     embedding_parameters,
     head_parameters,
     kv_width,
-    layer_parameters,
     mlp_matrices,
     mtp_parameters,
     num_matrices,
     query_width,
+    rank_parameters,
     vocab_slice,
 )
 from optpipe.planning.shape import NARROW
@@ -44,6 +51,7 @@ from optpipe.planning.shape import NARROW
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from optpipe.planning.parameters import TargetMatrix
     from optpipe.planning.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
@@ -107,6 +115,10 @@ class LayerPart(NamedTuple):
         The modules whose recomputation runs it again.
     is_narrow
         Whether its products are done in the narrow precision, if there is one.
+    moved_weight_bytes
+        Read and written by an adapter's products in W.
+    is_frozen
+        Whether its weights are frozen, so that W does none of its products.
     """
 
     matmul_flops: float = 0.0
@@ -118,6 +130,8 @@ class LayerPart(NamedTuple):
     tensors: tuple[Tensor, ...] = ()
     again: frozenset[str] = frozenset()
     is_narrow: bool = True
+    moved_weight_bytes: float = 0.0
+    is_frozen: bool = False
 
 
 class PassCost(NamedTuple):
@@ -218,7 +232,68 @@ def _layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tupl
         *(_expert_parts(shape, training) if moe else _mlp_parts(shape, training)),
         _residual(shape, training, "MLP"),
     ]
-    return tuple(blocks)
+    if training.lora is None:
+        return tuple(blocks)
+    adapters = [
+        _adapter_part(shape, training, training.lora.rank, one)
+        for one in adapted_matrices(shape, training, kind)
+    ]
+    return (*(part._replace(is_frozen=True) for part in blocks), *adapters)
+
+
+def _adapter_part(
+    shape: ModelShape, training: Training, rank: int, target: TargetMatrix
+) -> LayerPart:
+    """Return the two products of an adapter, its scaling, and the addition to its target's result.
+
+    FLOPs per token in each of F, I and W: 2 per entry of both matrices. Elements moved per token:
+    F reads the input, writes and reads the inner vector, writes the output, scales it (2 outputs)
+    and adds it (3 outputs). I scales the gradient, reads it, writes and reads the inner one, writes
+    the input's gradient, and adds the own part of that (3 inputs). W reads input, both inner
+    vectors and the output's gradient. F keeps the inner vector.
+    """
+    tokens = _adapter_tokens(shape, training, target)
+    size = tokens * training.element_bytes
+    own_inputs = target.entries - target.outputs
+    again = {
+        "latent up": frozenset({"mla_up_proj"}),
+        "MLP": frozenset({"mlp"}),
+        "experts": frozenset({"moe"}),
+        "shared experts": frozenset({"moe", "shared_experts"}),
+    }.get(target.part, frozenset())
+    inner = size * rank
+    return LayerPart(
+        matmul_flops=2.0 * tokens * rank * target.entries,
+        moved_bytes=float(size * (target.inputs + 6 * target.outputs) + 2 * inner),
+        moved_back_bytes=float(
+            size * (target.inputs + 3 * own_inputs + 3 * target.outputs) + 2 * inner
+        ),
+        tensors=(Tensor(f"inner vectors of the adapter of {target.name}", inner, again=again),),
+        again=again,
+        is_narrow=False,
+        moved_weight_bytes=float(size * (target.inputs + target.outputs) + 2 * inner),
+    )
+
+
+def _adapter_tokens(shape: ModelShape, training: Training, target: TargetMatrix) -> int:
+    """Return the tokens, or the copies of tokens, that a target multiplies on one device."""
+    if target.part != "experts" or shape.experts is None:
+        return training.tokens
+    return expert_tokens(training) * shape.experts.active * training.etp
+
+
+def _operand(
+    shape: ModelShape, training: Training, tensor: Tensor, readers: set[str], elements: int
+) -> tuple[Tensor, ...]:
+    """Return a tensor that only W of some matrices reads; with LoRA only if one has an adapter.
+
+    ``elements`` are those that an adapter keeps.
+    """
+    if training.lora is None:
+        return (tensor,)
+    if not readers & training.lora.targets & shape.lora_targets:
+        return ()
+    return (tensor._replace(num_bytes=elements * training.element_bytes),)
 
 
 def _norm_part(shape: ModelShape, training: Training, where: str) -> LayerPart:
@@ -229,9 +304,15 @@ def _norm_part(shape: ModelShape, training: Training, where: str) -> LayerPart:
     output = residual if wide else round(row * training.operand_bytes)
     inside = {"attention": (), "MLP": ("mlp",), "experts": ("moe",)}[where]
     again = frozenset({"layernorm", *inside})
+    readers = {"linear_fc1"}
+    if where == "attention":
+        readers = {"linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"}
+    elif shape.experts is not None and wide and not shape.experts.shared_ffn:
+        readers = set()  # with LoRA the router is frozen, and routed experts read copies
+    normalised = Tensor(f"output of the {where} norm", output, cheap=True, again=again)
     kept = [
         Tensor(f"input of the {where} norm", residual),
-        Tensor(f"output of the {where} norm", output, cheap=True, again=again),
+        *_operand(shape, training, normalised, readers, training.tokens * shape.hidden),
     ]
     if per_block > 1:
         kept.append(Tensor(f"input of the norm behind the {where}", residual))
@@ -314,11 +395,15 @@ def _latent_projections(
         tensors=tuple(kept),
     )
     entries = query_rank * wide + latent.kv_rank * heads * (latent.nope + latent.value)
-    normalised = [
-        Tensor(f"compressed {what}, normalised", round(operand * rank), cheap=True, again=again)
-        for what, rank in (("queries", query_rank), ("keys and values", latent.kv_rank))
-        if rank
-    ]
+    normalised: list[Tensor] = []
+    for what, reader, rank in (
+        ("queries", "linear_q_up_proj", query_rank),
+        ("keys and values", "linear_kv_up_proj", latent.kv_rank),
+    ):
+        name = f"compressed {what}, normalised"
+        tensor = Tensor(name, round(operand * rank), cheap=True, again=again)
+        if rank:
+            normalised += _operand(shape, training, tensor, {reader}, tokens * rank)
     up = (wide if query_rank else 0) + heads * (latent.nope + latent.value)
     moved = 2.0 * row * 2 * wide  # rotated, and put together with what is not
     yield LayerPart(
@@ -387,7 +472,7 @@ def _attended(end: int, window: int, *, flash: bool = True) -> float:
 def _output_projection(shape: ModelShape, training: Training) -> LayerPart:
     width = shape.num_heads // training.tp * shape.value_width
     kept: tuple[Tensor, ...] = ()
-    if training.precision in NARROW:
+    if training.precision in NARROW and training.lora is None:
         narrow = round(training.tokens * width * training.operand_bytes)
         kept = (Tensor("output of attention, narrow", narrow),)
     return LayerPart(
@@ -448,23 +533,21 @@ def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> I
         ),
         again=mlp.again,
     )
+    apart = Tensor(
+        f"activated gate of the {name}", stored_row, cheap=True, again=mlp.activation_again
+    )
     yield LayerPart(
         moved_bytes=float((num_matrices(shape) + 2 * is_apart) * row),
         moved_back_bytes=float(((5 if gated else 3) + 3 * is_apart) * row),
         tensors=(
-            *(
-                [
-                    Tensor(
-                        f"activated gate of the {name}",
-                        stored_row,
-                        cheap=True,
-                        again=mlp.activation_again,
-                    )
-                ]
-                if is_apart
-                else []
+            *([apart] if is_apart else []),
+            *_operand(
+                shape,
+                training,
+                Tensor(f"{after} of the {name}", product, cheap=True, again=mlp.activation_again),
+                {"linear_fc2"},
+                tokens * ffn,
             ),
-            Tensor(f"{after} of the {name}", product, cheap=True, again=mlp.activation_again),
         ),
         again=mlp.activation_again,
     )
@@ -500,7 +583,13 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
     yield LayerPart(
         moved_bytes=passes * copies * shape.hidden * size,
         moved_back_bytes=passes * copies * shape.hidden * size,
-        tensors=(Tensor("inputs of the experts", operand, again=moe),),
+        tensors=_operand(
+            shape,
+            training,
+            Tensor("inputs of the experts", operand, again=moe),
+            {"linear_fc1"},
+            copies * shape.hidden,
+        ),
         again=moe,
     )
     ffn = experts.ffn // training.etp
@@ -520,13 +609,13 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> LayerCosts:
     """Return what one transformer layer costs; recomputation is in I, and W adds to gradients."""
     parts = layer_parts(shape, training, kind)
-    parameters = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+    parameters = rank_parameters(shape, training, kind)
     kept = _layer_kept(shape, training, kind, parts)
     return LayerCosts(
-        _layer_work(training, parts, parameters.total),
+        _layer_work(training, parts, parameters),
         kept,
         parameters,
-        experts=_expert_work(training, parts, parameters.experts),
+        experts=_expert_work(training, parts, parameters),
         backward_workspace_bytes=_backward_workspace_bytes(parts, kept),
     )
 
@@ -567,8 +656,10 @@ def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
     return training.residual_tokens * shape.hidden * training.element_bytes
 
 
-def _layer_work(training: Training, parts: Sequence[LayerPart], parameters: int) -> PassCosts:
-    weights = float(parameters * training.element_bytes)
+def _layer_work(
+    training: Training, parts: Sequence[LayerPart], parameters: RankParameters
+) -> PassCosts:
+    weights = float(parameters.stored.total * training.element_bytes)
     ahead = _summed(training, parts, weights)
     back = _summed(training, parts, weights, backward=True)
     again = [part for part in parts if _runs_again(part, training)]
@@ -577,25 +668,35 @@ def _layer_work(training: Training, parts: Sequence[LayerPart], parameters: int)
         share = sum(p.matmul_flops for p in again) / max(sum(p.matmul_flops for p in parts), 1.0)
         recomputed = _summed(training, again, weights * share)
     lean = PassCost(moved_bytes=_made_again(parts, training))
-    matmul, narrow = _products(training, parts)
     return PassCosts(
-        ahead,
-        back.plus(recomputed).plus(lean),
-        PassCost(matmul, narrow, gradient_bytes=2.0 * training.gradient_bytes * parameters),
+        ahead, back.plus(recomputed).plus(lean), _weight_work(training, parts, parameters.total)
     )
 
 
-def _expert_work(training: Training, parts: Sequence[LayerPart], parameters: int) -> PassCosts:
+def _weight_work(training: Training, parts: Iterable[LayerPart], parameters: int) -> PassCost:
+    """Return the work of W, which adds to the gradients of so many parameters."""
+    trained = [part for part in parts if not part.is_frozen]
+    matmul, narrow = _products(training, trained)
+    return PassCost(
+        matmul,
+        narrow,
+        moved_bytes=sum(part.moved_weight_bytes for part in trained),
+        gradient_bytes=2.0 * training.gradient_bytes * parameters,
+    )
+
+
+def _expert_work(
+    training: Training, parts: Sequence[LayerPart], parameters: RankParameters
+) -> PassCosts:
     """Return the work behind the router. Recomputation counts with the rest of the layer."""
     routed = [part for part in parts if "moe" in part.again]
     if not routed:
         return PassCosts()
-    weights = float(parameters * training.element_bytes)
-    matmul, narrow = _products(training, routed)
+    weights = float(parameters.stored.experts * training.element_bytes)
     return PassCosts(
         _summed(training, routed, weights),
         _summed(training, routed, weights, backward=True),
-        PassCost(matmul, narrow, gradient_bytes=2.0 * training.gradient_bytes * parameters),
+        _weight_work(training, routed, parameters.experts),
     )
 
 
@@ -638,11 +739,19 @@ def _made_again(parts: Iterable[LayerPart], training: Training) -> float:
 
 
 def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm) -> int:
-    """Return what W of one layer needs after I: input and output gradient of every matrix.
+    """Return the bytes that W needs after I: input and output gradient of every matrix.
 
     With Korthikanti's shape 32 s b h, the figure of the Zero Bubble paper (arXiv 2401.10241,
-    section 2.1). What is split by sequence is kept split.
+    section 2.1). Tensors that are split by sequence are kept split. With LoRA these are inputs,
+    gradients and both inner vectors of the adapters.
     """
+    if training.lora is not None:
+        elements = sum(
+            _adapter_tokens(shape, training, one)
+            * (one.inputs + one.outputs + 2 * training.lora.rank)
+            for one in adapted_matrices(shape, training, kind)
+        )
+        return elements * training.element_bytes
     residual, inside = _attention_context(shape, training)
     experts = shape.experts
     routed = 0.0
@@ -680,19 +789,24 @@ def _attention_context(shape: ModelShape, training: Training) -> tuple[float, fl
 def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
     """Return what the embedding costs: a look-up, and a scatter-add into gradients.
 
-    It keeps the token numbers (int64). W needs the gradient of its output.
+    It keeps the token numbers (int64). W needs the gradient of its output. With LoRA it is frozen.
     """
     row = float(training.tokens * shape.hidden)
     size = training.element_bytes
     numbers = training.tokens * 8
+    look_up = PassCost(moved_bytes=2.0 * row * size)
+    count = embedding_parameters(shape, training.tp)
+    if training.lora is not None:
+        kept = Kept(numbers, 0, 0, numbers)
+        return LayerCosts(PassCosts(look_up), kept, RankParameters(0, frozen_common=count))
     return LayerCosts(
         PassCosts(
-            PassCost(moved_bytes=2.0 * row * size),
+            look_up,
             PassCost(),
             PassCost(moved_bytes=row * (size + 2 * training.gradient_bytes)),
         ),
         Kept(numbers, numbers + checkpoint_bytes(shape, training), 0, numbers),
-        RankParameters(embedding_parameters(shape, training.tp)),
+        RankParameters(count),
     )
 
 
@@ -712,6 +826,7 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
     also the softmax and its product with the gradient. Each is written and read.
 
     ``owns_matrix`` is false for a tied head on the embedding's device: it has no matrix of its own.
+    With LoRA the head is frozen: W does nothing, and the norm's output is not kept.
     """
     entries = float(vocab_slice(shape, training.tp) * shape.hidden)
     flops = 2.0 * training.tokens * entries
@@ -724,11 +839,19 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
     if training.is_eager:
         more_ahead, more_back, more_held = (24, 30, 16) if training.tp > 1 else (4, 20, 8)
     parameters = head_parameters(shape, training.tp) - (0 if owns_matrix else round(entries))
+    ahead = PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12 + more_ahead))
+    back = PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4 + more_back))
+    if training.lora is not None:
+        return LayerCosts(
+            PassCosts(ahead, back),
+            Kept(residual + 4 * logits, 0, 0, residual),
+            RankParameters(0, frozen_common=parameters),
+            forward_workspace_bytes=logits * size,
+            backward_workspace_bytes=logits * more_held,
+        )
     return LayerCosts(
         PassCosts(
-            PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12 + more_ahead)),
-            PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4 + more_back)),
-            PassCost(flops, gradient_bytes=2.0 * training.gradient_bytes * entries),
+            ahead, back, PassCost(flops, gradient_bytes=2.0 * training.gradient_bytes * entries)
         ),
         Kept(
             residual + (0 if training.lean else residual) + 4 * logits,
@@ -747,7 +870,8 @@ def mtp_costs(shape: ModelShape, training: Training) -> LayerCosts:
     """Return what one multi-token prediction module costs (DeepSeek-V3, section 2.2).
 
     It has two norms, the projection of two hidden vectors into one, a layer, and the head again. It
-    keeps both inputs and their norms, and what layer and head keep.
+    keeps both inputs and their norms, and what layer and head keep. With LoRA the projection is
+    frozen, and only the layer has adapters.
     """
     tokens = training.residual_tokens
     flops = 4.0 * tokens * shape.hidden**2
@@ -758,14 +882,22 @@ def mtp_costs(shape: ModelShape, training: Training) -> LayerCosts:
         PassCost(flops, 0.0, 0.0, weights, 8 * row),
         PassCost(flops, gradient_bytes=4.0 * training.gradient_bytes * shape.hidden**2),
     )
+    parameters = mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp)
     layer = layer_costs(shape, training, shape.layer_kinds[-1])
     head = head_costs(shape, training)
     residual = checkpoint_bytes(shape, training)
     kept = Kept(4 * residual, 3 * residual, 2 * residual, 2 * residual)
+    if training.lora is not None:
+        joined = joined._replace(backward_weight=PassCost())
+        kept = Kept(2 * residual, 0, 2 * residual, 2 * residual)
+        adapters = layer.parameters
+        parameters = RankParameters(
+            adapters.common, adapters.experts, parameters.common, parameters.experts
+        )
     return LayerCosts(
         joined.plus(layer.work).plus(head.work),
         Kept(*map(sum, zip(kept, layer.kept, head.kept, strict=True))),
-        mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
+        parameters,
         forward_workspace_bytes=head.forward_workspace_bytes,
         backward_workspace_bytes=layer.backward_workspace_bytes,
     )
@@ -777,9 +909,12 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     6 per parameter of a matrix and token, and 12 s q for attention (Chowdhery et al. 2022, PaLM,
     arXiv 2204.02311, appendix B): no half for the mask, nothing for what is made again, of
     experts those a token goes through. Of the whole model, over all devices of a replica.
+
+    With LoRA it is 4 per parameter, as W of frozen weights does nothing. Adapters do not count.
+    NVIDIA's published rates of LoRA are counted so (Megatron-Bridge, ``flop_utils.py``).
     """
     tokens = float(training.micro_batch * training.sequence)
-    lengths = training.lengths or (training.sequence,) * training.micro_batch
+    lengths = (training.lengths or (training.sequence,)) * training.micro_batch
     matrices = float(embedding_parameters(shape) - shape.positions * shape.hidden)
     scores = 0.0
     for kind, count in shape.kinds:
@@ -793,6 +928,8 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     )
     mean = sum(s * s for s in lengths) / tokens
     scores += shape.mtp * 2.0 * mean * shape.num_heads * (shape.width + shape.value_width)
+    if training.lora is not None:
+        return tokens * (4.0 * matrices + 3.0 * scores)
     return 3.0 * tokens * (2.0 * matrices + scores)
 
 

@@ -309,11 +309,31 @@ class Machine(NamedTuple):
         if training.tp == 1:
             return 0.0, 0.0
         share = training.tokens * shape.hidden * (training.tp - 1) / training.tp
+        adapters = (0.0, 0.0)
+        if training.lora is not None:
+            adapters = self._adapter_bytes(training.lora.targets, share * training.element_bytes)
         gathered = share * (1.0 if training.is_narrow else training.element_bytes)
         scattered = share * training.element_bytes
         if not training.sequence_parallel:
-            return 4.0 * scattered, 4.0 * scattered
-        return 2.0 * (gathered + scattered), 4.0 * gathered + 2.0 * scattered
+            return 4.0 * scattered + adapters[0], 4.0 * scattered + adapters[1]
+        again = 2.0 if training.lora is None else 0.0  # of inputs that W reads
+        back = (2.0 + again) * gathered + 2.0 * scattered
+        return 2.0 * (gathered + scattered) + adapters[0], back + adapters[1]
+
+    def _adapter_bytes(self, targets: frozenset[str], ring: float) -> tuple[float, float]:
+        """Return the bytes that adapters gather and reduce in F and in the backward of a layer.
+
+        ``ring`` is one gathering of the residual stream. Megatron-Bridge's adapters gather the
+        result of a row-parallel target, and scatter it. With sequence parallelism those of a
+        column-parallel target gather its input again if its own gathering overlaps; else they
+        reduce the gradient of its input. Vectors as wide as the rank are left out.
+        """
+        row = len(targets & {"linear_proj", "linear_fc2"}) * ring
+        column = len(targets & {"linear_qkv", "linear_q_proj", "linear_fc1"}) * ring
+        if not self.training.sequence_parallel:
+            return row, 2.0 * column
+        column *= self.training.overlap
+        return row + column, row + column
 
     def _tensor_exposed(self, num_bytes: float, products_ms: float) -> float:
         """Return what of it products do not hide.
@@ -391,7 +411,7 @@ class Machine(NamedTuple):
             return 0.0, 0.0
         parameters = layer_costs(shape, training, kind).parameters
         return (
-            sum(ring.ms for ring in self._rings(parameters, training.element_bytes)),
+            sum(ring.ms for ring in self._rings(parameters.stored, training.element_bytes)),
             sum(ring.ms for ring in self._rings(parameters, self.training.gradient_bytes)),
         )
 
@@ -419,8 +439,8 @@ class Machine(NamedTuple):
     ) -> Exchange:
         """Return the time of both groups' rings, and what nothing hides of it.
 
-        Compute hides half of a ring beside it. Between nodes of a pipeline nothing does: there the
-        boundary messages need the same adapters, and whoever waits for one computes nothing.
+        Compute hides half of a ring next to it. Between nodes of a pipeline nothing hides it: the
+        boundary messages need the same network adapters, and a rank that waits computes nothing.
         """
         found = Exchange()
         for ring in self._rings(parameters, size):
@@ -460,6 +480,8 @@ class Machine(NamedTuple):
 
     def tied_ms(self, shape: ModelShape) -> float:
         """Return the all-reduce of a tied embedding's gradients between first and last stage."""
+        if self.training.lora is not None:
+            return 0.0
         num_bytes = (
             self.training.gradient_bytes * vocab_slice(shape, self.training.tp) * shape.hidden
         )
@@ -487,7 +509,7 @@ class Machine(NamedTuple):
         """Return the time to gather, or scatter, so many bytes of each parameter, by group.
 
         Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
-        their adapters: what enters and leaves it is (N - 1) / N of the bytes, of N domains.
+        their network adapters. (N - 1) / N of the bytes enter and leave each of N domains.
         """
         training = self.training
         found = []

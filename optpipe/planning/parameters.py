@@ -1,4 +1,4 @@
-"""Parameters of a transformer's parts, and what of them always lies on a device.
+"""Parameters of a transformer's parts, and the bytes that a device always keeps for them.
 
 A layer of hidden width h without biases, key/value heads as many as heads, and an MLP of 4 h has
 the 12 h^2 of Narayanan et al. 2021 (arXiv 2104.04473, section 3.2). The published totals of the
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = [
     "RankParameters",
     "StaticBytes",
+    "TargetMatrix",
+    "adapted_matrices",
     "attention_matrices",
     "embedding_parameters",
     "head_parameters",
@@ -25,6 +27,7 @@ __all__ = [
     "mtp_parameters",
     "num_matrices",
     "query_width",
+    "rank_parameters",
     "replicas",
     "static_bytes",
     "total_parameters",
@@ -33,23 +36,39 @@ __all__ = [
 
 
 class RankParameters(NamedTuple):
-    """Parameters that one device holds: those that all data-parallel ranks have, and experts."""
+    """Parameters on one device: trained and frozen ones, of experts and of everything else.
+
+    All data-parallel ranks have the same ``common`` ones. Only the trained parameters have
+    gradients and optimizer states.
+    """
 
     common: int
     experts: int = 0
+    frozen_common: int = 0
+    frozen_experts: int = 0
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The number of trained parameters."""
         return self.common + self.experts
+
+    @property
+    def frozen(self) -> RankParameters:
+        """The frozen parameters, counted as if they were trained."""
+        return RankParameters(self.frozen_common, self.frozen_experts)
+
+    @property
+    def stored(self) -> RankParameters:
+        """All parameters, counted as if they were trained."""
+        return RankParameters(self.common, self.experts).plus(self.frozen)
 
     def plus(self, other: RankParameters) -> RankParameters:
         """Return the sums."""
-        return RankParameters(self.common + other.common, self.experts + other.experts)
+        return RankParameters(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, number: int) -> RankParameters:
         """Return those of so many alike."""
-        return RankParameters(number * self.common, number * self.experts)
+        return RankParameters(*(number * count for count in self))
 
 
 def query_width(shape: ModelShape, tp: int = 1) -> int:
@@ -169,11 +188,98 @@ def total_parameters(shape: ModelShape, *, active: bool = False) -> int:
     return total
 
 
-# --- What always stays on a device.
+# --- Low-rank adapters.
+
+
+class TargetMatrix(NamedTuple):
+    """A matrix that LoRA can adapt, as the adapter's two matrices see it on one device.
+
+    Parameters
+    ----------
+    name
+        Megatron-Bridge's name, of `optpipe.planning.shape.LORA_TARGETS`.
+    inputs, outputs
+        Width of the input that the adapter's first matrix reads, and of the output that the second
+        one writes. The first matrix of a column-parallel target reads the full width.
+    entries
+        Parameters of the adapter per unit of rank. Both of its matrices are split over the
+        tensor-parallel ranks, except where the target is replicated.
+    part
+        ``attention``, ``latent up`` (what `mla_up_proj` recomputes), ``MLP``, ``experts`` or
+        ``shared experts``. The routed experts of a rank share one adapter (Megatron-Bridge's
+        default).
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    entries: int
+    part: str
+
+
+def adapted_matrices(
+    shape: ModelShape, training: Training, kind: LayerForm
+) -> tuple[TargetMatrix, ...]:
+    """Return the matrices of a layer that have an adapter; none without LoRA."""
+    if training.lora is None:
+        return ()
+    tp, hidden, latent = training.tp, shape.hidden, shape.latent
+    heads = shape.num_heads // tp
+
+    def column(name: str, inputs: int, outputs: int, part: str, degree: int = tp) -> TargetMatrix:
+        return TargetMatrix(name, inputs, outputs, inputs // degree + outputs, part)
+
+    def row(name: str, inputs: int, part: str, degree: int = tp) -> TargetMatrix:
+        outputs = hidden // degree
+        return TargetMatrix(name, inputs, outputs, inputs + outputs, part)
+
+    found = []
+    if latent is None:
+        width = query_width(shape, tp) + 2 * kv_width(shape, tp)
+        found.append(column("linear_qkv", hidden, width, "attention"))
+    else:
+        down = {"linear_kv_down_proj": latent.kv_rank + latent.rope}
+        if latent.query_rank:
+            down["linear_q_down_proj"] = latent.query_rank
+            width = heads * shape.width
+            found.append(column("linear_q_up_proj", latent.query_rank, width, "latent up"))
+        else:
+            found.append(column("linear_q_proj", hidden, heads * shape.width, "attention"))
+        for name, width in down.items():
+            found.append(TargetMatrix(name, hidden, width, hidden + width, "attention"))
+        width = heads * (latent.nope + latent.value)
+        found.append(column("linear_kv_up_proj", latent.kv_rank, width, "latent up"))
+    found.append(row("linear_proj", heads * shape.value_width, "attention"))
+    experts, gates = shape.experts, num_matrices(shape) - 1
+    blocks = [("MLP", shape.ffn, tp)]
+    if kind.is_moe and experts is not None:
+        blocks = [
+            ("experts", experts.ffn, training.etp),
+            ("shared experts", experts.shared_ffn, tp),
+        ]
+    for part, ffn, degree in blocks:
+        if ffn:
+            found.append(column("linear_fc1", hidden, gates * ffn // degree, part, degree))
+            found.append(row("linear_fc2", ffn // degree, part, degree))
+    return tuple(one for one in found if one.name in training.lora.targets)
+
+
+def rank_parameters(shape: ModelShape, training: Training, kind: LayerForm) -> RankParameters:
+    """Return the parameters of a layer on one device: with LoRA only its adapters are trained."""
+    whole = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+    if training.lora is None:
+        return whole
+    counts = {True: 0, False: 0}
+    for one in adapted_matrices(shape, training, kind):
+        counts[one.part == "experts"] += training.lora.rank * one.entries
+    return RankParameters(counts[False], counts[True], whole.common, whole.experts)
+
+
+# --- Bytes that a device always keeps.
 
 
 class StaticBytes(NamedTuple):
-    """What is on a device all the time, whichever pass runs."""
+    """Bytes that are on a device all the time, whichever pass runs."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -195,6 +301,7 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
     The 12 are an fp32 copy of the weight and Adam's two moments (Rajbhandari et al. 2020, ZeRO,
     arXiv 1910.02054, section 3.1; gradients in fp32 as Megatron-LM keeps them). In fp32 there is no
     copy: 4 + 4 + 8. `Optimizer` has narrower types, and a share on the CPU, which does not count.
+    Frozen parameters have weights only, 2 bytes each (4 in fp32).
     ``zero`` 1 spreads the 12 over the data-parallel ranks (context-parallel ones are
     among them: they hold the same weights), 2 the gradients too, 3 the weights too; an expert's are
     spread over the ranks that hold it.
@@ -206,11 +313,16 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
         weights += parameters * training.stored_bytes / (ranks if training.zero >= 3 else 1)
         gradients += parameters * training.gradient_bytes / (ranks if training.zero >= 2 else 1)
         optimizer += parameters * on_device / (ranks if training.zero >= 1 else 1)
+    for parameters, ranks in replicas(counts.frozen, training):
+        weights += parameters * training.element_bytes / (ranks if training.zero >= 3 else 1)
     return StaticBytes(weights, gradients, optimizer)
 
 
 def replicas(counts: RankParameters, training: Training) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return parameters, and how many ranks have the same: of all but experts, and of an expert."""
+    """Return the trained parameters, with the number of ranks that have the same ones.
+
+    The first pair is of everything but experts, the second one of experts.
+    """
     return (
         (counts.common, training.dp * training.cp),
         (counts.experts, training.ranks // (training.ep * training.etp)),

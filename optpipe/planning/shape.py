@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "LORA_TARGETS",
     "NARROW",
     "PRECISIONS",
     "RECOMPUTABLE",
@@ -23,6 +24,7 @@ __all__ = [
     "GradientType",
     "LatentAttention",
     "LayerForm",
+    "Lora",
     "ModelShape",
     "Optimizer",
     "OptimizerName",
@@ -210,6 +212,18 @@ class ModelShape:
             absent.add("mlp")
         return frozenset(absent)
 
+    @property
+    def lora_targets(self) -> frozenset[str]:
+        """Those of `LORA_TARGETS` that the model has."""
+        queries = {"linear_qkv"}
+        if self.latent is not None:
+            queries = {"linear_kv_down_proj", "linear_kv_up_proj"}
+            if self.latent.query_rank:
+                queries |= {"linear_q_down_proj", "linear_q_up_proj"}
+            else:
+                queries.add("linear_q_proj")
+        return frozenset(queries | {"linear_proj", "linear_fc1", "linear_fc2"})
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerForm, ...]:
         """The kind of each layer in model order; multi-token prediction is not among them."""
@@ -336,6 +350,47 @@ class Optimizer:
     def gradient_bytes(self) -> int:
         """Bytes of an accumulated gradient."""
         return _TYPE_BYTES[self.gradients]
+
+
+LORA_TARGETS = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj"),
+)
+"""Matrices that adapters can change, by Megatron-Bridge's names; the last five are of latent
+attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685). All other weights are frozen.
+
+    The defaults are those of Megatron-Bridge's ``LoRA``. Adapters have no dropout.
+
+    Parameters
+    ----------
+    rank
+        Inner width of an adapter, which is two matrices.
+    targets
+        The matrices that have an adapter, of `LORA_TARGETS`, in every layer. The experts of a rank
+        share one adapter. Default targets that the model does not have are ignored.
+    """
+
+    rank: int = 32
+    targets: frozenset[str] = frozenset(LORA_TARGETS[:4])
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise FieldError(FieldRef("lora_rank", self.rank), ": must be at least 1; raise it")
+        unknown = sorted(self.targets - set(LORA_TARGETS))
+        if unknown or not self.targets:
+            raise FieldError(
+                FieldRef("lora_targets", unknown[0] if unknown else "none"),
+                f": is none of {', '.join(LORA_TARGETS)}; choose among these",
+            )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {', '.join(sorted(self.targets))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,13 +521,15 @@ class Training:
         stores sharded fp32 weights, which are the master weights.
     compiled
         Whether ``torch.compile`` fuses the operators of layers and loss (with ``kernels`` torch).
+    lora
+        Adapters that are trained instead of the model's weights; None = all weights are trained.
     slices, slice_index
         Every sequence is cut into so many slices of equal length, each a micro-batch of its own;
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
         before it, whose keys and values stay on the device.
     lengths
-        Tokens of each sequence that is packed into the ``sequence`` of a micro-batch, none of
-        which attends to another; empty: it is one sequence.
+        Tokens of each sequence that is packed into one of ``sequence`` tokens. None attends to
+        another. Empty: nothing is packed.
     """
 
     micro_batch: int = 1
@@ -498,6 +555,7 @@ class Training:
     routing: Routing = Routing()
     kernels: Kernels = "megatron"
     compiled: bool = False
+    lora: Lora | None = None
     slices: int = 1
     slice_index: int = 0
     lengths: tuple[int, ...] = ()
@@ -546,6 +604,12 @@ class Training:
     def _check_tokens(self) -> None:
         if not 0 <= self.slice_index < self.slices:
             raise ValueError(f"slice_index = {self.slice_index}: must be below {self.slices}")
+        if self.lengths and self.slices > 1:
+            raise FieldError(
+                FieldRef("slices", self.slices),
+                " with packed sequences: slices are estimated of whole sequences only; leave one "
+                "of them out",
+            )
         if self.lengths and (min(self.lengths) < 1 or sum(self.lengths) != self.sequence):
             raise FieldError(
                 FieldRef("lengths", self.lengths[:3]),
@@ -728,6 +792,14 @@ class Training:
                 FieldRef("recompute", min(absent)),
                 f": {shape.name!r} has no such modules; leave it out",
             )
+        if self.lora is not None and self.lora.targets != Lora().targets:
+            strange = self.lora.targets - shape.lora_targets
+            if strange:
+                raise FieldError(
+                    FieldRef("lora_targets", min(strange)),
+                    f": {shape.name!r} has no such matrices, but "
+                    f"{', '.join(sorted(shape.lora_targets))}; choose among these",
+                )
         longest = max(self.lengths, default=self.sequence)
         if 0 < shape.positions < longest:
             raise FieldError(

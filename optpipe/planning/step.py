@@ -20,7 +20,7 @@ from optpipe.planning.machine import Machine, Spent
 from optpipe.planning.parameters import (
     RankParameters,
     StaticBytes,
-    layer_parameters,
+    rank_parameters,
     static_bytes,
 )
 from optpipe.problem import Placement, placement_of
@@ -600,11 +600,9 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
     training = machine.training
     pool = _BOUNDARY_TENSORS * checkpoint_bytes(shape, training) if pp > 1 else 0
     if training.zero >= 3:
-        most = max(
-            layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
-            for kind, _ in shape.kinds
-        )
-        pool += most * (2 * training.element_bytes + training.gradient_bytes)
+        layers = [rank_parameters(shape, training, kind) for kind, _ in shape.kinds]
+        pool += 2 * training.element_bytes * max(one.stored.total for one in layers)
+        pool += training.gradient_bytes * max(one.total for one in layers)
     return round(machine.byte_factor * pool)
 
 

@@ -49,6 +49,7 @@ WRITTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "tags": (["a", "b"], {"tags": ["a", "b"]}),
     "placements": (["v,free"], {"placements": ["v", "free"]}),
     "recompute": (["mlp,moe"], {"recompute": ["mlp", "moe"]}),
+    "lora_targets": (["linear_fc1,linear_qkv"], {"lora_targets": ["linear_fc1", "linear_qkv"]}),
     "model": (["x"], {"model": "x"}),
     "range_pattern": (["F=a", "B=b"], {"range_pattern": ["F=a", "B=b"]}),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from optpipe.planning.accelerators import PRIORS, Efficiency
 from optpipe.planning.costs import model_flops
 from optpipe.planning.estimate import ERROR_BANDS, WIDE_BANDS
 from optpipe.planning.parameters import RankParameters, static_bytes
-from optpipe.planning.shape import Optimizer
+from optpipe.planning.shape import Lora, Optimizer
 from optpipe.planning.step import StepEstimate, asked_placement, balanced_sizes
 from optpipe.requests import EstimateRequest
 from optpipe.simulate import simulate
@@ -110,6 +110,9 @@ def cells_ms(found: Estimate) -> list[float]:
         ("deepseek-v3-mtp", {"dp": 64, "ep": 64, "precision": "mxfp8"}, "gb200"),
         ("gpt-oss-120b", {"dp": 16, "ep": 8}, "b300"),
         ("gemma3-27b", {"dp": 2, "zero": 0}, "mi300x"),
+        ("llama3-70b", {"tp": 4, "dp": 2, "precision": "fp8", "lora": Lora(rank=16)}, "h100"),
+        ("deepseek-v3-mtp", {"dp": 64, "ep": 64, "lora": Lora()}, "gb200"),
+        ("gemma3-27b", {"dp": 2, "zero": 0, "lora": Lora()}, "mi300x"),
     ]),
     st.sampled_from([("linear", 1, "balanced"), ("linear", 1, "even"), ("loop", 2, "even")]),
     st.sampled_from([8, 24]),
@@ -444,7 +447,9 @@ def test_every_field_of_an_estimate_is_an_option() -> None:
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}
     fields |= {"expert_imbalance", "expert_capacity", "expert_rank_capacity", "pad_experts"}
     fields |= {"optimizer_offload", "precision_aware_optimizer", "exp_avg_dtype", "gradient_dtype"}
-    not_options = {"shape", "hardware", "training", "efficiency", "slice_index", "routing"}
+    fields |= {"lora_rank", "lora_targets", "packed_lengths"}
+    not_options = {"shape", "hardware", "training", "efficiency", "slice_index"}
+    not_options |= {"routing", "lora"}
     options = set(inspect.signature(estimate_problem).parameters)
     assert fields - not_options <= options
     flag = flags_of(EstimateRequest)

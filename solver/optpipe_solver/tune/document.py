@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _SWITCHES = (
-    *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
+    *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
     *("overlap", "compiled"),
 )
 _KERNELS: dict[str, Kernels] = {"torchtitan": "torch"}
@@ -99,17 +99,20 @@ def read_question(request: TuneRequest) -> AskedTune:
         global_batch=request.global_batch,
         training=Training(
             **{name: getattr(request, name) for name in _SWITCHES},
+            **request.packed_settings,
             kernels=request.kernels or _KERNELS.get(request.framework, "megatron"),
             optimizer=request.optimizer_settings,
             routing=request.routing,
+            lora=request.lora_settings,
         ),
         framework=request.framework,
-        fixed=request.fixed.model_dump(exclude_none=True),
+        fixed=_fixed(request),
         memory_bytes=request.memory_bytes,
         headroom=request.headroom,
         price_per_gpu_hour=request.price_per_gpu_hour,
         chosen=switches,
     )
+    question.training.check_held(question.shape)
     if request.gpu_counts is not None:
         is_auto = request.gpu_counts == "auto"
         counts = auto_counts(question.hardware) if is_auto else request.gpu_counts
@@ -145,6 +148,12 @@ def read_question(request: TuneRequest) -> AskedTune:
         raise FieldError(FieldRef(name), f": {error}").at(*places) from None
     question = calibrated(question, current, request.measured_step_s, request.measured_peak_gib)
     return AskedTune(question=question, current=current)
+
+
+def _fixed(request: TuneRequest) -> dict[str, int]:
+    """Return the fixed degrees; packed sequences are not cut into slices."""
+    whole = {"slices": 1} if request.packed_lengths else {}
+    return whole | request.fixed.model_dump(exclude_none=True)
 
 
 def read_current(
@@ -189,7 +198,10 @@ def read_current(
             f"{question.shape.name!r}, and two such steps cannot be compared; ask for a model with "
             f"{mtp}, or say {wanted_mtp} there"
         )
-    return replace(current, kinds=_kinds_today(question, current.training))
+    # No script of these has LoRA or lengths: its step trains what the question trains.
+    searched = question.training
+    training = replace(current.training, lora=searched.lora, lengths=searched.lengths)
+    return replace(current, training=training, kinds=_kinds_today(question, training))
 
 
 def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, ...]:

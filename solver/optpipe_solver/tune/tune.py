@@ -301,6 +301,8 @@ class TuneResult:
         found = left_out(self.question)
         if self.current is not None:
             found += _beside(self.question, self.current.configuration.training)
+        if self.question.training.lora is not None:
+            found += ("no pasted script has LoRA: set its rank and targets in your recipe",)
         if self.not_modelled:
             found += (f"set in your script, not in this estimate: {', '.join(self.not_modelled)}",)
         if self.best is not None and self.best.configuration.pipeline.pairs:
@@ -350,7 +352,7 @@ class TuneResult:
 
 _GIVEN = (
     *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch", "overlap"),
-    *("sequence_parallel", "offloaded_layers", "optimizer"),
+    *("sequence_parallel", "offloaded_layers", "optimizer", "lora"),
 )
 """Of a training, what is the same for all that is searched."""
 _FAR = 3.0

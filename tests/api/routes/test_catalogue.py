@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from optpipe import Problem
 from optpipe.errors import InputError
 from optpipe.planning import GPUS, MODELS, Training, estimate, find_gpu, find_model
-from optpipe.planning.shape import PRECISIONS
+from optpipe.planning.shape import PRECISIONS, Lora
 from optpipe.problem import Objective
 from optpipe.requests import CurrentRun, EstimateRequest, Framework, SubmitOptions, TuneRequest
 from optpipe.sweep import AXES, sweep
@@ -33,12 +33,18 @@ REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
     "estimate": (
         EstimateRequest,
         {"model": "llama3-8b", "gpu": "h100"},
-        {"config", "expert_imbalance", "recompute", "lengths", "values"},
+        {
+            *("config", "expert_imbalance", "recompute", "lengths", "values", "lora_targets"),
+            "packed_lengths",
+        },
     ),
     "tune": (
         TuneRequest,
         {"model": "llama3-8b", "gpu": "h100"},
-        {"config", "expert_imbalance", "current", "fixed", "options", "tags"},
+        {
+            *("config", "expert_imbalance", "current", "fixed", "options", "tags", "lora_targets"),
+            "packed_lengths",
+        },
     ),
     "current": (CurrentRun, {}, {"recompute", "layers"}),
     "solve": (SubmitOptions, {}, {"chunks", "placements"}),
@@ -124,6 +130,22 @@ def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
     assert view["notes"] == list(map(str, expected.notes))
     assert view["usable_bytes"] == [device.usable_bytes for device in expected.problem.devices]
     assert holds(expected.problem)
+
+
+def test_an_estimate_of_fine_tuning_is_that_of_python(http) -> None:
+    """LoRA on the attention of packed sequences."""
+    body = {"model": "llama3-8b", "gpu": "h100", "pp": 4, "lora_rank": 8}
+    body |= {"lora_targets": ["linear_qkv", "linear_proj"], "packed_lengths": [3000, 1096]}
+    view = http.post("/v1/estimates", json=body).json()
+    lora = Lora(rank=8, targets=frozenset({"linear_qkv", "linear_proj"}))
+    training = Training(sequence=4096, lengths=(3000, 1096), lora=lora)
+    expected = estimate(
+        find_model("llama3-8b"), find_gpu("h100"), training, pp=4, num_microbatches=16
+    )
+    assert view["problem_hash"] == expected.problem.problem_hash
+    refused = http.post("/v1/estimates", json=body | {"lora_targets": ["linear_q_proj"]})
+    assert refused.status_code == 422
+    assert refused.json()["pointers"] == ["/lora_targets"]
 
 
 def test_an_estimate_can_be_varied_at_once(http) -> None:

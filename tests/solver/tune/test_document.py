@@ -11,6 +11,7 @@ import pytest
 
 from optpipe.errors import InputError
 from optpipe.planning import megatron_arguments
+from optpipe.planning.shape import Lora
 from optpipe.requests import CurrentRun, TuneRequest
 from optpipe_solver.tune import (
     TuneResult,
@@ -280,6 +281,25 @@ def test_what_the_caller_gives_overrides_the_script_where_that_can_be_compared()
     assert read.question.training.optimizer.exp_avg == "fp32"
     with pytest.raises(InputError, match="a step of it is 32 sequences of 8,192 tokens"):
         ask({**OF_SCRIPT, "current_file": SCRIPT, "global_batch": 64})
+
+
+def test_fine_tuning_is_that_of_the_question_in_the_script_too() -> None:
+    """Neither LoRA nor lengths are in a script, so that its run and the search train the same."""
+    given = {"lora_rank": 8, "lora_targets": ["linear_qkv"], "packed_lengths": [8000, 192]}
+    read = ask({**OF_SCRIPT, **given, "current_file": SCRIPT})
+    assert read.current is not None
+    for training in (read.question.training, read.current.training):
+        assert training.lora == Lora(rank=8, targets=frozenset({"linear_qkv"}))
+        assert (training.sequence, training.lengths) == (8192, (8000, 192))
+    assert read.question.fixed["slices"] == 1
+    with pytest.raises(InputError, match="'llama3-8b' has no such matrices"):
+        ask({**ASKED, "lora_rank": 8, "lora_targets": ["linear_q_proj"]})
+
+
+def test_a_question_without_fine_tuning_is_the_same_as_before() -> None:
+    """So that answers that are kept are found."""
+    fields = TuneRequest.parse(ASKED).question()
+    assert not {"lora_rank", "lora_targets", "packed_lengths"} & fields.keys()
 
 
 def test_a_script_of_a_model_that_the_catalogue_does_not_have_makes_a_config() -> None:

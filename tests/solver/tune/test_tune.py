@@ -28,6 +28,7 @@ from optpipe.planning import (
     megatron_arguments,
     torchtitan_config,
 )
+from optpipe.planning.shape import Lora
 from optpipe.planning.step import in_flight
 from optpipe.problem import placement_of
 from optpipe_solver import solve
@@ -96,6 +97,7 @@ def exhaustively(question: TuneQuestion) -> dict[TuneCandidate, float]:
 
 
 TIGHT = 9_800_000_000
+LORA = Training(sequence=8192, cuda_graphs=True, lora=Lora(rank=8), lengths=(6000, 2192))
 
 
 def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
@@ -114,8 +116,16 @@ def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
         (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1),
         (mixed(fixed={"tp": 1, "cp": 1, "micro_batch": 1}), 1),
         pytest.param(mixed(WITH_EXPERTS), 1, marks=pytest.mark.extended),
+        (asked(training=LORA, memory_bytes=14_000_000_000), 1),
     ],
-    ids=["dense", "dense, tight, two at a time", "experts, tight", "kinds", "kinds, experts"],
+    ids=[
+        "dense",
+        "dense, tight, two at a time",
+        "experts, tight",
+        "kinds",
+        "kinds, experts",
+        "LoRA",
+    ],
 )
 def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, threads: int) -> None:
     """And what is answered is the best of all of them, within what the certificate leaves."""
@@ -143,7 +153,8 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert (
         fastest_ms * (1 - 1e-6) <= result.best.step_ms <= fastest_ms / (1 - result.gap) * 1.000001
     )
-    assert bool(result.notes) == result.best.configuration.pipeline.pairs
+    has_notes = question.training.lora is not None or result.best.configuration.pipeline.pairs
+    assert bool(result.notes) == has_notes
     assert {one.pairs for one in best_of} == {False, question.shape.experts is not None}
     counts = result.counts
     assert counts.total == len(best_of)
