@@ -14,7 +14,14 @@ from optpipe.planning.frameworks.megatron_reader import find_model_of, read_mega
 from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
 from optpipe.planning.machine import Machine
 from optpipe.planning.parameters import total_parameters
-from optpipe.planning.shape import Experts, LatentAttention, LayerForm, ModelShape, Training
+from optpipe.planning.shape import (
+    Experts,
+    LatentAttention,
+    LayerForm,
+    Lora,
+    ModelShape,
+    Training,
+)
 from optpipe.planning.step import PipelineCut, StepEstimate, step_estimate
 
 __all__ = [
@@ -27,6 +34,7 @@ __all__ = [
     "Hardware",
     "LatentAttention",
     "LayerForm",
+    "Lora",
     "Machine",
     "ModelShape",
     "PipelineCut",

@@ -743,6 +743,8 @@ class Training:
         if shape.experts is not None:
             split["the experts' ffn"] = ("etp", shape.experts.ffn)
             split["the shared experts' ffn"] = ("tp", shape.experts.shared_ffn)
+        if self.lora is not None and self.lora.targets - {"linear_proj", "linear_fc2"}:
+            split["lora_rank"] = ("tp", self.lora.rank)
         for what, (name, size) in split.items():
             degree = getattr(self, name)
             if size % degree:

@@ -6,13 +6,13 @@ from statistics import median
 import pytest
 
 from benchmarks.scoreboard import PUBLISHED, fit_of_published, published, scores
-from optpipe.errors import FieldError
+from optpipe.errors import FieldError, RequestError
 from optpipe.planning import MODELS, LayerForm, Machine, Training, find_gpu, find_model
 from optpipe.planning.costs import embedding_costs, head_costs, layer_costs, model_flops, mtp_costs
 from optpipe.planning.layer_profile import profile_layers
 from optpipe.planning.parameters import StaticBytes, static_bytes, total_parameters
 from optpipe.planning.shape import LORA_TARGETS, Lora
-from optpipe.requests import EstimateRequest, RequestError
+from optpipe.requests import EstimateRequest
 
 S, H, F, KV, R = 256, 4096, 14336, 1024, 16
 DENSE, MOE = LayerForm(False), LayerForm(True)
@@ -139,6 +139,8 @@ def test_targets_are_the_models() -> None:
     Training(dp=8, ep=8, lora=ALL).check_divides(latent)
     with pytest.raises(FieldError, match="'deepseek-v3' has no such matrices, but linear_fc1"):
         Training(dp=8, ep=8, lora=QKV).check_divides(latent)
+    with pytest.raises(FieldError, match="tp = 8 does not divide lora_rank = 4 of 'llama3-8b'"):
+        Training(tp=8, lora=replace(QKV, rank=4)).check_divides(LLAMA)
     with pytest.raises(FieldError, match="is none of linear_qkv"):
         Lora(targets=frozenset({"linear"}))
     with pytest.raises(FieldError, match="must be at least 1"):
