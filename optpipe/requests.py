@@ -657,7 +657,7 @@ class ModelOnGpus(Request):
     )
     overlap: Switch = Field(True, description="Overlap of collectives with compute.")
     optimizer: OptimizerName = Field(
-        "adam", description="Optimizer: adam (two moments) or sgd (momentum)."
+        "adam", description="Optimizer: adam (two moments), sgd (momentum) or muon."
     )
     precision_aware_optimizer: Switch = Field(
         False,

@@ -132,8 +132,8 @@ class EstimateArguments(TypedDict, total=False):
     paged_stash: bool | None
     # Overlap of collectives with compute.
     overlap: bool | None
-    # Optimizer: adam (two moments) or sgd (momentum).
-    optimizer: Literal["adam", "sgd"] | None
+    # Optimizer: adam (two moments), sgd (momentum) or muon.
+    optimizer: Literal["adam", "sgd", "muon"] | None
     # Adam with moments narrower than fp32 and master weights of 2 bytes (Megatron-Core's flag of
     # this name).
     precision_aware_optimizer: bool | None
@@ -298,8 +298,8 @@ class TuneArguments(TypedDict, total=False):
     paged_stash: bool | None
     # Overlap of collectives with compute.
     overlap: bool | None
-    # Optimizer: adam (two moments) or sgd (momentum).
-    optimizer: Literal["adam", "sgd"] | None
+    # Optimizer: adam (two moments), sgd (momentum) or muon.
+    optimizer: Literal["adam", "sgd", "muon"] | None
     # Adam with moments narrower than fp32 and master weights of 2 bytes (Megatron-Core's flag of
     # this name).
     precision_aware_optimizer: bool | None

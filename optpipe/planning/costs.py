@@ -36,6 +36,7 @@ from optpipe.planning.parameters import (
     RankParameters,
     adapted_matrices,
     attention_matrices,
+    count_entries,
     embedding_parameters,
     head_parameters,
     kv_width,
@@ -806,7 +807,7 @@ def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
             PassCost(moved_bytes=row * (size + 2 * training.gradient_bytes)),
         ),
         Kept(numbers, numbers + checkpoint_bytes(shape, training), 0, numbers),
-        RankParameters(count),
+        RankParameters(count, tables=count),
     )
 
 
@@ -859,7 +860,7 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
             0,
             residual,
         ),
-        RankParameters(parameters),
+        RankParameters(parameters, tables=round(entries) if owns_matrix else 0),
         forward_workspace_bytes=logits * size,
         backward_workspace_bytes=logits * more_held,
     )
@@ -940,4 +941,5 @@ def _matrices_of_a_token(shape: ModelShape, kind: LayerForm) -> int:
     ffn = shape.ffn
     if kind.is_moe and experts is not None:
         ffn = experts.shared_ffn + experts.active * experts.ffn
-    return attention_matrices(shape) + router + mlp_matrices(shape, ffn)
+    matrices = [*attention_matrices(shape), *mlp_matrices(shape, ffn)]
+    return router + count_entries(matrices)

@@ -116,6 +116,7 @@ _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that th
 _PEER_LATENCY_MS = 0.02  # a launch
 _DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
+_NEWTON_SCHULZ = 5  # iterations of Muon, Megatron-Core's default
 _HOST_GB_PER_S = 50.0  # of host memory, per GPU: assumed, eight GPUs share two sockets
 
 
@@ -418,12 +419,12 @@ class Machine(NamedTuple):
     def reduction(self, parameters: RankParameters, *, is_pipelined: bool) -> Exchange:
         """Return the reduction of fp32 gradients over all ranks that hold the same parameters.
 
-        All-reduced, or with ``zero`` reduce-scattered, which is half of it. 0 with ``zero`` 3,
-        which reduces after every backward.
+        They are all-reduced, also for Muon, or with ``zero`` reduce-scattered, which is half of
+        it. 0 with ``zero`` 3, which reduces after every backward.
         """
         if self.training.zero >= 3:
             return Exchange()
-        rings = 1.0 if self.training.zero else 2.0
+        rings = 1.0 if self.training.zero and self.training.optimizer.name != "muon" else 2.0
         return self._exchanged(
             parameters, rings * self.training.gradient_bytes, is_pipelined=is_pipelined
         )
@@ -432,7 +433,10 @@ class Machine(NamedTuple):
         """Return the gathering of new weights that a spread optimizer makes necessary."""
         if self.training.zero not in {1, 2}:
             return Exchange()
-        return self._exchanged(parameters, self.training.element_bytes, is_pipelined=is_pipelined)
+        found = self._exchanged(parameters, self.training.element_bytes, is_pipelined=is_pipelined)
+        if self.training.optimizer.name == "muon":  # Megatron-Core gathers after the step
+            return found._replace(unhidden_ms=found.whole_ms)
+        return found
 
     def _exchanged(
         self, parameters: RankParameters, size: float, *, is_pipelined: bool
@@ -472,6 +476,12 @@ class Machine(NamedTuple):
             on_cpu += own * optimizer.offload
         rate = self.hardware.memory_gb_per_s.value * self.efficiency.memory
         found = self.factor * moved / (rate * 1e6)
+        if optimizer.name == "muon":
+            (_, ranks), (_, expert_ranks) = replicas(counts, training)
+            work = counts.work / (ranks if training.zero else 1)
+            work += counts.expert_work / (expert_ranks if training.zero else 1)
+            peak = self.hardware.peak_flops("bf16") * self.efficiency.matmul
+            found += self.factor * 1e3 * _NEWTON_SCHULZ * work / peak
         pcie = self.hardware.pcie_gb_per_s
         if on_cpu and pcie is not None:
             copied = on_cpu * (gradient + element) / (pcie.value * self.efficiency.pcie)

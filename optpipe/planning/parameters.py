@@ -8,10 +8,12 @@ tensor-parallel group; with ``tp`` 1 they are the whole model's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from optpipe.planning.shape import LatentAttention, LayerForm, ModelShape, Training
+    from collections.abc import Iterable
+
+    from optpipe.planning.shape import LayerForm, ModelShape, Training
 
 __all__ = [
     "RankParameters",
@@ -19,12 +21,14 @@ __all__ = [
     "TargetMatrix",
     "adapted_matrices",
     "attention_matrices",
+    "count_entries",
     "embedding_parameters",
     "head_parameters",
     "kv_width",
     "layer_parameters",
     "mlp_matrices",
     "mtp_parameters",
+    "newton_schulz_flops",
     "num_matrices",
     "query_width",
     "rank_parameters",
@@ -39,13 +43,18 @@ class RankParameters(NamedTuple):
     """Parameters on one device: trained and frozen ones, of experts and of everything else.
 
     All data-parallel ranks have the same ``common`` ones. Only the trained parameters have
-    gradients and optimizer states.
+    gradients and optimizer states. ``tables`` are those of ``common`` in embedding and head. An
+    iteration of Newton and Schulz on the matrices takes ``work`` FLOPs, on those of experts
+    ``expert_work`` (`newton_schulz_flops`).
     """
 
     common: int
     experts: int = 0
     frozen_common: int = 0
     frozen_experts: int = 0
+    tables: int = 0
+    work: int = 0
+    expert_work: int = 0
 
     @property
     def total(self) -> int:
@@ -86,23 +95,43 @@ def vocab_slice(shape: ModelShape, tp: int = 1) -> int:
     return -(-shape.vocab // tp)
 
 
-def attention_matrices(shape: ModelShape, tp: int = 1) -> int:
-    """Return the entries of the matrices of attention: query, key, value, output."""
-    if shape.latent is not None:
-        return _latent_matrices(shape, shape.latent, tp)
-    return 2 * shape.hidden * (query_width(shape, tp) + kv_width(shape, tp))
+MatrixSize: TypeAlias = tuple[int, int]
 
 
-def _latent_matrices(shape: ModelShape, latent: LatentAttention, tp: int) -> int:
-    """Return those of latent attention; what compresses is whole on every device."""
+def attention_matrices(shape: ModelShape, tp: int = 1) -> list[MatrixSize]:
+    """Return the sizes of the matrices of attention: query, key, value, output.
+
+    The matrices of latent attention that compress are whole on every device.
+    """
+    hidden, latent = shape.hidden, shape.latent
+    if latent is None:
+        query, keys = query_width(shape, tp), kv_width(shape, tp)
+        return [(hidden, query), (hidden, keys), (hidden, keys), (query, hidden)]
     heads = shape.num_heads // tp
-    if latent.query_rank is None:
-        queries = shape.hidden * heads * shape.width
-    else:
-        queries = latent.query_rank * (shape.hidden + heads * shape.width)
-    keys = shape.hidden * (latent.kv_rank + latent.rope)
-    keys += latent.kv_rank * heads * (latent.nope + latent.value)
-    return queries + keys + heads * latent.value * shape.hidden
+    queries = [(hidden, heads * shape.width)]
+    if latent.query_rank is not None:
+        queries = [(hidden, latent.query_rank), (latent.query_rank, heads * shape.width)]
+    return [
+        *queries,
+        (hidden, latent.kv_rank + latent.rope),
+        (latent.kv_rank, heads * (latent.nope + latent.value)),
+        (heads * latent.value, hidden),
+    ]
+
+
+def count_entries(matrices: Iterable[MatrixSize]) -> int:
+    """Return the number of entries of some matrices."""
+    return sum(rows * columns for rows, columns in matrices)
+
+
+def newton_schulz_flops(matrices: Iterable[MatrixSize]) -> int:
+    """Return the FLOPs of an iteration of Newton and Schulz on each of some matrices.
+
+    Muon (Jordan et al. 2024) computes A = X X', B = b A + c A A and a X + B X of an m x n matrix X
+    with m <= n: 4 m^2 n + 2 m^3.
+    """
+    sizes = ((min(one), max(one)) for one in matrices)
+    return sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
 
 
 def num_matrices(shape: ModelShape) -> int:
@@ -110,26 +139,34 @@ def num_matrices(shape: ModelShape) -> int:
     return 3 if shape.mlp == "swiglu" else 2
 
 
-def mlp_matrices(shape: ModelShape, ffn: int, tp: int = 1) -> int:
-    """Return the entries of an MLP's matrices."""
-    return num_matrices(shape) * shape.hidden * ffn // tp
+def mlp_matrices(shape: ModelShape, ffn: int, tp: int = 1) -> list[MatrixSize]:
+    """Return the sizes of an MLP's matrices; gate and up are one, as Megatron-Core stores them."""
+    ffn //= tp
+    return [(shape.hidden, (num_matrices(shape) - 1) * ffn), (ffn, shape.hidden)] if ffn else []
 
 
 def layer_parameters(
     shape: ModelShape, kind: LayerForm, *, tp: int = 1, ep: int = 1, etp: int = 1
 ) -> RankParameters:
     """Return all parameters of one layer, biases and norms included."""
-    common = attention_matrices(shape, tp) + _small_parameters(shape, kind, tp)
+    matrices = attention_matrices(shape, tp)
+    small = _small_parameters(shape, kind, tp)
     experts = shape.experts
     if not kind.is_moe or experts is None:
-        return RankParameters(common + mlp_matrices(shape, shape.ffn, tp))
-    common += shape.hidden * experts.num  # the router
-    common += mlp_matrices(shape, experts.shared_ffn, tp)
-    one = mlp_matrices(shape, experts.ffn, etp)
+        matrices += mlp_matrices(shape, shape.ffn, tp)
+        return RankParameters(count_entries(matrices) + small, work=newton_schulz_flops(matrices))
+    matrices += [(shape.hidden, experts.num), *mlp_matrices(shape, experts.shared_ffn, tp)]
+    of_expert = mlp_matrices(shape, experts.ffn, etp)
+    one, local = count_entries(of_expert), experts.num // ep
     if experts.bias:
-        common += experts.num
+        small += experts.num
         one += 2 * experts.ffn // etp + shape.hidden
-    return RankParameters(common, experts.num // ep * one)
+    return RankParameters(
+        count_entries(matrices) + small,
+        local * one,
+        work=newton_schulz_flops(matrices),
+        expert_work=local * newton_schulz_flops(of_expert),
+    )
 
 
 def _small_parameters(shape: ModelShape, kind: LayerForm, tp: int) -> int:
@@ -171,7 +208,12 @@ def head_parameters(shape: ModelShape, tp: int = 1) -> int:
 def mtp_parameters(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1) -> RankParameters:
     """Return those of one multi-token prediction module: embedding and head are the model's."""
     layer = layer_parameters(shape, shape.layer_kinds[-1], tp=tp, ep=ep, etp=etp)
-    return layer.plus(RankParameters(2 * shape.hidden**2 // tp + 3 * shape.hidden))
+    joined = [(2 * shape.hidden, shape.hidden // tp)]
+    return layer.plus(
+        RankParameters(
+            2 * shape.hidden**2 // tp + 3 * shape.hidden, work=newton_schulz_flops(joined)
+        )
+    )
 
 
 def total_parameters(shape: ModelShape, *, active: bool = False) -> int:
@@ -301,7 +343,8 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
     The 12 are an fp32 copy of the weight and Adam's two moments (Rajbhandari et al. 2020, ZeRO,
     arXiv 1910.02054, section 3.1; gradients in fp32 as Megatron-LM keeps them). In fp32 there is no
     copy: 4 + 4 + 8. `Optimizer` has narrower types, and a share on the CPU, which does not count.
-    Frozen parameters have weights only, 2 bytes each (4 in fp32).
+    Frozen parameters have weights only, 2 bytes each (4 in fp32). Muon has one moment, and
+    Adam's second one for embedding and head.
     ``zero`` 1 spreads the 12 over the data-parallel ranks (context-parallel ones are
     among them: they hold the same weights), 2 the gradients too, 3 the weights too; an expert's are
     spread over the ranks that hold it.
@@ -313,6 +356,8 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
         weights += parameters * training.stored_bytes / (ranks if training.zero >= 3 else 1)
         gradients += parameters * training.gradient_bytes / (ranks if training.zero >= 2 else 1)
         optimizer += parameters * on_device / (ranks if training.zero >= 1 else 1)
+    ranks_of_tables = training.dp * training.cp if training.zero >= 1 else 1
+    optimizer += counts.tables * training.optimizer.table_bytes / ranks_of_tables
     for parameters, ranks in replicas(counts.frozen, training):
         weights += parameters * training.element_bytes / (ranks if training.zero >= 3 else 1)
     return StaticBytes(weights, gradients, optimizer)

@@ -275,7 +275,7 @@ RECOMPUTABLE = (
 
 StateType = Literal["fp32", "bf16", "fp16", "fp8"]
 GradientType = Literal["fp32", "bf16"]
-OptimizerName = Literal["adam", "sgd"]
+OptimizerName = Literal["adam", "sgd", "muon"]
 _TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -286,7 +286,9 @@ class Optimizer:
     Parameters
     ----------
     name
-        adam: two moments; sgd: one, the momentum.
+        adam: two moments; sgd: one, the momentum. muon: one for the matrices of layers, which are
+        orthogonalised by five iterations of Newton and Schulz; adam for embedding and head. With
+        ``zero`` 1 whole matrices are spread over the replicas (Megatron-Core's ``dist_muon``).
     precision_aware
         Whether the moments may be narrower than fp32 (Megatron-Core's
         ``use_precision_aware_optimizer``). Master weights of bf16 weights then take 2 bytes: those
@@ -312,6 +314,13 @@ class Optimizer:
         if not 0 <= self.offload <= 1:
             raise FieldError(
                 FieldRef("optimizer_offload", self.offload), ": must be 0 to 1; correct it"
+            )
+        if self.offload and self.name == "muon":
+            raise FieldError(
+                FieldRef("optimizer_offload", self.offload),
+                " with ",
+                FieldRef("optimizer", "muon"),
+                ": Megatron-Core keeps Muon on the GPU; leave one of them out",
             )
         if self.precision_aware and self.name != "adam":
             raise FieldError(
@@ -342,9 +351,14 @@ class Optimizer:
     @property
     def moment_bytes(self) -> int:
         """Bytes of the moments per parameter."""
-        if self.name == "sgd":
+        if self.name != "adam":
             return 4
         return _TYPE_BYTES[self.exp_avg] + _TYPE_BYTES[self.exp_avg_sq]
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes per parameter of embedding and head beyond those of other parameters."""
+        return 4 if self.name == "muon" else 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -729,14 +743,7 @@ class Training:
     def check_divides(self, shape: ModelShape) -> None:
         """Refuse degrees that do not divide what they split, and what the model does not have."""
         self.check_held(shape)
-        if self.optimizer.precision_aware and not self.zero:
-            raise FieldError(
-                FieldRef("precision_aware_optimizer"),
-                " with ",
-                FieldRef("zero", 0),
-                ": Megatron-Core has it with the distributed optimizer only; choose ",
-                FieldRef("zero", 1),
-            )
+        self._check_optimizer()
         split = {"heads": ("tp", shape.num_heads)}
         if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
             split["ffn"] = ("tp", shape.ffn)
@@ -779,6 +786,23 @@ class Training:
                 FieldRef("ep", self.ep),
                 f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
                 "does (1 where there are none)",
+            )
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer.precision_aware and not self.zero:
+            raise FieldError(
+                FieldRef("precision_aware_optimizer"),
+                " with ",
+                FieldRef("zero", 0),
+                ": Megatron-Core has it with the distributed optimizer only; choose ",
+                FieldRef("zero", 1),
+            )
+        if self.optimizer.name == "muon" and (self.zero > 1 or self.precision == "fp16"):
+            name, value = ("zero", self.zero) if self.zero > 1 else ("precision", "fp16")
+            raise FieldError(
+                *(FieldRef("optimizer", "muon"), " with ", FieldRef(name, value)),
+                ": Megatron-Core has Muon with whole gradients and weights, in bf16 or fp32; "
+                "change one of them",
             )
 
     def check_held(self, shape: ModelShape) -> None:

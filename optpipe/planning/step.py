@@ -20,6 +20,9 @@ from optpipe.planning.machine import Machine, Spent
 from optpipe.planning.parameters import (
     RankParameters,
     StaticBytes,
+    attention_matrices,
+    count_entries,
+    mlp_matrices,
     rank_parameters,
     static_bytes,
 )
@@ -595,7 +598,7 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
     """Return the bytes of buffers next to the activations: messages, and FSDP's whole layers.
 
     There are eight boundary tensors (assumed). FSDP has the weights of two layers, and the
-    gradients of one.
+    gradients of one. Muon spreads whole matrices, so that a rank may have one more than the mean.
     """
     training = machine.training
     pool = _BOUNDARY_TENSORS * checkpoint_bytes(shape, training) if pp > 1 else 0
@@ -603,6 +606,14 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
         layers = [rank_parameters(shape, training, kind) for kind, _ in shape.kinds]
         pool += 2 * training.element_bytes * max(one.stored.total for one in layers)
         pool += training.gradient_bytes * max(one.total for one in layers)
+    if training.optimizer.name == "muon" and training.zero:
+        matrices = attention_matrices(shape, training.tp)
+        if any(not kind.is_moe for kind, _ in shape.kinds):
+            matrices += mlp_matrices(shape, shape.ffn, training.tp)
+        if shape.experts is not None:
+            matrices += mlp_matrices(shape, shape.experts.ffn, training.etp)
+        states = training.master_bytes + training.optimizer.moment_bytes
+        pool += states * max(count_entries([one]) for one in matrices)
     return round(machine.byte_factor * pool)
 
 

@@ -13,11 +13,25 @@ from optpipe.cli.estimate import estimate_problem
 from optpipe.cli.options import flags_of
 from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, plain
 from optpipe.formats.json import dump_problem, load_problem
-from optpipe.planning import GPUS, MODELS, Estimate, Training, estimate, find_gpu, find_model
+from optpipe.planning import (
+    GPUS,
+    MODELS,
+    Estimate,
+    LayerForm,
+    Training,
+    estimate,
+    find_gpu,
+    find_model,
+)
 from optpipe.planning.accelerators import PRIORS, Efficiency
 from optpipe.planning.costs import model_flops
 from optpipe.planning.estimate import ERROR_BANDS, WIDE_BANDS
-from optpipe.planning.parameters import RankParameters, static_bytes
+from optpipe.planning.parameters import (
+    RankParameters,
+    layer_parameters,
+    newton_schulz_flops,
+    static_bytes,
+)
 from optpipe.planning.shape import Lora, Optimizer
 from optpipe.planning.step import StepEstimate, asked_placement, balanced_sizes
 from optpipe.requests import EstimateRequest
@@ -535,6 +549,25 @@ def test_an_optimizer_on_the_cpu_costs_time_and_narrow_gradients_save_it() -> No
     assert cpu.step_ms - usual.step_ms == pytest.approx(cpu.optimizer_ms - usual.optimizer_ms)
     assert narrow.reduction_ms < 0.6 * usual.reduction_ms
     assert narrow.optimizer_ms < usual.optimizer_ms
+
+
+def test_muon_has_one_moment_and_orthogonalises_matrices() -> None:
+    """Bytes: 4 less for the matrices of layers. FLOPs: 4 m^2 n + 2 m^3 of an m x n matrix."""
+    run = Training(tp=2, dp=4, zero=1)
+    adam, muon = (
+        estimated(pp=2, training=replace(run, optimizer=Optimizer(name=name))).step
+        for name in ("adam", "muon")
+    )
+    layer = layer_parameters(LLAMA, LayerForm(False), tp=2)
+    layers = [size - 1 for size in adam.sizes]  # without embedding and head
+    for count, a, b in zip(layers, adam.memory, muon.memory, strict=True):
+        assert a.optimizer - b.optimizer == pytest.approx(4 * count * layer.total / 4, rel=2e-3)
+    assert muon.optimizer_ms > adam.optimizer_ms
+    assert newton_schulz_flops([(8, 4), (4, 8)]) == 2 * (4 * 4 * 4 * 8 + 2 * 4**3)
+    assert newton_schulz_flops([(4096, 4096)]) == 6 * 4096**3
+    for refused in (replace(run, zero=3), replace(run, precision="fp16")):
+        with pytest.raises(FieldError, match="whole gradients and weights"):
+            estimated(training=replace(refused, optimizer=Optimizer(name="muon")))
 
 
 def test_settings_of_an_optimizer_that_exclude_each_other_are_refused() -> None:

@@ -431,7 +431,10 @@ def _after_ms(
     for part in (
         (parameters,)
         if len(machines) == 1
-        else (RankParameters(parameters.common), RankParameters(0, parameters.experts))
+        else (
+            parameters._replace(experts=0, expert_work=0),
+            RankParameters(0, parameters.experts, expert_work=parameters.expert_work),
+        )
     ):
         found += min(one.optimizer_ms(part) for one in machines)
         for name in ("reduction", "gathering"):
