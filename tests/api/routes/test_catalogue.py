@@ -38,7 +38,7 @@ REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
     "tune": (
         TuneRequest,
         {"model": "llama3-8b", "gpu": "h100"},
-        {"config", "current", "fixed", "options", "tags"},
+        {"config", "gpu_counts", "current", "fixed", "options", "tags"},
     ),
     "current": (CurrentRun, {}, {"recompute", "layers"}),
     "solve": (SubmitOptions, {}, {"chunks", "placements"}),
