@@ -609,12 +609,12 @@ class ScoreboardError(Answer):
 
 
 class ScalingView(Answer):
-    """The fastest configuration on a number of GPUs; its numbers are null where none fits.
+    """The fastest configuration on a number of GPUs; its numbers are null if none is known.
 
     * ``tokens_per_gpu_hour``: tokens that a GPU trains in an hour.
     * ``gap``: share by which another configuration may still be faster.
     * ``missing_bytes``: per GPU, what the nearest configuration lacks at least.
-    * ``reason``: why no configuration fits.
+    * ``reason``: why no configuration is known: none fits, or the number was not tried.
     """
 
     num_gpus: int

@@ -329,7 +329,7 @@ def _scaling(result: TuneResult) -> Table:
     for row in result.scaling:
         if row.step_ms is None:
             empty = [""] * (len(numbers) - 1)
-            table.add_row(str(row.num_gpus), *empty, f"does not fit: {row.reason}")
+            table.add_row(str(row.num_gpus), *empty, row.reason)
             continue
         cost = [f"{row.cost_per_million_tokens:.4g}"] if has_price else []
         table.add_row(

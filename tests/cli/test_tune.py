@@ -202,7 +202,7 @@ def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpi
     assert fits[0]["step_ms"] > fits[1]["step_ms"]
     best = found["rows"][0]
     assert (best["label"], best["step_ms"]) == (fits[0]["label"], fits[0]["step_ms"])
-    said = "4 GPUs are the smallest number tried that fits; on 1 GPUs, TP 1 PP 1 DP 1 MBS 1"
+    said = "4 GPUs are the smallest number tried that fits; on 1 GPUs, the nearest, TP 1"
     assert found["verdict"].startswith(said)
     gib = f"needs at least {unfit['missing_bytes'] / 2**30:.1f} GiB more per GPU"
     assert found["verdict"].endswith(gib)
@@ -214,10 +214,18 @@ def test_auto_begins_below_the_smallest_number_that_fits(optpipe, monkeypatch) -
     assert done.code == 0, done.err
     table = done.out.partition("numbers of GPUs")[2].partition("bf16 MFU")[0]
     assert re.findall(r"^ *(\d) ", table, re.MULTILINE) == ["2", "4", "8"], done.out
-    assert "does not fit: TP" in table
+    assert "the nearest, TP" in table
     numbered = [one.replace("h100", "h100:8") for one in SEVERAL]
     refused = optpipe(*numbered, "--gpus", "auto")
     assert "needs one kind of GPU without a number in --gpu" in " ".join(refused.err.split())
+
+
+def test_once_a_number_fits_no_other_is_tried_after_the_time(optpipe) -> None:
+    done = optpipe(*SEVERAL, "--gpus", "1,4,8", "--time-limit", "0.001", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["scaling"]
+    assert [row["step_ms"] is not None for row in found] == [False, True, False]
+    assert found[2]["reason"] == "not tried: the search had ended"
 
 
 def test_if_no_number_of_gpus_fits_the_largest_says_what_is_missing(optpipe) -> None:

@@ -155,7 +155,7 @@ export class Tuned {
       shown(row.step_ms, ms), shown(row.tokens_per_s_per_gpu, whole.format),
       shown(row.tokens_per_gpu_hour, (tokens) => (tokens / 1e6).toPrecision(3)),
       shown(row.cost_per_million_tokens, (cost) => cost.toPrecision(4)),
-      row.step_ms === null ? `does not fit: ${row.reason}` : row.label] }));
+      row.step_ms === null ? row.reason : row.label] }));
     return [el("h2", {}, "Step time on each number of GPUs (estimated)"), scalingPlot(scaling),
       el("div", { id: "scaling" }, table("Numbers of GPUs", columns, rows))];
   }

@@ -115,7 +115,7 @@ def read_question(request: TuneRequest) -> AskedTune:
     question.training.check_held(question.shape)
     if request.gpu_counts is not None:
         is_auto = request.gpu_counts == "auto"
-        counts = auto_counts(question.hardware) if is_auto else request.gpu_counts
+        counts = auto_counts(question) if is_auto else request.gpu_counts
         return AskedTune(
             question=question, current=None, gpu_counts=tuple(map(int, counts)), is_auto=is_auto
         )

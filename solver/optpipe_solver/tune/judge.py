@@ -188,7 +188,7 @@ class TuneRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow:
-    """The fastest configuration on a number of GPUs; None where no configuration fits.
+    """The fastest configuration on a number of GPUs; its numbers are None if none is known.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class ScalingRow:
         Bytes per GPU that the nearest configuration lacks at least; None if one fits, or if the
         mean GPU has enough memory.
     reason
-        Why no configuration fits; empty if one fits.
+        Why no configuration is known; empty if one is.
     """
 
     num_gpus: int

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from optpipe.planning import total_parameters
 from optpipe.requests import MAX_AUTO_GPUS
 from optpipe_solver.tune.judge import ScalingRow
 from optpipe_solver.tune.shortage import gpu_numbers, nearest_configuration
@@ -14,7 +15,6 @@ from optpipe_solver.tune.space import candidates
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from optpipe.planning import Hardware
     from optpipe_solver.tune.space import TuneQuestion
     from optpipe_solver.tune.tune import TuneResult
 
@@ -24,9 +24,17 @@ _GIB = 2**30
 _SECONDS_PER_HOUR = 3600.0
 
 
-def auto_counts(hardware: Hardware) -> tuple[int, ...]:
-    """Return the numbers of GPUs that ``auto`` tries: parts of a host, then whole hosts."""
-    return tuple(gpu_numbers(hardware, 1, MAX_AUTO_GPUS))
+def auto_counts(question: TuneQuestion) -> tuple[int, ...]:
+    """Return the numbers of GPUs that ``auto`` tries: parts of a host, then whole hosts.
+
+    They begin with the largest number on which weights, gradients and optimizer alone do not fit.
+    """
+    training, optimizer = question.training, question.training.optimizer
+    states = (training.master_bytes + optimizer.moment_bytes) * (1 - optimizer.offload)
+    each = training.element_bytes + training.gradient_bytes + states
+    fewest = total_parameters(question.shape) * each / question.usable_bytes
+    counts = list(gpu_numbers(question.hardware, 1, MAX_AUTO_GPUS))
+    return tuple(counts[max(0, sum(number < fewest for number in counts) - 1) :])
 
 
 def tune_counts(
@@ -52,8 +60,9 @@ def tune_counts(
     tune
         `optpipe_solver.tune.tune` or a replacement; ``options`` are passed to it.
     time_limit_s, work_limit
-        For all numbers together. Each number gets an equal share of what is left. The bounds of a
-        number are computed in any case.
+        For all numbers together. Each number gets an equal share of what is left. Bounds and the
+        first schedules of a number are not cut short. Once a number fits and the time is over, no
+        other number is tried.
     from_first
         Whether rows begin with the largest number below the smallest one that fits.
     """
@@ -62,8 +71,11 @@ def tune_counts(
     rows: list[ScalingRow] = []
     found: TuneResult | None = None
     for index, number in enumerate(counts):
-        if rows and should_stop is not None and should_stop():
-            break
+        has_one = found is not None and found.best is not None
+        is_stopped = should_stop is not None and should_stop()
+        if (has_one and time.monotonic() >= end_s) or (rows and is_stopped):
+            rows.append(ScalingRow(num_gpus=number, reason="not tried: the search had ended"))
+            continue
         own, left = replace(question, num_gpus=number), len(counts) - index
         if next(candidates(own), None) is None:
             rows.append(ScalingRow(num_gpus=number, reason="model or batch do not split evenly"))
@@ -108,10 +120,12 @@ def _row(result: TuneResult) -> ScalingRow:
     missing_bytes, reason = None, "no schedule that fits was found in the time"
     if result.counts.do_not_fit == result.counts.total:
         nearest, lacks = nearest_configuration(question)
-        reason = f"{nearest.label} has no cut into layers that fits"
+        reason = f"the nearest, {nearest.label}, has no cut into layers that fits"
         if lacks > 0:
             missing_bytes = round(lacks)
-            reason = f"{nearest.label} needs at least {lacks / _GIB:.1f} GiB more per GPU"
+            reason = (
+                f"the nearest, {nearest.label}, needs at least {lacks / _GIB:.1f} GiB more per GPU"
+            )
     return ScalingRow(num_gpus=question.num_gpus, missing_bytes=missing_bytes, reason=reason)
 
 

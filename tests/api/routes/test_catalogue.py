@@ -42,7 +42,16 @@ REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
         TuneRequest,
         {"model": "llama3-8b", "gpu": "h100"},
         {
-            *("config", "expert_imbalance", "current", "fixed", "options", "tags", "lora_targets"),
+            *(
+                "config",
+                "expert_imbalance",
+                "gpu_counts",
+                "current",
+                "fixed",
+                "options",
+                "tags",
+                "lora_targets",
+            ),
             "packed_lengths",
         },
     ),
