@@ -72,7 +72,8 @@ MEGATRON = {
         optimizer=Optimizer(precision_aware=True, exp_avg="bf16", exp_avg_sq="fp8",
                             gradients="bf16"),
     ),
-    "half of the optimizer on the CPU": run("llama3-8b", dp=16, optimizer=Optimizer(offload=0.5)),
+    "half of the optimizer on the CPU": run("llama3-8b", dp=16, optimizer=Optimizer(
+        offload=0.5, precision_aware=True)),
     "momentum": run("llama3-8b", dp=16, optimizer=Optimizer(name="sgd")),
 }  # fmt: skip
 TITAN = {
@@ -418,6 +419,7 @@ def for_megatron(draw):
         has_experts and fields["ep"] > 1 and cut.chunks > 1 and "full" not in recompute
         and precision != "fp32" and draw(st.booleans())
     )  # fmt: skip
+    is_spread = fields.get("ep", 1) * fields.get("etp", 1) > 1
     training = Training(
         **fields,
         zero=draw(st.integers(0, 3)),
@@ -427,7 +429,7 @@ def for_megatron(draw):
         recompute=frozenset(recompute),
         cuda_graphs=captured,
         ep_overlap=is_overlapped,
-        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + has_experts])),
+        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + is_spread])),
         overlap=draw(st.booleans()),
         offloaded_layers=offloaded,
     )  # fmt: skip
@@ -455,6 +457,7 @@ def for_torchtitan(draw):
     has_experts = shape.experts is not None
     fields["etp"] = fields["tp"] if has_experts and fields.get("ep", 1) == 1 else 1
     assume(fields["tp"] * fields["cp"] * fields["dp"] % (fields.get("ep", 1) * fields["etp"]) == 0)
+    is_spread = fields.get("ep", 1) > 1
     narrow = ["fp8", "mxfp8"] if has_experts else ["fp8", "mxfp8", "nvfp4"]
     training = Training(
         **fields,
@@ -463,7 +466,7 @@ def for_torchtitan(draw):
         sequence_parallel=fields["tp"] == 1 or draw(st.booleans()),
         recompute=draw(st.sampled_from([frozenset(), full])),
         cuda_graphs=cut.pp == 1 and fields.get("ep", 1) == 1 and draw(st.booleans()),
-        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + has_experts])),
+        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + is_spread])),
         overlap=fields["tp"] == 1 or draw(st.booleans()),
     )  # fmt: skip
     gpu = find_gpu("h100")

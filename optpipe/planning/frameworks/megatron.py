@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
+from optpipe.planning.frameworks.rules import check_starts, graph_scope, has_overlap
 from optpipe.planning.shape import RECOMPUTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from optpipe.planning.configuration import Configuration
     from optpipe.planning.shape import ModelShape, Optimizer, Training
 
@@ -106,6 +105,7 @@ def megatron_arguments(configuration: Configuration) -> list[str]:
     """
     shape = configuration.shape
     check_arguments_have(shape)
+    check_starts(configuration, "megatron")
     arguments: list[str] = []
     for section in _sections(configuration).values():
         for name, value in section.items():
@@ -141,8 +141,13 @@ def megatron_yaml(configuration: Configuration) -> str:
     InputError
         As `megatron_arguments`, but for norms.
     """
+    check_starts(configuration, "megatron")
+    return _yaml_of(_sections(configuration))
+
+
+def _yaml_of(sections: dict[str, dict[str, Any]]) -> str:
     lines = ["# Written by optpipe; what is not here stays as your recipe has it."]
-    for title, section in _sections(configuration).items():
+    for title, section in sections.items():
         lines += [f"{title}:"] * bool(section)
         for name, value in section.items():
             if isinstance(value, dict):
@@ -190,9 +195,6 @@ def _yaml(value: Any) -> str:
 
 def _sections(configuration: Configuration) -> dict[str, dict[str, Any]]:
     """Return values by Megatron-Core's names, in the sections of Megatron-Bridge."""
-    for broken, sentence in _refusals(configuration):
-        if broken:
-            raise InputError(sentence)
     training = configuration.training
     is_sharded = training.zero >= 2
     distributed = {"use_distributed_optimizer": training.zero >= 1}
@@ -241,154 +243,6 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
 """Types of moments by torch's names; Megatron-Core stores fp8 as uint8."""
-
-
-def _refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    """Yield what Megatron cannot run, each with its sentence."""
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    count, m = cut.pp * cut.chunks, cut.num_microbatches
-    yield (
-        cut.schedule != "1f1b",
-        f"schedule {cut.schedule!r}: Megatron-Core has 1F1B and interleaved 1F1B; choose 1f1b, or "
-        "run it with optpipe.runtime.trainers.megatron",
-    )
-    yield (
-        cut.stages != tuple(stage % cut.pp for stage in range(count)),
-        f"placement {cut.placement!r}: Megatron-Core has stage k on rank k mod {cut.pp}; choose "
-        "linear or loop",
-    )
-    yield (
-        cut.chunks > 1 and (cut.pp == 1 or m % cut.pp > 0),
-        f"{cut.chunks} chunks on pp = {cut.pp} with {m} micro-batches: Megatron-Core interleaves "
-        "over two ranks and more, and whole groups of pp micro-batches; change one of them",
-    )
-    yield (
-        training.sequence % (2 * training.cp) > 0 and training.cp > 1,
-        f"sequence = {training.sequence} with cp = {training.cp}: Megatron-LM cuts it into "
-        f"{2 * training.cp} equal parts; choose a multiple",
-    )
-    yield (
-        training.lean,
-        "lean: Megatron-Core has no switch that makes norms, activations and dropout masks again "
-        "in every layer; give recompute modules, e.g. layernorm and moe_act",
-    )
-    yield (
-        shape.bias == "attention" and not (shape.experts and shape.experts.bias),
-        f"model {shape.name!r}: Megatron-Core has a bias in all matrices, in none, or for query, "
-        "key and value; choose a model that has",
-    )
-    cut = configuration.pipeline
-    yield (
-        cut.slices > 1 or (cut.pairs and shape.experts is None),
-        f"slices = {cut.slices}, pairs = {cut.pairs}: Megatron-Core 0.16.1 runs sequences whole, "
-        "and pairs only with experts; choose 1, and no pairs",
-    )
-    yield from _expert_refusals(configuration)
-    yield from _recompute_refusals(configuration)
-    yield from _offload_refusals(configuration)
-
-
-def _overlaps(configuration: Configuration) -> bool:
-    """Whether forwards and backwards run together: Megatron-Core's combined 1F1B."""
-    return configuration.training.ep_overlap or configuration.pipeline.pairs
-
-
-def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    if shape.experts is None:
-        return
-    yield (
-        training.tp > 1 and not training.sequence_parallel,
-        f"tp = {training.tp} without sequence_parallel: Megatron-LM needs it with experts; "
-        "switch it on",
-    )
-    yield (
-        training.dispatch != "bf16",
-        f"dispatch {training.dispatch!r}: Megatron-Core 0.16.1 sends tokens to experts in bf16; "
-        "choose bf16",
-    )
-    yield (
-        training.precision == "fp16" and training.ep > 1,
-        f"precision 'fp16' with ep = {training.ep}: Megatron-LM refuses them together; choose bf16",
-    )
-    yield (
-        shape.experts.bias and training.etp > 1,
-        f"etp = {training.etp}: experts of {shape.name!r} have biases, which Megatron-Core does "
-        "not split; choose etp = 1",
-    )
-    yield (
-        _overlaps(configuration)
-        and (
-            training.ep == 1
-            or (cut.pp > 1 and cut.chunks == 1)
-            or "full" in training.recompute
-            or training.precision == "fp32"
-            or shape.mtp > 1
-            or (shape.mtp == 1 and cut.pp == 1)
-        ),
-        f"{'pairs' if cut.pairs else 'ep_overlap'} with ep = {training.ep}, pp = {cut.pp}, "
-        f"{cut.chunks} chunks, {shape.mtp} MTP layers and recompute {sorted(training.recompute)}: "
-        "Megatron-Core needs ep > 1, several chunks where pp > 1, at most one MTP layer (with "
-        "pp > 1), bf16 or fp16 and no full recomputation; change these or switch it off",
-    )
-
-
-def _recompute_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    shape, training = configuration.shape, configuration.training
-    modules = training.recompute
-    yield (
-        "full" in modules and len(modules) > 1,
-        f"recompute {sorted(modules)}: full is all of it; give full alone, or modules",
-    )
-    absent = modules & shape.without
-    yield (
-        bool(absent),
-        f"recompute {sorted(absent)}: {shape.name!r} has no such modules; leave them out",
-    )
-    yield (
-        "moe_act" in modules and training.precision in ("fp16", "fp32"),
-        f"recompute moe_act with {training.precision}: Megatron-Core makes it again only with "
-        "grouped products, which are bf16's; leave it out",
-    )
-    yield (
-        training.cuda_graphs
-        and bool(modules & ({"full", "moe"} | ({"core_attn"} if shape.dropout else set()))),
-        f"cuda_graphs with recompute {sorted(modules)}: Megatron-Core captures no layer of which "
-        "all, the experts, or attention with dropout is made again; leave one of the two out",
-    )
-
-
-def _offload_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    n = training.offloaded_layers
-    if not n:
-        return
-    yield (
-        training.cuda_graphs,
-        f"offloaded_layers = {n} with cuda_graphs: copies of captured layers are not written; "
-        "leave one of the two out",
-    )
-    yield (
-        n > shape.num_layers,
-        f"offloaded_layers = {n}: {shape.name!r} has {shape.num_layers}; lower it",
-    )
-    yield (
-        cut.pp == 1 and (n == shape.num_layers or bool(training.recompute)),
-        f"offloaded_layers = {n} of {shape.num_layers} with recompute "
-        f"{sorted(training.recompute)}: Megatron-Core copies whole layers without recomputation, "
-        "and not all of them; lower it, or recompute nothing",
-    )
-    yield (
-        cut.pp > 1 and shape.experts is None,
-        f"offloaded_layers = {n} with pp = {cut.pp}: Megatron-Core copies whole layers only with "
-        "pp = 1, and else modules of attention and experts, of which a dense layer's MLP, most of "
-        "its bytes, is none; choose 0, or run it with optpipe.runtime.trainers.megatron",
-    )
-    yield (
-        cut.pp > 1 and bool(training.recompute - {"moe_act"}),
-        f"offloaded_layers = {n} with recompute {sorted(training.recompute)}: which module's input "
-        "is then copied and which made again is not written; recompute moe_act or nothing",
-    )
 
 
 def _sizes(shape: ModelShape, training: Training) -> dict[str, Any]:
@@ -459,7 +313,7 @@ def _experts(configuration: Configuration) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared_ffn,
         "moe_grouped_gemm": training.precision not in ("fp16", "fp32"),
         "moe_router_pre_softmax": experts.active == 1,
-        "overlap_moe_expert_parallel_comm": _overlaps(configuration),
+        "overlap_moe_expert_parallel_comm": has_overlap(shape, training, configuration.pipeline),
     }
     return values | {name: value for name, value in optional.items() if value}
 
@@ -520,8 +374,6 @@ def _graphs(configuration: Configuration) -> dict[str, Any]:
     shape, training = configuration.shape, configuration.training
     if not training.cuda_graphs:
         return {}
-    has_experts = any(kind.is_moe for kind in shape.layer_kinds)
-    has_dense = not (all(kind.is_moe for kind in shape.layer_kinds) or _overlaps(configuration))
-    scope = ["attn", *["mlp"] * has_dense, *["moe_router", "moe_preprocess"] * has_experts]
+    scope = graph_scope(shape, training, configuration.pipeline)
     return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope,
             "use_te_rng_tracker": True}  # fmt: skip

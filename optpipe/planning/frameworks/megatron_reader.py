@@ -6,9 +6,10 @@ Names and defaults are those of `optpipe.planning.frameworks.megatron`.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
@@ -20,13 +21,20 @@ from optpipe.planning.frameworks.megatron import (
     SHARDING,
     TORCH_TYPES,
 )
+from optpipe.planning.frameworks.rules import (
+    ARGUMENTS,
+    CONFIG,
+    MEGATRON_RULES,
+    check_gpus,
+    check_starts,
+)
 from optpipe.planning.settings import FrameworkSettings, read_settings
 from optpipe.planning.shape import Optimizer, OptimizerName, StateType, Training
 from optpipe.planning.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import Dispatcher, ModelShape, Precision
@@ -94,16 +102,15 @@ def read_megatron(
     for broken, sentence in _unsaid(said):
         if broken:
             raise InputError(sentence)
+    _check_text(said)
     shape = _shape_said(said, shape)
     has_experts = shape.experts is not None
     tp, cp = said.degree("tensor_model_parallel_size", 1), said.degree("context_parallel_size", 1)
     pp = said.degree("pipeline_model_parallel_size", 1)
+    ep = said.degree("expert_model_parallel_size", 1) if has_experts else 1
+    etp = said.degree("expert_tensor_parallel_size", tp) if has_experts else 1
+    check_gpus(num_gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     dp = num_gpus // (tp * cp * pp)
-    if dp * tp * cp * pp != num_gpus:
-        raise InputError(
-            f"{num_gpus} GPUs: are no multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}; "
-            "correct one of them"
-        )
     micro_batch = said.degree("micro_batch_size", None)
     batch = said.degree("global_batch_size", global_batch)
     if batch % (micro_batch * dp):
@@ -118,8 +125,8 @@ def read_megatron(
         tp=tp,
         cp=cp,
         dp=dp,
-        ep=said.degree("expert_model_parallel_size", 1) if has_experts else 1,
-        etp=said.degree("expert_tensor_parallel_size", tp) if has_experts else 1,
+        ep=ep,
+        etp=etp,
         zero=_zero_said(said),
         precision=cast("Precision", _precision_said(said)),
         flash=_attention_said(said) not in ("unfused", "local"),
@@ -155,6 +162,10 @@ def read_megatron(
         )
     if stages:
         layout_text(stages, pp)  # refuses multi-token prediction where Megatron-Core has none
+    unsaid = () if said.is_arguments else _OF_ARGUMENTS
+    if not (said.is_arguments or said.mentions("sequence_parallel")):
+        unsaid += ("sequence parallelism of experts",)
+    check_starts(found, "megatron", *_OF_THE_TEXT, *unsaid)
     return replace(found, not_modelled=tuple(_list_not_modelled(said)))
 
 
@@ -217,6 +228,156 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
         f"num_distributed_optimizer_instances = {instances}: the optimizer is spread over all "
         "replicas here; leave it out to compare with that",
     )
+
+
+class TextRule(NamedTuple):
+    """Settings of a text that Megatron refuses together, beyond what a configuration has.
+
+    ``sentence`` names settings in braces, for their values.
+    """
+
+    name: str
+    source: str
+    is_broken: Callable[[FrameworkSettings], bool]
+    sentence: str
+
+
+def _graphs_of(said: FrameworkSettings) -> str:
+    """Return who captures launches: ``transformer_engine``, ``local`` or ``none``."""
+    old = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+    return next((to for name, to in old.items() if said.flag(name)), "") or said.word(
+        "cuda_graph_impl", "none"
+    )
+
+
+def _has_offload(said: FrameworkSettings) -> bool:
+    return said.flag("cpu_offloading") or said.integer("cpu_offloading_num_layers", 0) > 0
+
+
+def _scope_of(said: FrameworkSettings) -> list[str]:
+    return [part for word in said.words("cuda_graph_scope") for part in word.split(",")]
+
+
+def _modules_of(said: FrameworkSettings) -> list[str]:
+    """Return the modules that are recomputed one by one."""
+    is_on = said.word("recompute_granularity", "") == "selective"
+    is_on = is_on or said.flag("recompute_activations")
+    return (said.words("recompute_modules") or ["core_attn"]) if is_on else []
+
+
+_T = TextRule
+
+TEXT_RULES = (
+    _T("offloading in a pipeline", CONFIG,
+       lambda t: _has_offload(t) and t.degree("pipeline_model_parallel_size", 1) > 1,
+       "cpu_offloading with pipeline_model_parallel_size = {pipeline_model_parallel_size}: "
+       "Megatron-Core copies layers to the CPU only without a pipeline; leave it out, or give "
+       "fine_grained_activation_offloading with offload_modules"),
+    _T("captured offloading", CONFIG, lambda t: _has_offload(t) and _graphs_of(t) != "none",
+       "cpu_offloading with CUDA graphs: Megatron-Core refuses them together; leave one out"),
+    _T("two kinds of offloading", CONFIG,
+       lambda t: _has_offload(t) and t.flag("fine_grained_activation_offloading"),
+       "cpu_offloading with fine_grained_activation_offloading: Megatron-Core takes one of them; "
+       "leave one out"),
+    _T("captured full recomputation", CONFIG,
+       lambda t: _graphs_of(t) != "none" and t.word("recompute_granularity", "") == "full"
+       and _scope_of(t) != ["full_iteration"],
+       "recompute_granularity = full with CUDA graphs: Megatron-Core captures no layer that is "
+       "recomputed as a whole; leave one out, or recompute modules"),
+    _T("captured experts", CONFIG,
+       lambda t: _graphs_of(t) == "transformer_engine" and "moe" in _modules_of(t)
+       and "moe_router" in _scope_of(t),
+       "recompute_modules = {recompute_modules} with cuda_graph_scope = {cuda_graph_scope}: "
+       "Megatron-Core captures no router of experts that are recomputed; leave one out"),
+    _T("method of full recomputation", CONFIG,
+       lambda t: t.is_arguments and t.word("recompute_granularity", "") == "full"
+       and not (t.has("recompute_method") and t.mentions("recompute_num_layers")),
+       "recompute_granularity = full: Megatron-Core needs recompute_method (uniform or block) and "
+       "recompute_num_layers with it; give both, e.g. uniform and 1"),
+    _T("layers of selective recomputation", CONFIG,
+       lambda t: t.word("recompute_granularity", "") == "selective"
+       and t.has("recompute_num_layers"),
+       "recompute_num_layers = {recompute_num_layers} with recompute_granularity = selective: "
+       "Megatron-Core takes it only with full; leave it out"),
+    _T("delayed scaling", CONFIG,
+       lambda t: t.has("fp8") and not {"moe_act", "layernorm"}.isdisjoint(_modules_of(t))
+       and t.word("fp8_recipe", "delayed") == "delayed",
+       "recompute_modules = {recompute_modules} with fp8_recipe = delayed, Megatron-Core's "
+       "default: it recomputes moe_act and layernorm only with another recipe; give tensorwise, "
+       "blockwise or mxfp8"),
+    _T("two precisions", CONFIG, lambda t: t.flag("fp16") and t.flag("bf16"),
+       "fp16 with bf16: Megatron-Core takes one of them; leave one out"),
+    _T("two narrow formats", CONFIG, lambda t: t.has("fp4") and t.has("fp8"),
+       "fp4 with fp8: Megatron-Core takes one of them; leave one out"),
+    _T("sequence parallelism", "megatron/core/model_parallel_config.py (Megatron-Core 0.16.1)",
+       lambda t: not t.is_arguments and t.flag("sequence_parallel")
+       and t.words("tensor_model_parallel_size") == ["1"],
+       "sequence_parallel with tensor_model_parallel_size = 1: Megatron-Core refuses it; set it to "
+       "false"),
+    _T("one expert a token", CONFIG,
+       lambda t: t.is_arguments and t.words("moe_router_topk") == ["1"]
+       and not t.flag("moe_router_pre_softmax")
+       and t.word("moe_router_score_function", "softmax") == "softmax"
+       and t.word("moe_router_load_balancing_type", "aux_loss") != "sinkhorn",
+       "moe_router_topk = 1: Megatron-Core needs moe_router_pre_softmax with it; add it"),
+    _T("overlap of shared experts", CONFIG,
+       lambda t: t.flag("moe_shared_expert_overlap")
+       and t.has("moe_shared_expert_intermediate_size")
+       and t.word("moe_token_dispatcher_type", "alltoall") != "alltoall",
+       "moe_shared_expert_overlap with moe_token_dispatcher_type = {moe_token_dispatcher_type}: "
+       "Megatron-Core has it only with alltoall; leave it out"),
+    _T("two overlaps of experts", CONFIG,
+       lambda t: t.flag("moe_shared_expert_overlap")
+       and t.flag("overlap_moe_expert_parallel_comm"),
+       "moe_shared_expert_overlap with overlap_moe_expert_parallel_comm: Megatron-Core takes one "
+       "of them; leave one out"),
+    _T("delayed weight gradients", CONFIG,
+       lambda t: t.flag("delay_wgrad_compute")
+       and not t.flag("overlap_moe_expert_parallel_comm"),
+       "delay_wgrad_compute: Megatron-Core needs overlap_moe_expert_parallel_comm with it; add it, "
+       "or leave this out"),
+    _T("two chunk stages without overlap", ARGUMENTS,
+       lambda t: t.flag("no_overlap_p2p_communication")
+       and t.degree("pipeline_model_parallel_size", 1) == 2 and any(map(t.has, _VIRTUAL)),
+       "no_overlap_p2p_communication with chunks on pipeline_model_parallel_size = 2: Megatron-LM "
+       "needs more than 2 ranks for it; leave it out"),
+    _T("gathered weights", ARGUMENTS,
+       lambda t: t.flag("overlap_param_gather") and not (
+           (t.flag("use_distributed_optimizer") or t.flag("use_megatron_fsdp"))
+           and t.flag("overlap_grad_reduce")),
+       "overlap_param_gather: Megatron-LM needs use_distributed_optimizer and overlap_grad_reduce "
+       "with it; add them, or leave it out"),
+    _T("overlapped collectives", ARGUMENTS,
+       lambda t: t.flag("tp_comm_overlap") and not (
+           t.flag("sequence_parallel") and t.degree("tensor_model_parallel_size", 1) > 1),
+       "tp_comm_overlap: Megatron-LM needs sequence_parallel and tensor parallelism with it; add "
+       "them, or leave it out"),
+    _T("torch's FSDP", ARGUMENTS,
+       lambda t: t.flag("use_torch_fsdp2") and (
+           t.degree("pipeline_model_parallel_size", 1) > 1
+           or t.degree("expert_model_parallel_size", 1) > 1
+           or t.flag("use_distributed_optimizer") or t.flag("fp16")),
+       "use_torch_fsdp2: Megatron-LM takes it without a pipeline, expert parallelism, the "
+       "distributed optimizer and fp16; leave one out"),
+)  # fmt: skip
+"""Rules that Megatron applies to settings; those of `ARGUMENTS` to command lines only."""
+
+_OF_THE_TEXT = (
+    "captured recomputation", "captured offloading", "offloading in a pipeline",
+    "recomputed modules of offloading",
+)  # fmt: skip
+"""Rules about how a configuration is written, which says less than a text."""
+_OF_ARGUMENTS = tuple(rule.name for rule in MEGATRON_RULES if rule.source == ARGUMENTS)
+"""Rules that a recipe's values do not have."""
+
+
+def _check_text(said: FrameworkSettings) -> None:
+    """Refuse what a rule of `TEXT_RULES` refuses; raises `InputError`."""
+    copy = replace(said, read=set())  # what rules look up counts as no option that was read
+    for rule in TEXT_RULES:
+        if (said.is_arguments or rule.source != ARGUMENTS) and rule.is_broken(copy):
+            values = {name: " ".join(words) or "true" for name, words in said.words_of.items()}
+            raise InputError(rule.sentence.format_map(defaultdict(lambda: "none", values)))
 
 
 def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from optpipe.errors import InputError
 from optpipe.planning.catalogue import MODELS
 from optpipe.planning.configuration import Configuration
-from optpipe.planning.shape import Optimizer, Training
+from optpipe.planning.frameworks.rules import check_gpus, check_starts
+from optpipe.planning.shape import Training
 from optpipe.planning.step import PipelineCut
 
 if TYPE_CHECKING:
@@ -109,9 +110,15 @@ def torchtitan_config(
     """
     model = titan_model(configuration.shape)
     schedule = _schedule_name(configuration.pipeline, schedule, csv)
-    for broken, sentence in _refusals(configuration, model, has_order=csv is not None):
-        if broken:
-            raise InputError(sentence)
+    counts = () if csv is None else ("micro-batches", "interleaved micro-batches")
+    check_starts(configuration, "torchtitan", *counts)
+    _check_stages_hold(configuration)
+    return _config_text(configuration, model, schedule, csv)
+
+
+def _config_text(
+    configuration: Configuration, model: TitanModel, schedule: str, csv: str | None
+) -> str:
     training = configuration.training
     path = f"torchtitan.models.{model.module}"
     imports = {
@@ -200,109 +207,14 @@ def _schedule_name(cut: PipelineCut, name: str | None, csv: str | None) -> str:
     return name
 
 
-def _refusals(
-    configuration: Configuration, model: TitanModel, *, has_order: bool
-) -> Iterator[tuple[bool, str]]:
-    """Yield what torchtitan cannot run, each with its sentence."""
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    yield from _training_refusals(training)
-    yield (
-        training.zero == 1 or (training.zero == 0 and training.cp > 1),
-        f"zero = {training.zero} with cp = {training.cp}: torchtitan spreads weights, gradients "
-        "and optimizer over data- and context-parallel ranks, or with cp = 1 nothing; choose 0 "
-        "(cp = 1), 2 or 3",
-    )
-    yield (
-        shape.mtp > 0,
-        f"mtp = {shape.mtp}: torchtitan's MTP layers need the embedding on their rank; set 0",
-    )
-    yield (
-        shape.tied and cut.pp > 1,
-        f"pp = {cut.pp}: torchtitan ties embedding and head of {shape.name!r} only on one rank; "
-        "choose 1",
-    )
-    yield (
-        shape.num_kv_heads % training.tp > 0 and shape.latent is None,
-        f"tp = {training.tp}: torchtitan splits the {shape.num_kv_heads} key/value heads of "
-        f"{shape.name!r}; choose a divisor",
-    )
-    yield (
-        model.module == "gpt_oss" and training.cp > 1,
-        f"cp = {training.cp}: torchtitan's GPT-OSS has no context parallelism; choose 1",
-    )
-    m, per_rank = cut.num_microbatches, cut.chunks
-    yield (
-        cut.pp > 1 and not has_order and (m < cut.pp if per_rank == 1 else m % cut.pp > 0),
-        f"{m} micro-batches on pp = {cut.pp} with {per_rank} chunks: torch's 1F1B needs pp of them "
-        "or more, interleaved whole groups of pp; change the number",
-    )
-    yield (
-        cut.slices > 1 or cut.pairs,
-        f"slices = {cut.slices}, pairs = {cut.pairs}: torchtitan 0.3.0 runs sequences whole, and "
-        "the two of a pair one after the other; choose 1, and no pairs",
-    )
-    yield (
-        cut.pp == 1 and cut.chunks > 1,
-        f"{cut.chunks} chunks with pp = 1: there is no pipeline; choose 1",
-    )
-    yield (
-        training.cuda_graphs and (cut.pp > 1 or training.ep > 1),
-        f"cuda_graphs with pp = {cut.pp} and ep = {training.ep}: torchtitan captures neither; "
-        "switch it off",
-    )
-    if shape.experts is not None:
-        etp = training.tp if training.ep == 1 else 1
-        yield (
-            training.etp != etp,
-            f"etp = {training.etp} with ep = {training.ep}: torchtitan splits experts over "
-            f"tensor-parallel ranks where ep = 1, and else not at all; choose etp = {etp}",
+def _check_stages_hold(configuration: Configuration) -> None:
+    """Refuse a stage without modules, as torchtitan's own split does; raises `InputError`."""
+    empty = [index for index, layers in enumerate(configuration.stages) if not layers.total]
+    if empty:
+        raise InputError(
+            f"stages {empty}: hold nothing, and torchtitan needs a module in each; give them a "
+            "layer"
         )
-        yield (
-            training.precision == "nvfp4",
-            "precision 'nvfp4': torchtitan has no grouped products of experts in it; choose "
-            "mxfp8, fp8 or bf16",
-        )
-        yield (
-            training.ep_overlap or training.dispatch != "bf16",
-            f"ep_overlap = {training.ep_overlap}, dispatch {training.dispatch!r}: torchtitan sends "
-            "tokens in bf16, beside nothing; switch it off",
-        )
-    empty = [
-        index
-        for index, layers in enumerate(configuration.stages)
-        if not any(layers.model_dump().values())
-    ]
-    yield (
-        bool(empty),
-        f"stages {empty}: hold nothing, and torchtitan needs a module in each; give them a layer",
-    )
-
-
-def _training_refusals(training: Training) -> Iterator[tuple[bool, str]]:
-    yield (
-        training.offloaded_layers > 0,
-        f"offloaded_layers = {training.offloaded_layers}: torchtitan copies no activations; choose "
-        "0, or run it with optpipe.runtime.trainers.torchtitan",
-    )
-    yield (
-        training.lean or bool(training.recompute - {"full"}) or len(training.recompute) > 1,
-        f"recompute {sorted(training.recompute)}, lean = {training.lean}: torchtitan makes whole "
-        "layers again, or operators of its own choice; choose full or nothing",
-    )
-    yield (
-        training.precision == "fp16" or not training.flash,
-        f"precision {training.precision!r}, flash = {training.flash}: torchtitan has neither fp16 "
-        "nor attention that stores its scores; choose bf16, and flash",
-    )
-    yield (
-        training.optimizer != Optimizer(),
-        f"optimizer {training.optimizer}: only AdamW with fp32 states and gradients is written for "
-        "torchtitan; choose adam and fp32",
-    )
-    yield (
-        not training.overlap and training.tp == 1 and training.dp * training.cp > 1,
-        "overlap = False: torchtitan's FSDP and DDP overlap always; leave it on",
-    )
 
 
 def _model_lines(
@@ -441,6 +353,7 @@ def read_torchtitan(
     dp, zero = _replicas(said, num_gpus, tp * cp * pp, cp=cp, pp=pp)
     micro_batch, m = _batches(said, dp, pp, global_batch)
     etp = tp if ep == 1 else 1
+    check_gpus(num_gpus, tp=tp, cp=cp, pp=pp, ep=ep)
     is_async = said.value("compile.enable_async_tensor_parallel", False) or said.value(
         "parallelism.enable_async_tensor_parallel", False
     )
@@ -472,6 +385,9 @@ def read_torchtitan(
             f"layers.{shape.num_layers - 1}, norm and lm_head in this order; correct it, or name "
             "the model that the text trains"
         )
+    if named:
+        _check_stages_hold(found)
+    check_starts(found, "torchtitan", "ranks of an expert")  # earlier versions had an option
     return found
 
 
@@ -652,8 +568,11 @@ def _recompute(said: _Said) -> frozenset[str]:
 
 
 def _has_graphs(said: _Said, pp: int, ep: int) -> bool:
-    disabled = said.value("training.disable_cuda_graphs", not said.value("graphs", True))
-    return not disabled and pp == 1 and ep == 1
+    """Return the text's value; by default they are on where torchtitan captures at all."""
+    disabled = said.value("training.disable_cuda_graphs", None)
+    if disabled is None:
+        return bool(said.value("graphs", True)) and pp == 1 and ep == 1
+    return not disabled
 
 
 def _dispatcher(said: _Said) -> str:

@@ -24,6 +24,7 @@ from optpipe.planning import (
 from optpipe.planning.configuration import Configuration
 from optpipe.planning.estimate import check_can_be, utilisation
 from optpipe.planning.frameworks.megatron_reader import check_even_cut
+from optpipe.planning.frameworks.rules import check_gpus, check_starts
 from optpipe.planning.step import RankMemory
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
@@ -234,6 +235,8 @@ def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configurat
         )
     each = run.tp * run.cp * pp
     dp = run.dp or max(1, question.num_gpus // each)
+    if run.dp is None:
+        check_gpus(question.num_gpus, tp=run.tp, cp=run.cp, pp=pp, ep=run.ep, etp=run.etp)
     if each * dp != question.num_gpus:
         raise InputError(
             f"tp x cp x pp x dp = {each * dp}, but num_gpus is {question.num_gpus}; "
@@ -271,6 +274,7 @@ def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configurat
     _ = current.stages  # checks that there are as many layers as are said, one for each at least
     if question.framework == "megatron" and not current.sizes:
         check_even_cut(question.shape, pp, chunks)
+    check_starts(current, question.framework)
     return current
 
 
