@@ -122,6 +122,23 @@ def megatron_splits(cases: list[dict[str, Any]]) -> list[list[int] | None]:
     return found
 
 
+def megatron_values(cases: list[dict[str, Any]]) -> list[str]:
+    """Return why Megatron-Core refuses fields of its ``TransformerConfig``; empty: it does not."""
+    import torch
+    from megatron.core.transformer import TransformerConfig, transformer_config
+
+    transformer_config.is_te_min_version = lambda *_, **__: True
+    found = []
+    for case in cases:
+        try:
+            TransformerConfig(pipeline_dtype=torch.bfloat16, **case)
+        except Exception as error:  # noqa: BLE001 - whatever it says is the answer
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("")
+    return found
+
+
 def megatron_flags() -> dict[str, list[str]]:
     """Return the flags of fields whose metadata name them."""
     from megatron.core.transformer import TransformerConfig

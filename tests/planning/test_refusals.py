@@ -20,6 +20,7 @@ from optpipe.planning import PipelineCut, Training, find_gpu, find_model
 from optpipe.planning.configuration import Configuration
 from optpipe.planning.frameworks import rules
 from optpipe.planning.frameworks.megatron import _sections, _yaml_of
+from optpipe.planning.frameworks.megatron_reader import TEXT_RULES, read_megatron
 from optpipe.planning.frameworks.rules import (
     MEGATRON_RULES,
     RULES,
@@ -28,6 +29,7 @@ from optpipe.planning.frameworks.rules import (
     nearest_start,
 )
 from optpipe.planning.frameworks.torchtitan import _config_text, _schedule_name, titan_model
+from optpipe.planning.settings import read_settings
 from optpipe.planning.shape import PRECISIONS, Optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +121,63 @@ def draw_cases(framework: str) -> list[Configuration]:
     return [*found, *others[: NUMBER - len(found)]]
 
 
+TRIED: dict[str, tuple[Any, ...]] = {
+    "pipeline_model_parallel_size": (2, 4), "tensor_model_parallel_size": (1, 2),
+    "sequence_parallel": (False,), "expert_model_parallel_size": (2,),
+    "cpu_offloading": (True,), "cpu_offloading_num_layers": (0, 4, 48),
+    "fine_grained_activation_offloading": (True,),
+    "recompute_granularity": ("full", "selective", "selective"), "recompute_method": ("uniform",),
+    "recompute_num_layers": (1,), "recompute_modules": (["moe"], ["layernorm"], ["core_attn"]),
+    "cuda_graph_impl": ("transformer_engine", "local"), "enable_cuda_graph": (True,),
+    "cuda_graph_scope": (["attn"], ["attn", "moe_router"], ["full_iteration"]),
+    "fp8": ("hybrid",), "fp8_recipe": ("tensorwise", "delayed"), "fp4": ("e2m1",),
+    "fp16": (True,), "bf16": (False,), "attention_dropout": (0.1,),
+    "moe_shared_expert_overlap": (True,),
+    "moe_token_dispatcher_type": ("flex", "alltoall"), "delay_wgrad_compute": (True,),
+    "overlap_moe_expert_parallel_comm": (True,),
+}  # fmt: skip
+"""Fields that rules of `TEXT_RULES` look at, with values to draw."""
+
+
+def draw_values() -> list[dict[str, Any]]:
+    """Draw fields of a model with experts, a few at a time.
+
+    The base gives every setting that a recipe gives where its text leaves it out.
+    """
+    draw, shape = random.Random(7), find_model("qwen3-30b-a3b")
+    base = {
+        "num_layers": shape.num_layers, "hidden_size": shape.hidden, "kv_channels": shape.width,
+        "num_attention_heads": shape.num_heads, "num_query_groups": shape.num_kv_heads,
+        "num_moe_experts": 128, "moe_ffn_hidden_size": 768, "add_bias_linear": False,
+        "bias_activation_fusion": False, "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 768, "gated_linear_unit": True, "bf16": True,
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }  # fmt: skip
+    names = [draw.sample(list(TRIED), draw.randint(1, 7)) for _ in range(600)]
+    cases = [base | {name: draw.choice(TRIED[name]) for name in some} for some in names]
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return [case | (full if case.get("recompute_granularity") == "full" else {}) for case in cases]
+
+
+VALUES = draw_values()
+
+
+def refusal_of_values(case: dict[str, Any]) -> tuple[str, str]:
+    """Return the rule of settings that a case breaks, and our refusal of any kind."""
+    text = "\n".join(f"model.{name}: {json.dumps(value)}" for name, value in case.items())
+    text = text.replace('"', "") + "\ntrain.micro_batch_size: 1\n"
+    said = read_settings(text, {})
+    broken = [rule.name for rule in TEXT_RULES if rule.source != rules.ARGUMENTS
+              and rule.is_broken(said)]  # fmt: skip
+    try:
+        read_megatron(text, find_model("qwen3-30b-a3b"), find_gpu("h100"), 8,
+                      global_batch=16, sequence=4096)  # fmt: skip
+    except InputError as error:
+        return "".join(broken[:1]), str(error)
+    return "".join(broken[:1]), ""
+
+
 CASES = {framework: draw_cases(framework) for framework in RULES}
 
 
@@ -137,8 +196,8 @@ def refusals_of(framework: str, one: Configuration) -> tuple[set[str], set[str]]
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, list[dict[str, Any]]]:
-    """What both frameworks make of all configurations, in one process."""
+def answers() -> dict[str, Any]:
+    """The answers of both frameworks to all configurations, in one process."""
     texts = [_yaml_of(_sections(one)) for one in CASES["megatron"]]
     calls: list[dict[str, Any]] = [{"call": "megatron", "with": {"text": one}} for one in texts]
     for number, one in enumerate(CASES["torchtitan"]):
@@ -148,13 +207,14 @@ def answers() -> dict[str, list[dict[str, Any]]]:
         given: dict[str, Any] = {"text": text, "num_gpus": one.num_gpus}
         given |= {"flags": flags, "split": False, "options": False}
         calls.append({"call": "torchtitan", "with": given})
+    calls.append({"call": "megatron_values", "with": {"cases": VALUES}})
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.frameworks"],
         input=json.dumps(calls), capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    return {"megatron": found[:NUMBER], "torchtitan": found[NUMBER:]}
+    return {"megatron": found[:NUMBER], "torchtitan": found[NUMBER:-1], "values": found[-1]}
 
 
 @pytest.mark.parametrize("framework", RULES)
@@ -173,9 +233,22 @@ def test_what_a_framework_starts_is_accepted_and_what_it_refuses_is_refused(
     assert {rule.name for rule in RULES[framework] if rule.source in RUN} <= set(refused)
 
 
+def test_settings_that_megatron_core_refuses_are_refused_and_no_others_by_a_rule(answers) -> None:
+    """Values of a recipe against its own ``TransformerConfig``."""
+    seen: Counter[str] = Counter()
+    for case, theirs in zip(VALUES, answers["values"], strict=True):
+        rule, ours = refusal_of_values(case)
+        assert not theirs or ours, (theirs, case)
+        assert theirs or not rule, (rule, case)
+        seen[rule] += 1
+        seen["accepted"] += not ours
+    assert seen["accepted"] > 50
+    assert len(seen) > 9, seen
+
+
 @pytest.mark.parametrize("framework", RULES)
 def test_the_nearest_configuration_starts(framework: str) -> None:
-    """What the refusal names, applied; some rules know no other configuration."""
+    """The changes that the refusal names keep the number of GPUs and the batch."""
     draw, named = random.Random(48), 0
     for _ in range(300):
         one = draw_configuration(draw, framework)

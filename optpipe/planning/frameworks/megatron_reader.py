@@ -1,6 +1,7 @@
-"""What a Megatron-LM command line, or Megatron-Core's values of a recipe, says of a configuration.
+"""Configurations read from a Megatron-LM command line, or from a recipe's values.
 
-Names and defaults are those of `optpipe.planning.frameworks.megatron`.
+`optpipe.planning.frameworks.megatron.OPTIONS` is the table of settings. `TEXT_RULES` has the rules
+about settings that no configuration has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from optpipe.planning.configuration import Configuration
 from optpipe.planning.frameworks.megatron import (
     ATTENTION_BACKENDS,
     OFFLOADED,
+    OPTIONS,
     SHARDING,
     TORCH_TYPES,
 )
@@ -49,16 +51,12 @@ _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_par
 _MOST_SHOWN = 16
 """Stages whose layers a refusal lists."""
 _READ_AS = {
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "fp4_format": "fp4",
-    "fp8_format": "fp8",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-    "num_experts": "num_moe_experts",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "sequence_length": "seq_length",
-    "use_custom_fsdp": "use_megatron_fsdp",
+    name.removeprefix("--").replace("-", "_"): option.field
+    for option in OPTIONS
+    for name in (option.argument or "", *option.read_as)
+    if name
 }
+"""Name of an option in a text -> its field."""
 
 
 def read_megatron(
@@ -132,7 +130,7 @@ def read_megatron(
         flash=_attention_said(said) not in ("unfused", "local"),
         sequence_parallel=tp == 1 or said.flag("sequence_parallel"),
         recompute=_recompute_said(said, shape, pp),
-        cuda_graphs=_has_graphs(said),
+        cuda_graphs=_graphs_of(said) != "none",
         ep_overlap=has_experts and said.flag("overlap_moe_expert_parallel_comm"),
         dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
@@ -179,7 +177,8 @@ _OFF = ("", "none", "null", "false", "no", "off")
 
 def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
     """Yield the options of a script that no estimate counts, and those that are not known here."""
-    neutral = set(_OPTIONS["neutral"])
+    neutral = {*_OPTIONS["neutral"], *(option.section for option in OPTIONS)}
+    neutral |= {option.field for option in OPTIONS} - set(_OPTIONS["not_modelled"])
     for name, words in said.words_of.items():
         if name in said.read or name in neutral or not name.isidentifier():
             continue
@@ -251,7 +250,18 @@ def _graphs_of(said: FrameworkSettings) -> str:
 
 
 def _has_offload(said: FrameworkSettings) -> bool:
-    return said.flag("cpu_offloading") or said.integer("cpu_offloading_num_layers", 0) > 0
+    """Return whether layers are copied to the CPU; their number says so in arguments alone."""
+    number = said.integer("cpu_offloading_num_layers", 0) if said.is_arguments else 0
+    return said.flag("cpu_offloading") or number > 0
+
+
+def _drops_in_graph(said: FrameworkSettings, module: str, scope: str, dropout: str) -> bool:
+    """Return whether a recomputed module with dropout is captured."""
+    scopes = _scope_of(said)
+    is_captured = not scopes or scope in scopes or "full_iteration" in scopes
+    if not is_captured or _graphs_of(said) == "none" or module not in _modules_of(said):
+        return False
+    return said.number(dropout, 0.1 if said.is_arguments else 0.0) > 0
 
 
 def _scope_of(said: FrameworkSettings) -> list[str]:
@@ -275,6 +285,39 @@ TEXT_RULES = (
        "fine_grained_activation_offloading with offload_modules"),
     _T("captured offloading", CONFIG, lambda t: _has_offload(t) and _graphs_of(t) != "none",
        "cpu_offloading with CUDA graphs: Megatron-Core refuses them together; leave one out"),
+    _T("recomputed offloading", CONFIG,
+       lambda t: _has_offload(t) and (bool(_modules_of(t)) or t.has("recompute_granularity")),
+       "cpu_offloading with recomputation: Megatron-Core copies whole layers only without it; "
+       "leave one out"),
+    _T("two kinds of graphs", CONFIG,
+       lambda t: t.word("cuda_graph_impl", "none") != "none"
+       and (t.flag("enable_cuda_graph") or t.flag("external_cuda_graph")),
+       "cuda_graph_impl = {cuda_graph_impl} with enable_cuda_graph or external_cuda_graph: "
+       "Megatron-Core takes one of them; leave the older one out"),
+    _T("captured attention dropout", CONFIG,
+       lambda t: _drops_in_graph(t, "core_attn", "attn", "attention_dropout"),
+       "CUDA graphs with recomputed core_attn and attention_dropout: Megatron-Core captures no "
+       "recomputed module with dropout; give attention_dropout = 0, or leave one out"),
+    _T("captured MLP dropout", CONFIG,
+       lambda t: _drops_in_graph(t, "mlp", "mlp", "hidden_dropout"),
+       "CUDA graphs with recomputed mlp and hidden_dropout: Megatron-Core captures no recomputed "
+       "module with dropout; give hidden_dropout = 0, or leave one out"),
+    _T("overlapped recomputation", CONFIG,
+       lambda t: t.flag("overlap_moe_expert_parallel_comm")
+       and (t.has("recompute_method") or t.has("recompute_num_layers")),
+       "overlap_moe_expert_parallel_comm with recompute_method = {recompute_method} and "
+       "recompute_num_layers = {recompute_num_layers}: Megatron-Core recomputes only modules with "
+       "it; leave these out"),
+    _T("captured overlap", CONFIG,
+       lambda t: t.flag("overlap_moe_expert_parallel_comm") and (
+           _graphs_of(t) == "local" or (
+               _graphs_of(t) != "none" and not {"moe", "mlp"}.isdisjoint(_scope_of(t)))),
+       "overlap_moe_expert_parallel_comm with CUDA graphs: Megatron-Core has both only with "
+       "cuda_graph_impl = transformer_engine, without moe and mlp in cuda_graph_scope"),
+    _T("offloaded modules", CONFIG,
+       lambda t: t.flag("fine_grained_activation_offloading") and not t.has("offload_modules"),
+       "fine_grained_activation_offloading: Megatron-Core needs offload_modules with it; give "
+       "them"),
     _T("two kinds of offloading", CONFIG,
        lambda t: _has_offload(t) and t.flag("fine_grained_activation_offloading"),
        "cpu_offloading with fine_grained_activation_offloading: Megatron-Core takes one of them; "
@@ -393,7 +436,7 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
             "trains; give model or config"
         )
     vocab = said.integer("vocab_size", 0)
-    is_gated = said.flag("swiglu") or said.flag("gated_linear_unit")
+    is_gated = said.flag("gated_linear_unit")
     names = [
         name
         for name, shape in MODELS.items()
@@ -689,12 +732,12 @@ def _nearest(split: MegatronSplit, shape: ModelShape, *, is_arguments: bool) -> 
 
 
 def _options(split: MegatronSplit, is_arguments: bool) -> str:
-    flags = {field: name for name, field in _READ_AS.items() if field in _SPLIT}
+    flags = {option.field: option.argument for option in OPTIONS}
     found = []
     for name, value in zip(_SPLIT, split.values, strict=True):
         if value is None:
             continue
-        flag = f"--{flags.get(name, name).replace('_', '-')}"
+        flag = flags.get(name) or f"--{name.replace('_', '-')}"
         if is_arguments:
             found.append(flag if value is True else f"{flag} {value}")
         else:
@@ -801,11 +844,6 @@ def _recompute_said(said: FrameworkSettings, shape: ModelShape, pp: int) -> froz
     )
 
 
-def _has_graphs(said: FrameworkSettings) -> bool:
-    olds = said.flag("enable_cuda_graph") or said.flag("external_cuda_graph")
-    return olds or said.word("cuda_graph_impl", "none") != "none"
-
-
 def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
     default = "allgather" if said.is_arguments else "alltoall"
     kind = said.word("moe_token_dispatcher_type", default)
@@ -820,7 +858,7 @@ def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
 
 
 def _overlap_name(said: FrameworkSettings, replicas: int) -> str:
-    """Return the switch that stands for all: that of gradients, or without replicas of tensors."""
+    """Return the switch of all overlaps: that of gradients, or without replicas that of tensors."""
     is_split = said.degree("tensor_model_parallel_size", 1) > 1 and said.flag("sequence_parallel")
     return "tp_comm_overlap" if is_split and replicas == 1 else "overlap_grad_reduce"
 

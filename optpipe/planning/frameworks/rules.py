@@ -1,7 +1,7 @@
 """The rules of Megatron-Core and torchtitan: which configurations each framework refuses.
 
-A rule is a row: its name, the file that it was read from, what breaks it, its sentence, and the
-changes after which a configuration starts. `check_starts` applies the rows of a framework.
+Each rule is a row: name, source file, predicate, sentence, and the changes after which a
+configuration starts. `check_starts` applies the rows of a framework.
 """
 
 # ruff: noqa: ARG005 - all rows take shape, training and pipeline

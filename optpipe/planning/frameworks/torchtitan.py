@@ -21,7 +21,7 @@ from optpipe.planning.shape import Training
 from optpipe.planning.step import PipelineCut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import Dispatcher, ModelShape, Precision
@@ -32,7 +32,7 @@ __all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "titan_model", "torc
 class TitanModel(NamedTuple):
     """A model of torchtitan: its module, flavor, the config that is written from, and its assets.
 
-    Where torchtitan has no config of the flavor, or one that needs torchao, it is a sister's.
+    The config is that of another flavor if torchtitan has none, or one that needs torchao.
     """
 
     module: str
@@ -80,6 +80,46 @@ _LINEAR = {
     "mxfp8": "fqns=['attention', 'shared_experts', 'feed_forward'], ",
     "nvfp4": "fqns=['layers'], ",
 }
+
+
+_RESHARDED = {2: "never", 3: "always"}
+
+
+class TitanOption(NamedTuple):
+    """A setting of torchtitan 0.3.0, and its value of a configuration where it is that simple."""
+
+    name: str
+    value: Callable[[Configuration], Any] | None = None
+
+
+_O = TitanOption
+
+OPTIONS = {
+    "local_batch": _O("training.local_batch_size", lambda c: c.training.micro_batch * (
+        c.pipeline.num_microbatches if c.pipeline.pp > 1 else 1)),
+    "global_batch": _O("training.global_batch_size", lambda c: c.global_batch),
+    "sequence": _O("training.seq_len", lambda c: c.training.sequence),
+    "param": _O("training.mixed_precision_param",
+                lambda c: "float32" if c.training.precision == "fp32" else "bfloat16"),
+    "no_graphs": _O("training.disable_cuda_graphs", lambda c: not c.training.cuda_graphs),
+    "replicas": _O("parallelism.data_parallel_replicate_degree",
+                   lambda c: c.training.dp if c.training.zero == 0 else 1),
+    "shards": _O("parallelism.data_parallel_shard_degree",
+                 lambda c: 1 if c.training.zero == 0 else c.training.dp),
+    "reshard": _O("parallelism.fsdp_reshard_after_forward",
+                  lambda c: _RESHARDED.get(c.training.zero, "default")),
+    "tp": _O("parallelism.tensor_parallel_degree", lambda c: c.training.tp),
+    "sp": _O("parallelism.enable_sequence_parallel", lambda c: c.training.sequence_parallel),
+    "cp": _O("parallelism.context_parallel_degree", lambda c: c.training.cp),
+    "ep": _O("parallelism.expert_parallel_degree", lambda c: c.training.ep),
+    "pp": _O("parallelism.pipeline_parallel_degree", lambda c: c.pipeline.pp),
+    "micro_batch": _O("parallelism.pipeline_parallel_microbatch_size",
+                      lambda c: c.training.micro_batch),
+    "schedule": _O("parallelism.pipeline_parallel_schedule"),
+    "csv": _O("parallelism.pipeline_parallel_schedule_csv"),
+    "modules": _O("parallelism.module_fqns_per_model_part"),
+}  # fmt: skip
+"""The settings that are written and read, in the order in which they are written."""
 
 
 def torchtitan_config(
@@ -140,8 +180,7 @@ def _config_text(
         f"config = {model.config}()  # its data, optimizer and checkpoints are yours to change",
         f"config.hf_assets_path = './assets/hf/{model.assets}'",
         *_model_lines(configuration, model, classes),
-        *_training_lines(configuration),
-        *_parallelism_lines(configuration, schedule, csv),
+        *_option_lines(configuration, schedule, csv),
     ]
     if classes or _is_async(training):
         body.append(f"config.compile = CompileConfig(enable=True{_async(training)})")
@@ -235,41 +274,24 @@ def _model_lines(
         yield ")"
 
 
-def _training_lines(configuration: Configuration) -> Iterator[str]:
-    training, cut = configuration.training, configuration.pipeline
-    local = training.micro_batch * (cut.num_microbatches if cut.pp > 1 else 1)
-    param = "float32" if training.precision == "fp32" else "bfloat16"
-    yield f"config.training.local_batch_size = {local}"
-    yield f"config.training.global_batch_size = {configuration.global_batch}"
-    yield f"config.training.seq_len = {training.sequence}"
-    yield f"config.training.mixed_precision_param = '{param}'"
-    yield f"config.training.disable_cuda_graphs = {not training.cuda_graphs}"
-
-
-def _parallelism_lines(
-    configuration: Configuration, schedule: str, csv: str | None
-) -> Iterator[str]:
-    training, cut = configuration.training, configuration.pipeline
-    is_replicated = training.zero == 0
-    yield "config.parallelism = ParallelismConfig("
-    for name, value in (
-        ("data_parallel_replicate_degree", training.dp if is_replicated else 1),
-        ("data_parallel_shard_degree", 1 if is_replicated else training.dp),
-        ("fsdp_reshard_after_forward", {2: "never", 3: "always"}.get(training.zero, "default")),
-        ("tensor_parallel_degree", training.tp),
-        ("enable_sequence_parallel", training.sequence_parallel),
-        ("context_parallel_degree", training.cp),
-        ("expert_parallel_degree", training.ep),
-        ("pipeline_parallel_degree", cut.pp),
-    ):
-        yield f"    {name}={value!r},"
+def _option_lines(configuration: Configuration, schedule: str, csv: str | None) -> Iterator[str]:
+    """Yield the sections ``training`` and ``parallelism``, as `OPTIONS` has them."""
+    cut = configuration.pipeline
+    values = {one.name: one.value(configuration) for one in OPTIONS.values() if one.value}
     if cut.pp > 1:
-        # Local batch over this is torch's number of micro-batches.
-        yield f"    pipeline_parallel_microbatch_size={training.micro_batch},"
-        yield f"    pipeline_parallel_schedule={schedule!r},"
-        if csv is not None:
-            yield f"    pipeline_parallel_schedule_csv={csv!r},"
-        yield "    module_fqns_per_model_part=["
+        values[OPTIONS["schedule"].name] = schedule
+        values |= {} if csv is None else {OPTIONS["csv"].name: csv}
+    else:
+        del values[OPTIONS["micro_batch"].name]  # local batch over this: torch's micro-batches
+    for name, value in values.items():
+        if name.startswith("training."):
+            yield f"config.{name} = {value!r}"
+    yield "config.parallelism = ParallelismConfig("
+    for name, value in values.items():
+        if name.startswith("parallelism."):
+            yield f"    {name.removeprefix('parallelism.')}={value!r},"
+    if cut.pp > 1:
+        yield f"    {OPTIONS['modules'].name.removeprefix('parallelism.')}=["
         yield from (f"        {names!r}," for names in _modules(configuration))
         yield "    ],"
     yield ")"
@@ -333,11 +355,10 @@ def read_torchtitan(
         in a step.
     """
     said = _Said(_values(text))
-    for name in ("pipeline_parallel_split_points", "pipeline_parallel_schedule_csv"):
-        if said.value(f"parallelism.{name}", None):
+    for name in ("parallelism.pipeline_parallel_split_points", OPTIONS["csv"].name):
+        if said.value(name, None):
             raise InputError(
-                f"parallelism.{name}: is not read; give module_fqns_per_model_part, and a "
-                "schedule by name"
+                f"{name}: is not read; give module_fqns_per_model_part, and a schedule by name"
             )
     own = TITAN_MODELS.get(shape.name.removesuffix("-mtp"))
     flavor = said.value("model.flavor", None)
@@ -346,10 +367,7 @@ def read_torchtitan(
             f"model.flavor = {flavor!r}: {shape.name!r} is {own.flavor}; correct it, or name the "
             "model that the text trains"
         )
-    tp, cp, pp, ep = (
-        said.integer(f"parallelism.{name}_parallel_degree", 1)
-        for name in ("tensor", "context", "pipeline", "expert")
-    )
+    tp, cp, pp, ep = (said.integer(name, 1) for name in ("tp", "cp", "pp", "ep"))
     dp, zero = _replicas(said, num_gpus, tp * cp * pp, cp=cp, pp=pp)
     micro_batch, m = _batches(said, dp, pp, global_batch)
     etp = tp if ep == 1 else 1
@@ -360,7 +378,7 @@ def read_torchtitan(
     has_experts = shape.experts is not None
     training = Training(
         micro_batch=micro_batch,
-        sequence=said.integer("training.seq_len", sequence),
+        sequence=said.integer("sequence", sequence),
         tp=tp,
         cp=cp,
         dp=dp,
@@ -368,7 +386,7 @@ def read_torchtitan(
         etp=said.integer("parallelism.expert_tensor_parallel_degree", etp) if has_experts else 1,
         zero=zero,
         precision=cast("Precision", _precision(said)),
-        sequence_parallel=tp == 1 or bool(said.value("parallelism.enable_sequence_parallel", True)),
+        sequence_parallel=tp == 1 or bool(said.value("sp", True)),
         recompute=_recompute(said),
         cuda_graphs=_has_graphs(said, pp, ep),
         dispatcher=cast("Dispatcher", _dispatcher(said) if has_experts else "alltoall"),
@@ -393,11 +411,12 @@ def read_torchtitan(
 
 @dataclass(frozen=True)
 class _Said:
-    """Settings by section and name, as Python values."""
+    """Settings by section and name, as Python values; `OPTIONS` are found by their keys, too."""
 
     values: Mapping[str, Any]
 
     def value(self, name: str, default: Any) -> Any:
+        name = _name(name)
         found = self.values.get(name, default)
         if isinstance(found, ast.expr):
             raise InputError(
@@ -409,27 +428,33 @@ class _Said:
     def integer(self, name: str, default: int | None, *, least: int = 1) -> int:
         found = self.value(name, default)
         if found is None:
-            raise InputError(f"{name}: is missing; give it")
+            raise InputError(f"{_name(name)}: is missing; give it")
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
-            raise InputError(f"{name} = {found!r}: must be a whole number >= {least}; correct it")
+            raise InputError(
+                f"{_name(name)} = {found!r}: must be a whole number >= {least}; correct it"
+            )
         return found
 
     def word(self, name: str, default: str) -> str:
         found = self.value(name, default)
         if not isinstance(found, str):
-            raise InputError(f"{name} = {found!r}: must be a text; put it in quotes")
+            raise InputError(f"{_name(name)} = {found!r}: must be a text; put it in quotes")
         return found
 
     @property
     def modules(self) -> list[list[str]]:
         """The modules of each stage; none where the text does not name them."""
-        name = "parallelism.module_fqns_per_model_part"
+        name = OPTIONS["modules"].name
         found = self.value(name, None) or []
         if not isinstance(found, list) or not all(
             isinstance(part, list) and all(isinstance(one, str) for one in part) for part in found
         ):
             raise InputError(f"{name} = {found!r}: must be a list of lists of names; correct it")
         return found
+
+
+def _name(name: str) -> str:
+    return OPTIONS[name].name if name in OPTIONS else name
 
 
 _SECTIONS = {
@@ -502,8 +527,8 @@ def _take(found: dict[str, Any], name: str, node: ast.expr) -> None:
 
 def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tuple[int, int]:
     """Return the degree of data parallelism, and how far its state is spread."""
-    copies = said.integer("parallelism.data_parallel_replicate_degree", 1)
-    shards = said.integer("parallelism.data_parallel_shard_degree", -1, least=-1)
+    copies = said.integer("replicas", 1)
+    shards = said.integer("shards", -1, least=-1)
     if shards == -1:
         shards = num_gpus // (split * copies)
     if copies * shards * split != num_gpus:
@@ -517,18 +542,18 @@ def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tu
             f"data_parallel_replicate_degree = {copies} with {shards * cp} shards: state is either "
             "spread over all replicas or not at all here; set one of them to 1"
         )
-    policy = said.word("parallelism.fsdp_reshard_after_forward", "default")
+    policy = said.word("reshard", "default")
     if copies > 1 or (shards * cp == 1 and policy == "default"):
         return copies, 0
-    return shards, {"always": 3, "never": 2}.get(policy, 2 if pp > 1 else 3)
+    return shards, {kept: zero for zero, kept in _RESHARDED.items()}.get(policy, 2 if pp > 1 else 3)
 
 
 def _batches(said: _Said, dp: int, pp: int, global_batch: int | None) -> tuple[int, int]:
     """Return sequences per micro-batch, and micro-batches of a step."""
-    local = said.integer("training.local_batch_size", None)
-    whole = said.integer("training.global_batch_size", -1, least=-1)
+    local = said.integer("local_batch", None)
+    whole = said.integer("global_batch", -1, least=-1)
     whole = whole if whole > 0 else global_batch or local * dp
-    size = said.integer("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
+    size = said.integer("micro_batch", 1) if pp > 1 else local
     if local < 1 or size < 1 or local % size or whole % (local * dp):
         raise InputError(
             f"training.global_batch_size = {whole}, local_batch_size = {local} and "
@@ -553,7 +578,7 @@ def _precision(said: _Said) -> str:
     narrow = said.value("narrow", [])
     if narrow:
         return str(narrow[0])
-    wide = said.word("training.mixed_precision_param", "bfloat16")
+    wide = said.word("param", "bfloat16")
     return "fp32" if wide == "float32" else "bf16"
 
 
@@ -569,7 +594,7 @@ def _recompute(said: _Said) -> frozenset[str]:
 
 def _has_graphs(said: _Said, pp: int, ep: int) -> bool:
     """Return the text's value; by default they are on where torchtitan captures at all."""
-    disabled = said.value("training.disable_cuda_graphs", None)
+    disabled = said.value("no_graphs", None)
     if disabled is None:
         return bool(said.value("graphs", True)) and pp == 1 and ep == 1
     return not disabled
@@ -588,7 +613,7 @@ def _dispatcher(said: _Said) -> str:
 def _cut(said: _Said, shape: ModelShape, pp: int, m: int) -> tuple[PipelineCut, tuple[int, ...]]:
     if pp == 1:
         return PipelineCut(num_microbatches=m), ()
-    name = said.word("parallelism.pipeline_parallel_schedule", "1F1B")
+    name = said.word("schedule", "1F1B")
     if name.lower() not in ("1f1b", "interleaved1f1b"):
         raise InputError(
             f"pipeline_parallel_schedule = {name}: the step of 1F1B and Interleaved1F1B is "

@@ -60,6 +60,8 @@ _SWITCHES = (
 )
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
+_OF_DEGREES = ("dispatcher", "sharding", "precision-aware optimizer")
+"""Rules that only some degrees break."""
 _MOST_KEPT = 11
 _VERSION = 9
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
@@ -100,6 +102,13 @@ def read_question(request: TuneRequest) -> AskedTune:
         price_per_gpu_hour=request.price_per_gpu_hour,
     )
     if next(candidates(question), None) is None:
+        one = Configuration(
+            shape=question.shape,
+            hardware=question.hardware,
+            training=question.training,
+            pipeline=PipelineCut(),
+        )
+        check_starts(one, question.framework, *_OF_DEGREES)
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
             f": no configuration of so many GPUs splits {question.shape.name} and a global batch "
