@@ -556,6 +556,13 @@ def megatron_layout(problem: Problem) -> str:
             f"placement {list(problem.placement[:16])}: Megatron-Core has stage k on rank k mod "
             f"{p}, equally many on each; choose a line or a loop over all devices"
         )
+    m = problem.num_microbatches
+    if count > p and (p == 1 or m % p):
+        raise InputError(
+            f"{count // p} chunks on {p} ranks with {m} micro-batches: Megatron-Core interleaves "
+            f"over two ranks or more, and whole groups of {p} micro-batches; the nearest that "
+            f"starts: one chunk, or {m + -m % p} micro-batches"
+        )
     stage_layers = _layers(problem)
     layout = layout_text(stage_layers, p)
     mtp = sum(layers.mtp for layers in stage_layers)

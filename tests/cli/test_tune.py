@@ -138,7 +138,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
     ("arguments", "sentence"),
     [
         (["--fix", "layers=3"], "--fix layers=3: must be NAME=NUMBER with a name of tp, cp"),
-        (["--current", "tp=3"], "but num_gpus is 8"),
+        (["--current", "tp=3"], "the minimum is 3 GPUs, and multiples of it"),
         (["--current", "pp=0"], "--current pp=0: must be >= 1"),
         (["--current", "dp=0"], "--current dp=0: must be >= 1"),
         (["--current", "chunks=5"], "chunks = 5 with pp = 1: only the stages of a pipeline"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -11,6 +12,7 @@ import types
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 OF_THE_MODEL = (
     "seq_length", "vocab_size", "position_embedding_type", "share_embeddings_and_output_weights",
@@ -120,6 +122,23 @@ def megatron_splits(cases: list[dict[str, Any]]) -> list[list[int] | None]:
     return found
 
 
+def megatron_values(cases: list[dict[str, Any]]) -> list[str]:
+    """Return why Megatron-Core refuses fields of its ``TransformerConfig``; empty: it does not."""
+    import torch
+    from megatron.core.transformer import TransformerConfig, transformer_config
+
+    transformer_config.is_te_min_version = lambda *_, **__: True
+    found = []
+    for case in cases:
+        try:
+            TransformerConfig(pipeline_dtype=torch.bfloat16, **case)
+        except Exception as error:  # noqa: BLE001 - whatever it says is the answer
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("")
+    return found
+
+
 def megatron_flags() -> dict[str, list[str]]:
     """Return the flags of fields whose metadata name them."""
     from megatron.core.transformer import TransformerConfig
@@ -139,13 +158,16 @@ def _resolved(value: Any) -> Any:
     return found(*value["_args_"]) if value["_call_"] else found
 
 
-def torchtitan(text: str, num_gpus: int, flags: list[str], *, split: bool) -> dict[str, Any]:
+def torchtitan(
+    text: str, num_gpus: int, flags: list[str], *, split: bool, options: bool = True
+) -> dict[str, Any]:
     """Load a config as torchtitan does; return what it becomes, and which stages a rank has.
 
-    ``flags`` name its file, as ``--module NAME ...``.
+    ``flags`` name its file, as ``--module NAME ...``. Without ``options`` the parser of the other
+    flags, which takes 0.5 s, is left out: the dataclasses check themselves again, as it makes them.
     """
-    from torchtitan.config.manager import ConfigManager
-    from torchtitan.distributed import ParallelDims
+    from torchtitan.config import manager
+    from torchtitan.distributed import ParallelDims, full_dtensor
     from torchtitan.distributed import pipeline_parallel as pp
 
     for converter in _converters():
@@ -156,15 +178,25 @@ def torchtitan(text: str, num_gpus: int, flags: list[str], *, split: bool) -> di
         Path(folder, f"{flags[1]}.py").write_text(text)
         sys.path.insert(0, folder)
         try:
-            config: Any = ConfigManager().parse_args(flags)
+            with contextlib.ExitStack() as stack:
+                if not options:
+                    stack.enter_context(mock.patch.object(manager.tyro, "cli", _checked))
+                config: Any = manager.ConfigManager().parse_args(flags)
         finally:
             sys.path.remove(folder)
     parallelism, model = config.parallelism, config.model_spec.model
     dims = ParallelDims.from_config(parallelism, num_gpus)
     model.update_from_config(config=config)
     named = parallelism.module_fqns_per_model_part or []
+    attention = {type(one.attention.inner_attention): one.attention for one in model.layers}
+    stub = types.SimpleNamespace(
+        modules=lambda: [one.inner_attention.build() for one in attention.values()]
+    )
+    full_dtensor.validate_config(dims, stub)
     if dims.pp > 1:
         pp._get_pipeline_metadata(dims, parallelism, model)
+        if not parallelism.pipeline_parallel_schedule_csv:
+            _build_schedule(config, len(named))
     stages = [
         pp._get_pp_rank_to_stage_indices_mapping(
             rank, dims.pp, parallelism.pipeline_parallel_schedule, len(named)
@@ -181,6 +213,38 @@ def torchtitan(text: str, num_gpus: int, flags: list[str], *, split: bool) -> di
         "recompute": type(config.activation_checkpoint).__qualname__,
         "parameters": _split(model, named) if split else None,
     }
+
+
+def _checked(_: type, *, default: Any, **__: Any) -> Any:
+    """Run the checks of a configuration and of its sections; return it."""
+    for one in (default.parallelism, default.training, default.compile, default):
+        check = getattr(one, "__post_init__", None)
+        if check is not None:
+            check()
+    return default
+
+
+def _build_schedule(config: Any, num_stages: int) -> None:
+    """Build torch's schedule of the first rank, with stages that are only numbers."""
+    import torch
+    from torchtitan.distributed import pipeline_parallel as pp
+
+    degree = config.parallelism.pipeline_parallel_degree
+    owned = pp._get_pp_rank_to_stage_indices_mapping(
+        0, degree, config.parallelism.pipeline_parallel_schedule, num_stages
+    )
+    stages: Any = [
+        types.SimpleNamespace(
+            stage_index=index, num_stages=num_stages, group_size=degree, group_rank=0, group=None,
+            is_first=index == 0, is_last=index == num_stages - 1, has_backward=True,
+            device=torch.device("cpu"), submod=torch.nn.Identity(),
+        )
+        for index in owned
+    ]  # fmt: skip
+    pp._build_pipeline_schedule(
+        parallelism=config.parallelism, local_batch_size=config.training.local_batch_size,
+        stages=stages, loss_fn=lambda *_: (None, None),
+    )  # fmt: skip
 
 
 def parameters(models: list[tuple[str, str]]) -> list[int]:
@@ -219,7 +283,7 @@ def main() -> None:
     for call in calls:
         try:
             answers.append(globals()[call["call"]](**call["with"]))
-        except Exception as error:  # noqa: BLE001 - whatever the framework says is the answer
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the answer, whatever it is
             answers.append({"refused": f"{type(error).__name__}: {error}"})
     json.dump(answers, said)
 

@@ -17,6 +17,7 @@ from optpipe.planning import Configuration, find_gpu, find_model
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
 from optpipe.planning.frameworks.megatron_reader import check_even_cut, read_megatron
 from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
+from optpipe.planning.shape import Optimizer
 from tests.planning.test_paste import run
 from tests.strategies import few
 
@@ -309,7 +310,21 @@ TITAN = (
         (BASE + "--num-experts 8", "num_moe_experts = 8: 'llama3-8b' has 0"),
         (BASE + "--recompute-granularity full --recompute-method block --recompute-num-layers 4",
          "recompute_method = block with recompute_num_layers = 4: only all layers alike"),
-        (BASE + "--recompute-granularity full --recompute-num-layers 2", "method = uniform with"),
+        (BASE + "--pipeline-model-parallel-size 4 --cpu-offloading-num-layers 8",
+         "cpu_offloading with pipeline_model_parallel_size = 4: Megatron-Core copies layers to"),
+        (BASE + "--cuda-graph-impl transformer_engine --cuda-graph-scope attn "
+         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+         "recompute_granularity = full with CUDA graphs"),
+        (BASE + "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+         "--global-batch-size 24", "2 chunks on pp = 4 with 6 micro.*: chunks 2 → 1, placement"),
+        (BASE + "--fp8-format hybrid --recompute-granularity selective --recompute-modules "
+         "layernorm", "recompute_modules = layernorm with fp8_recipe = delayed"),
+        (BASE + "--overlap-param-gather", "overlap_param_gather: Megatron-LM needs use_distrib"),
+        (BASE + "--tp-comm-overlap", "tp_comm_overlap: Megatron-LM needs sequence_parallel"),
+        (BASE + "--recompute-granularity full --recompute-num-layers 2",
+         "full: Megatron-Core needs recompute_method"),
+        (BASE + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+         "method = uniform with"),
         (BASE + "--context-parallel-size 2 --cp-comm-type a2a", "cp_comm_type = a2a: only p2p"),
         (BASE + "--pipeline-model-parallel-size 4 --microbatch-group-size-per-virtual-pipeline-"
          "stage 8", "microbatch_group_size_per_vp_stage = 8: only pp = 4 is estimated"),
@@ -353,6 +368,17 @@ TITAN = (
 def test_what_no_configuration_says_of_megatron_is_refused(text, message: str) -> None:
     with pytest.raises(InputError, match=message):
         megatron(text)
+
+
+def test_a_wrong_number_of_gpus_is_refused_with_the_minimum() -> None:
+    """Six stages with ep 8 need 8 GPUs a stage."""
+    text = BASE + "--pipeline-model-parallel-size 6 --expert-model-parallel-size 8 "
+    text += "--moe-token-dispatcher-type alltoall --num-layers 48"
+    with pytest.raises(InputError, match=r"32 GPUs: .* pp 6 = 6; .* the minimum is 48 GPUs, and"):
+        megatron(text, "qwen3-30b-a3b", 32)
+    with pytest.raises(InputError, match=r"ep = 8 x etp = 1 does not divide the 4 .* is 48 GPUs"):
+        megatron(text, "qwen3-30b-a3b", 24)
+    assert megatron(text, "qwen3-30b-a3b", 48, global_batch=16).training.ep == 8
 
 
 def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> None:
@@ -401,13 +427,20 @@ def test_what_no_configuration_says_of_torchtitan_is_refused(text, message: str)
         (run("llama3-8b", recompute=frozenset({"moe"})), r"recompute \['moe'\]: 'llama3-8b' has"),
         (run("llama3-8b", recompute=frozenset({"full"}), cuda_graphs=True), "cuda_graphs with rec"),
         (run("llama3-8b", pp=4, offloaded_layers=8), "offloaded_layers = 8 with pp = 4:"),
-        (run("llama3-8b", offloaded_layers=32), "offloaded_layers = 32 of 32 with recompute"),
-        (run("llama3-8b", offloaded_layers=3, cuda_graphs=True), "= 3 with cuda_graphs: copies of"),
+        (run("llama3-8b", offloaded_layers=32), "offloaded_layers = 32: 'llama3-8b' has 32, and"),
+        (run("llama3-8b", offloaded_layers=3, cuda_graphs=True),
+         "= 3 with cuda_graphs: Megatron-Core copies no captured layers"),
         (run("qwen3-30b-a3b", pp=2, offloaded_layers=3, recompute=frozenset({"moe"})),
-         r"offloaded_layers = 3 with recompute \['moe'\]: which module's"),
+         r"offloaded_layers = 3 with recompute \['moe'\]: next to offloaded"),
         (run("qwen3-30b-a3b", tp=2, etp=2, sequence_parallel=False), "tp = 2 without sequence_par"),
         (run("qwen3-30b-a3b", dp=8, ep=8, dispatch="fp8"), "dispatch 'fp8': Megatron-Core 0.16.1"),
-        (run("qwen3-30b-a3b", dp=8, ep=8, pp=4, ep_overlap=True), "ep_overlap with ep = 8, pp = 4"),
+        (run("qwen3-30b-a3b", dp=8, ep=8, pp=4, ep_overlap=True),
+         "pairs = False with ep = 8, pp = 4, 1 chunks.*; the nearest .*: ep_overlap True → F"),
+        (replace(run("gpt3-175b", recompute=frozenset({"mlp"}), cuda_graphs=True),
+                 shape=replace(find_model("gpt3-175b"), dropout=True)),
+         r"cuda_graphs with recompute \['mlp'\]: .*; the nearest .*: recompute mlp → none"),
+        (run("qwen3-30b-a3b", dispatcher="deduplicated"), "dispatcher 'deduplicated' with ep = 1"),
+        (run("llama3-8b", optimizer=Optimizer(offload=0.5)), "optimizer adam 50% on the CPU: Mega"),
         (run("gpt-oss-120b", dp=8, ep=4, etp=2), "etp = 2: experts of 'gpt-oss-120b' have biases"),
         (run("qwen3-30b-a3b", precision="fp32", recompute=frozenset({"moe_act"})), "moe_act with"),
         (run("qwen3-30b-a3b", precision="fp16", dp=4, ep=4), "precision 'fp16' with ep = 4"),
@@ -438,7 +471,7 @@ def test_what_megatron_cannot_run_is_refused(configuration, message: str) -> Non
         (run("llama3.2-1b", zero=3, pp=2), {}, "pp = 2: torchtitan ties embedding and head"),
         (run("llama3-8b", zero=3, pp=2, cuda_graphs=True), {}, "cuda_graphs with pp = 2 and ep ="),
         (run("llama3-8b", zero=3, pp=2, sizes=(34, 0)), {}, r"stages \[1\]: hold nothing"),
-        (run("qwen3-30b-a3b", zero=3, dp=4, ep=2, etp=2), {}, "etp = 2 with ep = 2: .* etp = 1"),
+        (run("qwen3-30b-a3b", zero=3, dp=4, ep=2, etp=2), {}, "etp = 2 with ep = 2: .* etp 2 → 1"),
         (run("qwen3-30b-a3b", zero=3, dp=4, ep=4, ep_overlap=True), {}, "ep_overlap = True,"),
         (run("deepseek-v3-mtp", zero=3), {}, "mtp = 1: torchtitan's MTP layers need the embedding"),
         (run("gpt-oss-20b", zero=3, cp=2), {}, "cp = 2: torchtitan's GPT-OSS has no context"),

@@ -1,39 +1,44 @@
 """A configuration as Megatron-LM's arguments and as Megatron-Core's YAML.
 
-Names are fields of Megatron-Core 0.16.1, which the tests build from them; flags are these names
-with dashes, but for `_FLAGS`, which was read in ``megatron/training/arguments.py`` of
-NVIDIA/Megatron-LM (commit 000c4ac): Megatron-LM's parser is in no package, so no test runs it.
-`optpipe.planning.frameworks.megatron_reader` reads them back.
+`OPTIONS` is the table of settings. Its names are fields of Megatron-Core 0.16.1, which the tests
+build from them. Its flags were read in ``megatron/training/arguments.py`` of NVIDIA/Megatron-LM
+(commit 000c4ac): Megatron-LM's parser is in no package, so no test runs it.
+`optpipe.planning.frameworks.megatron_reader` reads settings by the same table.
 ``activation_offload_fraction`` is of a later Megatron-Core than 0.16.1.
 """
 
+# ruff: noqa: ARG005 - all rows take a configuration
 from __future__ import annotations
 
 import math
 import shlex
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
+from optpipe.planning.frameworks.rules import check_starts, graph_scope, has_overlap
 from optpipe.planning.shape import RECOMPUTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from optpipe.planning.configuration import Configuration
-    from optpipe.planning.shape import ModelShape, Optimizer, Training
+    from optpipe.planning.shape import Experts, ModelShape
 
 __all__ = [
     "ATTENTION_BACKENDS",
     "OFFLOADED",
+    "OPTIONS",
     "SHARDING",
+    "MegatronOption",
     "megatron_arguments",
     "megatron_script",
     "megatron_yaml",
 ]
 
-_PRECISIONS: dict[str, dict[str, Any]] = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
     "bf16": {"bf16": True},
     "fp16": {"fp16": True},
@@ -49,28 +54,257 @@ OFFLOADED = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
 )  # fmt: skip
 """Modules of a layer with experts whose inputs Megatron-Core copies to the host."""
+TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
+"""Types of moments by torch's names; Megatron-Core stores fp8 as uint8."""
 
-_FLAGS: dict[str, str | None] = {
-    # No argument of their own: another one makes Megatron-LM set them.
-    "activation_func": None,
-    "batch_p2p_comm": None,
-    "cpu_offloading": None,
-    "num_query_groups": None,
-    "overlap_p2p_comm": None,
-    "pipeline_dtype": None,
-    "virtual_pipeline_model_parallel_size": None,
-    # Named otherwise than the field.
-    "fp4": "--fp4-format",
-    "fp8": "--fp8-format",
-    "gated_linear_unit": "--swiglu",
-    "num_moe_experts": "--num-experts",
-    "use_te_rng_tracker": "--te-rng-tracker",
-}
-_NEGATIVE_FLAGS = {
-    "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
-    "add_bias_linear": "--disable-bias-linear",
-    "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-}
+
+class MegatronOption(NamedTuple):
+    """A setting of Megatron: how it is written, and what it is in a configuration.
+
+    Parameters
+    ----------
+    section
+        Of a Megatron-Bridge configuration.
+    field
+        Name in Megatron-Core 0.16.1, or of the model in Megatron-Bridge.
+    value
+        Of a configuration: the path of an attribute, or a function. `ABSENT` is not written.
+    flag
+        Argument of Megatron-LM, by default the field's name with dashes; None: another one sets
+        it. An argument for False stands in ``negative``.
+    read_as
+        Other names under which texts have it.
+    """
+
+    section: str
+    field: str
+    value: str | Callable[[Configuration], Any] = ""
+    flag: str | None = ""
+    negative: str = ""
+    read_as: tuple[str, ...] = ()
+
+    def of(self, configuration: Configuration) -> Any:
+        """Return the value of a configuration."""
+        if not self.value:
+            return ABSENT
+        if isinstance(self.value, str):
+            return attrgetter(self.value)(configuration)
+        return self.value(configuration)
+
+    @property
+    def argument(self) -> str | None:
+        """The flag in full."""
+        return f"--{self.field.replace('_', '-')}" if self.flag == "" else self.flag
+
+
+ABSENT = ...
+"""Value of an option that is not written."""
+
+
+def _given(value: Any) -> Any:
+    return value or ABSENT
+
+
+def _target(name: str, **more: Any) -> dict[str, Any]:
+    return {"_target_": name, "_call_": False} | more
+
+
+def _torch_type(kind: str) -> Any:
+    return ABSENT if kind == "fp32" else _target(f"torch.{TORCH_TYPES[kind]}")
+
+
+def _of_latent(name: str) -> Callable[[Configuration], Any]:
+    return lambda c: ABSENT if c.shape.latent is None else getattr(c.shape.latent, name)
+
+
+def _of_experts(value: Callable[[Configuration, Experts], Any]) -> Callable[[Configuration], Any]:
+    return lambda c: ABSENT if c.shape.experts is None else value(c, c.shape.experts)
+
+
+def _of_precision(field: str) -> MegatronOption:
+    flag = {"fp8": "--fp8-format", "fp4": "--fp4-format"}.get(field, "")
+    return MegatronOption(
+        "model", field, lambda c: PRECISIONS[c.training.precision].get(field, ABSENT), flag
+    )
+
+
+def _layers_offloaded(c: Configuration) -> int:
+    return c.training.offloaded_layers if c.pipeline.pp == 1 else 0
+
+
+def _share_offloaded(c: Configuration) -> float:
+    """Return the share of groups of modules, in the order of F, that are copied.
+
+    Megatron-Core's fraction is one of groups, a module of a layer each, not of bytes. It rounds up,
+    so the share is rounded down here.
+    """
+    n = c.training.offloaded_layers if c.pipeline.pp > 1 else 0
+    return math.floor(1e6 * n / c.shape.num_layers) / 1e6
+
+
+def _is_split(c: Configuration) -> bool:
+    return c.training.sequence_parallel and c.training.tp > 1
+
+
+def _backend(c: Configuration) -> Any:
+    is_flex = c.shape.experts is not None and c.training.dispatcher == "deduplicated"
+    return ("hybridep" if c.gpus_per_node > 8 else "deepep") if is_flex else ABSENT
+
+
+def _if_pipeline(
+    value: Callable[[Configuration], Any], least: int = 1
+) -> Callable[[Configuration], Any]:
+    """Return the value of a pipeline with at least so many stages on each of several ranks."""
+    return lambda c: value(c) if c.pipeline.pp > 1 and c.pipeline.chunks >= least else ABSENT
+
+
+def _if_recomputed(full: Any, modules: Any = ABSENT) -> Callable[[Configuration], Any]:
+    """Return the first value for whole layers, the second for modules."""
+    return lambda c: (
+        (full if "full" in c.training.recompute else modules) if c.training.recompute else ABSENT
+    )
+
+
+def _modules(c: Configuration) -> Any:
+    known = [name for name in RECOMPUTABLE if name in c.training.recompute]
+    return ABSENT if "full" in known else _given(known)
+
+
+def _of_windows(value: Callable[[ModelShape], Any]) -> Callable[[Configuration], Any]:
+    return lambda c: value(c.shape) if c.shape.window and c.shape.full_every > 1 else ABSENT
+
+
+def _dropout(c: Configuration) -> float:
+    return 0.1 if c.shape.dropout else 0.0
+
+
+def _if_graphs(value: Callable[[Configuration], Any]) -> Callable[[Configuration], Any]:
+    return lambda c: value(c) if c.training.cuda_graphs else ABSENT
+
+
+_O = MegatronOption
+_ATTENTION_ENUM = "megatron.core.transformer.enums.AttnBackend"
+
+OPTIONS = (
+    _O("model", "num_layers", "shape.num_layers"),
+    _O("model", "hidden_size", "shape.hidden"),
+    _O("model", "ffn_hidden_size", "shape.ffn"),
+    _O("model", "num_attention_heads", "shape.num_heads"),
+    _O("model", "vocab_size", "shape.vocab"),
+    _O("model", "seq_length", "training.sequence", read_as=("sequence_length",)),
+    _O("model", "normalization", lambda c: "LayerNorm" if c.shape.bias == "all" else "RMSNorm"),
+    _O("model", "add_bias_linear", lambda c: c.shape.bias in ("all", "attention"),
+       negative="--disable-bias-linear"),
+    _O("model", "position_embedding_type",
+       lambda c: "learned_absolute" if c.shape.positions else "rope"),
+    _O("model", "share_embeddings_and_output_weights", "shape.tied",
+       negative="--untie-embeddings-and-output-weights"),
+    _O("model", "attention_dropout", _dropout),
+    _O("model", "hidden_dropout", _dropout),
+    _O("model", "multi_latent_attention", lambda c: _given(c.shape.latent is not None)),
+    _O("model", "q_lora_rank", _of_latent("query_rank")),
+    _O("model", "kv_lora_rank", _of_latent("kv_rank")),
+    _O("model", "qk_head_dim", _of_latent("nope")),
+    _O("model", "qk_pos_emb_head_dim", _of_latent("rope")),
+    _O("model", "v_head_dim", _of_latent("value")),
+    _O("model", "kv_channels", lambda c: ABSENT if c.shape.latent else c.shape.width),
+    _O("model", "num_query_groups",
+       lambda c: ABSENT if c.shape.latent else c.shape.num_kv_heads, None),
+    _O("model", "gated_linear_unit", lambda c: _given(c.shape.mlp == "swiglu"), "--swiglu"),
+    _O("model", "activation_func", lambda c: (
+        _target("torch.nn.functional.silu") if c.shape.mlp == "swiglu" else ABSENT), None),
+    _O("model", "window_size", _of_windows(lambda shape: [shape.window, 0])),
+    _O("model", "window_attn_skip_freq", _of_windows(lambda shape: shape.full_every)),
+    _O("model", "add_qkv_bias", lambda c: _given(c.shape.bias == "qkv")),
+    _O("model", "qk_layernorm", lambda c: _given(c.shape.qk_norm)),
+    _O("model", "softmax_type", lambda c: "learnable" if c.shape.sinks else ABSENT),
+    _O("model", "mtp_num_layers", lambda c: _given(c.shape.mtp)),
+    _O("model", "attention_backend", lambda c: ABSENT if c.training.flash else _target(
+        _ATTENTION_ENUM, _call_=True, _args_=[1 + ATTENTION_BACKENDS.index("unfused")])),
+    _O("model", "num_moe_experts", _of_experts(lambda c, experts: experts.num), "--num-experts"),
+    _O("model", "moe_router_topk", _of_experts(lambda c, experts: experts.active)),
+    _O("model", "moe_ffn_hidden_size", _of_experts(lambda c, experts: experts.ffn)),
+    _O("model", "moe_layer_freq", _of_experts(
+        lambda c, experts: [int(kind.is_moe) for kind in c.shape.layer_kinds])),
+    _O("model", "expert_model_parallel_size", _of_experts(lambda c, experts: c.training.ep)),
+    _O("model", "expert_tensor_parallel_size", _of_experts(lambda c, experts: c.training.etp)),
+    _O("model", "moe_token_dispatcher_type", _of_experts(
+        lambda c, experts: "flex" if c.training.dispatcher == "deduplicated" else "alltoall")),
+    _O("model", "moe_flex_dispatcher_backend", _backend),
+    _O("model", "moe_shared_expert_intermediate_size",
+       _of_experts(lambda c, experts: _given(experts.shared_ffn))),
+    _O("model", "moe_grouped_gemm",
+       _of_experts(lambda c, experts: _given(c.training.precision not in ("fp16", "fp32")))),
+    _O("model", "moe_router_pre_softmax",
+       _of_experts(lambda c, experts: _given(experts.active == 1))),
+    _O("model", "overlap_moe_expert_parallel_comm",
+       lambda c: _given(has_overlap(c.shape, c.training, c.pipeline))),
+    _O("model", "tensor_model_parallel_size", "training.tp"),
+    _O("model", "pipeline_model_parallel_size", "pipeline.pp"),
+    _O("model", "context_parallel_size", "training.cp"),
+    _O("model", "sequence_parallel", _is_split),
+    _O("model", "tp_comm_overlap", lambda c: c.training.overlap if _is_split(c) else ABSENT),
+    _O("model", "pipeline_model_parallel_layout",
+       _if_pipeline(lambda c: layout_text(c.stages, c.pipeline.pp))),
+    _O("model", "pipeline_dtype", _if_pipeline(lambda c: _target("torch." + (
+        TORCH_TYPES[c.training.precision if c.training.precision in ("fp32", "fp16") else "bf16"]
+    ))), None),
+    _O("model", "virtual_pipeline_model_parallel_size",
+       _if_pipeline(lambda c: c.pipeline.chunks, 2), None,
+       read_as=("num_virtual_stages_per_pipeline_rank",)),
+    _O("model", "overlap_p2p_comm", _if_pipeline(lambda c: True, 2), None),
+    _O("model", "batch_p2p_comm", _if_pipeline(lambda c: False, 2), None),
+    *map(_of_precision, ("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe")),
+    _O("model", "recompute_granularity", _if_recomputed("full", "selective")),
+    _O("model", "recompute_method", _if_recomputed("uniform")),
+    _O("model", "recompute_num_layers", _if_recomputed(1)),
+    _O("model", "recompute_modules", _modules),
+    _O("model", "cpu_offloading", lambda c: _given(_layers_offloaded(c) > 0), None),
+    _O("model", "cpu_offloading_num_layers", lambda c: _given(_layers_offloaded(c))),
+    _O("model", "fine_grained_activation_offloading", lambda c: _given(_share_offloaded(c) > 0)),
+    _O("model", "offload_modules", lambda c: ABSENT if not _share_offloaded(c) else [
+        name for name in OFFLOADED if name not in c.training.recompute]),
+    _O("model", "activation_offload_fraction",
+       lambda c: _share_offloaded(c) if 0 < _share_offloaded(c) < 1 else ABSENT),
+    _O("model", "cuda_graph_impl", _if_graphs(lambda c: "transformer_engine")),
+    _O("model", "cuda_graph_scope",
+       _if_graphs(lambda c: graph_scope(c.shape, c.training, c.pipeline))),
+    _O("model", "use_te_rng_tracker", _if_graphs(lambda c: True), "--te-rng-tracker"),
+    _O("train", "micro_batch_size", "training.micro_batch"),
+    _O("train", "global_batch_size", "global_batch"),
+    _O("optimizer", "use_distributed_optimizer", lambda c: c.training.zero >= 1),
+    _O("optimizer", "optimizer", lambda c: (
+        ABSENT if c.training.optimizer.name == "adam" else c.training.optimizer.name)),
+    _O("optimizer", "use_precision_aware_optimizer",
+       lambda c: _given(c.training.optimizer.precision_aware)),
+    _O("optimizer", "exp_avg_dtype", lambda c: _torch_type(c.training.optimizer.exp_avg)),
+    _O("optimizer", "exp_avg_sq_dtype", lambda c: _torch_type(c.training.optimizer.exp_avg_sq)),
+    _O("optimizer", "optimizer_cpu_offload", lambda c: _given(c.training.optimizer.offload > 0)),
+    _O("optimizer", "optimizer_offload_fraction", lambda c: _given(c.training.optimizer.offload)),
+    _O("ddp", "grad_reduce_in_fp32",
+       lambda c: False if c.training.optimizer.gradients == "bf16" else ABSENT,
+       negative="--grad-reduce-in-bf16"),
+    _O("ddp", "overlap_grad_reduce", "training.overlap"),
+    _O("ddp", "overlap_param_gather", lambda c: c.training.overlap and c.training.zero >= 1),
+    _O("ddp", "use_megatron_fsdp", lambda c: _given(c.training.zero >= 2),
+       read_as=("use_custom_fsdp",)),
+    _O("ddp", "data_parallel_sharding_strategy",
+       lambda c: SHARDING[c.training.zero] if c.training.zero >= 2 else ABSENT),
+    _O("checkpoint", "ckpt_format",
+       lambda c: "fsdp_dtensor" if c.training.zero >= 2 else ABSENT),
+    # Only read, under the name of the field or another one.
+    *(_O("model", field) for field in (
+        "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "mixed_precision",
+        "no_overlap_p2p_communication", "cp_comm_type")),
+    *(_O("ddp", field) for field in (
+        "grad_reduce_in_bf16", "num_distributed_optimizer_instances", "use_torch_fsdp2",
+        "torch_fsdp2_reshard_after_forward")),
+    _O("model", "num_layers_in_first_pipeline_stage", flag="--decoder-first-pipeline-num-layers"),
+    _O("model", "num_layers_in_last_pipeline_stage", flag="--decoder-last-pipeline-num-layers"),
+    _O("model", "microbatch_group_size_per_vp_stage",
+       flag="--microbatch-group-size-per-virtual-pipeline-stage"),
+)  # fmt: skip
+"""The settings in the order in which they are written, then those that are only read."""
 
 
 def check_arguments_have(shape: ModelShape) -> None:
@@ -85,8 +319,8 @@ def check_arguments_have(shape: ModelShape) -> None:
 def megatron_arguments(configuration: Configuration) -> list[str]:
     """Return Megatron-LM's command-line arguments, unquoted.
 
-    Model sizes are among them, so that they parse; data, tokenizer, optimizer and checkpoints, and
-    what of a model changes no time (rotary base, the router's scores and losses), are yours.
+    Model sizes are among them, so that they parse. The list leaves out data, tokenizer, learning
+    rates and checkpoints, and model settings that change no time (rotary base, router losses).
 
     Parameters
     ----------
@@ -106,10 +340,10 @@ def megatron_arguments(configuration: Configuration) -> list[str]:
     """
     shape = configuration.shape
     check_arguments_have(shape)
+    check_starts(configuration, "megatron")
     arguments: list[str] = []
-    for section in _sections(configuration).values():
-        for name, value in section.items():
-            arguments += _argument(name, value)
+    for option in OPTIONS:
+        arguments += _argument(option, option.of(configuration))
     if shape.num_kv_heads != shape.num_heads and shape.latent is None:
         arguments += ["--group-query-attention", "--num-query-groups", str(shape.num_kv_heads)]
     longest = max(shape.positions, configuration.training.sequence)
@@ -131,18 +365,23 @@ def megatron_yaml(configuration: Configuration) -> str:
     """Return the same as YAML in the sections of a Megatron-Bridge configuration.
 
     ``model`` has fields of Megatron-Core's ``TransformerConfig`` (``MLATransformerConfig`` with
-    latent attention), and of the model itself ``seq_length``, ``vocab_size``,
-    ``position_embedding_type`` and ``share_embeddings_and_output_weights``; ``ddp`` those of
-    ``DistributedDataParallelConfig``, ``optimizer`` of ``OptimizerConfig``. What is no plain value
-    is written as Megatron-Bridge does, by ``_target_``.
+    latent attention). Four fields are the model's own: ``seq_length``, ``vocab_size``,
+    ``position_embedding_type`` and ``share_embeddings_and_output_weights``. ``ddp`` has fields of
+    ``DistributedDataParallelConfig``, ``optimizer`` of ``OptimizerConfig``. Enums and torch types
+    are written as Megatron-Bridge writes them, by ``_target_``.
 
     Raises
     ------
     InputError
         As `megatron_arguments`, but for norms.
     """
+    check_starts(configuration, "megatron")
+    return _yaml_of(_sections(configuration))
+
+
+def _yaml_of(sections: dict[str, dict[str, Any]]) -> str:
     lines = ["# Written by optpipe; what is not here stays as your recipe has it."]
-    for title, section in _sections(configuration).items():
+    for title, section in sections.items():
         lines += [f"{title}:"] * bool(section)
         for name, value in section.items():
             if isinstance(value, dict):
@@ -153,21 +392,21 @@ def megatron_yaml(configuration: Configuration) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _argument(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        if name in _NEGATIVE_FLAGS:
-            return [] if value else [_NEGATIVE_FLAGS[name]]
-        value = [] if value else None
-    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-    if flag is None or value is None:
+def _argument(option: MegatronOption, value: Any) -> list[str]:
+    flag = option.argument
+    if value is False:
+        return [option.negative] if option.negative else []
+    if value is ABSENT or value is None or flag is None or (value is True and option.negative):
         return []
-    if name == "attention_backend":
+    if value is True:
+        return [flag]
+    if option.field == "attention_backend":
         value = ATTENTION_BACKENDS[value["_args_"][0] - 1]
-    elif name == "moe_layer_freq":
+    elif option.field == "moe_layer_freq":
         value = "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(value))
-    elif name == "window_size":
+    elif option.field == "window_size":
         value = ",".join(map(str, value))
-    elif name.startswith("exp_avg"):
+    elif option.field.startswith("exp_avg"):
         torch_type = value["_target_"].removeprefix("torch.")
         value = next(kind for kind, known in TORCH_TYPES.items() if known == torch_type)
     return [flag, *map(str, value if isinstance(value, list) else [value])]
@@ -185,343 +424,11 @@ def _yaml(value: Any) -> str:
     return str(value)
 
 
-# --- What is written.
-
-
 def _sections(configuration: Configuration) -> dict[str, dict[str, Any]]:
     """Return values by Megatron-Core's names, in the sections of Megatron-Bridge."""
-    for broken, sentence in _refusals(configuration):
-        if broken:
-            raise InputError(sentence)
-    training = configuration.training
-    is_sharded = training.zero >= 2
-    distributed = {"use_distributed_optimizer": training.zero >= 1}
-    return {
-        "model": {
-            **_sizes(configuration.shape, training),
-            **_experts(configuration),
-            **_split(configuration),
-            **_PRECISIONS[training.precision],
-            **_recompute(training),
-            **_offload(configuration),
-            **_graphs(configuration),
-        },
-        "train": {
-            "micro_batch_size": training.micro_batch,
-            "global_batch_size": configuration.global_batch,
-        },
-        "optimizer": distributed | _optimizer(training.optimizer),
-        "ddp": {
-            **({"grad_reduce_in_fp32": False} if training.optimizer.gradients == "bf16" else {}),
-            "overlap_grad_reduce": training.overlap,
-            "overlap_param_gather": training.overlap and training.zero >= 1,
-            **({"use_megatron_fsdp": True} if is_sharded else {}),
-            **({"data_parallel_sharding_strategy": SHARDING[training.zero]} if is_sharded else {}),
-        },
-        "checkpoint": {"ckpt_format": "fsdp_dtensor"} if is_sharded else {},
-    }
-
-
-def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the fields of ``OptimizerConfig`` that differ from its defaults."""
-    values: dict[str, Any] = {}
-    if optimizer.name != "adam":
-        values["optimizer"] = optimizer.name
-    if optimizer.precision_aware:
-        values["use_precision_aware_optimizer"] = True
-    moments = {"exp_avg_dtype": optimizer.exp_avg, "exp_avg_sq_dtype": optimizer.exp_avg_sq}
-    for name, kind in moments.items():
-        if kind != "fp32":
-            values[name] = {"_target_": f"torch.{TORCH_TYPES[kind]}", "_call_": False}
-    if optimizer.offload:
-        values["optimizer_cpu_offload"] = True
-        values["optimizer_offload_fraction"] = optimizer.offload
-    return values
-
-
-TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
-"""Types of moments by torch's names; Megatron-Core stores fp8 as uint8."""
-
-
-def _refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    """Yield what Megatron cannot run, each with its sentence."""
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    count, m = cut.pp * cut.chunks, cut.num_microbatches
-    yield (
-        cut.schedule != "1f1b",
-        f"schedule {cut.schedule!r}: Megatron-Core has 1F1B and interleaved 1F1B; choose 1f1b, or "
-        "run it with optpipe.runtime.trainers.megatron",
-    )
-    yield (
-        cut.stages != tuple(stage % cut.pp for stage in range(count)),
-        f"placement {cut.placement!r}: Megatron-Core has stage k on rank k mod {cut.pp}; choose "
-        "linear or loop",
-    )
-    yield (
-        cut.chunks > 1 and (cut.pp == 1 or m % cut.pp > 0),
-        f"{cut.chunks} chunks on pp = {cut.pp} with {m} micro-batches: Megatron-Core interleaves "
-        "over two ranks and more, and whole groups of pp micro-batches; change one of them",
-    )
-    yield (
-        training.sequence % (2 * training.cp) > 0 and training.cp > 1,
-        f"sequence = {training.sequence} with cp = {training.cp}: Megatron-LM cuts it into "
-        f"{2 * training.cp} equal parts; choose a multiple",
-    )
-    yield (
-        training.lean,
-        "lean: Megatron-Core has no switch that makes norms, activations and dropout masks again "
-        "in every layer; give recompute modules, e.g. layernorm and moe_act",
-    )
-    yield (
-        shape.bias == "attention" and not (shape.experts and shape.experts.bias),
-        f"model {shape.name!r}: Megatron-Core has a bias in all matrices, in none, or for query, "
-        "key and value; choose a model that has",
-    )
-    cut = configuration.pipeline
-    yield (
-        cut.slices > 1 or (cut.pairs and shape.experts is None),
-        f"slices = {cut.slices}, pairs = {cut.pairs}: Megatron-Core 0.16.1 runs sequences whole, "
-        "and pairs only with experts; choose 1, and no pairs",
-    )
-    yield from _expert_refusals(configuration)
-    yield from _recompute_refusals(configuration)
-    yield from _offload_refusals(configuration)
-
-
-def _overlaps(configuration: Configuration) -> bool:
-    """Whether forwards and backwards run together: Megatron-Core's combined 1F1B."""
-    return configuration.training.ep_overlap or configuration.pipeline.pairs
-
-
-def _expert_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    if shape.experts is None:
-        return
-    yield (
-        training.tp > 1 and not training.sequence_parallel,
-        f"tp = {training.tp} without sequence_parallel: Megatron-LM needs it with experts; "
-        "switch it on",
-    )
-    yield (
-        training.dispatch != "bf16",
-        f"dispatch {training.dispatch!r}: Megatron-Core 0.16.1 sends tokens to experts in bf16; "
-        "choose bf16",
-    )
-    yield (
-        training.precision == "fp16" and training.ep > 1,
-        f"precision 'fp16' with ep = {training.ep}: Megatron-LM refuses them together; choose bf16",
-    )
-    yield (
-        shape.experts.bias and training.etp > 1,
-        f"etp = {training.etp}: experts of {shape.name!r} have biases, which Megatron-Core does "
-        "not split; choose etp = 1",
-    )
-    yield (
-        _overlaps(configuration)
-        and (
-            training.ep == 1
-            or (cut.pp > 1 and cut.chunks == 1)
-            or "full" in training.recompute
-            or training.precision == "fp32"
-            or shape.mtp > 1
-            or (shape.mtp == 1 and cut.pp == 1)
-        ),
-        f"{'pairs' if cut.pairs else 'ep_overlap'} with ep = {training.ep}, pp = {cut.pp}, "
-        f"{cut.chunks} chunks, {shape.mtp} MTP layers and recompute {sorted(training.recompute)}: "
-        "Megatron-Core needs ep > 1, several chunks where pp > 1, at most one MTP layer (with "
-        "pp > 1), bf16 or fp16 and no full recomputation; change these or switch it off",
-    )
-
-
-def _recompute_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    shape, training = configuration.shape, configuration.training
-    modules = training.recompute
-    yield (
-        "full" in modules and len(modules) > 1,
-        f"recompute {sorted(modules)}: full is all of it; give full alone, or modules",
-    )
-    absent = modules & shape.without
-    yield (
-        bool(absent),
-        f"recompute {sorted(absent)}: {shape.name!r} has no such modules; leave them out",
-    )
-    yield (
-        "moe_act" in modules and training.precision in ("fp16", "fp32"),
-        f"recompute moe_act with {training.precision}: Megatron-Core makes it again only with "
-        "grouped products, which are bf16's; leave it out",
-    )
-    yield (
-        training.cuda_graphs
-        and bool(modules & ({"full", "moe"} | ({"core_attn"} if shape.dropout else set()))),
-        f"cuda_graphs with recompute {sorted(modules)}: Megatron-Core captures no layer of which "
-        "all, the experts, or attention with dropout is made again; leave one of the two out",
-    )
-
-
-def _offload_refusals(configuration: Configuration) -> Iterator[tuple[bool, str]]:
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    n = training.offloaded_layers
-    if not n:
-        return
-    yield (
-        training.cuda_graphs,
-        f"offloaded_layers = {n} with cuda_graphs: copies of captured layers are not written; "
-        "leave one of the two out",
-    )
-    yield (
-        n > shape.num_layers,
-        f"offloaded_layers = {n}: {shape.name!r} has {shape.num_layers}; lower it",
-    )
-    yield (
-        cut.pp == 1 and (n == shape.num_layers or bool(training.recompute)),
-        f"offloaded_layers = {n} of {shape.num_layers} with recompute "
-        f"{sorted(training.recompute)}: Megatron-Core copies whole layers without recomputation, "
-        "and not all of them; lower it, or recompute nothing",
-    )
-    yield (
-        cut.pp > 1 and shape.experts is None,
-        f"offloaded_layers = {n} with pp = {cut.pp}: Megatron-Core copies whole layers only with "
-        "pp = 1, and else modules of attention and experts, of which a dense layer's MLP, most of "
-        "its bytes, is none; choose 0, or run it with optpipe.runtime.trainers.megatron",
-    )
-    yield (
-        cut.pp > 1 and bool(training.recompute - {"moe_act"}),
-        f"offloaded_layers = {n} with recompute {sorted(training.recompute)}: which module's input "
-        "is then copied and which made again is not written; recompute moe_act or nothing",
-    )
-
-
-def _sizes(shape: ModelShape, training: Training) -> dict[str, Any]:
-    is_biased = shape.bias in ("all", "attention")
-    values: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden,
-        "ffn_hidden_size": shape.ffn,
-        "num_attention_heads": shape.num_heads,
-        "vocab_size": shape.vocab,
-        "seq_length": training.sequence,
-        "normalization": "LayerNorm" if shape.bias == "all" else "RMSNorm",
-        "add_bias_linear": is_biased,
-        "position_embedding_type": "learned_absolute" if shape.positions else "rope",
-        "share_embeddings_and_output_weights": shape.tied,
-        "attention_dropout": 0.1 if shape.dropout else 0.0,
-        "hidden_dropout": 0.1 if shape.dropout else 0.0,
-    }
-    if shape.latent is not None:
-        latent = shape.latent
-        values |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": latent.query_rank,
-            "kv_lora_rank": latent.kv_rank,
-            "qk_head_dim": latent.nope,
-            "qk_pos_emb_head_dim": latent.rope,
-            "v_head_dim": latent.value,
-        }
-    else:
-        values |= {"kv_channels": shape.width, "num_query_groups": shape.num_kv_heads}
-    if shape.mlp == "swiglu":
-        silu = {"_target_": "torch.nn.functional.silu", "_call_": False}
-        values |= {"gated_linear_unit": True, "activation_func": silu}
-    if shape.window and shape.full_every > 1:
-        values |= {"window_size": [shape.window, 0], "window_attn_skip_freq": shape.full_every}
-    optional = {
-        "add_qkv_bias": shape.bias == "qkv",
-        "qk_layernorm": shape.qk_norm,
-        "softmax_type": "learnable" if shape.sinks else "",
-        "mtp_num_layers": shape.mtp,
-    }
-    values |= {name: value for name, value in optional.items() if value}
-    if not training.flash:
-        unfused = 1 + ATTENTION_BACKENDS.index("unfused")
-        enum = "megatron.core.transformer.enums.AttnBackend"
-        values["attention_backend"] = {"_target_": enum, "_call_": True, "_args_": [unfused]}
-    return values
-
-
-def _experts(configuration: Configuration) -> dict[str, Any]:
-    shape, training = configuration.shape, configuration.training
-    experts = shape.experts
-    if experts is None:
-        return {}
-    is_flex = training.dispatcher == "deduplicated"
-    backend = "hybridep" if configuration.gpus_per_node > 8 else "deepep"
-    values: dict[str, Any] = {
-        "num_moe_experts": experts.num,
-        "moe_router_topk": experts.active,
-        "moe_ffn_hidden_size": experts.ffn,
-        "moe_layer_freq": [int(kind.is_moe) for kind in shape.layer_kinds],
-        "expert_model_parallel_size": training.ep,
-        "expert_tensor_parallel_size": training.etp,
-        "moe_token_dispatcher_type": "flex" if is_flex else "alltoall",
-    }
-    optional = {
-        "moe_flex_dispatcher_backend": backend if is_flex else "",
-        "moe_shared_expert_intermediate_size": experts.shared_ffn,
-        "moe_grouped_gemm": training.precision not in ("fp16", "fp32"),
-        "moe_router_pre_softmax": experts.active == 1,
-        "overlap_moe_expert_parallel_comm": _overlaps(configuration),
-    }
-    return values | {name: value for name, value in optional.items() if value}
-
-
-def _split(configuration: Configuration) -> dict[str, Any]:
-    training, cut = configuration.training, configuration.pipeline
-    is_split = training.sequence_parallel and training.tp > 1
-    values: dict[str, Any] = {
-        "tensor_model_parallel_size": training.tp,
-        "pipeline_model_parallel_size": cut.pp,
-        "context_parallel_size": training.cp,
-        "sequence_parallel": is_split,
-    }
-    if is_split:
-        values["tp_comm_overlap"] = training.overlap
-    if cut.pp == 1:
-        return values
-    values["pipeline_model_parallel_layout"] = layout_text(configuration.stages, cut.pp)
-    dtype = {"fp32": "float32", "fp16": "float16"}.get(training.precision, "bfloat16")
-    values["pipeline_dtype"] = {"_target_": f"torch.{dtype}", "_call_": False}
-    if cut.chunks > 1:
-        values |= {"virtual_pipeline_model_parallel_size": cut.chunks,
-                   "overlap_p2p_comm": True, "batch_p2p_comm": False}  # fmt: skip
-    return values
-
-
-def _recompute(training: Training) -> dict[str, Any]:
-    if not training.recompute:
-        return {}
-    if "full" in training.recompute:
-        return {"recompute_granularity": "full", "recompute_method": "uniform",
-                "recompute_num_layers": 1}  # fmt: skip
-    modules = [name for name in RECOMPUTABLE if name in training.recompute]
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
-
-
-def _offload(configuration: Configuration) -> dict[str, Any]:
-    """Return whole layers with one pipeline rank, else the first groups of modules in F's order.
-
-    Megatron-Core's fraction is one of groups, a module of a layer each, not of bytes, and rounds
-    so that more are copied; it is rounded down here, which changes nothing but that.
-    """
-    shape, training = configuration.shape, configuration.training
-    n = training.offloaded_layers
-    if not n:
-        return {}
-    if configuration.pipeline.pp == 1:
-        return {"cpu_offloading": True, "cpu_offloading_num_layers": n}
-    modules = [name for name in OFFLOADED if name not in training.recompute]
-    values = {"fine_grained_activation_offloading": True, "offload_modules": modules}
-    if n < shape.num_layers:
-        share = math.floor(1e6 * n / shape.num_layers) / 1e6
-        return values | {"activation_offload_fraction": share}
-    return values
-
-
-def _graphs(configuration: Configuration) -> dict[str, Any]:
-    shape, training = configuration.shape, configuration.training
-    if not training.cuda_graphs:
-        return {}
-    has_experts = any(kind.is_moe for kind in shape.layer_kinds)
-    has_dense = not (all(kind.is_moe for kind in shape.layer_kinds) or _overlaps(configuration))
-    scope = ["attn", *["mlp"] * has_dense, *["moe_router", "moe_preprocess"] * has_experts]
-    return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope,
-            "use_te_rng_tracker": True}  # fmt: skip
+    found: dict[str, dict[str, Any]] = {}
+    for option in OPTIONS:
+        section, value = found.setdefault(option.section, {}), option.of(configuration)
+        if value is not ABSENT:
+            section[option.field] = value
+    return found

@@ -1,14 +1,16 @@
-"""What a Megatron-LM command line, or Megatron-Core's values of a recipe, says of a configuration.
+"""Configurations read from a Megatron-LM command line, or from a recipe's values.
 
-Names and defaults are those of `optpipe.planning.frameworks.megatron`.
+`optpipe.planning.frameworks.megatron.OPTIONS` is the table of settings. `TEXT_RULES` has the rules
+about settings that no configuration has.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
@@ -17,8 +19,16 @@ from optpipe.planning.configuration import Configuration
 from optpipe.planning.frameworks.megatron import (
     ATTENTION_BACKENDS,
     OFFLOADED,
+    OPTIONS,
     SHARDING,
     TORCH_TYPES,
+)
+from optpipe.planning.frameworks.rules import (
+    ARGUMENTS,
+    CONFIG,
+    MEGATRON_RULES,
+    check_gpus,
+    check_starts,
 )
 from optpipe.planning.settings import FrameworkSettings, read_settings
 from optpipe.planning.shape import Optimizer, OptimizerName, StateType, Training
@@ -26,7 +36,7 @@ from optpipe.planning.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import Dispatcher, ModelShape, Precision
@@ -41,16 +51,12 @@ _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_par
 _MOST_SHOWN = 16
 """Stages whose layers a refusal lists."""
 _READ_AS = {
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "fp4_format": "fp4",
-    "fp8_format": "fp8",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-    "num_experts": "num_moe_experts",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "sequence_length": "seq_length",
-    "use_custom_fsdp": "use_megatron_fsdp",
+    name.removeprefix("--").replace("-", "_"): option.field
+    for option in OPTIONS
+    for name in (option.argument or "", *option.read_as)
+    if name
 }
+"""Name of an option in a text -> its field."""
 
 
 def read_megatron(
@@ -94,16 +100,15 @@ def read_megatron(
     for broken, sentence in _unsaid(said):
         if broken:
             raise InputError(sentence)
+    _check_text(said)
     shape = _shape_said(said, shape)
     has_experts = shape.experts is not None
     tp, cp = said.degree("tensor_model_parallel_size", 1), said.degree("context_parallel_size", 1)
     pp = said.degree("pipeline_model_parallel_size", 1)
+    ep = said.degree("expert_model_parallel_size", 1) if has_experts else 1
+    etp = said.degree("expert_tensor_parallel_size", tp) if has_experts else 1
+    check_gpus(num_gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     dp = num_gpus // (tp * cp * pp)
-    if dp * tp * cp * pp != num_gpus:
-        raise InputError(
-            f"{num_gpus} GPUs: are no multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}; "
-            "correct one of them"
-        )
     micro_batch = said.degree("micro_batch_size", None)
     batch = said.degree("global_batch_size", global_batch)
     if batch % (micro_batch * dp):
@@ -118,14 +123,14 @@ def read_megatron(
         tp=tp,
         cp=cp,
         dp=dp,
-        ep=said.degree("expert_model_parallel_size", 1) if has_experts else 1,
-        etp=said.degree("expert_tensor_parallel_size", tp) if has_experts else 1,
+        ep=ep,
+        etp=etp,
         zero=_zero_said(said),
         precision=cast("Precision", _precision_said(said)),
         flash=_attention_said(said) not in ("unfused", "local"),
         sequence_parallel=tp == 1 or said.flag("sequence_parallel"),
         recompute=_recompute_said(said, shape, pp),
-        cuda_graphs=_has_graphs(said),
+        cuda_graphs=_graphs_of(said) != "none",
         ep_overlap=has_experts and said.flag("overlap_moe_expert_parallel_comm"),
         dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
@@ -155,6 +160,10 @@ def read_megatron(
         )
     if stages:
         layout_text(stages, pp)  # refuses multi-token prediction where Megatron-Core has none
+    unsaid = () if said.is_arguments else _OF_ARGUMENTS
+    if not (said.is_arguments or said.mentions("sequence_parallel")):
+        unsaid += ("sequence parallelism of experts",)
+    check_starts(found, "megatron", *_OF_THE_TEXT, *unsaid)
     return replace(found, not_modelled=tuple(_list_not_modelled(said)))
 
 
@@ -168,7 +177,8 @@ _OFF = ("", "none", "null", "false", "no", "off")
 
 def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
     """Yield the options of a script that no estimate counts, and those that are not known here."""
-    neutral = set(_OPTIONS["neutral"])
+    neutral = {*_OPTIONS["neutral"], *(option.section for option in OPTIONS)}
+    neutral |= {option.field for option in OPTIONS} - set(_OPTIONS["not_modelled"])
     for name, words in said.words_of.items():
         if name in said.read or name in neutral or not name.isidentifier():
             continue
@@ -219,6 +229,200 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     )
 
 
+class TextRule(NamedTuple):
+    """Settings of a text that Megatron refuses together, beyond what a configuration has.
+
+    ``sentence`` names settings in braces, for their values.
+    """
+
+    name: str
+    source: str
+    is_broken: Callable[[FrameworkSettings], bool]
+    sentence: str
+
+
+def _graphs_of(said: FrameworkSettings) -> str:
+    """Return who captures launches: ``transformer_engine``, ``local`` or ``none``."""
+    old = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+    return next((to for name, to in old.items() if said.flag(name)), "") or said.word(
+        "cuda_graph_impl", "none"
+    )
+
+
+def _has_offload(said: FrameworkSettings) -> bool:
+    """Return whether layers are copied to the CPU; their number says so in arguments alone."""
+    number = said.integer("cpu_offloading_num_layers", 0) if said.is_arguments else 0
+    return said.flag("cpu_offloading") or number > 0
+
+
+def _drops_in_graph(said: FrameworkSettings, module: str, scope: str, dropout: str) -> bool:
+    """Return whether a recomputed module with dropout is captured."""
+    scopes = _scope_of(said)
+    is_captured = not scopes or scope in scopes or "full_iteration" in scopes
+    if not is_captured or _graphs_of(said) == "none" or module not in _modules_of(said):
+        return False
+    return said.number(dropout, 0.1 if said.is_arguments else 0.0) > 0
+
+
+def _scope_of(said: FrameworkSettings) -> list[str]:
+    return [part for word in said.words("cuda_graph_scope") for part in word.split(",")]
+
+
+def _modules_of(said: FrameworkSettings) -> list[str]:
+    """Return the modules that are recomputed one by one."""
+    is_on = said.word("recompute_granularity", "") == "selective"
+    is_on = is_on or said.flag("recompute_activations")
+    return (said.words("recompute_modules") or ["core_attn"]) if is_on else []
+
+
+_T = TextRule
+
+TEXT_RULES = (
+    _T("offloading in a pipeline", CONFIG,
+       lambda t: _has_offload(t) and t.degree("pipeline_model_parallel_size", 1) > 1,
+       "cpu_offloading with pipeline_model_parallel_size = {pipeline_model_parallel_size}: "
+       "Megatron-Core copies layers to the CPU only without a pipeline; leave it out, or give "
+       "fine_grained_activation_offloading with offload_modules"),
+    _T("captured offloading", CONFIG, lambda t: _has_offload(t) and _graphs_of(t) != "none",
+       "cpu_offloading with CUDA graphs: Megatron-Core refuses them together; leave one out"),
+    _T("recomputed offloading", CONFIG,
+       lambda t: _has_offload(t) and (bool(_modules_of(t)) or t.has("recompute_granularity")),
+       "cpu_offloading with recomputation: Megatron-Core copies whole layers only without it; "
+       "leave one out"),
+    _T("two kinds of graphs", CONFIG,
+       lambda t: t.word("cuda_graph_impl", "none") != "none"
+       and (t.flag("enable_cuda_graph") or t.flag("external_cuda_graph")),
+       "cuda_graph_impl = {cuda_graph_impl} with enable_cuda_graph or external_cuda_graph: "
+       "Megatron-Core takes one of them; leave the older one out"),
+    _T("captured attention dropout", CONFIG,
+       lambda t: _drops_in_graph(t, "core_attn", "attn", "attention_dropout"),
+       "CUDA graphs with recomputed core_attn and attention_dropout: Megatron-Core captures no "
+       "recomputed module with dropout; give attention_dropout = 0, or leave one out"),
+    _T("captured MLP dropout", CONFIG,
+       lambda t: _drops_in_graph(t, "mlp", "mlp", "hidden_dropout"),
+       "CUDA graphs with recomputed mlp and hidden_dropout: Megatron-Core captures no recomputed "
+       "module with dropout; give hidden_dropout = 0, or leave one out"),
+    _T("overlapped recomputation", CONFIG,
+       lambda t: t.flag("overlap_moe_expert_parallel_comm")
+       and (t.has("recompute_method") or t.has("recompute_num_layers")),
+       "overlap_moe_expert_parallel_comm with recompute_method = {recompute_method} and "
+       "recompute_num_layers = {recompute_num_layers}: Megatron-Core recomputes only modules with "
+       "it; leave these out"),
+    _T("captured overlap", CONFIG,
+       lambda t: t.flag("overlap_moe_expert_parallel_comm") and (
+           _graphs_of(t) == "local" or (
+               _graphs_of(t) != "none" and not {"moe", "mlp"}.isdisjoint(_scope_of(t)))),
+       "overlap_moe_expert_parallel_comm with CUDA graphs: Megatron-Core has both only with "
+       "cuda_graph_impl = transformer_engine, without moe and mlp in cuda_graph_scope"),
+    _T("offloaded modules", CONFIG,
+       lambda t: t.flag("fine_grained_activation_offloading") and not t.has("offload_modules"),
+       "fine_grained_activation_offloading: Megatron-Core needs offload_modules with it; give "
+       "them"),
+    _T("two kinds of offloading", CONFIG,
+       lambda t: _has_offload(t) and t.flag("fine_grained_activation_offloading"),
+       "cpu_offloading with fine_grained_activation_offloading: Megatron-Core takes one of them; "
+       "leave one out"),
+    _T("captured full recomputation", CONFIG,
+       lambda t: _graphs_of(t) != "none" and t.word("recompute_granularity", "") == "full"
+       and _scope_of(t) != ["full_iteration"],
+       "recompute_granularity = full with CUDA graphs: Megatron-Core captures no layer that is "
+       "recomputed as a whole; leave one out, or recompute modules"),
+    _T("captured experts", CONFIG,
+       lambda t: _graphs_of(t) == "transformer_engine" and "moe" in _modules_of(t)
+       and "moe_router" in _scope_of(t),
+       "recompute_modules = {recompute_modules} with cuda_graph_scope = {cuda_graph_scope}: "
+       "Megatron-Core captures no router of experts that are recomputed; leave one out"),
+    _T("method of full recomputation", CONFIG,
+       lambda t: t.is_arguments and t.word("recompute_granularity", "") == "full"
+       and not (t.has("recompute_method") and t.mentions("recompute_num_layers")),
+       "recompute_granularity = full: Megatron-Core needs recompute_method (uniform or block) and "
+       "recompute_num_layers with it; give both, e.g. uniform and 1"),
+    _T("layers of selective recomputation", CONFIG,
+       lambda t: t.word("recompute_granularity", "") == "selective"
+       and t.has("recompute_num_layers"),
+       "recompute_num_layers = {recompute_num_layers} with recompute_granularity = selective: "
+       "Megatron-Core takes it only with full; leave it out"),
+    _T("delayed scaling", CONFIG,
+       lambda t: t.has("fp8") and not {"moe_act", "layernorm"}.isdisjoint(_modules_of(t))
+       and t.word("fp8_recipe", "delayed") == "delayed",
+       "recompute_modules = {recompute_modules} with fp8_recipe = delayed, Megatron-Core's "
+       "default: it recomputes moe_act and layernorm only with another recipe; give tensorwise, "
+       "blockwise or mxfp8"),
+    _T("two precisions", CONFIG, lambda t: t.flag("fp16") and t.flag("bf16"),
+       "fp16 with bf16: Megatron-Core takes one of them; leave one out"),
+    _T("two narrow formats", CONFIG, lambda t: t.has("fp4") and t.has("fp8"),
+       "fp4 with fp8: Megatron-Core takes one of them; leave one out"),
+    _T("sequence parallelism", "megatron/core/model_parallel_config.py (Megatron-Core 0.16.1)",
+       lambda t: not t.is_arguments and t.flag("sequence_parallel")
+       and t.words("tensor_model_parallel_size") == ["1"],
+       "sequence_parallel with tensor_model_parallel_size = 1: Megatron-Core refuses it; set it to "
+       "false"),
+    _T("one expert a token", CONFIG,
+       lambda t: t.is_arguments and t.words("moe_router_topk") == ["1"]
+       and not t.flag("moe_router_pre_softmax")
+       and t.word("moe_router_score_function", "softmax") == "softmax"
+       and t.word("moe_router_load_balancing_type", "aux_loss") != "sinkhorn",
+       "moe_router_topk = 1: Megatron-Core needs moe_router_pre_softmax with it; add it"),
+    _T("overlap of shared experts", CONFIG,
+       lambda t: t.flag("moe_shared_expert_overlap")
+       and t.has("moe_shared_expert_intermediate_size")
+       and t.word("moe_token_dispatcher_type", "alltoall") != "alltoall",
+       "moe_shared_expert_overlap with moe_token_dispatcher_type = {moe_token_dispatcher_type}: "
+       "Megatron-Core has it only with alltoall; leave it out"),
+    _T("two overlaps of experts", CONFIG,
+       lambda t: t.flag("moe_shared_expert_overlap")
+       and t.flag("overlap_moe_expert_parallel_comm"),
+       "moe_shared_expert_overlap with overlap_moe_expert_parallel_comm: Megatron-Core takes one "
+       "of them; leave one out"),
+    _T("delayed weight gradients", CONFIG,
+       lambda t: t.flag("delay_wgrad_compute")
+       and not t.flag("overlap_moe_expert_parallel_comm"),
+       "delay_wgrad_compute: Megatron-Core needs overlap_moe_expert_parallel_comm with it; add it, "
+       "or leave this out"),
+    _T("two chunk stages without overlap", ARGUMENTS,
+       lambda t: t.flag("no_overlap_p2p_communication")
+       and t.degree("pipeline_model_parallel_size", 1) == 2 and any(map(t.has, _VIRTUAL)),
+       "no_overlap_p2p_communication with chunks on pipeline_model_parallel_size = 2: Megatron-LM "
+       "needs more than 2 ranks for it; leave it out"),
+    _T("gathered weights", ARGUMENTS,
+       lambda t: t.flag("overlap_param_gather") and not (
+           (t.flag("use_distributed_optimizer") or t.flag("use_megatron_fsdp"))
+           and t.flag("overlap_grad_reduce")),
+       "overlap_param_gather: Megatron-LM needs use_distributed_optimizer and overlap_grad_reduce "
+       "with it; add them, or leave it out"),
+    _T("overlapped collectives", ARGUMENTS,
+       lambda t: t.flag("tp_comm_overlap") and not (
+           t.flag("sequence_parallel") and t.degree("tensor_model_parallel_size", 1) > 1),
+       "tp_comm_overlap: Megatron-LM needs sequence_parallel and tensor parallelism with it; add "
+       "them, or leave it out"),
+    _T("torch's FSDP", ARGUMENTS,
+       lambda t: t.flag("use_torch_fsdp2") and (
+           t.degree("pipeline_model_parallel_size", 1) > 1
+           or t.degree("expert_model_parallel_size", 1) > 1
+           or t.flag("use_distributed_optimizer") or t.flag("fp16")),
+       "use_torch_fsdp2: Megatron-LM takes it without a pipeline, expert parallelism, the "
+       "distributed optimizer and fp16; leave one out"),
+)  # fmt: skip
+"""Rules that Megatron applies to settings; those of `ARGUMENTS` to command lines only."""
+
+_OF_THE_TEXT = (
+    "captured recomputation", "captured offloading", "offloading in a pipeline",
+    "recomputed modules of offloading",
+)  # fmt: skip
+"""Rules about how a configuration is written, which says less than a text."""
+_OF_ARGUMENTS = tuple(rule.name for rule in MEGATRON_RULES if rule.source == ARGUMENTS)
+"""Rules that a recipe's values do not have."""
+
+
+def _check_text(said: FrameworkSettings) -> None:
+    """Refuse what a rule of `TEXT_RULES` refuses; raises `InputError`."""
+    copy = replace(said, read=set())  # what rules look up counts as no option that was read
+    for rule in TEXT_RULES:
+        if (said.is_arguments or rule.source != ARGUMENTS) and rule.is_broken(copy):
+            values = {name: " ".join(words) or "true" for name, words in said.words_of.items()}
+            raise InputError(rule.sentence.format_map(defaultdict(lambda: "none", values)))
+
+
 def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
     """Return the model that a text trains: its name in the catalogue, or a ``config.json``.
 
@@ -232,7 +436,7 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
             "trains; give model or config"
         )
     vocab = said.integer("vocab_size", 0)
-    is_gated = said.flag("swiglu") or said.flag("gated_linear_unit")
+    is_gated = said.flag("gated_linear_unit")
     names = [
         name
         for name, shape in MODELS.items()
@@ -528,12 +732,12 @@ def _nearest(split: MegatronSplit, shape: ModelShape, *, is_arguments: bool) -> 
 
 
 def _options(split: MegatronSplit, is_arguments: bool) -> str:
-    flags = {field: name for name, field in _READ_AS.items() if field in _SPLIT}
+    flags = {option.field: option.argument for option in OPTIONS}
     found = []
     for name, value in zip(_SPLIT, split.values, strict=True):
         if value is None:
             continue
-        flag = f"--{flags.get(name, name).replace('_', '-')}"
+        flag = flags.get(name) or f"--{name.replace('_', '-')}"
         if is_arguments:
             found.append(flag if value is True else f"{flag} {value}")
         else:
@@ -640,11 +844,6 @@ def _recompute_said(said: FrameworkSettings, shape: ModelShape, pp: int) -> froz
     )
 
 
-def _has_graphs(said: FrameworkSettings) -> bool:
-    olds = said.flag("enable_cuda_graph") or said.flag("external_cuda_graph")
-    return olds or said.word("cuda_graph_impl", "none") != "none"
-
-
 def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
     default = "allgather" if said.is_arguments else "alltoall"
     kind = said.word("moe_token_dispatcher_type", default)
@@ -659,7 +858,7 @@ def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
 
 
 def _overlap_name(said: FrameworkSettings, replicas: int) -> str:
-    """Return the switch that stands for all: that of gradients, or without replicas of tensors."""
+    """Return the switch of all overlaps: that of gradients, or without replicas that of tensors."""
     is_split = said.degree("tensor_model_parallel_size", 1) > 1 and said.flag("sequence_parallel")
     return "tp_comm_overlap" if is_split and replicas == 1 else "overlap_grad_reduce"
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from optpipe.errors import InputError
 from optpipe.planning.catalogue import MODELS
 from optpipe.planning.configuration import Configuration
-from optpipe.planning.shape import Optimizer, Training
+from optpipe.planning.frameworks.rules import check_gpus, check_starts
+from optpipe.planning.shape import Training
 from optpipe.planning.step import PipelineCut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import Dispatcher, ModelShape, Precision
@@ -31,7 +32,7 @@ __all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "titan_model", "torc
 class TitanModel(NamedTuple):
     """A model of torchtitan: its module, flavor, the config that is written from, and its assets.
 
-    Where torchtitan has no config of the flavor, or one that needs torchao, it is a sister's.
+    The config is that of another flavor if torchtitan has none, or one that needs torchao.
     """
 
     module: str
@@ -81,6 +82,46 @@ _LINEAR = {
 }
 
 
+_RESHARDED = {2: "never", 3: "always"}
+
+
+class TitanOption(NamedTuple):
+    """A setting of torchtitan 0.3.0, and its value of a configuration where it is that simple."""
+
+    name: str
+    value: Callable[[Configuration], Any] | None = None
+
+
+_O = TitanOption
+
+OPTIONS = {
+    "local_batch": _O("training.local_batch_size", lambda c: c.training.micro_batch * (
+        c.pipeline.num_microbatches if c.pipeline.pp > 1 else 1)),
+    "global_batch": _O("training.global_batch_size", lambda c: c.global_batch),
+    "sequence": _O("training.seq_len", lambda c: c.training.sequence),
+    "param": _O("training.mixed_precision_param",
+                lambda c: "float32" if c.training.precision == "fp32" else "bfloat16"),
+    "no_graphs": _O("training.disable_cuda_graphs", lambda c: not c.training.cuda_graphs),
+    "replicas": _O("parallelism.data_parallel_replicate_degree",
+                   lambda c: c.training.dp if c.training.zero == 0 else 1),
+    "shards": _O("parallelism.data_parallel_shard_degree",
+                 lambda c: 1 if c.training.zero == 0 else c.training.dp),
+    "reshard": _O("parallelism.fsdp_reshard_after_forward",
+                  lambda c: _RESHARDED.get(c.training.zero, "default")),
+    "tp": _O("parallelism.tensor_parallel_degree", lambda c: c.training.tp),
+    "sp": _O("parallelism.enable_sequence_parallel", lambda c: c.training.sequence_parallel),
+    "cp": _O("parallelism.context_parallel_degree", lambda c: c.training.cp),
+    "ep": _O("parallelism.expert_parallel_degree", lambda c: c.training.ep),
+    "pp": _O("parallelism.pipeline_parallel_degree", lambda c: c.pipeline.pp),
+    "micro_batch": _O("parallelism.pipeline_parallel_microbatch_size",
+                      lambda c: c.training.micro_batch),
+    "schedule": _O("parallelism.pipeline_parallel_schedule"),
+    "csv": _O("parallelism.pipeline_parallel_schedule_csv"),
+    "modules": _O("parallelism.module_fqns_per_model_part"),
+}  # fmt: skip
+"""The settings that are written and read, in the order in which they are written."""
+
+
 def torchtitan_config(
     configuration: Configuration, *, schedule: str | None = None, csv: str | None = None
 ) -> str:
@@ -109,9 +150,15 @@ def torchtitan_config(
     """
     model = titan_model(configuration.shape)
     schedule = _schedule_name(configuration.pipeline, schedule, csv)
-    for broken, sentence in _refusals(configuration, model, has_order=csv is not None):
-        if broken:
-            raise InputError(sentence)
+    counts = () if csv is None else ("micro-batches", "interleaved micro-batches")
+    check_starts(configuration, "torchtitan", *counts)
+    _check_stages_hold(configuration)
+    return _config_text(configuration, model, schedule, csv)
+
+
+def _config_text(
+    configuration: Configuration, model: TitanModel, schedule: str, csv: str | None
+) -> str:
     training = configuration.training
     path = f"torchtitan.models.{model.module}"
     imports = {
@@ -133,8 +180,7 @@ def torchtitan_config(
         f"config = {model.config}()  # its data, optimizer and checkpoints are yours to change",
         f"config.hf_assets_path = './assets/hf/{model.assets}'",
         *_model_lines(configuration, model, classes),
-        *_training_lines(configuration),
-        *_parallelism_lines(configuration, schedule, csv),
+        *_option_lines(configuration, schedule, csv),
     ]
     if classes or _is_async(training):
         body.append(f"config.compile = CompileConfig(enable=True{_async(training)})")
@@ -200,109 +246,14 @@ def _schedule_name(cut: PipelineCut, name: str | None, csv: str | None) -> str:
     return name
 
 
-def _refusals(
-    configuration: Configuration, model: TitanModel, *, has_order: bool
-) -> Iterator[tuple[bool, str]]:
-    """Yield what torchtitan cannot run, each with its sentence."""
-    shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
-    yield from _training_refusals(training)
-    yield (
-        training.zero == 1 or (training.zero == 0 and training.cp > 1),
-        f"zero = {training.zero} with cp = {training.cp}: torchtitan spreads weights, gradients "
-        "and optimizer over data- and context-parallel ranks, or with cp = 1 nothing; choose 0 "
-        "(cp = 1), 2 or 3",
-    )
-    yield (
-        shape.mtp > 0,
-        f"mtp = {shape.mtp}: torchtitan's MTP layers need the embedding on their rank; set 0",
-    )
-    yield (
-        shape.tied and cut.pp > 1,
-        f"pp = {cut.pp}: torchtitan ties embedding and head of {shape.name!r} only on one rank; "
-        "choose 1",
-    )
-    yield (
-        shape.num_kv_heads % training.tp > 0 and shape.latent is None,
-        f"tp = {training.tp}: torchtitan splits the {shape.num_kv_heads} key/value heads of "
-        f"{shape.name!r}; choose a divisor",
-    )
-    yield (
-        model.module == "gpt_oss" and training.cp > 1,
-        f"cp = {training.cp}: torchtitan's GPT-OSS has no context parallelism; choose 1",
-    )
-    m, per_rank = cut.num_microbatches, cut.chunks
-    yield (
-        cut.pp > 1 and not has_order and (m < cut.pp if per_rank == 1 else m % cut.pp > 0),
-        f"{m} micro-batches on pp = {cut.pp} with {per_rank} chunks: torch's 1F1B needs pp of them "
-        "or more, interleaved whole groups of pp; change the number",
-    )
-    yield (
-        cut.slices > 1 or cut.pairs,
-        f"slices = {cut.slices}, pairs = {cut.pairs}: torchtitan 0.3.0 runs sequences whole, and "
-        "the two of a pair one after the other; choose 1, and no pairs",
-    )
-    yield (
-        cut.pp == 1 and cut.chunks > 1,
-        f"{cut.chunks} chunks with pp = 1: there is no pipeline; choose 1",
-    )
-    yield (
-        training.cuda_graphs and (cut.pp > 1 or training.ep > 1),
-        f"cuda_graphs with pp = {cut.pp} and ep = {training.ep}: torchtitan captures neither; "
-        "switch it off",
-    )
-    if shape.experts is not None:
-        etp = training.tp if training.ep == 1 else 1
-        yield (
-            training.etp != etp,
-            f"etp = {training.etp} with ep = {training.ep}: torchtitan splits experts over "
-            f"tensor-parallel ranks where ep = 1, and else not at all; choose etp = {etp}",
+def _check_stages_hold(configuration: Configuration) -> None:
+    """Refuse a stage without modules, as torchtitan's own split does; raises `InputError`."""
+    empty = [index for index, layers in enumerate(configuration.stages) if not layers.total]
+    if empty:
+        raise InputError(
+            f"stages {empty}: hold nothing, and torchtitan needs a module in each; give them a "
+            "layer"
         )
-        yield (
-            training.precision == "nvfp4",
-            "precision 'nvfp4': torchtitan has no grouped products of experts in it; choose "
-            "mxfp8, fp8 or bf16",
-        )
-        yield (
-            training.ep_overlap or training.dispatch != "bf16",
-            f"ep_overlap = {training.ep_overlap}, dispatch {training.dispatch!r}: torchtitan sends "
-            "tokens in bf16, beside nothing; switch it off",
-        )
-    empty = [
-        index
-        for index, layers in enumerate(configuration.stages)
-        if not any(layers.model_dump().values())
-    ]
-    yield (
-        bool(empty),
-        f"stages {empty}: hold nothing, and torchtitan needs a module in each; give them a layer",
-    )
-
-
-def _training_refusals(training: Training) -> Iterator[tuple[bool, str]]:
-    yield (
-        training.offloaded_layers > 0,
-        f"offloaded_layers = {training.offloaded_layers}: torchtitan copies no activations; choose "
-        "0, or run it with optpipe.runtime.trainers.torchtitan",
-    )
-    yield (
-        training.lean or bool(training.recompute - {"full"}) or len(training.recompute) > 1,
-        f"recompute {sorted(training.recompute)}, lean = {training.lean}: torchtitan makes whole "
-        "layers again, or operators of its own choice; choose full or nothing",
-    )
-    yield (
-        training.precision == "fp16" or not training.flash,
-        f"precision {training.precision!r}, flash = {training.flash}: torchtitan has neither fp16 "
-        "nor attention that stores its scores; choose bf16, and flash",
-    )
-    yield (
-        training.optimizer != Optimizer(),
-        f"optimizer {training.optimizer}: only AdamW with fp32 states and gradients is written for "
-        "torchtitan; choose adam and fp32",
-    )
-    yield (
-        not training.overlap and training.tp == 1 and training.dp * training.cp > 1,
-        "overlap = False: torchtitan's FSDP and DDP overlap always; leave it on",
-    )
 
 
 def _model_lines(
@@ -323,41 +274,24 @@ def _model_lines(
         yield ")"
 
 
-def _training_lines(configuration: Configuration) -> Iterator[str]:
-    training, cut = configuration.training, configuration.pipeline
-    local = training.micro_batch * (cut.num_microbatches if cut.pp > 1 else 1)
-    param = "float32" if training.precision == "fp32" else "bfloat16"
-    yield f"config.training.local_batch_size = {local}"
-    yield f"config.training.global_batch_size = {configuration.global_batch}"
-    yield f"config.training.seq_len = {training.sequence}"
-    yield f"config.training.mixed_precision_param = '{param}'"
-    yield f"config.training.disable_cuda_graphs = {not training.cuda_graphs}"
-
-
-def _parallelism_lines(
-    configuration: Configuration, schedule: str, csv: str | None
-) -> Iterator[str]:
-    training, cut = configuration.training, configuration.pipeline
-    is_replicated = training.zero == 0
-    yield "config.parallelism = ParallelismConfig("
-    for name, value in (
-        ("data_parallel_replicate_degree", training.dp if is_replicated else 1),
-        ("data_parallel_shard_degree", 1 if is_replicated else training.dp),
-        ("fsdp_reshard_after_forward", {2: "never", 3: "always"}.get(training.zero, "default")),
-        ("tensor_parallel_degree", training.tp),
-        ("enable_sequence_parallel", training.sequence_parallel),
-        ("context_parallel_degree", training.cp),
-        ("expert_parallel_degree", training.ep),
-        ("pipeline_parallel_degree", cut.pp),
-    ):
-        yield f"    {name}={value!r},"
+def _option_lines(configuration: Configuration, schedule: str, csv: str | None) -> Iterator[str]:
+    """Yield the sections ``training`` and ``parallelism``, as `OPTIONS` has them."""
+    cut = configuration.pipeline
+    values = {one.name: one.value(configuration) for one in OPTIONS.values() if one.value}
     if cut.pp > 1:
-        # Local batch over this is torch's number of micro-batches.
-        yield f"    pipeline_parallel_microbatch_size={training.micro_batch},"
-        yield f"    pipeline_parallel_schedule={schedule!r},"
-        if csv is not None:
-            yield f"    pipeline_parallel_schedule_csv={csv!r},"
-        yield "    module_fqns_per_model_part=["
+        values[OPTIONS["schedule"].name] = schedule
+        values |= {} if csv is None else {OPTIONS["csv"].name: csv}
+    else:
+        del values[OPTIONS["micro_batch"].name]  # local batch over this: torch's micro-batches
+    for name, value in values.items():
+        if name.startswith("training."):
+            yield f"config.{name} = {value!r}"
+    yield "config.parallelism = ParallelismConfig("
+    for name, value in values.items():
+        if name.startswith("parallelism."):
+            yield f"    {name.removeprefix('parallelism.')}={value!r},"
+    if cut.pp > 1:
+        yield f"    {OPTIONS['modules'].name.removeprefix('parallelism.')}=["
         yield from (f"        {names!r}," for names in _modules(configuration))
         yield "    ],"
     yield ")"
@@ -421,11 +355,10 @@ def read_torchtitan(
         in a step.
     """
     said = _Said(_values(text))
-    for name in ("pipeline_parallel_split_points", "pipeline_parallel_schedule_csv"):
-        if said.value(f"parallelism.{name}", None):
+    for name in ("parallelism.pipeline_parallel_split_points", OPTIONS["csv"].name):
+        if said.value(name, None):
             raise InputError(
-                f"parallelism.{name}: is not read; give module_fqns_per_model_part, and a "
-                "schedule by name"
+                f"{name}: is not read; give module_fqns_per_model_part, and a schedule by name"
             )
     own = TITAN_MODELS.get(shape.name.removesuffix("-mtp"))
     flavor = said.value("model.flavor", None)
@@ -434,20 +367,18 @@ def read_torchtitan(
             f"model.flavor = {flavor!r}: {shape.name!r} is {own.flavor}; correct it, or name the "
             "model that the text trains"
         )
-    tp, cp, pp, ep = (
-        said.integer(f"parallelism.{name}_parallel_degree", 1)
-        for name in ("tensor", "context", "pipeline", "expert")
-    )
+    tp, cp, pp, ep = (said.integer(name, 1) for name in ("tp", "cp", "pp", "ep"))
     dp, zero = _replicas(said, num_gpus, tp * cp * pp, cp=cp, pp=pp)
     micro_batch, m = _batches(said, dp, pp, global_batch)
     etp = tp if ep == 1 else 1
+    check_gpus(num_gpus, tp=tp, cp=cp, pp=pp, ep=ep)
     is_async = said.value("compile.enable_async_tensor_parallel", False) or said.value(
         "parallelism.enable_async_tensor_parallel", False
     )
     has_experts = shape.experts is not None
     training = Training(
         micro_batch=micro_batch,
-        sequence=said.integer("training.seq_len", sequence),
+        sequence=said.integer("sequence", sequence),
         tp=tp,
         cp=cp,
         dp=dp,
@@ -455,7 +386,7 @@ def read_torchtitan(
         etp=said.integer("parallelism.expert_tensor_parallel_degree", etp) if has_experts else 1,
         zero=zero,
         precision=cast("Precision", _precision(said)),
-        sequence_parallel=tp == 1 or bool(said.value("parallelism.enable_sequence_parallel", True)),
+        sequence_parallel=tp == 1 or bool(said.value("sp", True)),
         recompute=_recompute(said),
         cuda_graphs=_has_graphs(said, pp, ep),
         dispatcher=cast("Dispatcher", _dispatcher(said) if has_experts else "alltoall"),
@@ -472,16 +403,20 @@ def read_torchtitan(
             f"layers.{shape.num_layers - 1}, norm and lm_head in this order; correct it, or name "
             "the model that the text trains"
         )
+    if named:
+        _check_stages_hold(found)
+    check_starts(found, "torchtitan", "ranks of an expert")  # earlier versions had an option
     return found
 
 
 @dataclass(frozen=True)
 class _Said:
-    """Settings by section and name, as Python values."""
+    """Settings by section and name, as Python values; `OPTIONS` are found by their keys, too."""
 
     values: Mapping[str, Any]
 
     def value(self, name: str, default: Any) -> Any:
+        name = _name(name)
         found = self.values.get(name, default)
         if isinstance(found, ast.expr):
             raise InputError(
@@ -493,27 +428,33 @@ class _Said:
     def integer(self, name: str, default: int | None, *, least: int = 1) -> int:
         found = self.value(name, default)
         if found is None:
-            raise InputError(f"{name}: is missing; give it")
+            raise InputError(f"{_name(name)}: is missing; give it")
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
-            raise InputError(f"{name} = {found!r}: must be a whole number >= {least}; correct it")
+            raise InputError(
+                f"{_name(name)} = {found!r}: must be a whole number >= {least}; correct it"
+            )
         return found
 
     def word(self, name: str, default: str) -> str:
         found = self.value(name, default)
         if not isinstance(found, str):
-            raise InputError(f"{name} = {found!r}: must be a text; put it in quotes")
+            raise InputError(f"{_name(name)} = {found!r}: must be a text; put it in quotes")
         return found
 
     @property
     def modules(self) -> list[list[str]]:
         """The modules of each stage; none where the text does not name them."""
-        name = "parallelism.module_fqns_per_model_part"
+        name = OPTIONS["modules"].name
         found = self.value(name, None) or []
         if not isinstance(found, list) or not all(
             isinstance(part, list) and all(isinstance(one, str) for one in part) for part in found
         ):
             raise InputError(f"{name} = {found!r}: must be a list of lists of names; correct it")
         return found
+
+
+def _name(name: str) -> str:
+    return OPTIONS[name].name if name in OPTIONS else name
 
 
 _SECTIONS = {
@@ -586,8 +527,8 @@ def _take(found: dict[str, Any], name: str, node: ast.expr) -> None:
 
 def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tuple[int, int]:
     """Return the degree of data parallelism, and how far its state is spread."""
-    copies = said.integer("parallelism.data_parallel_replicate_degree", 1)
-    shards = said.integer("parallelism.data_parallel_shard_degree", -1, least=-1)
+    copies = said.integer("replicas", 1)
+    shards = said.integer("shards", -1, least=-1)
     if shards == -1:
         shards = num_gpus // (split * copies)
     if copies * shards * split != num_gpus:
@@ -601,18 +542,18 @@ def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tu
             f"data_parallel_replicate_degree = {copies} with {shards * cp} shards: state is either "
             "spread over all replicas or not at all here; set one of them to 1"
         )
-    policy = said.word("parallelism.fsdp_reshard_after_forward", "default")
+    policy = said.word("reshard", "default")
     if copies > 1 or (shards * cp == 1 and policy == "default"):
         return copies, 0
-    return shards, {"always": 3, "never": 2}.get(policy, 2 if pp > 1 else 3)
+    return shards, {kept: zero for zero, kept in _RESHARDED.items()}.get(policy, 2 if pp > 1 else 3)
 
 
 def _batches(said: _Said, dp: int, pp: int, global_batch: int | None) -> tuple[int, int]:
     """Return sequences per micro-batch, and micro-batches of a step."""
-    local = said.integer("training.local_batch_size", None)
-    whole = said.integer("training.global_batch_size", -1, least=-1)
+    local = said.integer("local_batch", None)
+    whole = said.integer("global_batch", -1, least=-1)
     whole = whole if whole > 0 else global_batch or local * dp
-    size = said.integer("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
+    size = said.integer("micro_batch", 1) if pp > 1 else local
     if local < 1 or size < 1 or local % size or whole % (local * dp):
         raise InputError(
             f"training.global_batch_size = {whole}, local_batch_size = {local} and "
@@ -637,7 +578,7 @@ def _precision(said: _Said) -> str:
     narrow = said.value("narrow", [])
     if narrow:
         return str(narrow[0])
-    wide = said.word("training.mixed_precision_param", "bfloat16")
+    wide = said.word("param", "bfloat16")
     return "fp32" if wide == "float32" else "bf16"
 
 
@@ -652,8 +593,11 @@ def _recompute(said: _Said) -> frozenset[str]:
 
 
 def _has_graphs(said: _Said, pp: int, ep: int) -> bool:
-    disabled = said.value("training.disable_cuda_graphs", not said.value("graphs", True))
-    return not disabled and pp == 1 and ep == 1
+    """Return the text's value; by default they are on where torchtitan captures at all."""
+    disabled = said.value("no_graphs", None)
+    if disabled is None:
+        return bool(said.value("graphs", True)) and pp == 1 and ep == 1
+    return not disabled
 
 
 def _dispatcher(said: _Said) -> str:
@@ -669,7 +613,7 @@ def _dispatcher(said: _Said) -> str:
 def _cut(said: _Said, shape: ModelShape, pp: int, m: int) -> tuple[PipelineCut, tuple[int, ...]]:
     if pp == 1:
         return PipelineCut(num_microbatches=m), ()
-    name = said.word("parallelism.pipeline_parallel_schedule", "1F1B")
+    name = said.word("schedule", "1F1B")
     if name.lower() not in ("1f1b", "interleaved1f1b"):
         raise InputError(
             f"pipeline_parallel_schedule = {name}: the step of 1F1B and Interleaved1F1B is "

@@ -24,6 +24,7 @@ from optpipe.planning import (
 from optpipe.planning.configuration import Configuration
 from optpipe.planning.estimate import check_can_be, utilisation
 from optpipe.planning.frameworks.megatron_reader import check_even_cut
+from optpipe.planning.frameworks.rules import check_gpus, check_starts
 from optpipe.planning.step import RankMemory, find_byte_factor
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
@@ -62,6 +63,8 @@ _SWITCHES = (
 _KERNELS: dict[str, Kernels] = {"torchtitan": "torch"}
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
+_OF_DEGREES = ("dispatcher", "sharding", "precision-aware optimizer")
+"""Rules that only some degrees break."""
 _MOST_KEPT = 11
 _VERSION = 10
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
@@ -120,6 +123,13 @@ def read_question(request: TuneRequest) -> AskedTune:
             question=question, current=None, gpu_counts=tuple(map(int, counts)), is_auto=is_auto
         )
     if next(candidates(question), None) is None:
+        one = Configuration(
+            shape=question.shape,
+            hardware=question.hardware,
+            training=question.training,
+            pipeline=PipelineCut(),
+        )
+        check_starts(one, question.framework, *_OF_DEGREES)
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
             f": no configuration of so many GPUs splits {question.shape.name} and a global batch "
@@ -271,6 +281,8 @@ def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configurat
         )
     each = run.tp * run.cp * pp
     dp = run.dp or max(1, question.num_gpus // each)
+    if run.dp is None:
+        check_gpus(question.num_gpus, tp=run.tp, cp=run.cp, pp=pp, ep=run.ep, etp=run.etp)
     if each * dp != question.num_gpus:
         raise InputError(
             f"tp x cp x pp x dp = {each * dp}, but num_gpus is {question.num_gpus}; "
@@ -308,6 +320,7 @@ def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configurat
     _ = current.stages  # checks that there are as many layers as are said, one for each at least
     if question.framework == "megatron" and not current.sizes:
         check_even_cut(question.shape, pp, chunks)
+    check_starts(current, question.framework)
     return current
 
 

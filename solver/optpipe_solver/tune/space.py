@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from optpipe.errors import FieldError, InputError
 from optpipe.planning import Machine, PipelineCut
+from optpipe.planning.frameworks.rules import TORCH, broken_rules
 from optpipe.requests import FixedDegrees, Framework
 
 if TYPE_CHECKING:
@@ -252,13 +253,24 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
             chunks = [v for v in _chunks(question, pp, m) if v == fixed.get("chunks", v)]
             degrees = {"tp": tp, "cp": cp, "dp": dp, "micro_batch": micro_batch}
             for training, kinds in product(_trainings(question, pp, degrees), orders):
-                for (pairs, n), v in product(_passes(question, training, pp), chunks):
+                ways = _passes(question, training, pp, m, max(chunks, default=1))
+                for (pairs, n), v in product(ways, chunks):
                     if _has_order(pp, v, pairs=pairs, slices=n):
                         yield TuneCandidate(training, pp, v, m, kinds, pairs, n)
 
 
-def _passes(question: TuneQuestion, training: Training, pp: int) -> Iterator[tuple[bool, int]]:
-    """Yield how passes may run: whether in pairs, and in how many slices of a sequence."""
+def _passes(
+    question: TuneQuestion, training: Training, pp: int, num_microbatches: int, chunks: int
+) -> Iterator[tuple[bool, int]]:
+    """Yield how passes may run: whether in pairs, and in how many slices of a sequence.
+
+    Nothing where the framework does not start, however the layers are cut.
+    """
+    place = "linear" if chunks == 1 else "loop"
+    cut = PipelineCut(pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=place)
+    broken = broken_rules(question.framework, question.shape, training, cut)
+    if any(rule.source != TORCH for rule in broken):  # a schedule of a CSV has other limits
+        return
     fixed = question.fixed
     ways = [(False, 1)]
     if has_pairs(question) and training.ep * training.etp > 1:
