@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
-from optpipe.planning.frameworks.rules import check_starts, graph_scope, has_overlap
+from optpipe.planning.frameworks.rules import check_starts, graph_scope, has_overlap, unwritten
 from optpipe.planning.shape import RECOMPUTABLE
 
 if TYPE_CHECKING:
@@ -111,6 +111,14 @@ def _target(name: str, **more: Any) -> dict[str, Any]:
 
 def _torch_type(kind: str) -> Any:
     return ABSENT if kind == "fp32" else _target(f"torch.{TORCH_TYPES[kind]}")
+
+
+def _optimizer_name(configuration: Configuration) -> Any:
+    """Return Megatron-Core's name; ``dist_muon`` spreads whole matrices over the replicas."""
+    training = configuration.training
+    if training.optimizer.name == "muon" and training.zero:
+        return "dist_muon"
+    return ABSENT if training.optimizer.name == "adam" else training.optimizer.name
 
 
 def _of_latent(name: str) -> Callable[[Configuration], Any]:
@@ -235,6 +243,14 @@ OPTIONS = (
        _of_experts(lambda c, experts: _given(experts.shared_ffn))),
     _O("model", "moe_grouped_gemm",
        _of_experts(lambda c, experts: _given(c.training.precision not in ("fp16", "fp32")))),
+    _O("model", "moe_expert_capacity_factor",
+       _of_experts(lambda c, experts: _given(c.training.routing.capacity))),
+    _O("model", "moe_pad_expert_input_to_capacity",
+       _of_experts(lambda c, experts: _given(c.training.routing.is_padded))),
+    _O("model", "moe_expert_rank_capacity_factor",  # newer than Megatron-Core 0.16.1
+       _of_experts(lambda c, experts: _given(c.training.routing.rank_capacity))),
+    _O("model", "moe_paged_stash",
+       _of_experts(lambda c, experts: _given(c.training.routing.is_stashed))),
     _O("model", "moe_router_pre_softmax",
        _of_experts(lambda c, experts: _given(experts.active == 1))),
     _O("model", "overlap_moe_expert_parallel_comm",
@@ -272,9 +288,9 @@ OPTIONS = (
     _O("model", "use_te_rng_tracker", _if_graphs(lambda c: True), "--te-rng-tracker"),
     _O("train", "micro_batch_size", "training.micro_batch"),
     _O("train", "global_batch_size", "global_batch"),
-    _O("optimizer", "use_distributed_optimizer", lambda c: c.training.zero >= 1),
-    _O("optimizer", "optimizer", lambda c: (
-        ABSENT if c.training.optimizer.name == "adam" else c.training.optimizer.name)),
+    _O("optimizer", "use_distributed_optimizer",
+       lambda c: c.training.zero >= 1 and c.training.optimizer.name != "muon"),
+    _O("optimizer", "optimizer", _optimizer_name),
     _O("optimizer", "use_precision_aware_optimizer",
        lambda c: _given(c.training.optimizer.precision_aware)),
     _O("optimizer", "exp_avg_dtype", lambda c: _torch_type(c.training.optimizer.exp_avg)),
@@ -285,7 +301,8 @@ OPTIONS = (
        lambda c: False if c.training.optimizer.gradients == "bf16" else ABSENT,
        negative="--grad-reduce-in-bf16"),
     _O("ddp", "overlap_grad_reduce", "training.overlap"),
-    _O("ddp", "overlap_param_gather", lambda c: c.training.overlap and c.training.zero >= 1),
+    _O("ddp", "overlap_param_gather", lambda c: (
+        c.training.overlap and c.training.zero >= 1 and c.training.optimizer.name != "muon")),
     _O("ddp", "use_megatron_fsdp", lambda c: _given(c.training.zero >= 2),
        read_as=("use_custom_fsdp",)),
     _O("ddp", "data_parallel_sharding_strategy",
@@ -355,7 +372,8 @@ def megatron_script(configuration: Configuration) -> str:
 
     Each option has a line of its own. Raises as `megatron_arguments`.
     """
-    text = "# Written by optpipe tune for pretrain_gpt.py of Megatron-LM.\nOPTPIPE_ARGS=("
+    text = "# Written by optpipe tune for pretrain_gpt.py of Megatron-LM.\n"
+    text += "".join(f"# {note}\n" for note in unwritten(configuration)) + "OPTPIPE_ARGS=("
     for word in megatron_arguments(configuration):
         text += ("\n    " if word.startswith("--") else " ") + shlex.quote(word)
     return f"{text}\n)\n"
@@ -376,7 +394,8 @@ def megatron_yaml(configuration: Configuration) -> str:
         As `megatron_arguments`, but for norms.
     """
     check_starts(configuration, "megatron")
-    return _yaml_of(_sections(configuration))
+    notes = [f"# {note}\n" for note in unwritten(configuration)]
+    return "".join(notes) + _yaml_of(_sections(configuration))
 
 
 def _yaml_of(sections: dict[str, dict[str, Any]]) -> str:

@@ -31,7 +31,7 @@ from optpipe.planning.frameworks.rules import (
     check_starts,
 )
 from optpipe.planning.settings import FrameworkSettings, read_settings
-from optpipe.planning.shape import Optimizer, OptimizerName, StateType, Training
+from optpipe.planning.shape import Optimizer, OptimizerName, Routing, StateType, Training
 from optpipe.planning.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
@@ -136,6 +136,7 @@ def read_megatron(
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
         optimizer=_read_optimizer(said),
+        routing=_read_routing(said) if has_experts else Routing(),
     )
     is_even = pp > 1 and not stages
     cut = PipelineCut(
@@ -760,10 +761,11 @@ def _stages_with(layers: Sequence[int], mtp: int) -> tuple[StageLayers, ...]:
 
 
 def _read_optimizer(said: FrameworkSettings) -> Optimizer:
-    name = said.word("optimizer", "adam")
+    name = said.word("optimizer", "adam").removeprefix("dist_")
     if name not in get_args(OptimizerName):
         raise InputError(
-            f"optimizer = {name}: adam and sgd are estimated; leave it out to compare with adam"
+            f"optimizer = {name}: adam, sgd and muon are estimated; leave it out to compare with "
+            "adam"
         )
     narrow = said.flag("grad_reduce_in_bf16") or not said.flag("grad_reduce_in_fp32", default=True)
     has_offload = said.flag("optimizer_cpu_offload")
@@ -774,6 +776,20 @@ def _read_optimizer(said: FrameworkSettings) -> Optimizer:
         exp_avg_sq=_read_type(said, "exp_avg_sq_dtype"),
         gradients="bf16" if narrow else "fp32",
         offload=said.number("optimizer_offload_fraction", 1.0) if has_offload else 0.0,
+    )
+
+
+def _read_routing(said: FrameworkSettings) -> Routing:
+    """Return the limits of the text; the load of the busiest rank is data's, not a setting."""
+    capacity, rank_capacity = (
+        said.number(name, None) if said.has(name) else None
+        for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")
+    )
+    return Routing(
+        capacity=capacity if capacity is None or capacity > 0 else None,
+        is_padded=said.flag("moe_pad_expert_input_to_capacity"),
+        rank_capacity=rank_capacity,
+        is_stashed=said.flag("moe_paged_stash"),
     )
 
 
@@ -797,6 +813,8 @@ def _zero_said(said: FrameworkSettings) -> int:
                 f"{', '.join(SHARDING)}; choose one"
             )
         return SHARDING.index(strategy)
+    if said.word("optimizer", "adam") == "dist_muon":
+        return 1
     return int(said.flag("use_distributed_optimizer", default=not said.is_arguments))
 
 

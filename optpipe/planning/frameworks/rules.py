@@ -13,7 +13,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import FieldError, FieldRef, InputError
-from optpipe.planning.shape import Optimizer
+from optpipe.planning.shape import Optimizer, Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     Broken = Callable[[ModelShape, Training, PipelineCut], bool]
     Fix = Callable[[ModelShape, Training, PipelineCut], dict[str, Any]]
 
-__all__ = ["RULES", "FrameworkRule", "broken_rules", "check_gpus", "check_starts", "nearest_start"]
+__all__ = [
+    "RULES",
+    "FrameworkRule",
+    "broken_rules",
+    "check_gpus",
+    "check_starts",
+    "nearest_start",
+    "unwritten",
+]
 
 CONFIG = "megatron/core/transformer/transformer_config.py (Megatron-Core 0.16.1)"
 OPTIMIZER = "megatron/core/optimizer/optimizer_config.py (Megatron-Core 0.16.1)"
@@ -93,6 +101,16 @@ def check_starts(configuration: Configuration, framework: str, *ignored: str) ->
     if framework in RULES:
         # Learned positions are written as many as the sequence has.
         training.check_divides(replace(shape, positions=0))
+
+
+def unwritten(configuration: Configuration) -> Iterator[str]:
+    """Yield sentences about settings of a configuration that no framework's file has."""
+    lora = configuration.training.lora
+    if lora is not None:
+        yield (
+            f"Not in this file: adapters of LoRA, rank {lora.rank} on "
+            f"{', '.join(sorted(lora.targets))}. Add them to your recipe."
+        )
 
 
 def nearest_start(
@@ -245,6 +263,10 @@ MEGATRON_RULES = (
        lambda s, t, p: s.experts is not None and t.dispatcher != "alltoall" and t.ep * t.etp == 1,
        "dispatcher {t.dispatcher!r} with ep = {t.ep} and etp = {t.etp}: Megatron-Core's flex "
        "dispatcher needs several ranks of experts", _to(dispatcher="alltoall")),
+    _R("padded experts", CONFIG, lambda s, t, p: (
+           s.experts is not None and t.routing.is_padded and t.dispatcher != "alltoall"),
+       "pad_experts with dispatcher {t.dispatcher!r}: Megatron-Core's DeepEP dispatcher does not "
+       "pad experts", _to(dispatcher="alltoall")),
     _R("fp16 experts", ARGUMENTS, lambda s, t, p: t.precision == "fp16" and t.ep > 1,
        "precision 'fp16' with ep = {t.ep}: Megatron-LM refuses them together",
        _to(precision="bf16")),
@@ -335,6 +357,11 @@ TORCHTITAN_RULES = (
     _R("optimizer", ABSENT, lambda s, t, p: t.optimizer != Optimizer(),
        "optimizer {t.optimizer}: only AdamW with fp32 states and gradients is written for "
        "torchtitan", _to(optimizer=Optimizer())),
+    _R("capacity of experts", ABSENT, lambda s, t, p: (
+           t.routing.capacity is not None or t.routing.rank_capacity is not None),
+       "expert_capacity = {t.routing.capacity}, expert_rank_capacity = {t.routing.rank_capacity}: "
+       "torchtitan drops no tokens", lambda s, t, p: {
+           "routing": Routing(imbalance=t.routing.imbalance)}),
     _R("overlap", ABSENT, lambda s, t, p: not t.overlap and t.tp == 1 and t.dp * t.cp > 1,
        "overlap = False: torchtitan's FSDP and DDP always overlap", _to(overlap=True)),
     _R("sharding", ABSENT, lambda s, t, p: t.zero == 1 or (t.zero == 0 and t.cp > 1),

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from optpipe.errors import InputError
 from optpipe.planning.catalogue import MODELS
 from optpipe.planning.configuration import Configuration
-from optpipe.planning.frameworks.rules import check_gpus, check_starts
-from optpipe.planning.shape import Training
+from optpipe.planning.frameworks.rules import check_gpus, check_starts, unwritten
+from optpipe.planning.shape import NARROW, Training
 from optpipe.planning.step import PipelineCut
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _config_text(
     classes = _CONVERTERS.get(training.precision, ())[: 1 + has_experts]
     if training.recompute:
         imports["torchtitan.distributed.activation_checkpoint"] = "FullAC"
-    if classes or _is_async(training):
+    if classes or training.compiled or _is_async(training):
         imports["torchtitan.config"] = "CompileConfig, ParallelismConfig"
     if classes:
         imports["torchtitan.components.quantization"] = ", ".join(sorted(classes))
@@ -182,13 +182,14 @@ def _config_text(
         *_model_lines(configuration, model, classes),
         *_option_lines(configuration, schedule, csv),
     ]
-    if classes or _is_async(training):
+    if classes or training.compiled or _is_async(training):
         body.append(f"config.compile = CompileConfig(enable=True{_async(training)})")
     recompute = "FullAC.Config()" if training.recompute else "None"
     body += [f"config.activation_checkpoint = {recompute}", "return config"]
     return "\n".join(
         [
             '"""Written by optpipe; started by --module NAME_OF_THIS_FILE --config optpipe."""',
+            *(f"# {note}" for note in unwritten(configuration)),
             "",
             *lines,
             "",
@@ -376,6 +377,9 @@ def read_torchtitan(
         "parallelism.enable_async_tensor_parallel", False
     )
     has_experts = shape.experts is not None
+    precision = cast("Precision", _precision(said))
+    # Narrow products and asynchronous tensor parallelism are compiled in any case.
+    is_chosen = precision not in NARROW and not (is_async and tp > 1)
     training = Training(
         micro_batch=micro_batch,
         sequence=said.integer("sequence", sequence),
@@ -385,12 +389,14 @@ def read_torchtitan(
         ep=ep if has_experts else 1,
         etp=said.integer("parallelism.expert_tensor_parallel_degree", etp) if has_experts else 1,
         zero=zero,
-        precision=cast("Precision", _precision(said)),
+        precision=precision,
         sequence_parallel=tp == 1 or bool(said.value("sp", True)),
         recompute=_recompute(said),
         cuda_graphs=_has_graphs(said, pp, ep),
         dispatcher=cast("Dispatcher", _dispatcher(said) if has_experts else "alltoall"),
         overlap=bool(is_async) if tp > 1 else True,
+        kernels="torch",
+        compiled=is_chosen and bool(said.value("compile.enable", False)),
     )
     cut, sizes = _cut(said, shape, pp, m)
     found = Configuration(
