@@ -32,7 +32,7 @@ from optpipe_solver.milp.plan import (
     patterns_of,
     plan_pattern,
 )
-from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
@@ -265,8 +265,6 @@ class PlanSearch:
                 self._add(line, even_cut(self.model.num_layers, len(line.placement)))
             for sizes in cuts.sizes[:_CUTS_PER_LINE]:
                 self._descend(self._add(line, sizes), turn)
-            if line.chunks == 1:
-                self._add(line, roomiest_cut(self.table, line)[0])
 
     def _descend(self, centre: CutCandidate, turn: Stop) -> None:
         """Add neighbours while their whole bound gets better: it knows memory, the measure not."""
