@@ -42,10 +42,12 @@ __all__ = [
     "RankMemory",
     "StepEstimate",
     "asked_placement",
+    "balanced_cut",
     "balanced_sizes",
     "even_sizes",
     "find_byte_factor",
     "in_flight",
+    "run_costs",
     "step_estimate",
 ]
 
@@ -70,11 +72,15 @@ def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]
 
 
 def even_sizes(num_layers: int, behind: int, count: int) -> tuple[int, ...]:
-    """Return the frameworks' cut; ``behind`` parts (head, multi-token prediction) end the last.
+    """Return the layers of each stage as frameworks cut a model.
 
-    Equally many layers where that comes out, else equally many with embedding and head counted
-    (Megatron-LM's --account-for-embedding-in-pipeline-split and -loss-), else the least number
-    that every stage can have, the last stage fewer, or nothing but what is behind.
+    ``behind`` counts the parts after the last layer: the head and multi-token prediction. The rules
+    in order:
+
+    1. The same number of layers in each stage, if the number of stages divides the layers.
+    2. The same number with embedding and head counted as layers (Megatron-LM's
+       ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``).
+    3. The smallest number that suffices for each stage; the last stages have fewer layers or none.
     """
     if num_layers % count == 0:
         layers = [num_layers // count] * count
@@ -97,29 +103,55 @@ def even_sizes(num_layers: int, behind: int, count: int) -> tuple[int, ...]:
 def balanced_sizes(
     times_ms: Sequence[float], num_stages: int, slower: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return how many layers each stage has so that the slowest stage is as fast as can be.
+    """Return the layers of each stage of the cut whose slowest stage is the fastest.
 
-    Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
-    then the one with the latest cuts: a slow stage waits the less at both ends of a step the
-    earlier it stands. Exact: two dynamic programs over the places to cut, the
-    least largest stage first, then the least sum of squares with no stage above it. This is the
-    simplest rule that counts embedding and head; it knows no memory and no schedule, which
-    ``optpipe plan`` does. ``slower`` multiplies the times of each stage, where devices differ.
+    This is the simplest rule that counts embedding and head. It ignores memory and schedules;
+    ``optpipe plan`` considers both. See `balanced_cut` for the choice among equal cuts.
+
+    Parameters
+    ----------
+    times_ms
+        Of each layer.
+    num_stages
+        At most the number of layers.
+    slower
+        A factor on the times of each stage, where devices differ.
     """
-    count = len(times_ms)
-    ends = np.array([0.0, *accumulate(times_ms)])
-    width = np.subtract.outer(ends, ends)  # [end, start]
-    width[np.triu_indices(count + 1)] = np.inf
+    width = run_costs(times_ms)
     widths = [width] * num_stages if slower is None else [width * factor for factor in slower]
-    largest = _least_largest(widths)
+    return balanced_cut(widths)[0]
+
+
+def run_costs(costs: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum of the costs of each run of layers, by [end, start]; inf where it is empty."""
+    ends = np.array([0.0, *accumulate(costs)])
+    width: NDArray[np.float64] = np.subtract.outer(ends, ends)
+    width[np.triu_indices(len(ends))] = np.inf
+    return width
+
+
+def balanced_cut(costs: Sequence[NDArray[np.float64]]) -> tuple[tuple[int, ...], float]:
+    """Return the layers of each stage of the cut with the least largest stage cost, and that cost.
+
+    Among these cuts the sum of squared costs is the least, and then the cut points are the latest:
+    a slow stage costs less waiting at both ends of a step if it comes earlier. Two dynamic programs
+    over the cut points find the cut exactly.
+
+    Parameters
+    ----------
+    costs
+        For each stage, the cost >= 0 of the layers start, ..., end - 1 at [end, start]; inf where
+        that stage cannot have them. At least one cut has no infinite cost.
+    """
+    largest = _least_largest(costs)
     most = largest * _SLACK + 1e-300
-    return _least_sum([np.where(one <= most, one**2, np.inf) for one in widths])
+    return _least_sum([np.where(one <= most, one**2, np.inf) for one in costs]), largest
 
 
-def _least_largest(widths: Sequence[NDArray[np.float64]]) -> float:
-    best = widths[0][:, 0]
-    for width in widths[1:]:
-        best = np.maximum(width, best[np.newaxis, :]).min(axis=1)
+def _least_largest(costs: Sequence[NDArray[np.float64]]) -> float:
+    best = costs[0][:, 0]
+    for cost in costs[1:]:
+        best = np.maximum(cost, best[np.newaxis, :]).min(axis=1)
     return float(best[-1])
 
 

@@ -15,6 +15,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from optpipe.planning.step import balanced_cut
 from optpipe_solver.budget import Stop
 
 if TYPE_CHECKING:
@@ -244,26 +247,19 @@ def _dominates(one: _Label, other: _Label) -> bool:
 
 
 def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[tuple[int, ...], int]:
-    """Return the cut of a linear line that leaves its tightest device the most bytes, and how many.
+    """Return the cut of a linear line with the most free bytes on its fullest device, and them.
 
-    A negative number of bytes proves that no cut of the line fits: it is the least of what is
-    missing on the worst device.
+    A negative number proves that no cut of the line fits: the fullest device lacks at least that.
     """
-    model, n = table.model, table.model.num_layers
-    best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (2**62, ())}]
+    n, usable = table.num_layers, [table.model.devices[d].usable_bytes for d in line.order]
+    used = np.full((len(line.order), n + 1, n + 1), np.inf)
     for k, device in enumerate(line.order):
-        usable = model.devices[device].usable_bytes
-        most = n - (len(line.order) - k - 1)
-        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for start, (room, sizes) in best[-1].items():
-            for end in range(most if k + 1 == len(line.order) else start + 1, most + 1):
+        for start in range(n):
+            for end in range(start + 1, n + 1):
                 run = table.run(device, start, end)
-                left = min(room, usable - run.static_bytes - run.needed_bytes)
-                if end not in grown or left > grown[end][0]:
-                    grown[end] = (left, (*sizes, end - start))
-        best.append(grown)
-    room, sizes = best[-1][n]
-    return sizes, room
+                used[k, end, start] = run.static_bytes + run.needed_bytes + max(usable) - usable[k]
+    sizes, most = balanced_cut(list(used))
+    return sizes, max(usable) - int(most)
 
 
 # --- What no cut and no placement of a model can beat.

@@ -32,7 +32,8 @@ from optpipe_solver.milp.plan import (
     patterns_of,
     plan_pattern,
 )
-from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.milp.plan.cut_problem import cuts_with_a_layer_moved
+from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
@@ -265,21 +266,24 @@ class PlanSearch:
                 self._add(line, even_cut(self.model.num_layers, len(line.placement)))
             for sizes in cuts.sizes[:_CUTS_PER_LINE]:
                 self._descend(self._add(line, sizes), turn)
-            if line.chunks == 1:
-                self._add(line, roomiest_cut(self.table, line)[0])
 
     def _descend(self, centre: CutCandidate, turn: Stop) -> None:
-        """Add neighbours while their whole bound gets better: it knows memory, the measure not."""
+        """Move one layer at a time while the lower bound decreases; it includes memory."""
         while not turn.is_over():
-            near = []
-            for sizes in _neighbours(centre.sizes):
-                near.append(self._add(centre.line, sizes))
-                if turn.is_over():
-                    break
+            near = self._neighbours(centre, turn)
             best = min(near, key=_by_bound, default=centre)
             if best.bound_ms >= centre.bound_ms:
                 return
             centre = best
+
+    def _neighbours(self, centre: CutCandidate, turn: Stop) -> list[CutCandidate]:
+        """Return the cuts with one layer moved, as many as the time suffices for."""
+        near = []
+        for sizes in cuts_with_a_layer_moved(centre.sizes, range(len(centre.sizes))):
+            if turn.is_over():  # a bound of many stages takes a tenth of a second
+                break
+            near.append(self._add(centre.line, sizes))
+        return near
 
     def _evaluate_all(self, phase: Stop) -> None:
         """Evaluate the few best cuts of each line by bound."""
@@ -342,11 +346,7 @@ class PlanSearch:
                 centres.append(better)
 
     def _best_neighbour(self, centre: CutCandidate, phase: Stop) -> CutCandidate | None:
-        near = []
-        for sizes in _neighbours(centre.sizes):
-            if phase.is_over():  # to bound one takes a tenth of a second where stages are many
-                break
-            near.append(self._add(centre.line, sizes))
+        near = self._neighbours(centre, phase)
         promising = sorted((one for one in near if one.quick_ms is None), key=_by_bound)
         found = None
         for candidate in promising[:_TRIED_NEIGHBOURS]:
@@ -432,17 +432,6 @@ class PlanSearch:
 
 def _by_bound(candidate: CutCandidate) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
     return (candidate.bound_ms, candidate.line.placement, candidate.sizes)
-
-
-def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts with one layer less on one stage and one more on another."""
-    for giver, size in enumerate(sizes):
-        for taker in range(len(sizes)):
-            if giver != taker and size > 1:
-                moved = list(sizes)
-                moved[giver] -= 1
-                moved[taker] += 1
-                yield tuple(moved)
 
 
 # --- One cut on one line while it is searched, and the row that is left of it.

@@ -18,10 +18,11 @@ from optpipe.problem import placement_of
 from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.milp.plan.cut_problem import CutProblem
 from optpipe_solver.milp.plan.model import plan_pattern
 from optpipe_solver.milp.plan.pattern import PAIRED_PATTERNS, boundaries, patterns_of
-from optpipe_solver.milp.plan.variables import PlanChoice, PlanTables, as_counts, durations_of
-from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
+from optpipe_solver.milp.plan.variables import PlanChoice
+from optpipe_solver.milp.plan.walk import walked
 from optpipe_solver.plan import plan
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.tune.bounds import LayerTable
@@ -400,31 +401,23 @@ class ConfigurationJudge:
         return row, found.bound_ms, found.prices
 
     def walked(self, sizes: tuple[int, ...], stop: Stop) -> tuple[int, ...]:
-        """Return a cut that is no longer by the fused order's pattern; as it was where none fits.
+        """Return a cut of the fused order that is no longer; the same cut if no cut known fits.
 
-        An annealing over cuts that begins with this one, or a plain one where that is shorter. A
+        An annealing of cuts begins with this cut, or with a framework's cut if that is shorter. A
         pair lasts as long as its passes less the most that either can hide, as in `best_cut`.
         """
-        given = boundaries(self.model, self.estimate.placement)
-        placement = self.estimate.placement
         hidden: list[list[tuple[float, float]]] = []
         if self.cut.pairs:
             machines = [self.question.machine(self.training, one) for one in self.ranks]
             shape, pp = self.question.shape, self.cut.pp
             hidden = [most_hidden(model_phases(shape, one, pp)) for one in machines]
-        pattern = self._pattern(given)
-        tables = PlanTables(self.model, placement, False, False, hidden)
-        memory = PlanMemory.of(pattern, tables)
-        starts: list[tuple[float, PlanChoice]] = []
-        for start in (sizes, *map(self.sizes, LAYOUTS)):
-            choice = PlanChoice(start, (0,) * len(start))
-            counts = as_counts(tables, choice)
-            excesses = (excess(memory, *counts, device) for device in range(self.cut.pp))
-            if all(found.max(initial=0.0) <= TOLERANCE for found in excesses):
-                starts.append((pattern.length_ms(durations_of(tables, choice)), choice))
+        links = boundaries(self.model, self.estimate.placement)
+        problem = CutProblem(self.model, self._pattern(links), hidden)
+        choices = [PlanChoice(one, (0,) * len(one)) for one in (sizes, *map(self.sizes, LAYOUTS))]
+        starts = [(problem.length_ms(one), one) for one in choices if problem.fits(one)]
         turn = Stop(stop.limit_s, work=_WALK, seed=stop.seed, should_stop=stop.is_told)
         if starts:
-            sizes = walked(pattern, tables, memory, min(starts), turn, most=_WALKS)[1].sizes
+            sizes = walked(problem, min(starts), turn, most=_WALKS)[1].sizes
         stop.spend(turn.spent)
         return sizes
 

@@ -170,10 +170,7 @@ def test_a_walk_ends_at_the_best_of_all_cuts_and_modes(room_mb: int) -> None:
         cuts = [c for c in product(range(1, 6), repeat=stages) if sum(c) == model.num_layers]
         chosen = [PlanChoice(cut, (k,) * stages) for cut in cuts for k in names]
         start = max((search._length_ms(one), one) for one in chosen if search._fits(one))
-        ends = {
-            walked(pattern, search.tables, search.memory, start, Stop(60, work=0.1))
-            for _ in range(2)
-        }
+        ends = {walked(search.cuts, start, Stop(60, work=0.1)) for _ in range(2)}
         ((length_ms, choice),) = ends
         assert length_ms == search._length_ms(choice)
         assert search._fits(choice)

@@ -18,9 +18,14 @@ from optpipe.errors import IllegalScheduleError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import ActionType, Provenance
 from optpipe_solver.milp.highs import LinearProgram, MilpModel, MilpStatus, RowByRow
+from optpipe_solver.milp.plan.cut_problem import (
+    TOLERANCE,
+    CutProblem,
+    cuts_with_a_layer_moved,
+    excess,
+)
 from optpipe_solver.milp.plan.variables import (
     PlanChoice,
-    PlanTables,
     PlanVariables,
     as_counts,
     devices_hold_whole_layers,
@@ -34,7 +39,7 @@ from optpipe_solver.milp.plan.variables import (
     runs_follow_each_other,
     stages_hold_all_layers,
 )
-from optpipe_solver.milp.plan.walk import TOLERANCE, PlanMemory, excess, walked
+from optpipe_solver.milp.plan.walk import walked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
     from optpipe_solver.milp.highs import Variable
     from optpipe_solver.milp.plan.pattern import LongestPath, MemoryMoment, Pattern
+    from optpipe_solver.milp.plan.variables import PlanTables
 
 __all__ = ["PatternPlan", "plan_pattern"]
 
@@ -144,11 +150,9 @@ class _PatternSearch:
     ) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
         self.turn, self.num_cells = stop, len(pattern.problem.placement) * model.num_microbatches
-        placement, moves = pattern.problem.placement, pattern.transfers
-        hidden = [[(ms, ms) for ms in own] for own in model.hidden_on] if pattern.has_pairs else ()
-        self.tables = PlanTables(model, placement, moves, pattern.recompute, hidden)
+        self.cuts = CutProblem(model, pattern)
+        self.tables, self.memory = self.cuts.tables, self.cuts.memory
         self.has_chunks = len(self.tables.placement) > len(set(self.tables.placement))
-        self.memory = PlanMemory.of(pattern, self.tables)
         self.best: tuple[float, PlanChoice] | None = None
         self._start(cuts)
         if self.has_chunks:
@@ -218,7 +222,7 @@ class _PatternSearch:
             self._climb(choice)
 
     def _climb(self, choice: PlanChoice) -> None:
-        """Take a choice that fits, with cheaper modes and moved cuts while that is shorter."""
+        """Make a choice fit, then improve its modes and its cut while the path gets shorter."""
         fitting = self._made_to_fit(choice)
         if fitting is None:
             return
@@ -242,7 +246,7 @@ class _PatternSearch:
 
     def _walk(self, turn: Stop, most: int = 2**31) -> None:
         if self.best is not None:
-            self.best = walked(self.pattern, self.tables, self.memory, self.best, turn, most=most)
+            self.best = walked(self.cuts, self.best, turn, most=most)
 
     def _slowest(self, choice: PlanChoice, path: LongestPath) -> set[int]:
         """Return the stages that the longest path owes most to."""
@@ -273,9 +277,10 @@ class _PatternSearch:
         base: tuple[Floats, Floats] | None = None,
         known: Floats | None = None,
     ) -> Floats:
-        """Return by how much each device exceeds its limit, as a share of it; 0 where it does not.
+        """Return by how much each device exceeds its limit, as a share of the limit; 0 if it fits.
 
-        Where a base and its excesses are known, of the devices alone whose stages differ.
+        ``base`` are the counts of another choice and ``known`` its excesses: then only devices
+        whose stages differ are computed.
         """
         devices: Iterable[int] = range(len(self.pattern.programs))
         self.turn.spend(self.num_cells / _CELLS)
@@ -284,18 +289,12 @@ class _PatternSearch:
             differ = (counts[0] != base[0]).any(axis=(1, 2)) | (counts[1] != base[1]).any(axis=1)
             devices = {self.tables.placement[s] for s in np.flatnonzero(differ)}
             found = known.copy()
-        for device in devices:
-            most = float(self._excess(*counts, device).max(initial=0.0))
-            found[device] = most if most > TOLERANCE else 0.0
+        found[list(devices)] = self.cuts.excesses(counts, devices)
         return found
-
-    def _total_excess(self, choice: PlanChoice) -> float:
-        """Return the sum of the devices' excesses, each as a share of its limit."""
-        return float(self._excesses(as_counts(self.tables, choice)).sum())
 
     def _length_ms(self, choice: PlanChoice) -> float:
         self.turn.spend(self.num_cells / _CELLS)
-        return self.pattern.length_ms(durations_of(self.tables, choice))
+        return self.cuts.length_ms(choice)
 
     def _most(self) -> tuple[float, Ints]:
         """Return a makespan not to exceed, and the layers of each run that then fit a stage."""
@@ -410,17 +409,17 @@ class _PatternSearch:
         return self.best is not None and self.bound_ms >= self.best[0] * (1 - _LEAST_GAP)
 
     def _consider(self, values: dict[Variable, float]) -> None:
-        """Take an integer solution for the best if it fits and its longest path is shorter."""
+        """Make an integer solution the best choice if it fits and its longest path is shorter."""
         choice = self.v.choice(values)
         length_ms = self._length_ms(choice)
         if (self.best is None or length_ms < self.best[0]) and self._fits(choice):
             self.best = length_ms, choice
 
     def _fits(self, choice: PlanChoice) -> bool:
-        return self._total_excess(choice) <= 0.0
+        return not self._excesses(as_counts(self.tables, choice)).any()
 
     def _add_broken(self, values: dict[Variable, float]) -> bool:
-        """Add the rows that a solution breaks; return whether there were any."""
+        """Add the rows that a solution violates; return whether there are any."""
         layers = np.array(
             [[[values[one] for one in row] for row in runs] for runs in self.v.layers]
         )
@@ -428,9 +427,9 @@ class _PatternSearch:
         rows = []
         self.turn.spend(2 * self.num_cells / _CELLS)
         for device in range(len(self.pattern.programs)):
-            excess = self._excess(layers, modes, device)
-            if excess.size and excess.max() > TOLERANCE:
-                fullest = self.pattern.moments[device][int(excess.argmax())]
+            over = excess(self.memory, layers, modes, device)
+            if over.size and over.max() > TOLERANCE:
+                fullest = self.pattern.moments[device][int(over.argmax())]
                 if (device, fullest) not in self.known:
                     self.known.add((device, fullest))
                     rows.append(memory_fits(self.v, device, fullest))
@@ -451,9 +450,6 @@ class _PatternSearch:
         for row in rows:
             self.rows.add(row)
         return bool(rows)
-
-    def _excess(self, layers: Floats, modes: Floats, device: int) -> Floats:
-        return excess(self.memory, layers, modes, device)
 
     def result(self) -> PatternPlan | float:
         """Return the best choice as a problem and its programs, or the bound."""
@@ -489,17 +485,13 @@ class _PatternSearch:
 
 
 def _neighbours(choice: PlanChoice, tables: PlanTables, stages: set[int]) -> Iterator[PlanChoice]:
-    """Yield the choices with another mode of one of some stages, or a layer of one elsewhere."""
+    """Yield the choices with another mode of one of ``stages``, or one layer moved from it."""
     for s in sorted(stages):
         for k in range(len(tables.names)):
             if k != choice.modes[s] and tables.may_use(s, k):
                 yield choice._replace(modes=(*choice.modes[:s], k, *choice.modes[s + 1 :]))
-        for taker in range(len(choice.sizes)):
-            if s != taker and choice.sizes[s] > 1:
-                sizes = list(choice.sizes)
-                sizes[s] -= 1
-                sizes[taker] += 1
-                yield choice._replace(sizes=tuple(sizes))
+        for sizes in cuts_with_a_layer_moved(choice.sizes, [s]):
+            yield choice._replace(sizes=sizes)
 
 
 def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Programs:

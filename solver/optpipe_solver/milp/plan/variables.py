@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe.planning.step import balanced_cut, run_costs
 from optpipe.schedule import ActionType
 from optpipe_solver.milp.highs import MilpModel, at_least, total
 from optpipe_solver.milp.plan.pattern import (
@@ -399,39 +400,12 @@ def as_counts(tables: PlanTables, choice: PlanChoice) -> tuple[Floats, Floats]:
 
 
 def even_loads(tables: PlanTables, k: int) -> tuple[int, ...]:
-    """Return the layers of each stage whose largest load is least, all of them in mode k.
+    """Return the layers of each stage whose largest load is the least, all layers in mode k.
 
-    The load is F and the shorter backward; by bisection over it, each stage taking as many layers
-    as it allows while one is left for each later stage.
+    The load is F and the shorter backward.
     """
-    load = tables.busy_ms[:, :, k]
     kinds = [t for t, kind in enumerate(tables.kinds) for _ in range(kind.length)]
-    low, high = 0.0, float(load.max(axis=0)[kinds].sum())
-    best = _greedy_cut(load, kinds, high)
-    for _ in range(50):
-        middle = (low + high) / 2
-        found = _greedy_cut(load, kinds, middle)
-        if found is None:
-            low = middle
-        else:
-            high, best = middle, found
-    if best is None:
-        raise ValueError(f"{len(kinds)} layers for {load.shape[0]} stages: too few")
-    return best
-
-
-def _greedy_cut(load: Floats, kinds: Sequence[int], most: float) -> tuple[int, ...] | None:
-    sizes, at = [], 0
-    for s in range(load.shape[0]):
-        last = len(kinds) - (load.shape[0] - s - 1)
-        begin, stage_load = at, 0.0
-        while at < last and (at == begin or stage_load + load[s, kinds[at]] <= most):
-            stage_load += load[s, kinds[at]]
-            at += 1
-        if stage_load > most:
-            return None
-        sizes.append(at - begin)
-    return tuple(sizes) if at == len(kinds) else None
+    return balanced_cut([run_costs(load) for load in tables.busy_ms[:, kinds, k]])[0]
 
 
 # --- What must hold.

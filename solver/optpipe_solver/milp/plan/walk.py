@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.jit import below, jitted, seeded, unit
-from optpipe_solver.milp.plan.pattern import STATES, heads_of, traced
+from optpipe_solver.milp.plan.cut_problem import TOLERANCE, excess
+from optpipe_solver.milp.plan.pattern import heads_of, traced
 from optpipe_solver.milp.plan.variables import PlanChoice, as_counts, durations_of
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.budget import Stop
     from optpipe_solver.jit import Draw
-    from optpipe_solver.milp.plan.pattern import Pattern, PatternGraph
-    from optpipe_solver.milp.plan.variables import PlanTables
+    from optpipe_solver.milp.plan.cut_problem import CutProblem, PlanMemory
+    from optpipe_solver.milp.plan.pattern import PatternGraph
 
-__all__ = ["TOLERANCE", "PlanMemory", "excess", "walked"]
-
-TOLERANCE = 1e-6
-"""Relative excess of memory that is none."""
+__all__ = ["walked"]
 
 _HEAT = 2e-3
 """How much longer, as a share of the first length, a choice may be where an annealing begins."""
@@ -42,79 +40,6 @@ _STEPS, _ENOUGH = 500, 4000
 
 _NODES, _TRIES = 1e8, 1e6
 """Nodes of graphs that are looked at, and steps, that are a unit of work (see `Stop`)."""
-
-
-class PlanMemory(NamedTuple):
-    """What the programs of a pattern ask of memory, all devices' moments one after the other.
-
-    A device's moments are those from ``first[device]`` on; ``own`` are its stages, -1 for none.
-    ``counts`` is by moment, place of the stage on its device, and state; bytes are as in
-    `PlanTables`.
-    """
-
-    first: Ints
-    own: Ints
-    limits: Floats
-    counts: Floats
-    workspace: Floats
-    inside_at: Ints
-    held_bytes: Floats
-    extra_bytes: Floats
-    static_bytes: Floats
-    inside_bytes: Floats
-
-    @classmethod
-    def of(cls, pattern: Pattern, tables: PlanTables) -> PlanMemory:
-        """Return the moments of a pattern, with what layers hold."""
-        width = max(map(len, pattern.stages_of))
-        own = np.full((len(pattern.programs), width), -1, dtype=np.int64)
-        for device, stages in enumerate(pattern.stages_of):
-            own[device, : len(stages)] = stages
-        moments = [moment for found in pattern.moments for moment in found]
-        counts = np.zeros((len(moments), width, len(STATES)))
-        for row, moment in zip(counts, moments, strict=True):
-            row[: len(moment.counts)] = moment.counts
-        beside = [tables.beside_bytes(moment) for moment in moments]
-        inside_at = [moment.stage if moment.with_inside else -1 for moment in moments]
-        return cls(
-            first=np.cumsum([0, *map(len, pattern.moments)]),
-            own=own,
-            limits=np.array([float(d.usable_bytes) for d in tables.model.devices]),
-            counts=counts,
-            workspace=np.array(beside, dtype=np.float64),
-            inside_at=np.array(inside_at, dtype=np.int64),
-            held_bytes=tables.held_bytes,
-            extra_bytes=tables.extra_bytes,
-            static_bytes=tables.static_bytes,
-            inside_bytes=tables.inside_bytes,
-        )
-
-
-@jitted
-def excess(memory: PlanMemory, layers: Floats, modes: Floats, device: int) -> Floats:
-    """Return by how much of its limit each moment of a device exceeds it.
-
-    ``layers`` is by stage, run and mode, ``modes`` by stage and mode.
-    """
-    own = memory.own[device]
-    begin, end = memory.first[device], memory.first[device + 1]
-    per_cell = np.zeros((own.size, memory.counts.shape[2]))
-    inside = np.zeros(layers.shape[0])
-    static = 0.0
-    for place, s in enumerate(own[own >= 0]):
-        inside[s] = (modes[s] * memory.inside_bytes[s]).sum()
-        static += (layers[s].sum(axis=1) * memory.static_bytes[s]).sum()
-        for state in range(per_cell.shape[1]):
-            per_cell[place, state] = (modes[s] * memory.extra_bytes[state, s]).sum()
-            per_cell[place, state] += (layers[s] * memory.held_bytes[state, s]).sum()
-    limit = float(memory.limits[device])
-    found: Floats = memory.workspace[begin:end] + static - limit
-    for moment in range(begin, end):
-        found[moment - begin] += (memory.counts[moment] * per_cell).sum()
-        if memory.inside_at[moment] >= 0:
-            found[moment - begin] += inside[memory.inside_at[moment]]
-    found /= max(limit, 1.0)
-    return found
 
 
 class _Walk(NamedTuple):
@@ -144,19 +69,14 @@ class _Walk(NamedTuple):
 
 
 def walked(
-    pattern: Pattern,
-    tables: PlanTables,
-    memory: PlanMemory,
-    start: tuple[float, PlanChoice],
-    stop: Stop,
-    *,
-    most: int = 2**31,
+    problem: CutProblem, start: tuple[float, PlanChoice], stop: Stop, *, most: int = 2**31
 ) -> tuple[float, PlanChoice]:
-    """Return the best of so many annealings, by its length in ms.
+    """Return the best choice of at most ``most`` annealings, and its length in ms.
 
-    The first begins with a choice that fits, each other one with the best so far. An annealing that
-    the time does not suffice for cools faster.
+    The first annealing begins with ``start``, which fits; each later one begins with the best
+    choice so far. An annealing cools faster if less time is left than it needs.
     """
+    pattern, tables, memory = problem.pattern, problem.tables, problem.memory
     length_ms, choice = start
     num_stages, num_modes = len(choice.sizes), len(tables.names)
     layers, chosen = as_counts(tables, choice)
