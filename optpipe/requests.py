@@ -1045,9 +1045,7 @@ class CurrentRun(Request):
     )
 
 
-_OF_SCRIPTS = (
-    *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "overlap"),
-)
+_OF_SCRIPTS = ("sequence", "precision", "flash", "cuda_graphs", "dispatcher", "overlap")
 
 
 MAX_AUTO_GPUS = 1024

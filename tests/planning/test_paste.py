@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(model: str, gpu: str = "h100", *, sizes: tuple[int, ...] = (), **fields) -> Configuration:
     """A configuration; fields of the pipeline's cut go there."""
-    names = ("pp", "chunks", "num_microbatches", "placement", "layout", "schedule")
+    names = ("pp", "chunks", "num_microbatches", "placement", "layout", "schedule", "pairs")
     cut = {name: fields.pop(name) for name in names if name in fields}
     if cut.get("chunks", 1) > 1:
         cut.setdefault("placement", "loop")
@@ -58,7 +58,7 @@ MEGATRON = {
     "MTP, folded, captured": run(
         "deepseek-v3-mtp", "gb200", tp=2, dp=32, ep=64, precision="mxfp8", cuda_graphs=True,
         recompute=frozenset({"mla_up_proj", "moe_act"}), dispatcher="deduplicated",
-        ep_overlap=True, pp=4, chunks=2, sizes=(10, 8, 8, 8, 8, 8, 12, 2),
+        pairs=True, pp=4, chunks=2, sizes=(10, 8, 8, 8, 8, 8, 12, 2),
     ),
     "half offloaded": run("gpt-oss-120b", tp=1, dp=8, ep=8, recompute=act, offloaded_layers=18,
                           pp=4),
@@ -428,6 +428,7 @@ def for_megatron(draw):
         has_experts and fields["ep"] > 1 and cut.chunks > 1 and "full" not in recompute
         and precision != "fp32" and draw(st.booleans())
     )  # fmt: skip
+    cut = replace(cut, pairs=is_overlapped)
     is_spread = fields.get("ep", 1) * fields.get("etp", 1) > 1
     training = Training(
         **fields,
@@ -437,7 +438,6 @@ def for_megatron(draw):
         sequence_parallel=fields["tp"] == 1 or has_experts or draw(st.booleans()),
         recompute=frozenset(recompute),
         cuda_graphs=captured,
-        ep_overlap=is_overlapped,
         dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + is_spread])),
         overlap=draw(st.booleans()),
         offloaded_layers=offloaded,
@@ -478,7 +478,10 @@ def for_torchtitan(draw):
         cuda_graphs=cut.pp == 1 and fields.get("ep", 1) == 1 and draw(st.booleans()),
         dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + is_spread])),
         overlap=fields["tp"] == 1 or draw(st.booleans()),
+        kernels="torch",
     )  # fmt: skip
+    if training.is_eager:
+        training = replace(training, compiled=draw(st.booleans()))
     gpu = find_gpu("h100")
     return Configuration(shape=shape, hardware=gpu, training=training, pipeline=cut, sizes=sizes)
 

@@ -131,7 +131,6 @@ def read_megatron(
         sequence_parallel=tp == 1 or said.flag("sequence_parallel"),
         recompute=_recompute_said(said, shape, pp),
         cuda_graphs=_graphs_of(said) != "none",
-        ep_overlap=has_experts and said.flag("overlap_moe_expert_parallel_comm"),
         dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
@@ -145,6 +144,8 @@ def read_megatron(
         num_microbatches=batch // (micro_batch * dp),
         placement="loop" if chunks > 1 else "linear",
         layout="even" if is_even else "balanced",
+        # Megatron-Core overlaps the exchange with experts by its combined 1F1B.
+        pairs=has_experts and said.flag("overlap_moe_expert_parallel_comm"),
     )
     found = Configuration(
         shape=shape,

@@ -28,7 +28,7 @@ from optpipe.planning.frameworks.rules import check_gpus, check_starts
 from optpipe.planning.step import RankMemory, find_byte_factor
 from optpipe.problem import Placement, placement_of
 from optpipe.schedule import cells_of, parse_cell
-from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow
+from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow, judge
 from optpipe_solver.tune.scaling import auto_counts
 from optpipe_solver.tune.space import TuneQuestion, candidates
 
@@ -260,7 +260,9 @@ def calibrated(
         question = replace(question, byte_factor=factor)
     if measured_step_s is None:
         return question
-    factor = 1e3 * measured_step_s / step.step_ms
+    # The formula hides no exchange with experts, and a simulation of pairs does.
+    row = judge(question, current) if current.pipeline.pairs else None
+    factor = 1e3 * measured_step_s / (step.step_ms if row is None else row.step_ms)
     check_can_be(utilisation(question.shape, machines) / factor, field)
     return replace(question, time_factor=factor)
 
