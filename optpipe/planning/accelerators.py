@@ -91,7 +91,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of accelerator and the node it stands in.
+    """One kind of accelerator and its node.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class Hardware:
 
     @property
     def efficiency(self) -> Efficiency:
-        """What is reached, as the scoreboard fitted it or as assumed."""
+        """The share of peak rates that is reached, fitted by the scoreboard or assumed."""
         return _EFFICIENCIES[self.generation]
 
     def peak_flops(self, precision: Precision) -> float:

@@ -1,21 +1,21 @@
 """Parameters, FLOPs and bytes of one part of a model on one device, by formulas with sources.
 
-What F keeps of a layer follows Korthikanti et al. 2022, Reducing Activation Recomputation in Large
-Transformer Models (arXiv 2205.05198), section 4, tensor by tensor. With their shape (as many
-key/value heads as heads, GELU of 4 h, dropout, scores stored, 2 bytes per element) it is their
+The tensors that F keeps follow Korthikanti et al. 2022, Reducing Activation Recomputation in Large
+Transformer Models (arXiv 2205.05198), section 4. With their shape (as many key/value heads as
+heads, GELU of 4 h, dropout, scores stored, 2 bytes per element) the sum is their
 
     s b h (34 + 5 a s / h)                            equation 1: one device
     s b h (10 + 24 / t + 5 a s / (h t))               equation 2: tensor parallel
     s b h / t (34 + 5 a s / h)                        equation 4: and sequence parallel
 
-Flash attention removes the 5 a s^2 b and keeps 4 bytes per token and head. What norms keep per
-token, and loss, is left out there and here, as small. With narrow products (fp8, mxfp8, nvfp4) the
-input of a matrix is kept narrow, and no wide copy of it unless something else reads one.
+Flash attention removes the 5 a s^2 b and keeps 4 bytes per token and head. The statistics of norms
+per token, and of the loss, are small and left out there and here. With narrow products (fp8, mxfp8,
+nvfp4) the input of a matrix is kept narrow. A wide copy is kept only if something else reads it.
 
-Of slices of a sequence (`Training.slices`) the k-th, from 0, attends to k others and to itself.
-Keys and values stay on the device until the slice's own backward, whatever else is recomputed or
-offloaded: later slices read them. Beside them stand, but for the last slice, as many bytes for the
-gradients that later slices' backwards leave; they count from F on, which is too early.
+The k-th slice of a sequence (`Training.slices`), from 0, attends to k others and to itself. Later
+slices read its keys and values. So these stay on the device until the slice's own backward, and are
+neither recomputed nor offloaded. All slices but the last also hold the gradients of keys and values
+that later slices leave. These bytes count from F on, which is too early.
 
 With LoRA (`Training.lora`) the model's own weights are frozen. W then does the products of the
 adapters only. The input of a matrix is kept only if an adapter reads it. Adapters compute and keep
@@ -23,8 +23,8 @@ it in the wide precision (Megatron-Bridge's ``ParallelLinearAdapter``). With seq
 the adapter of a column-parallel matrix keeps the tokens of all tensor-parallel ranks. Nonlinear
 functions and attention keep the same tensors as without LoRA.
 
-A layer is a list of parts (`layer_parts`): what each computes, moves and keeps, and the modules
-whose recomputation makes it again. Times, bytes and recomputation all follow from that one list.
+A layer is a list of parts (`layer_parts`). A part has its FLOPs, the bytes that it moves and keeps,
+and the modules whose recomputation runs it again. Times, bytes and recomputation follow from it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class LayerPart(NamedTuple):
 
 
 class PassCost(NamedTuple):
-    """What one pass of one part does on one device: FLOPs of products, bytes moved.
+    """The work of one pass of one part on one device: FLOPs of products, bytes moved.
 
     ``narrow_flops`` are those of products in the narrow precision, ``matmul_flops`` of all other
     products with weights. ``weight_bytes`` are read while products run, ``moved_bytes`` by
@@ -170,7 +170,7 @@ class PassCosts(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """What one layer, or embedding, head or multi-token prediction, costs on one device.
+    """The costs of one layer, or embedding, head or multi-token prediction, on one device.
 
     Parameters
     ----------
@@ -200,22 +200,29 @@ class LayerCosts(NamedTuple):
 def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple[LayerPart, ...]:
     """Return the modules of one layer, in the order in which F runs them.
 
-    FLOPs. A product of tokens with a matrix costs 2 per token and entry, in each of F, I and W
-    (Narayanan et al. 2021, arXiv 2104.04473, appendix). Attention's own two products cost 4 s q per
-    token forward (sequence s, width q of all queries; the same appendix), twice that in I, nothing
-    in W. Flash attention (Dao 2023, arXiv 2307.08691, sections 3.1.1 and 4.1) leaves out the masked
-    half and makes the scores again in I, 5 products instead of 4: 2.5 times forward. A window of w
-    tokens leaves w - w^2 / 2 s of s positions on the average. Routing is taken as balanced.
+    FLOPs:
 
-    Bytes, in elements times their size. Per residual token: a norm (F reads and writes h, I reads
-    2 h and writes h), a residual addition (F and I read 2 h and write h), dropout masks of one
-    byte. Per token: GELU (F 2 f, I 3 f) or a gate (F 3 f, I 5 f); rotating queries and keys (2 of
-    each, F and I). Experts' copies of a token: ordered by expert before they are sent, again by
-    local expert when they arrive, and both back (F and I 7 h each; where one copy per rank is
-    sent, they are ordered once, 4 h). Scores, without flash attention. F: written, read and
-    written by softmax, read (4; with dropout read and written once more, and its mask). I:
-    gradients written, read with the probabilities, written, read twice, probabilities read (7;
-    with dropout as in F). What products write: results in F, gradients of their inputs in I.
+    * A product of tokens with a matrix: 2 per token and entry, in each of F, I and W (Narayanan et
+      al. 2021, arXiv 2104.04473, appendix).
+    * Attention's two products: 4 s q per token in F, twice that in I, none in W. The sequence has
+      s tokens, and all queries have width q (the same appendix).
+    * Flash attention (Dao 2023, arXiv 2307.08691, sections 3.1.1 and 4.1) skips the masked half.
+      It recomputes the scores in I: 5 products instead of 4, which is 2.5 times F.
+    * A window of w tokens leaves w - w^2 / 2 s of s positions on average.
+
+    Bytes, in elements times their size:
+
+    * Per residual token: a norm (F reads and writes h, I reads 2 h and writes h), a residual
+      addition (F and I read 2 h and write h), dropout masks of one byte.
+    * Per token: GELU (F 2 f, I 3 f) or a gate (F 3 f, I 5 f). Rotary queries and keys: 2 of each in
+      F and I.
+    * Experts' copies of a token: ordered by expert before they are sent, by local expert when they
+      arrive, and both back (7 h in F and in I). With one copy per rank they are ordered once (4 h).
+    * Scores, without flash attention: F writes them, softmax reads and writes, F reads (4). With
+      dropout they are read and written once more, with the mask.
+    * In I: gradients written, read with the probabilities, written, read twice, probabilities read
+      (7; with dropout as in F).
+    * Products write their results in F, and the gradients of their inputs in I.
     """
     return _layer_parts(shape, training.of_modules, kind)
 
@@ -247,11 +254,11 @@ def _adapter_part(
 ) -> LayerPart:
     """Return the two products of an adapter, its scaling, and the addition to its target's result.
 
-    FLOPs per token in each of F, I and W: 2 per entry of both matrices. Elements moved per token:
-    F reads the input, writes and reads the inner vector, writes the output, scales it (2 outputs)
-    and adds it (3 outputs). I scales the gradient, reads it, writes and reads the inner one, writes
-    the input's gradient, and adds the own part of that (3 inputs). W reads input, both inner
-    vectors and the output's gradient. F keeps the inner vector.
+    FLOPs per token in each of F, I and W: 2 per entry of both matrices. Elements moved per token: F
+    reads the input, writes and reads the inner vector, and writes the output. It scales the output
+    (2 outputs) and adds it (3 outputs). I scales the gradient, reads it, and writes and reads the
+    inner one. It writes the input's gradient, and adds its own part of that (3 inputs). W reads
+    the input, both inner vectors and the output's gradient. F keeps the inner vector.
     """
     tokens = _adapter_tokens(shape, training, target)
     size = tokens * training.element_bytes
@@ -496,9 +503,16 @@ def _mlp_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 class _FeedForward(NamedTuple):
     """An MLP on one device.
 
-    Its inner width, the tokens that it multiplies, those whose hidden vectors this device casts for
-    it, and the modules whose recomputation makes it again, or only its activation function. Where
-    it keeps the activations of other tokens than it multiplies, their number.
+    Parameters
+    ----------
+    ffn
+        Inner width.
+    tokens, cast_tokens
+        Tokens that it multiplies, and tokens whose hidden vectors this device casts for it.
+    again, activation_again
+        Modules whose recomputation runs it again, or only its activation function.
+    stored_tokens
+        Tokens whose activations it keeps; None = those that it multiplies.
     """
 
     name: str
@@ -689,7 +703,7 @@ def _weight_work(training: Training, parts: Iterable[LayerPart], parameters: int
 def _expert_work(
     training: Training, parts: Sequence[LayerPart], parameters: RankParameters
 ) -> PassCosts:
-    """Return the work behind the router. Recomputation counts with the rest of the layer."""
+    """Return the work after the router. Recomputation counts with the rest of the layer."""
     routed = [part for part in parts if "moe" in part.again]
     if not routed:
         return PassCosts()
@@ -815,16 +829,17 @@ def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
 def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = True) -> LayerCosts:
     """Return what last norm, head and cross-entropy cost; the head's product stays wide.
 
-    Besides the product: the norm (F 2 h, I 3 h); logits read and written in fp32, read and written
-    by the softmax (F), its result read and the gradient written (I).
+    Elements moved next to the product: the norm has 2 h in F and 3 h in I. F reads the logits and
+    writes them in fp32, and the softmax reads and writes them. I reads its result and writes the
+    gradient.
 
     Bytes: 2 + 2 + 4 v/h per element (Korthikanti et al. 2022, section 4.3). The loss keeps the
     softmax of the logits in fp32. W needs the head's input and the logits' gradient. Nothing is
-    offloaded: its backward follows at once. The logits before fp32 exist only in F.
+    offloaded: its backward follows immediately. The logits before fp32 exist only in F.
 
-    Eager cross-entropy (torch 2.13) has more fp32 tensors of that size in its backward: the
-    gradients of its output and of its input, and over tensor-parallel ranks (``loss_parallel``)
-    also the softmax and its product with the gradient. Each is written and read.
+    The backward of eager cross-entropy (torch 2.13) has more fp32 tensors of that size: the
+    gradients of its output and of its input. Over tensor-parallel ranks (``loss_parallel``) it also
+    has the softmax and its product with the gradient. Each is written and read.
 
     ``owns_matrix`` is false for a tied head on the embedding's device: it has no matrix of its own.
     With LoRA the head is frozen: W does nothing, and the norm's output is not kept.
@@ -907,9 +922,10 @@ def mtp_costs(shape: ModelShape, training: Training) -> LayerCosts:
 def model_flops(shape: ModelShape, training: Training) -> float:
     """Return the FLOPs that one micro-batch costs by the convention of published utilisations.
 
-    6 per parameter of a matrix and token, and 12 s q for attention (Chowdhery et al. 2022, PaLM,
-    arXiv 2204.02311, appendix B): no half for the mask, nothing for what is made again, of
-    experts those a token goes through. Of the whole model, over all devices of a replica.
+    They are 6 per parameter of a matrix and token, and 12 s q for attention (Chowdhery et al. 2022,
+    PaLM, arXiv 2204.02311, appendix B). The mask does not halve them, and recomputation does not
+    count. Of the experts, those of a token count. They are those of the whole model, over all
+    devices of a replica.
 
     With LoRA it is 4 per parameter, as W of frozen weights does nothing. Adapters do not count.
     NVIDIA's published rates of LoRA are counted so (Megatron-Bridge, ``flop_utils.py``).

@@ -1,7 +1,7 @@
 """Work as milliseconds: the one place where FLOPs and bytes of a model become time.
 
-``Machine`` is an accelerator in a run. It says what each pass of a layer takes, by cause (`Spent`):
-products, attention, memory, collectives that nothing hides, and what the host takes to launch it.
+``Machine`` is an accelerator in a run. It has the time of each pass of a layer, by cause (`Spent`):
+products, attention, memory, collectives that nothing hides, and launches by the host.
 `optpipe.planning.step` adds them up for a whole configuration, `optpipe.planning.estimate` writes
 them into a problem.
 """
@@ -69,12 +69,12 @@ class Spent(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """What the device itself computes."""
+        """The milliseconds in which the device computes."""
         return self.products + self.attention + self.memory
 
 
 class PartTimes(NamedTuple):
-    """What F, I and W of one part take, by cause."""
+    """Milliseconds of F, I and W of one part, by cause."""
 
     forward: Spent
     backward_input: Spent
@@ -120,8 +120,8 @@ _NEWTON_SCHULZ = 5  # iterations of Muon, Megatron-Core's default
 _HOST_GB_PER_S = 50.0  # of host memory, per GPU: assumed, eight GPUs share two sockets
 
 
-# Where adding to fp32 gradients goes on beside the products that make them: profiles of A100 leave
-# it no time of its own, published runs of faster products do.
+# Generations that add to fp32 gradients while they compute products. Profiles of A100 leave the
+# addition no time of its own; published runs of faster products do.
 _HIDES_ACCUMULATION = frozenset({"ampere", "ada", "cpu"})
 
 
@@ -244,20 +244,20 @@ class Machine(NamedTuple):
     def _cast_bytes(self) -> float:
         """Bytes read and written to cast one element to the narrow precision.
 
-        fp8 reads it for its scale and again to cast it, and writes it; before Blackwell, whose
-        products take any layout, a second time, transposed (Transformer Engine, current scaling).
-        mxfp8 reads it once and writes it along rows and along columns, a scale for every 32; nvfp4
-        reads it twice.
+        fp8 reads the element for its scale, reads it again to cast it, and writes it. Before
+        Blackwell, whose products take any layout, it writes it a second time, transposed
+        (Transformer Engine, current scaling). mxfp8 reads it once and writes it along rows and
+        along columns, with a scale for every 32. nvfp4 reads it twice.
         """
         if self.training.precision == "fp8":
             return 5.0 if "mxfp8" in self.hardware.tflops else 6.0
         return 4.0625 if self.training.precision == "mxfp8" else 5.125
 
     def _launched(self, times: PartTimes, shape: ModelShape, kind: LayerForm) -> PartTimes:
-        """Return it no faster than the host launches it, a third in F and the rest behind.
+        """Return times that are at least those of the launches: a third in F, the rest later.
 
-        Without CUDA graphs a layer with experts takes the host some 8 ms and 0.2 ms more for each
-        local expert, one without 2 ms; half as much again with narrow products.
+        Without CUDA graphs the host launches a layer with experts in 8 ms, and 0.2 ms more for each
+        local expert. A layer without experts takes it 2 ms. Narrow products add half of that.
         """
         if self.training.cuda_graphs:
             return times
@@ -302,9 +302,10 @@ class Machine(NamedTuple):
     def _tensor_bytes(self, shape: ModelShape) -> tuple[float, float]:
         """Return what tensor parallelism moves in F and in the backward of a layer, per rank.
 
-        Two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053,
-        section 3), or as many reduce-scatters and all-gathers of the same bytes; with sequence
-        parallelism W gathers its two inputs again (Korthikanti et al. 2022, section 4.2.2).
+        There are two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv
+        1909.08053, section 3), or as many reduce-scatters and all-gathers of the same bytes. With
+        sequence parallelism W gathers its two inputs again (Korthikanti et al. 2022, section
+        4.2.2).
         """
         training = self.training
         if training.tp == 1:
@@ -337,10 +338,10 @@ class Machine(NamedTuple):
         return row + column, row + column
 
     def _tensor_exposed(self, num_bytes: float, products_ms: float) -> float:
-        """Return what of it products do not hide.
+        """Return the time of a collective that products do not hide.
 
-        Overlapped, a collective is cut into pieces that go beside pieces of its product; the first
-        or the last has nothing to hide behind (Wang et al. 2023, Overlap Communication with
+        An overlapped collective is cut into pieces, which run while pieces of its product compute.
+        Nothing hides the first or the last piece (Wang et al. 2023, Overlap Communication with
         Dependent Computation via Decomposition, section 4).
         """
         whole = self._link_ms(num_bytes, self.training.tp, 1)
@@ -372,9 +373,9 @@ class Machine(NamedTuple):
     def _experts_ms(self, shape: ModelShape, kind: LayerForm) -> float:
         """Return the time of tokens to experts and back, in F and in I together.
 
-        A copy per expert; or where one per rank is sent, as many as there are different ranks, and
-        between domains different domains, among a token's experts: n (1 - (1 - 1/n)^k) of n for k
-        experts, at most as many domains as routing allows.
+        A token is sent once per expert. A deduplicating dispatcher sends it once to each different
+        rank, and between domains once to each different domain, among its experts. These are
+        n (1 - (1 - 1/n)^k) of n for k experts, and at most as many domains as routing allows.
         """
         training, experts = self.training, shape.experts
         if not kind.is_moe or experts is None or training.ep * training.etp == 1:
@@ -457,8 +458,8 @@ class Machine(NamedTuple):
     def optimizer_ms(self, counts: RankParameters) -> float:
         """Return the optimizer's step on this rank's share, the norm and clearing of its gradients.
 
-        Of the share on the CPU, gradients go to the host and new weights come back over PCIe, one
-        after the other with the CPU's step, as Megatron-Core does without
+        For the share on the CPU, gradients go to the host, the CPU makes its step, and new weights
+        come back over PCIe. Nothing of it overlaps, as in Megatron-Core without
         ``overlap_cpu_optimizer_d2h_h2d``.
         """
         training, optimizer = self.training, self.training.optimizer

@@ -1,9 +1,9 @@
 """Parameters of a transformer's parts, and the bytes that a device always keeps for them.
 
-A layer of hidden width h without biases, key/value heads as many as heads, and an MLP of 4 h has
-the 12 h^2 of Narayanan et al. 2021 (arXiv 2104.04473, section 3.2). The published totals of the
-catalogue are met exactly, which a test shows. All counts are those of one device of a
-tensor-parallel group; with ``tp`` 1 they are the whole model's.
+A layer of hidden width h without biases, with as many key/value heads as heads and an MLP of 4 h,
+has 12 h^2 parameters (Narayanan et al. 2021, arXiv 2104.04473, section 3.2). A test shows that the
+published totals of the catalogue are met exactly. All counts are those of one device of a
+tensor-parallel group. With ``tp`` 1 they are the whole model's.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def count_entries(matrices: Iterable[MatrixSize]) -> int:
 def newton_schulz_flops(matrices: Iterable[MatrixSize]) -> int:
     """Return the FLOPs of an iteration of Newton and Schulz on each of some matrices.
 
-    Muon (Jordan et al. 2024) computes A = X X', B = b A + c A A and a X + B X of an m x n matrix X
-    with m <= n: 4 m^2 n + 2 m^3.
+    For an m x n matrix X with m <= n, Muon (Jordan et al. 2024) computes A = X X', then
+    B = b A + c A A, then a X + B X. These are 4 m^2 n + 2 m^3 FLOPs.
     """
     sizes = ((min(one), max(one)) for one in matrices)
     return sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
@@ -341,13 +341,15 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
     """Return weights, gradients and the optimizer's state: by default 2 + 4 + 12 bytes a parameter.
 
     The 12 are an fp32 copy of the weight and Adam's two moments (Rajbhandari et al. 2020, ZeRO,
-    arXiv 1910.02054, section 3.1; gradients in fp32 as Megatron-LM keeps them). In fp32 there is no
-    copy: 4 + 4 + 8. `Optimizer` has narrower types, and a share on the CPU, which does not count.
+    arXiv 1910.02054, section 3.1). Gradients are in fp32, as Megatron-LM keeps them. In fp32 there
+    is no copy: 4 + 4 + 8. `Optimizer` has narrower types, and a share on the CPU, which does not
+    count.
     Frozen parameters have weights only, 2 bytes each (4 in fp32). Muon has one moment, and
     Adam's second one for embedding and head.
-    ``zero`` 1 spreads the 12 over the data-parallel ranks (context-parallel ones are
-    among them: they hold the same weights), 2 the gradients too, 3 the weights too; an expert's are
-    spread over the ranks that hold it.
+
+    ``zero`` 1 spreads the 12 over the data-parallel and context-parallel ranks, which hold the same
+    weights. 2 also spreads the gradients, and 3 also the weights. Those of an expert are spread
+    over the ranks that hold it.
     """
     states = training.master_bytes + training.optimizer.moment_bytes
     on_device = states * (1.0 - training.optimizer.offload)

@@ -100,7 +100,7 @@ class LatentAttention:
 
 
 class LayerForm(NamedTuple):
-    """What tells layers apart: whether there are experts, and how far attention looks (0: all)."""
+    """A kind of layer: whether it has experts, and the window of its attention (0: none)."""
 
     is_moe: bool
     window: int = 0
@@ -270,7 +270,7 @@ NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
 RECOMPUTABLE = (
     "full", "core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj",
 )  # fmt: skip
-"""What may be made again in the backward, by Megatron-Core's names of modules."""
+"""Modules that the backward can recompute, by Megatron-Core's names."""
 
 
 StateType = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -652,17 +652,17 @@ class Training:
 
     @cached_property
     def of_layers(self) -> Training:
-        """The one that stands for all with the same layers: what one takes and keeps.
+        """The representative of all runs whose layers have the same times and activations.
 
-        Neither the number of replicas nor ZeRO below 3 says anything of that.
+        Neither the number of replicas nor ZeRO below 3 changes these.
         """
         return self if self.zero >= 3 else replace(self, dp=self.ep * self.etp, zero=0)
 
     @cached_property
     def of_modules(self) -> Training:
-        """The one that stands for all whose layers have the same modules.
+        """The representative of all runs whose layers have the same modules.
 
-        Neither replicas, ranks of experts, ZeRO nor what is made again changes what a module does.
+        Neither replicas, ranks of experts, ZeRO nor recomputation changes what a module does.
         """
         routing = self.routing
         if len(routing.imbalance) > 1:  # whose load depends on the ranks of experts
@@ -713,7 +713,7 @@ class Training:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a master weight beside the weight itself; none where weights are fp32."""
+        """Bytes of a master weight in addition to the weight; 0 if weights are fp32."""
         if self.stored_bytes == 4:
             return 0
         return 2 if self.optimizer.precision_aware else 4
