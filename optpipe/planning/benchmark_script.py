@@ -38,16 +38,25 @@ step_s() {{
              END {{ if (NR) printf "%.4f", (ms[int((NR + 1) / 2)] + ms[int(NR / 2) + 1]) / 2000 }}'
 }}
 
+# Print the largest peak of the allocator in GiB of a log, from MiB; nothing if the log has none.
+peak_gib() {{
+    sed -n 's/.*max allocated: *\\([0-9.]*\\).*/\\1/p' "$1" | sort -n | tail -n 1 |
+        awk '{{ printf "%.2f", $1 / 1024 }}'
+}}
+
 # Print a configuration's measured step and the command that calibrates the estimates with it.
-report() {{  # number, label, estimate in seconds, options of optpipe tune
-    local measured
+report() {{  # number, label, estimate in seconds, options of optpipe tune, one-host or hosts
+    local measured peak
     measured=$(step_s {_FOLDER}/"$1".log)
+    peak=$(peak_gib {_FOLDER}/"$1".log)
     if [ -z "$measured" ]; then
         echo "$1: $2: no step times; see {_FOLDER}/$1.log, or the host that logs the steps"
         return
     fi
     echo "$1: $2: $measured s per step, estimated $3 s"
-    echo "   optpipe tune $4 --current {_FOLDER}/$1.sh --measured-step-s $measured"
+    # The log of one of several hosts lacks the peaks of the other pipeline ranks.
+    [ -n "$peak" ] && [ "$5" = one-host ] && peak="--measured-peak-gib $peak" || peak=""
+    echo "   optpipe tune $4 --current {_FOLDER}/$1.sh --measured-step-s $measured $peak"
 }}
 """
 
@@ -81,5 +90,7 @@ def benchmark_script(
             f">{file}.log 2>&1 || echo {number}: ended with an error\n"
         )
         seconds = f"{estimates_ms[number - 1] / 1e3:.4f}"
-        reports += f"report {number} {label} {seconds} {shlex.quote(shlex.join(options))}\n"
+        hosts = "one-host" if one.num_gpus <= one.hardware.gpus_per_host else "hosts"
+        repeated = shlex.quote(shlex.join(options))
+        reports += f"report {number} {label} {seconds} {repeated} {hosts}\n"
     return f"{text}\n{reports}"

@@ -85,6 +85,9 @@ echo "$@" >>calls
 for ms in 9000 9000 9000 9000 9000 2000.0 3000.0 2500.0; do
     echo " [2026-11-29 12:00:00] iteration 1/ 8 | elapsed time per iteration (ms): $ms | lm loss: 1"
 done
+for mib in 100.0 $PEAK_MIB 200.0; do
+    echo "[Rank 0] (after 2 iterations) memory (MB) | allocated: 9 | max allocated: $mib | more"
+done
 """
 
 
@@ -101,7 +104,7 @@ def test_the_pasted_benchmark_measures_the_fastest_three_and_says_what_to_feed(
     fake.chmod(0o755)
     ran = subprocess.run(
         ["bash", script.name], capture_output=True, text=True, check=True, cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "STEPS": "8"},
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "STEPS": "8", "PEAK_MIB": str(50 * 1024)},
     )  # fmt: skip
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 3
@@ -115,7 +118,7 @@ def test_the_pasted_benchmark_measures_the_fastest_three_and_says_what_to_feed(
     assert f"2: {rows[1]['label']}: no step times; see optpipe_benchmark/2.log" in ran.stdout
     feed = lines[lines.index(first) + 1].split()
     assert feed[:2] == ["optpipe", "tune"]
-    assert feed[-2:] == ["--measured-step-s", "2.5000"]
+    assert feed[-4:] == ["--measured-step-s", "2.5000", "--measured-peak-gib", "50.00"]
     at = feed.index("--current") + 1
     feed[at] = tmp_path / feed[at]
     again = optpipe(*feed[1:], "--time-limit", "1", "--json")

@@ -30,8 +30,10 @@ def auto_counts(question: TuneQuestion) -> tuple[int, ...]:
     They begin with the largest number on which weights, gradients and optimizer alone do not fit.
     """
     training, optimizer = question.training, question.training.optimizer
-    states = (training.master_bytes + optimizer.moment_bytes) * (1 - optimizer.offload)
-    each = training.element_bytes + training.gradient_bytes + states
+    each: float = training.element_bytes
+    if training.lora is None:
+        states = training.master_bytes + optimizer.moment_bytes
+        each += training.gradient_bytes + states * (1 - optimizer.offload)
     fewest = total_parameters(question.shape) * each / question.usable_bytes
     counts = list(gpu_numbers(question.hardware, 1, MAX_AUTO_GPUS))
     return tuple(counts[max(0, sum(number < fewest for number in counts) - 1) :])
