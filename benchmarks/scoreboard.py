@@ -247,6 +247,9 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
     said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
     once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
     is_torch = "torchtitan" in str(row.get("source"))
+    overlap_all = "no overlap" not in own
+    if is_torch:  # its collectives of tensor parallelism are asynchronous only where a row says so
+        overlap_all = re.search(r"(?<!without )\basync\b", own) is not None
     return {
         "kernels": "torch" if is_torch else "megatron",
         "compiled": is_torch and re.search(r"\bcompile\b", own) is not None,
@@ -254,7 +257,7 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         "ep_overlap": overlap,
         "dispatcher": "deduplicated" if once else "alltoall",
         "offloaded_layers": row.get("offloaded_layers") or 0,
-        "overlap": re.search("no overlap|without async overlap", own) is None,
+        "overlap": overlap_all,
         "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
     }
 
