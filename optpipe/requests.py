@@ -1177,7 +1177,8 @@ class TuneRequest(ModelOnGpus):
             )
         except InputError as error:
             raise FieldError(FieldRef("current_file"), f": {error}") from None
-        training, optimizer = today.training, today.training.optimizer
+        training = today.training
+        optimizer, routing = training.optimizer, training.routing
         script = {
             **{name: getattr(training, name) for name in _OF_SCRIPTS},
             "global_batch": today.global_batch,
@@ -1187,6 +1188,10 @@ class TuneRequest(ModelOnGpus):
             "exp_avg_sq_dtype": optimizer.exp_avg_sq,
             "gradient_dtype": optimizer.gradients,
             "optimizer_offload": optimizer.offload,
+            "expert_capacity": routing.capacity,
+            "pad_experts": routing.is_padded,
+            "expert_rank_capacity": routing.rank_capacity,
+            "paged_stash": routing.is_stashed,
         }
         given = self.model_fields_set
         update = {

@@ -188,22 +188,27 @@ def _expert_phases(
 ) -> PassPhases:
     """Return the phases of a layer with experts: attention, dispatch, experts, combine.
 
-    The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16.
+    The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16. No
+    pair is shorter than the launches of both passes. So an exchange that only fills the time of a
+    pass's launches counts as computation.
     """
     share = machine.experts_share(shape, kind)
     sent = 1.0 if machine.training.dispatch == "fp8" else float(machine.training.element_bytes)
     there = sent / (sent + machine.training.element_bytes)
     forward, back, weight = times
-    ahead = sum(forward) - forward.experts
-    behind = sum(back) - back.experts
+    launches = machine.launches_ms(shape, kind)
+    sent_ms = min(forward.experts, max(0.0, sum(forward) - launches[0]))
+    returned_ms = min(back.experts, max(0.0, sum(back) + sum(weight) - launches[1]))
+    ahead = sum(forward) - sent_ms
+    behind = sum(back) - returned_ms
     both = share.backward_input_ms * behind, share.backward_weight_ms * sum(weight)
     first = (
         LanePhase((1 - share.forward_ms) * ahead),
-        LanePhase(there * forward.experts, exchanges=True),
+        LanePhase(there * sent_ms, exchanges=True),
         LanePhase(share.forward_ms * ahead),
-        LanePhase((1 - there) * forward.experts, exchanges=True),
+        LanePhase((1 - there) * sent_ms, exchanges=True),
     )
-    exchange = LanePhase(back.experts / 2, exchanges=True)
+    exchange = LanePhase(returned_ms / 2, exchanges=True)
     split = (exchange, LanePhase(both[0]), exchange, LanePhase(behind - both[0]))
     rest = behind + sum(weight) - sum(both)
     fused = (exchange, LanePhase(sum(both)), exchange, LanePhase(rest))

@@ -261,18 +261,13 @@ class Machine(NamedTuple):
         """
         if self.training.cuda_graphs:
             return times
-        launch_ms = _DENSE_LAUNCH_MS
-        if kind.is_moe and shape.experts is not None:
-            launch_ms = _EXPERTS_LAUNCH_MS
-            launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
-        launch_ms *= self.factor * self._launches
+        forward_ms, backward_ms = self.launches_ms(shape, kind)
         waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
-        least = _SYNCHRONOUS_SHARE * launch_ms if kind.is_moe and waits else 0.0
+        least = _SYNCHRONOUS_SHARE if kind.is_moe and waits else 0.0
         sums = times.sums
-        ahead = max(launch_ms / 3 - sums.forward_ms, least / 3)
+        ahead = max(forward_ms - sums.forward_ms, least * forward_ms)
         back = sums.backward_input_ms + sums.backward_weight_ms
-        share = 2 / 3 + self._launched_again(launch_ms, kind)
-        behind = max(launch_ms * share - back, least * share)
+        behind = max(backward_ms - back, least * backward_ms)
         added = (
             ahead,
             behind * sums.backward_input_ms / back,
@@ -281,6 +276,17 @@ class Machine(NamedTuple):
         return PartTimes(
             *(spent._replace(host=max(0.0, more)) for spent, more in zip(times, added, strict=True))
         )
+
+    def launches_ms(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
+        """Return the ms in which the host launches F and the backward of a layer; 0 if captured."""
+        if self.training.cuda_graphs:
+            return 0.0, 0.0
+        launch_ms = _DENSE_LAUNCH_MS
+        if kind.is_moe and shape.experts is not None:
+            launch_ms = _EXPERTS_LAUNCH_MS
+            launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
+        launch_ms *= self.factor * self._launches
+        return launch_ms / 3, launch_ms * (2 / 3 + self._launched_again(launch_ms, kind))
 
     @property
     def _launches(self) -> float:

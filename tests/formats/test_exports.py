@@ -447,7 +447,7 @@ def parsed(layout: str) -> list[str]:
 def test_an_estimate_is_pasted_into_a_model_of_as_many_layers(name, pp, chunks) -> None:
     """One E first, one L last, and the model's layers; embedding and head are none of them."""
     found = estimate(
-        MODELS[name], find_gpu("h100"), Training(sequence=512), pp=pp, num_microbatches=4,
+        MODELS[name], find_gpu("h100"), Training(sequence=512), pp=pp, num_microbatches=2 * pp,
         chunks=chunks, placement="loop",
     )  # fmt: skip
     text = megatron_layout(found.problem)

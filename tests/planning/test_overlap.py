@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,25 @@ def test_phases_are_the_layer_and_the_exchange_is_divided_as_its_bytes(dispatch,
         assert sum(phase.ms for phase in phases) == pytest.approx(whole)
     exchanges = [phase.ms for phase in found.forward if phase.exchanges]
     assert exchanges == pytest.approx([there * forward.experts, (1 - there) * forward.experts])
+
+
+@pytest.mark.parametrize("sequence", [512, 2048, 8192, 32768])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_no_pair_is_shorter_than_the_launches_of_its_passes(sequence, graphs) -> None:
+    """One thread of the host launches both; captured, the exchange may hide in full."""
+    shape = find_model("qwen3-30b-a3b")
+    training = Training(ep=8, dp=8, sequence=sequence, dispatcher="deduplicated")
+    training = replace(training, cuda_graphs=graphs)
+    machine = Machine(H100, H100.efficiency, training)
+    profile = profile_layers(shape, machine)[1]
+    launches = sum(machine.launches_ms(shape, shape.kinds[0][0]))
+    both = together_ms(profile.phases.forward, profile.phases.backward)
+    alone = sum(profile.times.sums)
+    assert both >= launches - 1e-9
+    if graphs or sequence == 32768:
+        assert both < alone
+    elif sequence == 512:
+        assert both == pytest.approx(alone)
 
 
 def test_what_has_nothing_to_hide_is_refused() -> None:

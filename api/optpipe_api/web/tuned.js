@@ -6,7 +6,8 @@ import { guarded, showFault } from "./faults.js";
 import { ms, sentence, share } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { address, go } from "./link.js";
-import { countsBar, paretoPlot, partsKey, peak, rankBars, scalingPlot } from "./tuned_plots.js";
+import { countsBar, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
+import { scalingPart, switchesPart } from "./tuned_tables.js";
 
 const GIB = 2 ** 30, MOST_ROWS = 11, SOON_MS = 200;
 const PASTES = {
@@ -77,10 +78,10 @@ export class Tuned {
     this.gain.replaceChildren(...this.headline());
     const bars = [rankBars(chosen, chosen === result.rows[0] ? "fastest" : "chosen", memory)];
     if (current && current.id !== chosen.id) bars.push(rankBars(current, "today", memory));
-    const shown = this.shown();
+    const shown = this.shown(), again = (changes) => this.askAgain(changes);
     this.found.replaceChildren(
       ...(this.view.isFinal ? [] : [countsBar(result.counts)]),
-      ...this.scaling(), el("h2", {}, "Configurations"), this.rows(shown),
+      ...scalingPart(result.scaling, again), el("h2", {}, "Configurations"), this.rows(shown),
       el("div", { class: "pair" },
         el("div", {}, el("h2", {}, "Step time, ms, against memory"),
           paretoPlot(shown.filter((row) => row.id !== current?.id), result.pareto, current, chosen.id,
@@ -89,7 +90,7 @@ export class Tuned {
           partsKey())),
       el("p", { class: "hint", id: "certificate" }, sentence(result.certificate)),
       ...(result.notes ?? []).map((said) => el("p", { class: "hint" }, sentence(said))),
-      ...this.switches(), this.acts(chosen));
+      ...switchesPart(result.switches, this.question, again), this.acts(chosen));
     if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -140,41 +141,6 @@ export class Tuned {
       cells: columns.map(({ text }) => text(row)),
       attributes: { "data-best": row === rows[0] || null, "data-today": same(row) || null,
         "data-chosen": row === this.chosen || null, "data-row": row.id } })));
-  }
-
-  /** The fastest configuration on each number of GPUs, as a curve and a table. */
-  scaling() {
-    const { scaling } = this.result;
-    if (!scaling?.length) return [];
-    const titles = ["GPUs", "Step, ms", "Tokens/s/GPU", "M tokens/GPU-hour", "Cost/M tokens"];
-    const columns = [...titles.map((title) => ({ title, number: true })), { title: "Fastest configuration" }];
-    const shown = (value, text) => (value === null ? "" : text(value));
-    const rows = scaling.map((row) => ({ attributes: { "data-gpus": row.num_gpus }, cells: [
-      button(row.num_gpus, guarded(() => this.askAgain({ gpu_counts: undefined, num_gpus: row.num_gpus })),
-        { class: "quiet row", "data-needs": "submit", "data-key": `gpus-${row.num_gpus}`, title: "Tune for this number" }),
-      shown(row.step_ms, ms), shown(row.tokens_per_s_per_gpu, whole.format),
-      shown(row.tokens_per_gpu_hour, (tokens) => (tokens / 1e6).toPrecision(3)),
-      shown(row.cost_per_million_tokens, (cost) => cost.toPrecision(4)),
-      row.step_ms === null ? row.reason : row.label] }));
-    return [el("h2", {}, "Step time on each number of GPUs (estimated)"), scalingPlot(scaling),
-      el("div", { id: "scaling" }, table("Numbers of GPUs", columns, rows))];
-  }
-
-  /** The gain of each switch that is off, with a button that searches with it. */
-  switches() {
-    const { switches } = this.result;
-    if (!switches?.length) return [];
-    const columns = ["Configuration", "Switch", "Step, ms", "Instead of", "Saved time"].map((title, index) => (
-      { title, number: index > 1 }));
-    const changes = ({ field, value }) => (field === "pairs" ? { fixed: { ...this.question.fixed, pairs: 1 } } : { [field]: value });
-    const rows = switches.map((one) => ({ attributes: { "data-switch": one.field }, cells: [
-      one.row === "best" ? "fastest" : "today",
-      button(`${one.field.replace("_", " ")}: ${one.value === true ? "on" : one.value}`, guarded(() => this.askAgain(changes(one))),
-        { class: "quiet row", "data-needs": "submit", "data-key": `switch-${one.row}-${one.field}`,
-          title: `Search with it ${one.flag}` }),
-      ms(one.step_ms), ms(one.base_ms),
-      share(one.gain) + (one.missing_bytes ? `, needs ${(one.missing_bytes / GIB).toFixed(1)} GiB more` : "")] }));
-    return [el("h2", {}, "Switches that are off, each alone (simulated)"), el("div", { id: "switches" }, table("Switches", columns, rows))];
   }
 
   /** A column whose title sorts by it, and turns the order where it does already. */

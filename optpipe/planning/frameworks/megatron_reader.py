@@ -179,7 +179,7 @@ _OFF = ("", "none", "null", "false", "no", "off")
 
 def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
     """Yield the options of a script that no estimate counts, and those that are not known here."""
-    neutral = {*_OPTIONS["neutral"], *(option.section for option in OPTIONS)}
+    neutral = {*_OPTIONS["neutral"], *_OPTIONS["launcher"], *(option.section for option in OPTIONS)}
     neutral |= {option.field for option in OPTIONS} - set(_OPTIONS["not_modelled"])
     for name, words in said.words_of.items():
         if name in said.read or name in neutral or not name.isidentifier():

@@ -208,9 +208,12 @@ def read_current(
             f"{question.shape.name!r}, and two such steps cannot be compared; ask for a model with "
             f"{mtp}, or say {wanted_mtp} there"
         )
-    # No script of these has LoRA or lengths: its step trains what the question trains.
+    # No script has LoRA, lengths or the load of experts: its step trains what the question trains.
     searched = question.training
-    training = replace(current.training, lora=searched.lora, lengths=searched.lengths)
+    routing = replace(current.training.routing, imbalance=searched.routing.imbalance)
+    training = replace(
+        current.training, lora=searched.lora, lengths=searched.lengths, routing=routing
+    )
     return replace(current, training=training, kinds=_kinds_today(question, training))
 
 

@@ -481,6 +481,8 @@ class ConfigurationJudge:
         GPUs have less.
         """
         given = self._problem(sizes)
+        if self.cut.pairs and not given.pairs:  # no pair would be shorter than its two passes
+            names = (fused_family(self.cut.chunks),)
         problem = given
         if not self.is_limited:
             problem = _with_memory(given, [_UNLIMITED] * len(given.devices))

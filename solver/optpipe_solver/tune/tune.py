@@ -352,7 +352,7 @@ class TuneResult:
 
 _GIVEN = (
     *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch", "overlap"),
-    *("sequence_parallel", "offloaded_layers", "optimizer", "lora"),
+    *("sequence_parallel", "offloaded_layers", "optimizer", "lora", "routing", "compiled"),
 )
 """Of a training, what is the same for all that is searched."""
 _FAR = 3.0
