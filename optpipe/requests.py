@@ -710,7 +710,9 @@ class ModelOnGpus(Request):
     measured_step_s: Annotated[Seconds | None, Option(metavar="S")] = Field(
         None, description="Measured duration of a step in seconds; calibrates every duration."
     )
-    measured_peak_gib: Annotated[Positive | None, Option(metavar="GIB")] = Field(
+    measured_peak_gib: Annotated[
+        Annotated[float, Field(gt=0, le=1e6, strict=True)] | None, Option(metavar="GIB")
+    ] = Field(
         None,
         description="Measured peak of the framework's allocator in GiB, the largest of all ranks; "
         "calibrates activations and buffers.",

@@ -191,7 +191,7 @@ def tune(
         from optpipe_solver.tune import read_question, tune_counts
         from optpipe_solver.tune import tune as search
 
-        _check_pastable(request.complete().shape, framework, paste, paste_benchmark)
+        _check_pastable(request.complete().shape, request, paste, paste_benchmark)
         read = read_question(request)
         with searching("tuning") as controls:
             limits: dict[str, Any] = {
@@ -389,6 +389,11 @@ def _benchmark_script(result: TuneResult, request: TuneRequest) -> str:
     if request.memory_bytes is not None:
         options["--memory-gb"] = f"{request.memory_bytes / 1e9:.10g}"
     options["--headroom"] = f"{request.headroom:g}"
+    for name in ("oversubscription", "dispatch"):  # a script of Megatron-LM does not have them
+        if name in request.model_fields_set:
+            options[f"--{name}"] = str(getattr(request, name))
+    if "expert_imbalance" in request.model_fields_set:
+        options["--expert-imbalance"] = ",".join(f"{load:g}" for load in request.expert_imbalance)
     words = [word for option in options.items() for word in option]
     for kind in request.gpu.split(","):
         words += ["--gpu", kind]
@@ -397,9 +402,10 @@ def _benchmark_script(result: TuneResult, request: TuneRequest) -> str:
 
 
 def _check_pastable(
-    shape: ModelShape, framework: str, path: Path | None, benchmark: Path | None
+    shape: ModelShape, request: TuneRequest, path: Path | None, benchmark: Path | None
 ) -> None:
     """Refuse, before the search, a file in which no configuration of the model can be written."""
+    framework = request.framework
     if benchmark is not None and framework != "megatron":
         raise InputError(
             f"--paste-benchmark with --framework {framework}: the script runs Megatron-LM; "
@@ -407,6 +413,11 @@ def _check_pastable(
         )
     if benchmark is not None:
         check_arguments_have(shape)
+        if request.lora_rank is not None or request.packed_lengths:
+            raise InputError(
+                "--paste-benchmark with --lora-rank or --packed-lengths: pretrain_gpt.py of "
+                "Megatron-LM has neither adapters nor packed lengths; leave them out"
+            )
     if path is None:
         return
     if framework == "any":

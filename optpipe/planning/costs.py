@@ -287,7 +287,8 @@ def _adapter_tokens(shape: ModelShape, training: Training, target: TargetMatrix)
     """Return the tokens, or the copies of tokens, that a target multiplies on one device."""
     if target.part != "experts" or shape.experts is None:
         return training.tokens
-    return expert_tokens(training) * shape.experts.active * training.etp
+    balanced = expert_tokens(training) * shape.experts.active * training.etp
+    return round(balanced * training.expert_load)
 
 
 def _operand(
@@ -561,7 +562,7 @@ def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> I
                 training,
                 Tensor(f"{after} of the {name}", product, cheap=True, again=mlp.activation_again),
                 {"linear_fc2"},
-                tokens * ffn,
+                stored * ffn,
             ),
         ),
         again=mlp.activation_again,
@@ -603,7 +604,7 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
             training,
             Tensor("inputs of the experts", operand, again=moe),
             {"linear_fc1"},
-            copies * shape.hidden,
+            stored * shape.hidden,
         ),
         again=moe,
     )

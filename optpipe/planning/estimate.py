@@ -231,10 +231,15 @@ def estimate(
     packed = _packed(training, lengths)
     if packed:
         _check_lengths(num_microbatches, len(packed), costs)
-        if modes or pairs or slices > 1 or measured_step_s is not None:
-            raise _beside_lengths(
-                modes=modes, pairs=pairs, slices=slices > 1, measured_step_s=measured_step_s
-            )
+        refused = {
+            "modes": modes,
+            "pairs": pairs,
+            "slices": slices > 1,
+            "measured_step_s": measured_step_s,
+            "measured_peak_gib": measured_peak_gib,
+        }
+        if any(refused.values()):
+            raise _beside_lengths(**refused)
         training = sorted(packed, key=partial(model_flops, shape))[len(packed) // 2]
     pipeline = PipelineCut(
         pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=placement, layout=layout
@@ -257,6 +262,11 @@ def estimate(
         measured_step_s=measured_step_s,
     )
     links = 1.0 if mfu is not None else factor
+    if measured_peak_gib is not None and byte_factor != 1:
+        raise FieldError(
+            *(FieldRef("measured_peak_gib"), " and ", FieldRef("byte_factor", byte_factor)),
+            ": each says how large the bytes are; give one of them",
+        )
     if measured_peak_gib is not None:
         byte_factor = find_byte_factor(base, measured_peak_gib * 2**30)
     machines = tuple(
@@ -408,6 +418,7 @@ def _beside_lengths(**options: object) -> FieldError:
         "modes": "menus are estimated for equal micro-batches alone",
         "pairs": "no problem has pairs and unequal micro-batches",
         "slices": "a sequence that is packed with others is not cut",
+        "measured_peak_gib": "it says what equal micro-batches need; give byte_factor",
         "measured_step_s": "it says how long a step of equal micro-batches takes; give time_factor",
     }[name]
     return FieldError(

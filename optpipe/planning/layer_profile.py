@@ -37,11 +37,16 @@ class LanePhase(NamedTuple):
 
 
 class PassPhases(NamedTuple):
-    """The phases of F, I and B of a layer or a stage, in the order in which they run."""
+    """The phases of F, I and B of a layer or a stage, in the order in which they run.
+
+    ``forward_launch_ms`` and ``backward_launch_ms`` are the host's launches of F and of B.
+    """
 
     forward: tuple[LanePhase, ...]
     backward_input: tuple[LanePhase, ...]
     backward: tuple[LanePhase, ...]
+    forward_launch_ms: float = 0.0
+    backward_launch_ms: float = 0.0
 
 
 class LayerProfile(NamedTuple):
@@ -163,7 +168,8 @@ def _captured(profile: LayerProfile, training: Training, output_bytes: int) -> L
     kept, graph_bytes = profile.kept, 0
     kept = kept._replace(activation_bytes=kept.activation_bytes + output_bytes)
     if training.kernels == "torch":
-        copies = 2 * profile.parameters.total * training.element_bytes if training.zero >= 3 else 0
+        parameters = profile.parameters.stored.total + profile.parameters.total
+        copies = parameters * training.element_bytes if training.zero >= 3 else 0
         graph_bytes = profile.backward_workspace_bytes + copies
     return profile._replace(kept=kept, graph_bytes=graph_bytes)
 
@@ -188,28 +194,23 @@ def _expert_phases(
 ) -> PassPhases:
     """Return the phases of a layer with experts: attention, dispatch, experts, combine.
 
-    The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16. No
-    pair is shorter than the launches of both passes. So an exchange that only fills the time of a
-    pass's launches counts as computation.
+    The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16.
     """
     share = machine.experts_share(shape, kind)
     sent = 1.0 if machine.training.dispatch == "fp8" else float(machine.training.element_bytes)
     there = sent / (sent + machine.training.element_bytes)
     forward, back, weight = times
-    launches = machine.launches_ms(shape, kind)
-    sent_ms = min(forward.experts, max(0.0, sum(forward) - launches[0]))
-    returned_ms = min(back.experts, max(0.0, sum(back) + sum(weight) - launches[1]))
-    ahead = sum(forward) - sent_ms
-    behind = sum(back) - returned_ms
+    ahead = sum(forward) - forward.experts
+    behind = sum(back) - back.experts
     both = share.backward_input_ms * behind, share.backward_weight_ms * sum(weight)
     first = (
         LanePhase((1 - share.forward_ms) * ahead),
-        LanePhase(there * sent_ms, exchanges=True),
+        LanePhase(there * forward.experts, exchanges=True),
         LanePhase(share.forward_ms * ahead),
-        LanePhase((1 - there) * sent_ms, exchanges=True),
+        LanePhase((1 - there) * forward.experts, exchanges=True),
     )
-    exchange = LanePhase(returned_ms / 2, exchanges=True)
+    exchange = LanePhase(back.experts / 2, exchanges=True)
     split = (exchange, LanePhase(both[0]), exchange, LanePhase(behind - both[0]))
     rest = behind + sum(weight) - sum(both)
     fused = (exchange, LanePhase(sum(both)), exchange, LanePhase(rest))
-    return PassPhases(first, split, fused)
+    return PassPhases(first, split, fused, *machine.launches_ms(shape, kind))

@@ -223,7 +223,7 @@ def with_hidden(shape: ModelShape, machines: Sequence[Machine], model: Model) ->
     for layer, stage in zip(model.layers, _first_of_each(model), strict=True):
         one, *_ = (next(phases) for _ in range(layer.repeat))
         most = min(stage.forward_ms, stage.fused_backward_ms)
-        hidden = _hidden_ms(one.forward, one.backward, most)
+        hidden = _hidden_ms(one, one, "B", most)
         layers.append(layer.model_copy(update={"hidden_ms": hidden}))
     return model.with_layers(layers)
 
@@ -240,16 +240,24 @@ def _hidden_of(
 ) -> float:
     stage = problem.stages[b]
     back = stage.fused_backward_ms if letter == "B" else stage.backward_input_ms
-    second = stages[b].backward if letter == "B" else stages[b].backward_input
-    return _hidden_ms(stages[a].forward, second, min(problem.stages[a].forward_ms, back))
+    return _hidden_ms(stages[a], stages[b], letter, min(problem.stages[a].forward_ms, back))
 
 
-def _hidden_ms(
-    first: tuple[LanePhase, ...], second: tuple[LanePhase, ...], most_ms: float
-) -> float:
-    """Return what two passes hide, rounded down; ``most_ms`` is the shorter of the two."""
-    alone = sum(phase.ms for phase in (*first, *second))
-    hidden = floor((alone - together_ms(first, second)) * 10**_DIGITS) / 10**_DIGITS
+def _hidden_ms(one: PassPhases, other: PassPhases, letter: str, most_ms: float) -> float:
+    """Return the ms that F of the first and B (or I) of the second hide, rounded down.
+
+    A pair is not shorter than the launches of both passes, which one thread of the host makes.
+    ``most_ms`` is the shorter of the two passes.
+    """
+    first, second = one.forward, other.backward if letter == "B" else other.backward_input
+    back = sum(phase.ms for phase in second)
+    alone = sum(phase.ms for phase in first) + back
+    launches = one.forward_launch_ms + other.backward_launch_ms
+    if letter == "I" and back:
+        share = min(1.0, back / sum(phase.ms for phase in other.backward))
+        launches = one.forward_launch_ms + share * other.backward_launch_ms
+    shortest = max(together_ms(first, second), launches)
+    hidden = floor((alone - shortest) * 10**_DIGITS) / 10**_DIGITS
     return float(max(0.0, min(hidden, most_ms)))
 
 
@@ -264,6 +272,8 @@ def _stages(
             tuple(phase for layer in layers for phase in layer.forward),
             tuple(phase for layer in reversed(layers) for phase in layer.backward_input),
             tuple(phase for layer in reversed(layers) for phase in layer.backward),
+            sum(layer.forward_launch_ms for layer in layers),
+            sum(layer.backward_launch_ms for layer in layers),
         )
 
 

@@ -440,13 +440,26 @@ class Routing:
 
     def __post_init__(self) -> None:
         one = len(self.imbalance) == 1
-        bad = [x for x in self.imbalance if not (1 if one else 0) <= x < inf]
+        bad = [
+            x
+            for x in self.imbalance
+            if not (1 if one else 0) <= x <= (_MOST_LOAD if one else 1e300)
+        ]
         if not self.imbalance or bad or not sum(self.imbalance):
             raise FieldError(
                 FieldRef("expert_imbalance", bad[0] if bad else self.imbalance),
-                ": must be one number of at least 1, or a number of at least 0 for each expert; "
+                ": must be one number of 1 to 10000, or a number of at least 0 for each expert; "
                 "correct it",
             )
+        for name, limit in (
+            ("expert_capacity", self.capacity),
+            ("expert_rank_capacity", self.rank_capacity),
+        ):
+            if limit is not None and not 0 < limit <= _MOST_LOAD:
+                raise FieldError(
+                    FieldRef(name, limit),
+                    f": must be above 0 and at most {_MOST_LOAD:g}; correct it",
+                )
         for name, value, needed, other in (
             ("pad_experts", self.is_padded, self.capacity, "expert_capacity"),
             ("paged_stash", self.is_stashed, self.rank_capacity, "expert_rank_capacity"),
@@ -462,7 +475,7 @@ class Routing:
             return self.capacity
         limit = inf if self.capacity is None else self.capacity
         if len(self.imbalance) == 1:
-            return min(limit, self.imbalance[0])
+            return min(limit, self.imbalance[0] if ep > 1 else 1.0)
         mean = sum(self.imbalance) / len(self.imbalance)
         each = [min(limit, chosen / mean) for chosen in self.imbalance]
         size = len(each) // ep
@@ -476,6 +489,7 @@ class Routing:
 
 
 _STASH = 1.1
+_MOST_LOAD = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -665,7 +679,7 @@ class Training:
         Neither replicas, ranks of experts, ZeRO nor recomputation changes what a module does.
         """
         routing = self.routing
-        if len(routing.imbalance) > 1:  # whose load depends on the ranks of experts
+        if routing != Routing():  # whose load depends on the ranks of experts
             load = self.expert_load
             routing = replace(routing, imbalance=(1.0,), capacity=load, is_padded=True)
         return replace(
@@ -767,6 +781,12 @@ class Training:
                 "the other; choose such a one",
             )
         num_experts = 1 if shape.experts is None else shape.experts.num
+        if num_experts % self.ep:
+            raise FieldError(
+                FieldRef("ep", self.ep),
+                f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
+                "does (1 where there are none)",
+            )
         chosen = len(self.routing.imbalance)
         if chosen not in (1, num_experts):
             raise FieldError(
@@ -781,14 +801,13 @@ class Training:
                 f": is below the load of the busiest rank, {self.expert_load:.3g}, so that each "
                 "step is repeated; raise it",
             )
-        if num_experts % self.ep:
-            raise FieldError(
-                FieldRef("ep", self.ep),
-                f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
-                "does (1 where there are none)",
-            )
 
     def _check_optimizer(self) -> None:
+        if self.optimizer.name == "muon" and self.lora is not None:
+            raise FieldError(
+                *(FieldRef("optimizer", "muon"), " with ", FieldRef("lora_rank", self.lora.rank)),
+                ": adapters are estimated with adam and sgd only; change one of them",
+            )
         if self.optimizer.precision_aware and not self.zero:
             raise FieldError(
                 FieldRef("precision_aware_optimizer"),
@@ -807,6 +826,11 @@ class Training:
 
     def check_held(self, shape: ModelShape) -> None:
         """Refuse more layers or positions than the model has, and modules that it has not."""
+        if shape.experts is None and self.routing != Routing():
+            raise FieldError(
+                FieldRef("expert_imbalance"),
+                f" or a capacity of experts: {shape.name!r} has no experts; leave it out",
+            )
         if self.offloaded_layers > shape.num_layers:
             raise FieldError(
                 FieldRef("offloaded_layers", self.offloaded_layers),

@@ -22,7 +22,7 @@ from optpipe.planning import (
     step_estimate,
 )
 from optpipe.planning.costs import layer_costs
-from optpipe.planning.shape import Precision, Routing
+from optpipe.planning.shape import Lora, Optimizer, Precision, Routing
 from tests.strategies import few
 
 DATA = Path(__file__).parents[1] / "data" / "published"
@@ -289,3 +289,32 @@ def test_unequal_routing_makes_the_step_longer() -> None:
     low = replace(run, routing=Routing(imbalance=(2.0,), rank_capacity=1.5))
     with pytest.raises(FieldError, match="each step is repeated; raise it"):
         step("qwen3-30b-a3b", GB200, low, pp=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "sentence"),
+    [
+        ("mixtral-8x7b", {"ep": 16, "dp": 16,
+                          "routing": Routing(imbalance=CHOSEN, rank_capacity=3)},
+         "does not divide the 8 experts"),
+        ("mixtral-8x7b", {"routing": Routing(imbalance=(1.0,) * 7)}, "has 7 numbers"),
+        ("llama3-8b", {"routing": Routing(imbalance=(2.0,))}, "has no experts; leave it out"),
+        ("llama3-8b", {"optimizer": Optimizer(name="muon"), "lora": Lora()}, "adam and sgd only"),
+    ],
+)  # fmt: skip
+def test_settings_that_mean_nothing_together_are_refused(model, fields, sentence) -> None:
+    with pytest.raises(FieldError, match=sentence):
+        step(model, training=Training(**fields), pp=1)
+
+
+def test_one_rank_of_experts_has_all_tokens() -> None:
+    mixtral, kind = find_model("mixtral-8x7b"), LayerForm(True)
+    for ep, is_more in ((1, False), (8, True)):
+        run = Training(ep=ep, dp=8)
+        balanced = layer_costs(mixtral, run, kind)
+        found = layer_costs(mixtral, replace(run, routing=Routing(imbalance=(2.0,))), kind)
+        assert (found != balanced) == is_more
+        adapted = replace(run, lora=Lora(rank=8))
+        loaded = replace(adapted, routing=Routing(imbalance=(2.0,)))
+        works = [layer_costs(mixtral, one, kind).work.backward_weight for one in (loaded, adapted)]
+        assert (works[0].matmul_flops > works[1].matmul_flops) == is_more

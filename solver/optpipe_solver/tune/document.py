@@ -115,7 +115,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         price_per_gpu_hour=request.price_per_gpu_hour,
         chosen=switches,
     )
-    question.training.check_held(question.shape)
+    question.training.check_divides(question.shape)
     if request.gpu_counts is not None:
         is_auto = request.gpu_counts == "auto"
         counts = auto_counts(question) if is_auto else request.gpu_counts

@@ -34,7 +34,7 @@ def auto_counts(question: TuneQuestion) -> tuple[int, ...]:
     if training.lora is None:
         states = training.master_bytes + optimizer.moment_bytes
         each += training.gradient_bytes + states * (1 - optimizer.offload)
-    fewest = total_parameters(question.shape) * each / question.usable_bytes
+    fewest = total_parameters(question.shape) * each / max(1, question.usable_bytes)
     counts = list(gpu_numbers(question.hardware, 1, MAX_AUTO_GPUS))
     return tuple(counts[max(0, sum(number < fewest for number in counts) - 1) :])
 
