@@ -153,7 +153,10 @@ def measured_pairs(problem: Problem, samples: Iterable[Sample]) -> tuple[License
 
     return _pairs_among(
         problem,
-        [PassPhases(*(phases(s, one) for one in "FIB")) for s in range(len(problem.stages))],
+        [
+            PassPhases(phases(s, "F"), phases(s, "I"), phases(s, "B"))
+            for s in range(len(problem.stages))
+        ],
     )
 
 
