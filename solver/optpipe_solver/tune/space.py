@@ -1,4 +1,4 @@
-"""What is asked of `optpipe_solver.tune.tune`, and every configuration that may answer it."""
+"""The question of a search, and all configurations of its space."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 FRAMEWORKS: tuple[str, ...] = get_args(Framework)
 
 FIXABLE = tuple(FixedDegrees.model_fields)
-"""What `TuneQuestion.fixed` may name; pairs: 0 or 1."""
+"""Names that `TuneQuestion.fixed` may have; pairs is 0 or 1."""
 
 _FROM_ZERO = frozenset({"zero", "pairs"})
 
@@ -156,7 +156,7 @@ class TuneQuestion:
         return whole if self.memory_bytes is None else self.memory_bytes
 
     def ranks(self, kinds: tuple[Hardware, ...], pp: int) -> tuple[Hardware, ...]:
-        """Return the accelerator of each pipeline rank; where none is said, all are alike."""
+        """Return the accelerator of each pipeline rank; without ``kinds`` all are equal."""
         return kinds or (self.hardware,) * pp
 
     def orders(self, num_each: int) -> list[tuple[Hardware, ...]]:
@@ -196,7 +196,7 @@ class TuneCandidate(NamedTuple):
 
     @property
     def placement(self) -> str:
-        """Where frameworks put the stages: once along the devices, or round and round."""
+        """The frameworks' placement of stages: linear, or a loop with several chunks."""
         return "linear" if self.chunks == 1 else "loop"
 
     def cut(self, **more: Any) -> PipelineCut:
@@ -215,11 +215,15 @@ class TuneCandidate(NamedTuple):
 def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
     """Yield every configuration of a question, whether it fits or not.
 
-    Degrees: tp and cp powers of two up to 8 (and not out of the NVLink domain) and 16, with at
-    least 1,024 tokens per rank of a sequence; ep and etp divisors of what they split; pp and dp
-    divisors of the accelerators; micro-batches of 1, 2, 4 or 8 sequences; 1 to 24 chunks. Several
-    kinds of accelerators in any order. With experts on several ranks also in pairs, and sequences
-    from 32,768 tokens on also in slices, where the framework runs them (`left_out`).
+    * tp: powers of two up to 8, inside a domain of NVLink. cp: powers of two up to 16, with at
+      least 1,024 tokens of a sequence per rank.
+    * ep and etp: divisors of the experts and their width. pp and dp: divisors of the GPUs.
+    * Micro-batches of 1, 2, 4 or 8 sequences, and 1 to 24 chunks.
+    * Several kinds of accelerators in any order.
+    * If the framework has them (`left_out`): pairs with experts on several ranks, and slices of
+      sequences from 32,768 tokens on.
+
+    Configurations that break a rule of the framework (`broken_rules`) are left out.
     """
     shape, fixed = question.shape, question.fixed
     most_tp = min(_MOST_TP, *(one.gpus_per_node for one in question.all_kinds))
@@ -239,8 +243,6 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
     num_layers = question.shape.num_layers + question.shape.mtp + 2
     for pp in _divisors(left):
         dp = left // pp
-        if not _may_cut(question, cp, pp):
-            continue
         if pp != fixed.get("pp", pp) or dp != fixed.get("dp", dp) or pp > num_layers:
             continue
         orders = question.orders(tp * cp * dp)
@@ -274,9 +276,9 @@ def _passes(
     fixed = question.fixed
     ways = [(False, 1)]
     if has_pairs(question) and training.ep * training.etp > 1:
-        is_megatron = question.framework == "megatron"
-        refused = training.ep == 1 or training.precision == "fp32" or question.shape.mtp > (pp > 1)
-        if not (is_megatron and refused) and "full" not in training.recompute:
+        paired = replace(cut, pairs=True)
+        is_broken = any(broken_rules(question.framework, question.shape, training, paired))
+        if not is_broken and "full" not in training.recompute:
             ways.append((True, 1))
     if question.framework == "any" and question.training.sequence >= _LONG and pp > 1:
         ways += [
@@ -301,14 +303,14 @@ def has_pairs(question: TuneQuestion) -> bool:
 
 
 def _has_order(pp: int, chunks: int, *, pairs: bool, slices: int) -> bool:
-    """Whether a family has an order so: pairs round and round or on one rank, slices by groups."""
+    """Whether a family has an order for the stages, with pairs or with slices."""
     if pairs:
         return chunks > 1 or pp == 1
     return chunks == 1 or slices == 1 or slices % pp == 0
 
 
 def left_out(question: TuneQuestion) -> tuple[str, ...]:
-    """Return what is not searched though it might be faster, each with its reason."""
+    """Return options that are not searched although they may be faster, each with its reason."""
     found = []
     if question.shape.experts is not None:
         if question.training.ep_overlap:
@@ -327,16 +329,6 @@ def left_out(question: TuneQuestion) -> tuple[str, ...]:
             "framework any does not"
         )
     return tuple(found)
-
-
-def _may_cut(question: TuneQuestion, cp: int, pp: int) -> bool:
-    """Whether a framework cuts a model so at all."""
-    if question.framework != "torchtitan":
-        return True
-    shape = question.shape
-    if shape.mtp or (shape.tied and pp > 1) or (shape.sinks and cp > 1):
-        return False  # it has no multi-token prediction, and no tied weights over stages
-    return pp == 1 or not question.training.cuda_graphs
 
 
 def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[int]:
@@ -376,8 +368,7 @@ def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> I
 def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
     """Yield ep and etp.
 
-    torchtitan splits experts over tensor-parallel ranks where it does not spread them, and only
-    then; Megatron-Core neither splits experts with biases nor overlaps those that stay.
+    torchtitan splits experts over tensor-parallel ranks with ep 1 only.
     """
     experts, fixed = question.shape.experts, question.fixed
     if experts is None:
@@ -387,13 +378,7 @@ def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tup
     for ep in _divisors(experts.num):
         etps = sorted({1, tp})
         if question.framework == "torchtitan":
-            if ep > 1 and question.training.cuda_graphs:
-                continue
             etps = [tp if ep == 1 else 1]
-        elif question.framework == "megatron" and experts.bias:
-            etps = [1]
-        if question.framework == "megatron" and question.training.ep_overlap and ep == 1:
-            continue
         for etp in etps:
             is_asked = (ep, etp) == (fixed.get("ep", ep), fixed.get("etp", etp))
             if is_asked and ranks % (ep * etp) == 0:
