@@ -235,7 +235,7 @@ class Look(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """What is known of candidates, of which ``num_entries`` fit at first sight."""
+    """The results for candidates, of which ``num_entries`` passed the first memory bound."""
 
     num_candidates: int
     num_entries: int
@@ -247,7 +247,7 @@ NO_LOOKS = Looks(0, 0, ())
 
 @dataclass(frozen=True, kw_only=True)
 class TuneCheckpoint:
-    """Where a search of a question stood.
+    """The state of a search that another search continues.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | Non
 def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneRow:
     """Return a row with other numbers of layers per stage, by the framework's families.
 
-    Where none of them fits, ``peak_bytes`` says by how much; that of today is not limited either.
+    If no schedule fits, ``peak_bytes`` of the row is above the memory of a device.
 
     Raises
     ------
@@ -477,8 +477,8 @@ class ConfigurationJudge:
     def by_names(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> TuneRow | None:
         """Return the fastest schedule of some families that fits, of a cut.
 
-        Where memory does not limit, its problem has as much of it as the schedule needs, if the
-        GPUs have less.
+        Without a memory limit, the problem gets as much memory as the schedule needs if the GPUs
+        have less.
         """
         given = self._problem(sizes)
         if self.cut.pairs and not given.pairs:  # no pair would be shorter than its two passes
@@ -518,9 +518,8 @@ class ConfigurationJudge:
     def planned(self, stop: Stop) -> tuple[TuneRow | None, float]:
         """Return the best cut and schedule that the framework has, and a bound of all in ms.
 
-        The bound is of the pipeline alone, and infinite where nothing fits; 0 where there are too
-        many cells to look at, or pairs or slices. Of one stage there is one cut, and Megatron-Core
-        has one order.
+        The bound is that of the pipeline alone, and infinite if nothing fits. It is 0 with too many
+        cells, pairs or slices. One stage has one cut, and Megatron-Core has one order.
         """
         if self.num_cells > _MOST_PLANNED:
             return None, 0.0

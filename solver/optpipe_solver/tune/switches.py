@@ -117,7 +117,7 @@ def _switched(
         for field, value in _SWITCHED_ON.items()
         if field not in question.chosen and getattr(training, field) != value
     ]
-    # The search tries pairs by itself, so only today's configuration lacks them.
+    # The search tries pairs, so only today's configuration lacks them.
     if (
         name == "current"
         and has_pairs(question)

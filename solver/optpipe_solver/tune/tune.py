@@ -78,8 +78,8 @@ _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
 """Of what is left, and at most and at least in seconds or units of work, for a closer look."""
 
 _WORTH, _MORE, _MOST_TRIES = 0.1, 2.0, 3
-"""Of what lies between a bound and the best: where a refutation said that much, it goes on; and
-how many times as much work as other looks it may do, again where it failed, and how often."""
+"""A refutation that closes this share of the gap is continued. It may do so many times the work of
+other steps, and is tried so often."""
 
 _GIB = 2**30
 
@@ -106,7 +106,7 @@ TuneEnd: TypeAlias = "StoppedBy | Literal['looked_at']"
 
 @dataclass(frozen=True, kw_only=True)
 class TuneCounts:
-    """What became of the configurations.
+    """Numbers of configurations by the result of the search.
 
     Parameters
     ----------
@@ -280,7 +280,7 @@ class TuneResult:
 
     @property
     def certificate(self) -> str:
-        """What is proven, in a sentence."""
+        """The proven statement about all configurations, as a sentence."""
         counts = self.counts
         said = (
             f"of {counts.total:,} configurations {counts.do_not_fit:,} do not fit, "
@@ -297,7 +297,7 @@ class TuneResult:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not searched though it might be faster, and what the best rests on."""
+        """Options that were not searched, and assumptions of the best row."""
         found = left_out(self.question)
         if self.current is not None:
             found += _beside(self.question, self.current.configuration.training)
@@ -354,13 +354,13 @@ _GIVEN = (
     *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch", "overlap"),
     *("sequence_parallel", "offloaded_layers", "optimizer", "lora", "routing", "compiled"),
 )
-"""Of a training, what is the same for all that is searched."""
+"""Fields of a training that all searched configurations share."""
 _FAR = 3.0
-"""A measured step that many times longer or shorter than estimated is said to be."""
+"""Ratio of a measured to an estimated step from which a note asks to check the units."""
 
 
 def _beside(question: TuneQuestion, today: Training) -> tuple[str, ...]:
-    """Return in what today's run differs from all that is searched, and from its own estimate."""
+    """Return notes on settings that only today's run has, and on a measured step far off."""
     searched = question.training
     # On one tensor-parallel rank there are no sequences to split.
     today = replace(today, sequence_parallel=today.sequence_parallel or today.tp == 1)
@@ -368,8 +368,8 @@ def _beside(question: TuneQuestion, today: Training) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     if differ:
         differences = ", ".join(
-            f"{name.replace('_', ' ')} {_told(getattr(today, name))} and not "
-            f"{_told(getattr(searched, name))}"
+            f"{name.replace('_', ' ')} {_text_of(getattr(today, name))} and not "
+            f"{_text_of(getattr(searched, name))}"
             for name in differ
         )
         found += (f"what you run has {differences}: the gain is that of changing this, too",)
@@ -381,7 +381,7 @@ def _beside(question: TuneQuestion, today: Training) -> tuple[str, ...]:
     return found
 
 
-def _told(value: object) -> str:
+def _text_of(value: object) -> str:
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
@@ -455,7 +455,7 @@ def tune(
 
 
 class TaskResult(Protocol):
-    """What a task will return, as `multiprocessing.pool.AsyncResult` has it."""
+    """The result of a task, like `multiprocessing.pool.AsyncResult`."""
 
     def ready(self) -> bool:
         """Whether it has ended."""
@@ -468,7 +468,7 @@ class TaskResult(Protocol):
 
 
 class TaskPool(Protocol):
-    """Where tasks run, as `multiprocessing.pool.Pool` has it; functions are named, and pickled."""
+    """A pool that runs tasks, like `multiprocessing.pool.Pool`. Functions must be picklable."""
 
     def apply_async(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], /
@@ -502,8 +502,9 @@ class _Entry:
 
 
 _Found = tuple["TuneRow | None", float, float, "CutPrices | None"]
-"""A schedule of a candidate, a bound of its pipeline in ms, the units of work that it took, and
-what bounds others of its order."""
+"""A schedule of a candidate, a bound of its pipeline in ms, units of work, and prices.
+
+Prices bound other candidates of the same order."""
 
 
 class _Task(NamedTuple):
@@ -639,13 +640,13 @@ class _TuneSearch:
         return self.stop.is_over() or (self.stop.work is None and self.stop.left_s() <= kept_s)
 
     def _fill_up(self) -> None:
-        """Simulate configurations with the least bounds until the best and the ten next have rows.
+        """Simulate configurations with the minimum bounds until the best eleven have rows.
 
-        Whoever has none among those, by degrees; until no bound is below the last of them, or the
-        work that this may take is done. It is a function of bounds and of the best rows, as long as
-        the looks before did not end seconds too late.
+        Configurations without a row are simulated by degrees. The step ends when no bound is below
+        the last row, or when its share of the work is done. It depends on bounds and the best rows
+        only, unless an earlier step ended seconds too late.
         """
-        self.is_between = False  # whoever goes on from what was told fills up anew
+        self.is_between = False  # a search that continues from a checkpoint fills up again
         left = min(_NEXT_MOST, max(_NEXT_LEAST, _NEXT_SHARE * self.stop.limit))
         alike: dict[tuple[Any, ...], list[_Entry]] = {}
         for entry in sorted(self.entries, key=lambda one: one.bound_ms):
@@ -682,7 +683,7 @@ class _TuneSearch:
         return self.ended_by or "looked_at"
 
     def _look(self) -> None:
-        """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
+        """Estimate 1F1B by formula while the minimum bound is below the best estimate."""
         least = min((entry.formula_ms for entry in self.entries), default=inf)
         passed: list[int] = []
         while self.heap and self.heap[0][0] < least and not self.stop.is_told():
@@ -723,7 +724,7 @@ class _TuneSearch:
             self.num_unfit += 1
 
     def _least(self) -> _Entry | None:
-        """Take whoever has the least bound out of those that wait; None where that is the best."""
+        """Return the waiting entry of minimum bound, removed; None if none is below the best."""
         while self.heap and self.heap[0][0] < self.best_ms * (1 - max(self.gap, _ROUNDING)):
             entry = self.entries[heapq.heappop(self.heap)[1]]
             entry.is_waiting = False
@@ -983,10 +984,10 @@ def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:
 
 
 def _distinct(rows: list[TuneRow]) -> tuple[TuneRow, ...]:
-    """Return the fastest row of each set of degrees, of rows that are alike the plainest.
+    """Return the fastest row of each set of degrees, without rows that print the same numbers.
 
-    Rows are alike that differ in numbers of chunks alone, or in nothing that is printed: the
-    estimate takes a longer micro-batch split over more context-parallel ranks for the same.
+    Rows that differ only in chunks are equal here. The estimate also cannot tell a longer
+    micro-batch from a shorter one over fewer context-parallel ranks. The row with fewer is kept.
     """
     found: dict[tuple[Any, ...], TuneRow] = {}
     alike: set[tuple[Any, ...]] = set()
