@@ -449,7 +449,8 @@ def fuse(left: Stage, right: Stage) -> Stage:
       that keeps a checkpoint only, the input of the right layer is alive while that layer runs.
     * A menu of v2 has the modes that both runs have, by name; a run that can only be kept is kept
       in all of them. Bytes and times add up as above; of recomputation inside the backward one
-      layer's bytes are there at a time, so ``inside_bytes`` is the larger. What the one recomputes
+      layer's bytes are there at a time, so ``inside_bytes`` is the larger. If both are recomputed
+      apart, the right one's input is neither kept nor offloaded. What the one recomputes
       inside and the other apart is no mode of both.
     * ``layers`` are counted together where both say them.
     """
@@ -510,6 +511,7 @@ def _fused_mode(name: str, between: int, a: CellMode, b: CellMode) -> Mode:
     again = a.recompute or b.recompute or None
     both = a.recompute == b.recompute == "apart"
     forward = a.forward_bytes + (max(0, b.forward_bytes - between) if both else b.forward_bytes)
+    offloaded = a.offload_bytes + max(0, b.offload_bytes - (between if both else 0))
     context = a.weight_context_bytes + b.weight_context_bytes
     inside = max(a.inside_bytes, b.inside_bytes)
     backward_bytes = a.backward_bytes + b.backward_bytes
@@ -518,7 +520,7 @@ def _fused_mode(name: str, between: int, a: CellMode, b: CellMode) -> Mode:
     return Mode(
         name=name,
         forward_bytes=forward,
-        offload_bytes=a.offload_bytes + b.offload_bytes,
+        offload_bytes=offloaded,
         recompute=again,
         recompute_ms=a.recompute_ms + b.recompute_ms if again else None,
         inside_bytes=inside,

@@ -1240,10 +1240,25 @@ class TuneRequest(ModelOnGpus):
 
 
 class ProfileRequest(Request):
-    """Stages to measure on this machine, and how to measure them."""
+    """Stages or a model to measure, and how to measure them."""
 
-    stages: Annotated[str, Option(metavar="MODULE:FUNCTION")] = Field(
-        description="Function that returns (stages, sample) or (stages, sample, loss_fn, target)."
+    stages: Annotated[str | None, Option(metavar="MODULE:FUNCTION")] = Field(
+        None,
+        description="Function that returns (stages, sample) or (stages, sample, loss_fn, target).",
+    )
+    model: Annotated[str | None, Option(metavar="MODULE:FUNCTION")] = Field(
+        None,
+        description="Function that returns (model, sample) or (model, sample, loss_fn, target): "
+        "its distinct layers are measured for a model file.",
+    )
+    sequence: Size | None = Field(
+        None, description="Tokens per sample, passed to the function of `model`."
+    )
+    num_devices: Annotated[int, Field(ge=1, le=4096, strict=True)] | None = Field(
+        None, description="Devices of the model file."
+    )
+    blocks: Annotated[str | None, Option(metavar="NAME")] = Field(
+        None, description="List of the layers of `model`. By default the longest list of modules."
     )
     microbatch: Size | None = Field(
         None, description="Samples per micro-batch, passed to the function."
@@ -1284,6 +1299,21 @@ class ProfileRequest(Request):
     threads: AtLeastOne = Field(1, description="CPU threads, as many as a rank will have.")
     repeats: AtLeastOne = Field(20, description="Samples per pass.")
     warmups: NotNegative = Field(5, description="Rounds of warm-up before the samples.")
+
+    @model_validator(mode="after")
+    def _check_stages_or_model(self) -> Self:
+        if (self.stages is None) == (self.model is None):
+            raise _field_error("give either `stages` or `model`: what to measure")
+        of_model = ("sequence", "num_devices", "blocks")
+        of_stages = ("placement", "overlap")
+        foreign = of_model if self.model is None else of_stages
+        for name in foreign:
+            if name in self.model_fields_set:
+                owner = "model" if self.model is None else "stages"
+                raise _field_error(f"`{name}`: belongs to `{owner}`; leave it out")
+        if self.model is not None and self.num_devices is None:
+            raise _field_error("`num_devices`: is missing; give the devices of the model file")
+        return self
 
 
 class ImportRequest(Request):

@@ -24,7 +24,7 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import FieldError, FieldRef, InputError
-from optpipe.formats.json import dump_problem, read_text
+from optpipe.formats.json import dump_model, dump_problem, read_text
 from optpipe.measurements import (
     BuiltProblem,
     DeviceFacts,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe.measurements import LinkFit, MeasuredAction
-    from optpipe.runtime.measuring import Profile
+    from optpipe.runtime.measuring import Profile, RepeatedLayer
     from optpipe.runtime.measuring.memory import StageMenu
 
 __all__ = ["import_measurements", "profile"]
@@ -71,19 +71,26 @@ SamplesOut = Annotated[
 @takes(ProfileRequest)
 def profile(
     builder: RequestBuilder[ProfileRequest],
-    output: ProblemOut = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Write the problem or model file here."
+        ),
+    ] = None,
     samples_out: SamplesOut = None,
 ) -> None:
-    """Measure stages on this machine and write their problem.
+    """Measure stages or a model, and write the problem or model file.
 
     Durations, bytes, copies and links are measured. The menu of each stage is made from measured
     bytes and recompute times of groups of modules. One process measures all stages on one device;
-    torchrun measures each on its rank, and the links between ranks.
+    torchrun measures each on its rank, and the links between ranks. With --model, embedding, head
+    and each distinct layer are measured, and optpipe plan cuts the model file.
 
     \b
     Examples:
       optpipe profile --stages my_model:stages --microbatch 4 -o problem.json
       optpipe profile --stages optpipe.runtime.demo:tiny_gpt
+      optpipe profile --model my_model:build --sequence 8192 --num-devices 8 -o model.json
       torchrun --nproc-per-node 4 -m optpipe.cli profile --stages my_model:stages -o problem.json
     """
     check_outputs(output, samples_out)
@@ -94,46 +101,77 @@ def profile(
     from optpipe.runtime.measuring import (
         Effort,
         load_function,
+        load_model,
         load_stages,
+        measure_layers,
         select_device,
         use_process_group,
         use_threads,
     )
     from optpipe.runtime.measuring import measure as measure_stages
 
-    run_pairs = None
+    settings: dict[str, Any] = {
+        "effort": Effort(request.repeats, request.warmups),
+        "state_copies": request.state_copies,
+        "memory_bytes": request.memory_bytes,
+        "recompute": request.recompute,
+        "modes": request.modes,
+        "links": links.link_latency_ms is None and links.link_gb_per_s is None,
+    }
     if request.overlap is not None:
-        run_pairs = load_function("--overlap", request.overlap)
-    found = load_stages(request.stages, request.microbatch)
-    where = select_device(request.device)
-    with use_threads(request.threads), use_process_group(where):
-        measured = measure_stages(
-            found.stages,
-            found.sample,
-            loss_fn=found.loss_fn,
-            target=found.target,
-            placement=request.placement,
-            device=where,
-            effort=Effort(request.repeats, request.warmups),
-            state_copies=request.state_copies,
-            memory_bytes=request.memory_bytes,
-            recompute=request.recompute,
-            modes=request.modes,
-            links=links.link_latency_ms is None and links.link_gb_per_s is None,
-            overlap=run_pairs,
-        )
+        settings["overlap"] = load_function("--overlap", request.overlap)
+    device = select_device(request.device)
+    with use_threads(request.threads), use_process_group(device):
+        if request.model is not None:
+            given = load_model(
+                request.model,
+                request.blocks,
+                microbatch=request.microbatch,
+                sequence=request.sequence,
+            )
+            num_devices = request.num_devices or 1
+            layers = measure_layers(given, num_devices=num_devices, device=device, **settings)
+            measured = layers.profile
+        else:
+            found = load_stages(request.stages or "", microbatch=request.microbatch)
+            measured = measure_stages(
+                found.stages,
+                found.sample,
+                loss_fn=found.loss_fn,
+                target=found.target,
+                placement=request.placement,
+                device=device,
+                **settings,
+            )
+            num_devices = len(measured.measurements.devices)
     if os.environ.get("RANK", "0") != "0":
         return
-    num_devices = len(measured.measurements.devices)
     count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
     # Show and write the measurements first: they are kept even if they make no problem.
     _show(measured)
+    if request.model is not None:
+        _show_layers(layers.layers)
     if samples_out is not None:
         samples = measured.with_reserved(count).model_dump_json(indent=1) + "\n"
         write_output(samples_out, samples, "samples")
+    if request.model is not None:
+        model = layers.model(num_devices, count, links)
+        if output is not None:
+            write_output(output, dump_model(model), "model")
+        return
     problem = measured.problem(count, links)
     if output is not None:
         write_output(output, dump_problem(problem), "problem")
+
+
+def _show_layers(layers: Iterable[RepeatedLayer]) -> None:
+    """Print the layers of a model in its order, and the measured stage that each equals."""
+    table = text_table("layers", "measured\nas stage", texts=("layer",))
+    for run in layers:
+        table.add_row(run.name, str(run.repeat), str(run.stage))
+    console = stdout()
+    console.print()
+    console.print(table)
 
 
 def _show(measured: Profile) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "step_alone",
     "tiny_gpt",
     "token_loss",
+    "whole_gpt",
 ]
 
 
@@ -111,6 +112,32 @@ def tiny_gpt(microbatch: int = 2) -> tuple[list[nn.Module], Tensor, Callable[...
     config = ModelConfig(microbatch_size=microbatch)
     tokens, target = random_tokens(config, num_microbatches=1, seed=0)
     return make_stages(config, num_stages=4), tokens, token_loss, target
+
+
+def whole_gpt(
+    microbatch: int = 2, sequence: int = 16
+) -> tuple[nn.Module, Tensor, Callable[..., Tensor], Tensor]:
+    """Return the model of `tiny_gpt` uncut, and a micro-batch, as ``--model`` takes them."""
+    config = ModelConfig(microbatch_size=microbatch, sequence=sequence)
+    tokens, target = random_tokens(config, num_microbatches=1, seed=0)
+    return _Model(config), tokens, token_loss, target
+
+
+class _Model(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        (stage,) = make_stages(config, num_stages=1)
+        embedding, *blocks, head = stage.children()
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        activations = self.embedding(tokens)
+        for block in self.blocks:
+            activations = block(activations)
+        logits: Tensor = self.head(activations)
+        return logits
 
 
 class _Embedding(nn.Module):

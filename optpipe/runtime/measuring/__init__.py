@@ -1,5 +1,11 @@
 """Measures stages on the real thing: times, bytes, copies and links, as a problem needs them."""
 
+from optpipe.runtime.measuring.layers import (
+    ModelProfile,
+    RepeatedLayer,
+    layer_kind,
+    measure_layers,
+)
 from optpipe.runtime.measuring.measure import (
     Effort,
     Profile,
@@ -7,18 +13,30 @@ from optpipe.runtime.measuring.measure import (
     instruments_of,
     measure,
 )
-from optpipe.runtime.measuring.stages import StageSet, load_function, load_stages
+from optpipe.runtime.measuring.stages import (
+    ModelToMeasure,
+    StageSet,
+    load_function,
+    load_model,
+    load_stages,
+)
 from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
 
 __all__ = [
     "Effort",
+    "ModelProfile",
+    "ModelToMeasure",
     "Profile",
+    "RepeatedLayer",
     "StageResult",
     "StageSet",
     "instruments_of",
+    "layer_kind",
     "load_function",
+    "load_model",
     "load_stages",
     "measure",
+    "measure_layers",
     "select_device",
     "use_process_group",
     "use_threads",

@@ -1,4 +1,4 @@
-"""What is measured: stages with a sample micro-batch, made by a function of the user's."""
+"""Load the stages or the model to measure, and a sample micro-batch, from a user's function."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from optpipe.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["StageSet", "load_function", "load_stages"]
+__all__ = ["ModelToMeasure", "StageSet", "load_function", "load_model", "load_stages"]
 
 
-_FORM = "module:function, as in --stages my_model:stages"
+_FORM = "module:function, as in my_model:build"
 
 
 class StageSet(NamedTuple):
@@ -43,34 +43,86 @@ class StageSet(NamedTuple):
     target: Tensor | None = None
 
 
-def load_stages(name: str, microbatch: int | None = None) -> StageSet:
-    """Return what a function of a module gives.
+class ModelToMeasure(NamedTuple):
+    """A model and one micro-batch for it.
+
+    ``sample``, ``loss_fn`` and ``target`` are those of `StageSet`. ``blocks`` is the name of the
+    list of its layers; None = its longest list.
+    """
+
+    model: nn.Module
+    sample: Tensor | tuple[Tensor, ...]
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    target: Tensor | None = None
+    blocks: str | None = None
+
+
+def load_stages(name: str, **arguments: int | None) -> StageSet:
+    """Return the stages that a user's function makes.
 
     Parameters
     ----------
     name
         ``module:function``; modules of the current folder are found, too.
-    microbatch
-        Samples of the micro-batch; handed to the function as ``microbatch=`` if given.
+    arguments
+        Passed to the function if they are not None: ``microbatch``, the samples of the micro-batch.
+
+    Raises
+    ------
+    InputError
+        If there is no such function, it does not take these arguments, or returns something else.
     """
-    function = load_function("--stages", name)
-    arguments = {} if microbatch is None else {"microbatch": microbatch}
-    _check_call(name, function, microbatch)
-    return _checked(name, function(**arguments))
-
-
-def _check_call(name: str, function: Callable[..., Any], microbatch: int | None) -> None:
-    """Refuse a function that cannot be called as --stages calls it."""
-    signature = inspect.signature(function)
-    arguments = {} if microbatch is None else {"microbatch": microbatch}
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        handed = "nothing" if microbatch is None else f"microbatch={microbatch} (--microbatch)"
+    given = StageSet(*_called("--stages", name, arguments, "(stages, sample)"))
+    if not isinstance(given.stages, Iterable):
         raise InputError(
-            f"{name}{signature} is handed {handed}, which does not fit: {error}; give every "
-            "parameter but microbatch a default, and name --microbatch only where it is one"
+            f"{name} returned {_shown(given.stages)} for the stages; give a list of nn.Modules in "
+            "model order"
+        )
+    stages: list[Any] = list(given.stages)
+    odd = [type(stage).__name__ for stage in stages if not isinstance(stage, nn.Module)]
+    if odd or not stages:
+        what = f"something of type {odd[0]} among the stages" if odd else "no stages"
+        raise InputError(f"{name} returned {what}; give a list of nn.Modules in model order")
+    return given._replace(stages=stages)
+
+
+def load_model(name: str, blocks: str | None = None, **arguments: int | None) -> ModelToMeasure:
+    """Return the model that a user's function makes; as `load_stages`.
+
+    ``arguments`` are ``microbatch`` and ``sequence``, the tokens of a sample.
+    """
+    given = ModelToMeasure(*_called("--model", name, arguments, "(model, sample)"))
+    if not isinstance(given.model, nn.Module):
+        raise InputError(f"{name} returned {_shown(given.model)} for the model; give an nn.Module")
+    return given._replace(blocks=blocks)
+
+
+def _called(option: str, name: str, arguments: dict[str, int | None], form: str) -> tuple[Any, ...]:
+    """Return what a user's function returns; refuse another form, or a function with others."""
+    function = load_function(option, name)
+    handed = {key: value for key, value in arguments.items() if value is not None}
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**handed)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value} (--{key})" for key, value in handed.items()) or "nothing"
+        known = " and ".join(arguments)
+        raise InputError(
+            f"{name}{signature} is handed {given}, which does not fit: {error}; give every "
+            f"parameter but {known} a default, and name an option only where it is one"
         ) from None
+    found = function(**handed)
+    rule = f"it must return {form} or {form[:-1]}, loss_fn, target)"
+    if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
+        raise InputError(f"{name} returned {_shown(found)}; {rule}; return such a tuple")
+    sample = found[1]
+    tensors = sample if isinstance(sample, tuple) else (sample,)
+    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
+        raise InputError(
+            f"{name} returned a sample of type {type(sample).__name__}; {rule}; "
+            "sample is a tensor or a tuple of tensors"
+        )
+    return found
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
@@ -100,30 +152,6 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = function
     return found
-
-
-def _checked(name: str, found: Any) -> StageSet:
-    rule = "it must return (stages, sample) or (stages, sample, loss_fn, target)"
-    if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
-        raise InputError(f"{name} returned {_shown(found)}; {rule}; return such a tuple")
-    given = StageSet(*found)
-    if not isinstance(given.stages, Iterable):
-        raise InputError(
-            f"{name} returned {_shown(given.stages)} for the stages; {rule}; stages are a list of "
-            "nn.Modules in model order"
-        )
-    stages: list[Any] = list(given.stages)
-    odd = [type(stage).__name__ for stage in stages if not isinstance(stage, nn.Module)]
-    if odd or not stages:
-        what = f"something of type {odd[0]} among the stages" if odd else "no stages"
-        raise InputError(f"{name} returned {what}; {rule}; stages are nn.Modules in model order")
-    tensors = given.sample if isinstance(given.sample, tuple) else (given.sample,)
-    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
-        raise InputError(
-            f"{name} returned a sample of type {type(given.sample).__name__}; {rule}; "
-            "sample is a tensor or a tuple of tensors"
-        )
-    return given._replace(stages=stages)
 
 
 def _shown(found: Any) -> str:

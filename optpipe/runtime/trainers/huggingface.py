@@ -39,7 +39,7 @@ from optpipe.runtime.trainers.split import split as split_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["Stages", "build_stages", "loss_of", "split"]
+__all__ = ["Stages", "build_stages", "is_language_model", "loss_of", "split"]
 
 _MAJOR: Final = 5
 """Of transformers, in which a layer's kind and masks are looked up in the configuration."""
@@ -83,9 +83,9 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
         ``check`` is not False.
     """
     _require_transformers()
-    base = getattr(model, "base_model", None)
+    base: Any = getattr(model, "base_model", None)
     config: Any = getattr(model, "config", None)
-    if base is None or base is model or config is None or config.is_encoder_decoder:
+    if not is_language_model(model):
         raise PreflightError(
             f"{type(model).__name__} is no decoder-only language model of transformers; split "
             "other models by optpipe.runtime.trainers.split"
@@ -110,6 +110,14 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
     if check:
         _check(model, stages)
     return stages
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """Whether a model has the form of a decoder-only language model of `transformers`."""
+    base = getattr(model, "base_model", None)
+    config: Any = getattr(model, "config", None)
+    has_form = base is not None and base is not model and config is not None
+    return has_form and not getattr(config, "is_encoder_decoder", True)
 
 
 def build_stages(

@@ -55,6 +55,7 @@ __all__ = [
     "chain_stages",
     "check_stages",
     "clip_together",
+    "find_blocks",
     "materialize",
     "skeleton_of",
     "split",
@@ -135,7 +136,7 @@ def split(
         parts = [set(names) for names in module_fqns_per_model_part]
     else:
         counts = list(layers_per_stage or ())
-        parts = _parts_of(model, counts, blocks or _find_blocks(model, sum(counts)))
+        parts = _parts_of(model, counts, blocks or _name_of_blocks(model, sum(counts)))
     _check_parts(model, parts)
     stages = [skeleton_of(model, part) for part in parts]
     if check:
@@ -369,10 +370,51 @@ def _mean_size(tensor: Tensor) -> float:
     return float(_real(tensor).double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _find_blocks(model: nn.Module, count: int) -> str:
-    lists: dict[str, Any] = {
-        name: one for name, one in model.named_modules() if isinstance(one, _LISTS)
+def find_blocks(model: nn.Module, name: str | None = None) -> tuple[str, list[nn.Module]]:
+    """Return the name of a model's list of blocks, and the blocks.
+
+    By default it is the longest list that is in no other list.
+
+    Raises
+    ------
+    PreflightError
+        If the model has no module of this name, or no list, or two of the same length.
+    """
+    if name is not None:
+        return name, list(_listed_blocks(model, name).children())
+    lists = {key: one for key, one in _lists_of(model).items() if key}
+    outer = {
+        key: list(one.children())
+        for key, one in lists.items()
+        if not any(key.startswith(f"{other}.") for other in lists)
     }
+    most = max(map(len, outer.values()), default=0)
+    longest = [(key, blocks) for key, blocks in outer.items() if len(blocks) == most]
+    if most == 0 or len(longest) > 1:
+        found = ", ".join(f"{key} ({len(one)})" for key, one in outer.items()) or "none"
+        raise PreflightError(
+            f"{type(model).__name__} must have one longest list of blocks, and has {found}; name "
+            "the blocks"
+        )
+    return longest[0]
+
+
+def _lists_of(model: nn.Module) -> dict[str, Any]:
+    return {name: one for name, one in model.named_modules() if isinstance(one, _LISTS)}
+
+
+def _listed_blocks(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise PreflightError(
+            f"the model has no module {name}; name its list of blocks, one of "
+            f"{', '.join(_lists_of(model))}"
+        ) from None
+
+
+def _name_of_blocks(model: nn.Module, count: int) -> str:
+    lists = _lists_of(model)
     fitting: list[str] = [name for name, one in lists.items() if len(one) == count and name]
     if len(fitting) != 1:
         found = ", ".join(f"{name} ({len(one)})" for name, one in lists.items()) or "none"
@@ -385,13 +427,7 @@ def _find_blocks(model: nn.Module, count: int) -> str:
 
 def _parts_of(model: nn.Module, counts: Sequence[int], blocks: str) -> list[set[str]]:
     """Return the names of what each stage holds."""
-    try:
-        listed = model.get_submodule(blocks)
-    except AttributeError:
-        raise PreflightError(
-            f"the model has no module {blocks}; name its list of blocks, one of "
-            f"{', '.join(name for name, one in model.named_modules() if isinstance(one, _LISTS))}"
-        ) from None
+    listed = _listed_blocks(model, blocks)
     names = [f"{blocks}.{name}" for name, _ in listed.named_children()]
     if sum(counts) != len(names) or min(counts, default=0) < 0 or not counts:
         raise PreflightError(

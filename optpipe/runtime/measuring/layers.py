@@ -1,0 +1,184 @@
+"""Measure a whole model layer by layer, as the model file that ``optpipe plan`` cuts.
+
+The model is split into its embedding, one stage per block, and its head, which run the model's own
+``forward`` (`optpipe.runtime.trainers.split`). Equal blocks are measured once.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from optpipe.model import DefaultLink, Layer, Model, ModelDevice
+from optpipe.problem import StageLayers
+from optpipe.runtime.measuring.measure import Profile, measure
+from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.trainers import huggingface
+from optpipe.runtime.trainers.split import find_blocks, split
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    import torch
+    from torch import nn
+
+    from optpipe.measurements import Given
+    from optpipe.problem import Stage
+    from optpipe.runtime.measuring.stages import ModelToMeasure
+
+__all__ = ["ModelProfile", "RepeatedLayer", "layer_kind", "measure_layers"]
+
+
+class RepeatedLayer(NamedTuple):
+    """Equal layers in a row: how many, and the number of the measured stage that they equal."""
+
+    name: str
+    repeat: int
+    stage: int
+    counts_as: StageLayers
+
+
+class ModelProfile(NamedTuple):
+    """The measurements of a model's distinct layers, and the layers in model order."""
+
+    profile: Profile
+    layers: tuple[RepeatedLayer, ...]
+
+    def model(self, num_devices: int, num_microbatches: int, given: Given | None = None) -> Model:
+        """Return the model file for this many devices like the measured one.
+
+        Parameters
+        ----------
+        given
+            Links that were not measured, and the name.
+
+        Raises
+        ------
+        MeasurementError
+            If a value that a problem needs is missing.
+        """
+        problem = self.profile.problem(num_microbatches, given)
+        # Any device may hold any layer, so each has the most reserved bytes, and the bandwidths to
+        # the host of the stage that offloads most.
+        stages = problem.stages
+        largest = max(range(len(stages)), key=lambda index: _offloaded_bytes(stages[index]))
+        device = problem.devices[largest].model_dump(exclude={"name"}) | {
+            "reserved_bytes": max(device.reserved_bytes for device in problem.devices)
+        }
+        links = [link for link in problem.links if link.source < link.target]
+        slowest = min(links, key=lambda link: link.bandwidth_gb_per_s or float("inf"), default=None)
+        return Model(
+            name=problem.name,
+            num_microbatches=num_microbatches,
+            devices=tuple(ModelDevice(**device) for _ in range(num_devices)),
+            default_link=DefaultLink()
+            if slowest is None
+            else DefaultLink(
+                latency_ms=slowest.latency_ms, bandwidth_gb_per_s=slowest.bandwidth_gb_per_s
+            ),
+            layers=tuple(_layer(stages[run.stage], run) for run in self.layers),
+        )
+
+
+def _offloaded_bytes(stage: Stage) -> int:
+    return max((mode.offload_bytes for mode in stage.modes), default=stage.offload_bytes)
+
+
+def _layer(stage: Stage, run: RepeatedLayer) -> Layer:
+    fields = stage.model_dump(exclude={"device"}, exclude_none=True)
+    return Layer(**{**fields, "name": run.name, "repeat": run.repeat, "layers": run.counts_as})
+
+
+def measure_layers(
+    given: ModelToMeasure,
+    *,
+    num_devices: int,
+    device: torch.device | str = "cpu",
+    memory_bytes: int | None = None,
+    **settings: Any,
+) -> ModelProfile:
+    """Measure the embedding, each distinct block, and the head of a model.
+
+    Parameters
+    ----------
+    given
+        The model with its sample, loss and target.
+    num_devices
+        How many devices the model file will have; on the CPU they share the host's memory.
+    settings
+        Further settings of `optpipe.runtime.measuring.measure`: ``effort``, ``modes``, ...
+
+    Raises
+    ------
+    InputError
+        If the model has no list of blocks, or a stage cannot be measured.
+    PreflightError
+        If the model does not come apart into stages that run its own ``forward``.
+    """
+    name, blocks = find_blocks(given.model, given.blocks)
+    stages = _split(given, name, len(blocks))
+    first, *middle, last = stages
+    kinds = [layer_kind(block) for block in blocks]
+    numbers = {kind: 1 + number for number, kind in enumerate(dict.fromkeys(kinds))}
+    distinct = [middle[kinds.index(kind)] for kind in numbers]
+    if memory_bytes is None and str(device) == "cpu":
+        memory_bytes = host_memory_bytes() // num_devices
+    profile = measure(
+        [first, *distinct, last],
+        given.sample,
+        loss_fn=given.loss_fn,
+        target=given.target,
+        device=device,
+        memory_bytes=memory_bytes,
+        **settings,
+    )
+    named = [(kinds[index], type(block).__name__) for index, block in enumerate(blocks)]
+    runs = [
+        RepeatedLayer(label, len(list(same)), numbers[kind], StageLayers(transformer=1))
+        for (kind, label), same in groupby(named)
+    ]
+    return ModelProfile(
+        profile,
+        (
+            RepeatedLayer("embedding", 1, 0, StageLayers(embedding=1)),
+            *runs,
+            RepeatedLayer("head", 1, len(distinct) + 1, StageLayers(head=1)),
+        ),
+    )
+
+
+def _split(given: ModelToMeasure, name: str, num_blocks: int) -> Sequence[nn.Module]:
+    """Return embedding, blocks and head as stages, compared with a model that has values."""
+    sizes = [0, *[1] * num_blocks, 0]
+    has_values = not any(parameter.is_meta for parameter in given.model.parameters())
+    if huggingface.is_language_model(given.model):
+        return huggingface.split(given.model, sizes, check=False)
+    return split(given.model, sizes, blocks=name, sample=given.sample, check=has_values)
+
+
+_PLACE_NAMES = frozenset({"idx", "id", "index", "number"})
+"""Last parts of the names of attributes that number a layer, and do not change its costs."""
+
+
+def layer_kind(layer: nn.Module) -> Hashable:
+    """Return what is equal for layers of equal cost: classes, parameters, settings.
+
+    Settings are the numbers, texts and flags among the attributes of its modules, without those
+    that only number the layer (``layer_idx``).
+    """
+    found = []
+    for name, part in layer.named_modules():
+        settings = [
+            (key, value)
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, bool | int | float | str)
+            and not key.startswith("_")
+            and key.rpartition("_")[2] not in _PLACE_NAMES
+        ]
+        tensors = [
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for own in (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+            for key, tensor in own
+        ]
+        found.append((name, type(part), tuple(settings), tuple(tensors)))
+    return tuple(found)
