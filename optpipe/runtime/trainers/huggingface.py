@@ -45,7 +45,10 @@ _MAJOR: Final = 5
 """Of transformers, in which a layer's kind and masks are looked up in the configuration."""
 
 _TESTED: Final = frozenset(
-    {"gpt2", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+    {
+        *("gpt2", "gpt_oss", "llama", "mistral", "mixtral", "nemotron_h"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    }
 )
 """Kinds of models whose stages are tested to be the model, chained."""
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from optpipe import Schedule
 from optpipe.runtime import PipelineRunner, passes
@@ -77,12 +77,28 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"head_dim": 4, "sliding_window": 4},
     "mixtral": {"num_local_experts": 4},
+    "nemotron_h": {
+        "head_dim": 8,
+        "layers_block_type": ["mamba", "mlp", "attention", "moe"] * 2,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 4,
+        "ssm_state_size": 4,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
     "qwen2_moe": {**_MIXTURE, "shared_expert_intermediate_size": 16},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {**_MIXTURE, "head_dim": 8},
 }
 GROUPED = {"qwen3_moe, grouped": "qwen3_moe"}
+ADAPTED = {"llama, adapters": "llama"}
+"""Kinds whose weights are frozen, with low-rank adapters on their linear layers."""
+
 KINDS = ("gpt2", *sorted(set(_OWN) - set(UNLISTED)))
 
 
@@ -94,7 +110,7 @@ def small_config(kind: str) -> Any:
 
         if kind == "gpt2":
             return AutoConfig.for_model(kind, **_GPT2)
-        name = GROUPED.get(kind, kind)
+        name = (GROUPED | ADAPTED).get(kind, kind)
         config = AutoConfig.for_model(name, **{**_SIZES, **_OWN[name]})
         # Grouped products know no double precision.
         config._experts_implementation = "grouped_mm" if kind in GROUPED else "eager"
@@ -108,6 +124,31 @@ def padded(num_samples: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     mask = torch.ones_like(tokens)
     mask[::3, 8:] = 0
     return tokens, mask, tokens.masked_fill(mask == 0, -100)
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with two small matrices that are trained (LoRA)."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = self.frozen(given) + self.up(self.down(given))
+        return found
+
+
+def add_adapters(stage: nn.Module, seed: int) -> None:
+    """Freeze a stage, and put adapters on the linear layers of its blocks."""
+    stage.requires_grad_(False)
+    torch.manual_seed(seed)
+    for block in stage.get_submodule("model.layers").children():
+        for part in list(block.modules()):
+            for name, child in list(part.named_children()):
+                if type(child) is nn.Linear and not isinstance(part, Adapter):
+                    setattr(part, name, Adapter(child))
 
 
 class TrainedModel(NamedTuple):
@@ -144,6 +185,11 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     stages = build_stages(config, layers, own=own)
     num_built = sum(not p.is_meta for stage in stages for p in stage.parameters())
     whole = build_stages(config, layers, own=range(len(placement)))
+    if kind in ADAPTED:
+        for index, stage in enumerate(whole):
+            add_adapters(stage, seed=index)
+        for index in own:
+            add_adapters(stages[index], seed=index)
     loss_fn = loss_of(config)
     parts = {index: stages[index] for index in own}
     runner = PipelineRunner(parts, schedule, loss_fn, ties=stages.ties, min_offload_bytes=1)
@@ -167,6 +213,7 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
         for index in own
         for ours, theirs in zip(stages[index].parameters(), whole[index].parameters(), strict=True)
     ]
+    assert all((ours.grad is None) == (theirs.grad is None) for ours, theirs in pairs)
     largest = max(float(theirs.grad.abs().max()) for _, theirs in pairs if theirs.grad is not None)
     worst = max(
         float((ours.grad - theirs.grad).abs().max())
@@ -195,5 +242,6 @@ def _ties_are_equal(stages: Any, own: list[int]) -> bool:
         if stage in own
     ]
     dist.all_gather_object(gathered, mine)
-    everyone = [one for part in gathered for one in part]
+    # A frozen weight has no gradient on any rank.
+    everyone = [one for part in gathered for one in part if one is not None]
     return all(torch.equal(one, everyone[0]) for one in everyone)

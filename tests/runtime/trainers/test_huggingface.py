@@ -79,6 +79,8 @@ def test_stages_that_are_compared_with_the_model_leave_it_in_its_modes():
         ("llama", schedules.LINEAR, 0.3),
         ("gpt2", schedules.LINEAR, 1.0),
         ("qwen3_moe, grouped", schedules.LINEAR, 0.3),
+        ("nemotron_h", schedules.LINEAR, 0.3),
+        ("llama, adapters", schedules.LINEAR, 0.3),
         pytest.param("qwen3_moe", schedules.V_SHAPE, 0.3, marks=pytest.mark.extended),
     ],
 )
