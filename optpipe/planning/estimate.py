@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from optpipe.planning.accelerators import Efficiency
     from optpipe.planning.layer_profile import LayerProfile
-    from optpipe.planning.shape import ModelShape, Precision, Training
+    from optpipe.planning.shape import CostSource, ModelShape, Precision, Training
     from optpipe.problem import Problem
 
 __all__ = [
@@ -136,6 +136,8 @@ class Estimate:
     error
         How far estimates of its class were from published runs; None where none of its kind of
         accelerator were compared.
+    costs_from
+        ``formula`` or ``trace``: the source of what its layers cost.
     notes
         What to know before using it; ``str()`` of each is plain text.
     """
@@ -149,6 +151,7 @@ class Estimate:
     factor: float
     byte_factor: float
     error: ErrorBand | None
+    costs_from: CostSource
     notes: tuple[FieldSentence, ...]
 
 
@@ -307,6 +310,7 @@ def estimate(
         factor=factor,
         byte_factor=byte_factor,
         error=error_band(shape, ranks, training.precision),
+        costs_from=shape.costs_from,
         notes=tuple(_notes(shape, training, problem, step)),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from optpipe.errors import FieldError, FieldRef, InputError
 
@@ -21,6 +21,7 @@ __all__ = [
     "NARROW",
     "PRECISIONS",
     "RECOMPUTABLE",
+    "CostSource",
     "Dispatcher",
     "Experts",
     "GradientType",
@@ -99,6 +100,10 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         _check_positive(self)
+
+
+CostSource = Literal["formula", "trace"]
+"""Source of a model's costs: the formulas of its sizes, or a trace of its code."""
 
 
 class LayerForm(NamedTuple):
@@ -237,6 +242,28 @@ class ModelShape:
             else:
                 queries.add("linear_q_proj")
         return frozenset(queries | {"linear_proj", "linear_fc1", "linear_fc2"})
+
+    @property
+    def costs_from(self) -> CostSource:
+        """The source of what its layers cost."""
+        return "formula" if self.trace is None else "trace"
+
+    def has_degree(self, tp: int) -> bool:
+        """Whether tensor parallelism of a degree splits key/value heads evenly, or was traced."""
+        if self.trace is not None:
+            return tp in self.trace.degrees
+        return self.latent is not None or self.num_kv_heads % tp == 0
+
+    def split_settings(self, tp: int) -> dict[str, Any]:
+        """Return the settings of a training that a trace with this degree has; {} without one.
+
+        Raises `FieldError` if the trace does not have the degree.
+        """
+        if self.trace is None:
+            return {}
+        rank = self.trace.rank(tp)
+        found = {"etp": rank.expert_tp, "sequence_parallel": rank.sequence_parallel}
+        return found if tp > 1 else {"etp": 1}
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerForm, ...]:
