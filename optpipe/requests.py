@@ -595,6 +595,21 @@ def _refuse_null(value: Any) -> Any:
     return value
 
 
+_CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _with_constants(value: Any) -> Any:
+    """Return a JSON value with the numbers for which `optpipe.formats.json.parse_json` has words.
+
+    Published configs have such numbers, e.g. as the upper limit of a Mamba-2 time step.
+    """
+    if isinstance(value, dict):
+        return {name: _with_constants(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_constants(one) for one in value]
+    return _CONSTANTS.get(value, value) if isinstance(value, str) else value
+
+
 class ModelOnGpus(Request):
     """A model, accelerators, and training settings other than degrees of parallelism."""
 
@@ -811,7 +826,7 @@ class ModelOnGpus(Request):
         traced = next((name for name, one in TRAINING_KERNELS.items() if one == choice), "torch")
         lora = self.lora_settings
         return {
-            "config": self.config,
+            "config": _with_constants(self.config),
             "sequence": self.sequence,
             "tps": list(self.traced_degrees),
             "kernels": traced,

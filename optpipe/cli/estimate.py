@@ -164,7 +164,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
     if found.problem.pairs:
         console.print(_pairs_line(found.problem), markup=False, soft_wrap=True)
     p = len(found.problem.devices)
-    if found.placement == placement_of("loop", p, len(found.sizes) // p):
+    is_loop = found.placement == placement_of("loop", p, len(found.sizes) // p)
+    if is_loop and found.costs_from == "formula":  # Megatron-Core has no other layers
         layout = megatron_layout(found.problem)
         console.print(f"Megatron-Core: {layout}", markup=False, soft_wrap=True)
     for note in found.notes:
