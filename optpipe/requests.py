@@ -1364,7 +1364,7 @@ class TuneRequest(ModelOnGpus):
 
 
 class ProfileRequest(Request):
-    """Stages to measure on this machine, and how to measure them."""
+    """Stages to measure on this machine or to trace for a GPU, and how to measure them."""
 
     stages: Annotated[str, Option(metavar="MODULE:FUNCTION")] = Field(
         description="Function that returns (stages, sample) or (stages, sample, loss_fn, target)."
@@ -1380,7 +1380,9 @@ class ProfileRequest(Request):
         description="Device of each stage. By default one device per stage, or a loop over ranks.",
     )
     device: Annotated[str | None, Option(metavar="NAME")] = Field(
-        None, description="Device: cuda or cpu. By default cuda if there is one."
+        None,
+        description="Device: cuda or cpu, by default cuda if there is one; or a GPU that need not "
+        "be here, such as h100 or b200, for which the stages are traced.",
     )
     memory_bytes: Annotated[
         Annotated[int, Field(ge=1, le=2**53, strict=True)] | None, Option(metavar="BYTES")

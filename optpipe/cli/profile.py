@@ -74,15 +74,19 @@ def profile(
     output: ProblemOut = None,
     samples_out: SamplesOut = None,
 ) -> None:
-    """Measure stages on this machine and write their problem.
+    """Measure stages, on this machine or for a GPU that is not there, and write their problem.
 
     Durations, bytes, copies and links are measured. The menu of each stage is made from measured
     bytes and recompute times of groups of modules. One process measures all stages on one device;
     torchrun measures each on its rank, and the links between ranks.
 
+    With the name of a GPU as --device, your stages are traced for that GPU: they run on tensors
+    without data, and times come from the work of each operator. No GPU is needed.
+
     \b
     Examples:
       optpipe profile --stages my_model:stages --microbatch 4 -o problem.json
+      optpipe profile --stages my_model:stages --device h100 -o problem.json
       optpipe profile --stages optpipe.runtime.demo:tiny_gpt
       torchrun --nproc-per-node 4 -m optpipe.cli profile --stages my_model:stages -o problem.json
     """
@@ -95,7 +99,7 @@ def profile(
         Effort,
         load_function,
         load_stages,
-        select_device,
+        select_instruments,
         use_process_group,
         use_threads,
     )
@@ -105,7 +109,7 @@ def profile(
     if request.overlap is not None:
         run_pairs = load_function("--overlap", request.overlap)
     found = load_stages(request.stages, request.microbatch)
-    where = select_device(request.device)
+    where, instruments = select_instruments(request.device)
     with use_threads(request.threads), use_process_group(where):
         measured = measure_stages(
             found.stages,
@@ -121,6 +125,7 @@ def profile(
             modes=request.modes,
             links=links.link_latency_ms is None and links.link_gb_per_s is None,
             overlap=run_pairs,
+            instruments=instruments,
         )
     if os.environ.get("RANK", "0") != "0":
         return

@@ -114,7 +114,7 @@ _ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to e
 _UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
 _SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
 _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
-_PEER_LATENCY_MS = 0.02  # a launch
+PEER_LATENCY_MS = 0.02  # a launch
 _DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
 TRACED_LAUNCH_MS = 2.0 / 110  # a layer of Llama 3 in torch has 110 launches: 2 ms, as above
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
@@ -541,7 +541,7 @@ class Machine(NamedTuple):
 
     def latency_ms(self, *, inside: bool) -> float:
         """Return what a message takes besides its bytes."""
-        return self.link_factor * (_PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
+        return self.link_factor * (PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
 
     def link_gb_per_s(self, *, inside: bool) -> float:
         """Return the rate of a boundary message: to a neighbour of the node, or of another."""

@@ -6,9 +6,11 @@ from optpipe.runtime.measuring.measure import (
     StageResult,
     instruments_of,
     measure,
+    select_instruments,
 )
 from optpipe.runtime.measuring.stages import StageSet, load_function, load_stages
 from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
+from optpipe.runtime.measuring.traced import trace_instruments
 
 __all__ = [
     "Effort",
@@ -20,6 +22,8 @@ __all__ = [
     "load_stages",
     "measure",
     "select_device",
+    "select_instruments",
+    "trace_instruments",
     "use_process_group",
     "use_threads",
 ]

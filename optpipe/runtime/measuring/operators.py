@@ -155,10 +155,20 @@ def operator_ms(operator: Operator, hardware: Hardware, efficiency: Efficiency) 
         (cost.attention_flops, efficiency.attention),
     ):
         if flops:
-            seconds += flops / (hardware.peak_flops(operator.precision) * share)  # type: ignore[arg-type]
+            seconds += flops / (_peak_flops(hardware, operator.precision) * share)
     num_bytes = cost.weight_bytes + cost.moved_bytes + cost.gradient_bytes
     rate = hardware.memory_gb_per_s.value * 1e9 * efficiency.memory
     return 1e3 * max(seconds, num_bytes / rate) + operator.launches * LAUNCH_MS
+
+
+_WITH_DOUBLE = frozenset({"ampere", "hopper", "blackwell-200"})
+"""Generations whose double-precision rate is half of the single-precision one (data sheets)."""
+
+
+def _peak_flops(hardware: Hardware, precision: str) -> float:
+    if precision == "torch.float64" and hardware.generation in _WITH_DOUBLE:
+        return hardware.peak_flops("fp32") / 2
+    return hardware.peak_flops(precision)  # type: ignore[arg-type]
 
 
 def _collective_ms(one: Collective, hardware: Hardware, efficiency: Efficiency) -> float:
