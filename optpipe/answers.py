@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from optpipe.formats.tables import SweepRow
 from optpipe.planning import GPUS, MODELS, total_parameters
+from optpipe.planning.shape import CostSource
 from optpipe.problem import Problem
 from optpipe.requests import (
     DEFAULT_NOISE,
@@ -661,6 +662,7 @@ class Tuned(Answer):
     * ``changes``: from ``current`` to the fastest row, such as ``TP 8 → 4``; empty without
       ``current``, or if that row is not faster.
     * ``error``: null if no such estimate was compared with published runs.
+    * ``costs_from``: source of what the layers cost: formulas, or a trace of the model's own code.
     * ``memory_bytes``: of a device; configurations use at most ``usable_bytes`` of it. With several
       kinds of devices, of the smallest.
     * ``stopped_by``: null while the tune runs; else `optimal`, `gap`, `time_limit`, `work_limit`,
@@ -681,6 +683,7 @@ class Tuned(Answer):
     gap: float | None
     gain: float | None
     error: ScoreboardError | None
+    costs_from: CostSource = "formula"
     counts: TunedCounts
     memory_bytes: int
     usable_bytes: int
@@ -836,6 +839,7 @@ class EstimateView(VariantView):
     * ``step_ms``: of 1F1B (interleaved 1F1B with several chunks), with the work after the pipeline.
     * ``byte_factor``: multiplies activations, workspaces and buffers; 1 without a measured peak.
     * ``median_error``: of such estimates against published runs; null if none were compared.
+    * ``costs_from``: source of what the layers cost: formulas, or a trace of the model's own code.
     """
 
     parameters: int
@@ -845,6 +849,7 @@ class EstimateView(VariantView):
     time_factor: float
     byte_factor: float
     median_error: float | None
+    costs_from: CostSource
     sizes: list[int]
     notes: list[str]
 

@@ -47,7 +47,9 @@ from optpipe.errors import (
 from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.planning import (
+    MODEL_TYPES,
     Hardware,
+    TracedModel,
     Training,
     estimate,
     find_gpus,
@@ -55,10 +57,12 @@ from optpipe.planning import (
     find_model_of,
     read_megatron,
     shape_from_config,
+    shape_of_trace,
 )
 from optpipe.planning.shape import (
     LORA_TARGETS,
     RECOMPUTABLE,
+    CostSource,
     Dispatch,
     Dispatcher,
     GradientType,
@@ -70,6 +74,7 @@ from optpipe.planning.shape import (
     Routing,
     StateType,
 )
+from optpipe.planning.trace import TRAINING_KERNELS
 from optpipe.problem import (
     Bandwidth,
     Bytes,
@@ -129,7 +134,7 @@ DEFAULT_NOISE = 0.1
 CacheUse = Literal["use", "refresh"]
 """Source of a job's result: "use" accepts an earlier result, "refresh" solves again."""
 
-Framework = Literal["any", "megatron", "torchtitan"]
+Framework = Literal["any", "megatron", "torchtitan", "huggingface"]
 PlacementKind = Literal["linear", "loop", "v", "free"]
 
 
@@ -590,6 +595,21 @@ def _refuse_null(value: Any) -> Any:
     return value
 
 
+_CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _with_constants(value: Any) -> Any:
+    """Return a JSON value with the numbers for which `optpipe.formats.json.parse_json` has words.
+
+    Published configs have such numbers, e.g. as the upper limit of a Mamba-2 time step.
+    """
+    if isinstance(value, dict):
+        return {name: _with_constants(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_constants(one) for one in value]
+    return _CONSTANTS.get(value, value) if isinstance(value, str) else value
+
+
 class ModelOnGpus(Request):
     """A model, accelerators, and training settings other than degrees of parallelism."""
 
@@ -599,7 +619,17 @@ class ModelOnGpus(Request):
     config: Annotated[NotNull[dict[str, Any]], Option(metavar="FILE")] = Field(
         None, description="Hugging Face config.json, instead of a model of the catalogue."
     )
-    name: ShortName = Field("", description="Display name of the model in config.")
+    trace: Annotated[NotNull[TracedModel], Option(metavar="FILE")] = Field(
+        None,
+        description="Traced model (optpipe/trace/v1), instead of a config. "
+        "`python -m optpipe.runtime.measuring.trace_model` writes one.",
+    )
+    costs_from: Annotated[CostSource | None, Option(flag="--from")] = Field(
+        None,
+        description="Costs of the layers of config: formula (Megatron's kernels), or trace (the "
+        "model's own code in transformers). By default formula if its model_type has one.",
+    )
+    name: ShortName = Field("", description="Display name of the model in config or trace.")
     gpu: Annotated[ShortName, Option(metavar="NAME[:N]", repeated=True)] = Field(
         description="Accelerator of the catalogue, and how many, such as h100:64. Of several kinds "
         "(h100:32,a100:32) each is a part of the pipeline."
@@ -718,14 +748,28 @@ class ModelOnGpus(Request):
         "calibrates activations and buffers.",
     )
 
-    readers: ClassVar[Readers] = {"model": _refuse_null, "config": _refuse_null}
+    readers: ClassVar[Readers] = {
+        "model": _refuse_null, "config": _refuse_null, "trace": TracedModel.parse
+    }  # fmt: skip
 
     @model_validator(mode="after")
     def _check_one_model(self) -> Self:
         has_script = getattr(self, "current_file", None) is not None
-        if (self.model is None) == (self.config is None) and not (has_script and not self.model):
+        given = sum(getattr(self, name) is not None for name in _MODEL_SOURCES)
+        if given > 1 or (given == 0 and not has_script):
             raise _field_error(
-                "give either `model` or `config`: a model of the catalogue, or its config.json"
+                "give one of `model`, `config` and `trace`: a model of the catalogue, its "
+                "config.json, or its traced costs"
+            )
+        if self.model is not None and self.costs_from == "trace":
+            raise _field_error(
+                "`costs_from`: a model of the catalogue has formulas and no code; give `config`, "
+                "the model's config.json",
+                value="trace",
+            )
+        if self.trace is not None and self.costs_from == "formula":
+            raise _field_error(
+                "`costs_from`: `trace` has traced costs; leave one of them out", value="formula"
             )
         return self
 
@@ -747,13 +791,70 @@ class ModelOnGpus(Request):
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's sizes. Raises `InputError` if model or config is unknown."""
+        """The model's sizes. Raises `InputError` if model or config is unknown or not traced."""
         if self.model is not None:
             return find_model(self.model)
+        if self.trace is not None:
+            return shape_of_trace(self.trace, self.name)
+        kind = (self.config or {}).get("model_type")
+        if self.needs_trace:
+            reason = "" if self.costs_from else f": no formula covers model_type {kind!r}"
+            raise _field_error(
+                f"`config`: is not traced yet{reason}; send `trace`, which optpipe estimate and "
+                "tune make of a config where transformers and torch are installed"
+            )
         try:
             return shape_from_config(json.dumps(self.config), self.name or "config")
         except InputError as error:
-            raise error.inside("/config") from None
+            if self.costs_from == "formula" or kind not in MODEL_TYPES:
+                raise error.inside("/config") from None
+            fix = FieldRef("costs_from", "trace")
+            message = FieldError(f"{error}; or take the model's own code: ", fix)
+            raise message.at(*error.inside("/config").pointers) from None
+
+    @property
+    def needs_trace(self) -> bool:
+        """Whether `trace_question` must be answered before `shape` is known."""
+        if self.config is None or self.costs_from == "formula":
+            return False
+        return self.costs_from == "trace" or self.config.get("model_type") not in MODEL_TYPES
+
+    def trace_question(self) -> dict[str, Any]:
+        """Return what `optpipe.runtime.measuring.trace_model` traces for this request."""
+        kernels = self.kernels or "torch"
+        choice = (kernels, self.compiled)
+        traced = next((name for name, one in TRAINING_KERNELS.items() if one == choice), "torch")
+        lora = self.lora_settings
+        return {
+            "config": _with_constants(self.config),
+            "sequence": self.sequence,
+            "tps": list(self.traced_degrees),
+            "kernels": traced,
+            "lora": lora and {"rank": lora.rank, "targets": sorted(lora.targets)},
+        }
+
+    @property
+    def traced_degrees(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism with which the model is traced."""
+        return (1,)
+
+    def with_trace(self, trace: TracedModel) -> Self:
+        """Return the request with a trace instead of its config."""
+        return self.model_copy(update={"trace": trace, "config": None, "costs_from": None})
+
+    def settings_of_trace(self, tp: int) -> dict[str, Any]:
+        """Return settings of a training that follow from a trace, unless the caller gave them.
+
+        Its kernels are those with which it was traced. torch has no tensor parallelism that
+        overlaps with products. Raises `FieldError` if the trace does not have the degree.
+        """
+        if self.trace is None:
+            return {}
+        kernels, compiled = TRAINING_KERNELS[self.trace.kernels]
+        found = self.shape.split_settings(tp) | {
+            "kernels": kernels, "compiled": compiled, "overlap": False
+        }  # fmt: skip
+        return {name: value for name, value in found.items() if name not in self.model_fields_set}
 
     @property
     def routing(self) -> Routing:
@@ -782,6 +883,8 @@ class ModelOnGpus(Request):
     def packed_settings(self) -> dict[str, Any]:
         """The fields ``sequence`` and ``lengths`` of a training."""
         total = sum(self.packed_lengths) or self.sequence
+        if self.trace is not None and "sequence" not in self.model_fields_set:
+            total = self.trace.sequence
         return {"sequence": total, "lengths": self.packed_lengths}
 
     @property
@@ -797,7 +900,7 @@ class ModelOnGpus(Request):
         return find_gpus(self.gpu.split(","), self.network, self.oversubscription)
 
 
-_MODEL_OR_CONFIG = ("model", "config")
+_MODEL_SOURCES = ("model", "config", "trace")
 _TRAINING = set(Training.__dataclass_fields__)
 _FROM_LENGTHS = ("sequence", "micro_batch", "num_microbatches")
 Values = Annotated[
@@ -835,7 +938,7 @@ class EstimateRequest(ModelOnGpus):
             "num_microbatches": 16,
             "values": {"memory_scale": 0.5},
         },
-        one_of=_MODEL_OR_CONFIG,
+        one_of=_MODEL_SOURCES,
     )
 
     pp: Pp = 4
@@ -926,11 +1029,17 @@ class EstimateRequest(ModelOnGpus):
             raise _field_error("`costs`: groups lengths; add `lengths` FILE")
         return self
 
+    @property
+    def traced_degrees(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism with which the model is traced."""
+        return (self.tp,)
+
     def estimate(self) -> Estimate:
         """Return the estimate of the request. Raises as `optpipe.planning.estimate`."""
         kept = _TRAINING - {"dp", "sequence", "slices", "lengths", "optimizer", "routing"}
         fields = self.model_dump(include=kept) | self.packed_settings
         fields["kernels"] = self.kernels or "megatron"
+        fields |= self.settings_of_trace(self.tp)
         dp = self._find_dp(self.tp * self.cp * self.pp)
         training = Training(
             **fields,
@@ -1071,7 +1180,7 @@ class TuneRequest(ModelOnGpus):
             "fixed": {"tp": 4, "pp": 2, "chunks": 1, "micro_batch": 1},
             "options": {"time_limit_s": 10},
         },
-        one_of=_MODEL_OR_CONFIG,
+        one_of=_MODEL_SOURCES,
     )
 
     num_gpus: Annotated[
@@ -1091,8 +1200,8 @@ class TuneRequest(ModelOnGpus):
     )
     framework: Annotated[Framework, Option(metavar="NAME")] = Field(
         "any",
-        description="Framework that runs the schedule: megatron, torchtitan, or any (the "
-        "optpipe runtime).",
+        description="Framework that runs the schedule: megatron, torchtitan, huggingface "
+        "(transformers in the optpipe runtime), or any (the optpipe runtime).",
     )
     current: Annotated[CurrentRun, Option(metavar="FILE|FLAGS")] | None = Field(
         None,
@@ -1121,6 +1230,15 @@ class TuneRequest(ModelOnGpus):
     options: TuneOptions = TuneOptions()
     tags: Tags = ()
     priority: Priority = 0
+
+    @model_validator(mode="after")
+    def _check_script_has_formula(self) -> Self:
+        if self.current_file is not None and (self.trace is not None or self.needs_trace):
+            raise _field_error(
+                "`current_file`: is of Megatron or torchtitan, which train no model that only a "
+                "trace describes; give `current`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_current_and_gpus(self) -> Self:
@@ -1204,6 +1322,12 @@ class TuneRequest(ModelOnGpus):
         return request.model_copy(update=update)
 
     @property
+    def traced_degrees(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism with which the model is traced: 1, or those given."""
+        current = 1 if self.current is None else self.current.tp
+        return tuple(sorted({self.fixed.tp or 1, current}))
+
+    @property
     def total_gpus(self) -> int:
         """The number of GPUs, of all kinds together; of several numbers the largest."""
         if self.gpu_counts is not None:
@@ -1240,7 +1364,7 @@ class TuneRequest(ModelOnGpus):
 
 
 class ProfileRequest(Request):
-    """Stages or a model to measure, and how to measure them."""
+    """Stages or a model to measure here, or to trace for a GPU, and how to measure them."""
 
     stages: Annotated[str | None, Option(metavar="MODULE:FUNCTION")] = Field(
         None,
@@ -1271,7 +1395,9 @@ class ProfileRequest(Request):
         description="Device of each stage. By default one device per stage, or a loop over ranks.",
     )
     device: Annotated[str | None, Option(metavar="NAME")] = Field(
-        None, description="Device: cuda or cpu. By default cuda if there is one."
+        None,
+        description="Device: cuda or cpu, by default cuda if there is one; or a GPU that need not "
+        "be here, such as h100 or b200, for which the stages are traced.",
     )
     memory_bytes: Annotated[
         Annotated[int, Field(ge=1, le=2**53, strict=True)] | None, Option(metavar="BYTES")

@@ -16,6 +16,7 @@ from optpipe_api.services.events import ConnectionLimit, SharedCalls
 from optpipe_api.services.jobs import JobCache, JobService
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.render import Charts
+from optpipe_api.services.tracing import Tracer
 from optpipe_api.store import open_stores
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class Service:
 
     ``methods``: the descriptions of the methods that jobs may name. ``keys``: the store of API
     keys. ``pool``: parses request bodies outside the event loop. ``connections``: limits event
-    streams and waiting requests. ``shared``: shares reads of clients at the same time. ``charts``:
-    draws schedules and frontiers.
+    streams and waiting requests. ``tracer``: traces configs without a formula. ``shared``: shares
+    reads of clients at the same time. ``charts``: draws schedules and frontiers.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Service:
         self.methods = methods
         self.keys = stores.keys
         self.pool = ParsePool()
+        self.tracer = Tracer(settings)
         self.connections = ConnectionLimit(settings.max_followers, settings.max_followers_per_key)
         self.shared = SharedCalls()
         self._stores = stores

@@ -52,6 +52,9 @@ class Settings(BaseSettings):
         Address space of one solver process; None = no limit.
     solve_path, plan_path, compare_path, tune_path
         The ``module:function`` that does each kind of job; tests set fakes.
+    trace_time_limit_s, trace_memory_bytes
+        Processor time in whole seconds, and address space, of the child process that traces a
+        config without a formula.
     max_body_bytes
         Larger request bodies are refused unread.
     max_cells
@@ -114,6 +117,8 @@ class Settings(BaseSettings):
     plan_path: str = Field(default="optpipe_solver.plan:plan", pattern=r"^[\w.]+:\w+$")
     compare_path: str = Field(default="optpipe_solver.compare:compare", pattern=r"^[\w.]+:\w+$")
     tune_path: str = Field(default="optpipe_solver.tune:tune", pattern=r"^[\w.]+:\w+$")
+    trace_time_limit_s: int = Field(default=120, ge=1)
+    trace_memory_bytes: int = Field(default=8 * 1024 * _MIB, ge=256 * _MIB)
     max_body_bytes: int = Field(default=8 * _MIB, ge=1024)
     max_cells: int = Field(default=500_000, ge=1)
     default_time_limit_s: float = Field(default=60.0, gt=0)

@@ -20,6 +20,7 @@ from optpipe.cli.console import (
     write_output,
 )
 from optpipe.cli.options import RequestBuilder, flags_of, takes
+from optpipe.cli.tracing import costs_line, read_trace, trace_model
 from optpipe.errors import InputError
 from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
@@ -78,7 +79,7 @@ def _read_lengths(path: str) -> dict[str, Any]:
 @takes(
     EstimateRequest,
     without=["name", "values"],
-    readers={"config": read_config, "lengths": _read_lengths},
+    readers={"config": read_config, "trace": read_trace, "lengths": _read_lengths},
 )
 def estimate_problem(
     builder: RequestBuilder[EstimateRequest],
@@ -96,8 +97,9 @@ def estimate_problem(
     """Estimate a problem from a model and an accelerator.
 
     Durations, bytes and bandwidths are computed from sizes and data sheets, by formulas with
-    sources; nothing is measured. The cut makes the slowest stage as fast as possible, including
-    embedding and head.
+    sources; nothing is measured. A config.json without a formula is traced: the code of its layers
+    in transformers runs on tensors without data. The cut makes the slowest stage as fast as
+    possible, including embedding and head.
 
     \b
     Examples:
@@ -105,6 +107,7 @@ def estimate_problem(
           --sequence 8192 --microbatches 64 -o problem.json
       optpipe estimate --model llama3-8b --gpu h100 -o - | optpipe solve - --plot picture.svg
       optpipe estimate --config config.json --gpu a100 --pp 4 -o problem.json
+      optpipe estimate --config config.json --from trace --gpu h100:64 --pp 8 --zero 3
       optpipe estimate --model qwen3-235b-a22b --gpu h100:256 --tp 2 --pp 8 --chunks 4 --ep 32 \\
           --precision fp8 --ep-overlap --layout even --microbatches 128
       optpipe estimate --model llama3-70b --gpu h100:32 --gpu a100:32 --tp 8 --pp 8
@@ -125,6 +128,7 @@ def estimate_problem(
             f"{name} and --model-json: a model's layers are of whole, equal micro-batches; leave "
             "one out"
         )
+    request = trace_model(request)
     found = request.estimate()
     _show(result_console(output), request, found)
     if output is not None and model_json:
@@ -143,6 +147,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         f"{format_share(found.mfu)} of peak",
         markup=False,
     )
+    if request.model is None:
+        console.print(costs_line(shape), markup=False, soft_wrap=True)
     if lora := request.lora_settings:
         console.print(f"LoRA: {lora}; all other weights are frozen", markup=False)
     for text in (*_step_lines(found), _spent_line(found.step)):
@@ -158,7 +164,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
     if found.problem.pairs:
         console.print(_pairs_line(found.problem), markup=False, soft_wrap=True)
     p = len(found.problem.devices)
-    if found.placement == placement_of("loop", p, len(found.sizes) // p):
+    is_loop = found.placement == placement_of("loop", p, len(found.sizes) // p)
+    if is_loop and found.costs_from == "formula":  # Megatron-Core has no other layers
         layout = megatron_layout(found.problem)
         console.print(f"Megatron-Core: {layout}", markup=False, soft_wrap=True)
     for note in found.notes:
@@ -206,7 +213,8 @@ def _step_lines(found: Estimate) -> Iterator[str]:
             f"{found.factor:.4g} carries that to other configurations"
         )
     elif error is None:
-        yield "accuracy: not known; no published run of such accelerators was compared"
+        what = "such accelerators" if found.costs_from == "formula" else "a traced model"
+        yield f"accuracy: not known; no published run of {what} was compared"
     else:
         yield (
             f"accuracy: published runs of this class were met within {format_share(error.median)} "

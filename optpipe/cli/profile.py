@@ -79,18 +79,22 @@ def profile(
     ] = None,
     samples_out: SamplesOut = None,
 ) -> None:
-    """Measure stages or a model, and write the problem or model file.
+    """Measure stages or a model, also for a GPU that is not there; write the problem or model file.
 
     Durations, bytes, copies and links are measured. The menu of each stage is made from measured
     bytes and recompute times of groups of modules. One process measures all stages on one device;
     torchrun measures each on its rank, and the links between ranks. With --model, embedding, head
     and each distinct layer are measured, and optpipe plan cuts the model file.
 
+    With the name of a GPU as --device, your stages are traced for that GPU: they run on tensors
+    without data, and times come from the work of each operator. No GPU is needed.
+
     \b
     Examples:
       optpipe profile --stages my_model:stages --microbatch 4 -o problem.json
+      optpipe profile --stages my_model:stages --device h100 -o problem.json
       optpipe profile --stages optpipe.runtime.demo:tiny_gpt
-      optpipe profile --model my_model:build --sequence 8192 --num-devices 8 -o model.json
+      optpipe profile --model my_model:build --device h100 --num-devices 8 -o model.json
       torchrun --nproc-per-node 4 -m optpipe.cli profile --stages my_model:stages -o problem.json
     """
     check_outputs(output, samples_out)
@@ -104,7 +108,7 @@ def profile(
         load_model,
         load_stages,
         measure_layers,
-        select_device,
+        select_instruments,
         use_process_group,
         use_threads,
     )
@@ -120,7 +124,8 @@ def profile(
     }
     if request.overlap is not None:
         settings["overlap"] = load_function("--overlap", request.overlap)
-    device = select_device(request.device)
+    device, instruments = select_instruments(request.device)
+    settings |= {"device": device, "instruments": instruments}
     with use_threads(request.threads), use_process_group(device):
         if request.model is not None:
             given = load_model(
@@ -130,7 +135,7 @@ def profile(
                 sequence=request.sequence,
             )
             num_devices = request.num_devices or 1
-            layers = measure_layers(given, num_devices=num_devices, device=device, **settings)
+            layers = measure_layers(given, num_devices=num_devices, **settings)
             measured = layers.profile
         else:
             found = load_stages(request.stages or "", microbatch=request.microbatch)
@@ -140,7 +145,6 @@ def profile(
                 loss_fn=found.loss_fn,
                 target=found.target,
                 placement=request.placement,
-                device=device,
                 **settings,
             )
             num_devices = len(measured.measurements.devices)

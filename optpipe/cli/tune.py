@@ -26,6 +26,7 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.estimate import read_config
 from optpipe.cli.options import RequestBuilder, takes
+from optpipe.cli.tracing import read_trace, trace_model
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_problem
@@ -134,6 +135,7 @@ def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dic
     defaults={"time_limit_s": 120.0},
     readers={
         "config": read_config,
+        "trace": read_trace,
         "num_gpus": _read_gpus,
         "current": _read_current,
         "fixed": _read_fixed,
@@ -182,10 +184,11 @@ def tune(
           --precision mxfp8 --dispatcher deduplicated --framework megatron
       optpipe tune --config config.json --gpu h100 --gpus 16 --fix tp=2 -o schedule.json \\
           --problem-out problem.json
+      optpipe tune --config config.json --from trace --gpu h100 --gpus 64 --framework huggingface
     """
     check_schedule_name(output)
     check_outputs(output, problem_out, paste, paste_benchmark, inputs=builder.files)
-    request = builder.build()
+    request = trace_model(builder.build())
     options, framework = request.options, request.framework
     with needs_extra("solver"):
         from optpipe_solver.tune import read_question, tune_counts
@@ -420,7 +423,7 @@ def _check_pastable(
             )
     if path is None:
         return
-    if framework == "any":
+    if framework in ("any", "huggingface"):
         raise InputError(
             "--paste writes for --framework megatron or torchtitan; choose one, or write schedule "
             "and problem for the optpipe runtime with -o and --problem-out"

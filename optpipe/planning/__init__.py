@@ -6,7 +6,7 @@ gives a problem to solve, a model to cut otherwise, and what a step takes.
 
 from optpipe.planning.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
 from optpipe.planning.benchmark_script import benchmark_script
-from optpipe.planning.catalogue import MODELS, find_model, shape_from_config
+from optpipe.planning.catalogue import MODEL_TYPES, MODELS, find_model, shape_from_config
 from optpipe.planning.configuration import Configuration, train_command
 from optpipe.planning.estimate import Estimate, estimate
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_script, megatron_yaml
@@ -23,10 +23,12 @@ from optpipe.planning.shape import (
     Training,
 )
 from optpipe.planning.step import PipelineCut, StepEstimate, step_estimate
+from optpipe.planning.trace import TracedModel, shape_of_trace
 
 __all__ = [
     "GPUS",
     "MODELS",
+    "MODEL_TYPES",
     "Configuration",
     "Efficiency",
     "Estimate",
@@ -39,6 +41,7 @@ __all__ = [
     "ModelShape",
     "PipelineCut",
     "StepEstimate",
+    "TracedModel",
     "Training",
     "benchmark_script",
     "estimate",
@@ -52,6 +55,7 @@ __all__ = [
     "read_megatron",
     "read_torchtitan",
     "shape_from_config",
+    "shape_of_trace",
     "step_estimate",
     "torchtitan_config",
     "total_parameters",

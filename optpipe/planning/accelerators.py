@@ -136,6 +136,11 @@ class Hardware:
         """The share of peak rates that is reached, fitted by the scoreboard or assumed."""
         return _EFFICIENCIES[self.generation]
 
+    @property
+    def operator_efficiency(self) -> Efficiency:
+        """The share of peak rates that a single operator of torch reaches, as traces take it."""
+        return _OPERATOR_EFFICIENCIES.get(self.generation, self.efficiency)
+
     def peak_flops(self, precision: Precision) -> float:
         """Return the peak dense rate in FLOP/s; refuse a precision that it has none for."""
         if precision not in self.tflops:
@@ -210,6 +215,9 @@ _NETWORKS: dict[str, tuple[float, float, float | None]] = {
 }
 _EFFICIENCIES = {
     name: Efficiency(**shares) for name, shares in _DATA["efficiencies"]["generations"].items()
+}
+_OPERATOR_EFFICIENCIES = {
+    name: Efficiency(**shares) for name, shares in _DATA["operators"]["generations"].items()
 }
 PRIORS: Mapping[str, Efficiency] = MappingProxyType(
     {name: Efficiency(**shares) for name, shares in _DATA["priors"]["generations"].items()}

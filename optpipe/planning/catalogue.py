@@ -116,6 +116,12 @@ _NO_FORMULA = {
 """What estimates know no formula for, of models that are often asked for."""
 
 
+_OTHERWISE = (
+    "take its costs from a trace of its code, or describe the model by its layers "
+    "(optpipe/model/v1)"
+)
+
+
 class _Config:
     """Fields of a config, which are crossed off as they are read."""
 
@@ -244,12 +250,12 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
     if isinstance(kind, str) and kind in _NO_FORMULA:
         raise InputError(
             f"config: model_type = {kind!r} is not understood: {_NO_FORMULA[kind]}, which no "
-            "formula covers; describe the model by its layers instead (optpipe/model/v1)"
+            f"formula covers; {_OTHERWISE}"
         )
     if reader is None:
         raise InputError(
             f"config: model_type = {kind!r} is not understood (only {', '.join(MODEL_TYPES)}); "
-            "describe the model by its layers instead (optpipe/model/v1)"
+            f"{_OTHERWISE}"
         )
     left_out: tuple[str, ...] = ()
     if isinstance(kind, str) and kind in _TEXT_OF:

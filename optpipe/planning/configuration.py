@@ -145,7 +145,8 @@ _OUR_RUNTIME = """\
 # Megatron-Core, torchtitan, or any other model:
 #   optpipe.runtime.trainers.megatron.forward_backward_func(schedule, problem)
 #   partial(optpipe.runtime.trainers.torchtitan.pipeline_llm, schedule=schedule)
-#   optpipe.runtime.PipelineRunner(stages, schedule, loss_fn, problem)"""
+#   optpipe.runtime.PipelineRunner(stages, schedule, loss_fn, problem)
+# Stages of a model of transformers: optpipe.runtime.trainers.huggingface.build_stages."""
 
 
 def train_command(configuration: Configuration, framework: str, file: str | None = None) -> str:
@@ -159,8 +160,8 @@ def train_command(configuration: Configuration, framework: str, file: str | None
         fill them unequally, ``LOCAL_GPUS`` says how many each has.
     framework
         ``megatron``: Megatron-LM's ``pretrain_gpt.py`` with the arguments, or a Megatron-Bridge
-        recipe with the YAML; ``torchtitan``: its trainer with the config; ``any``: a script of
-        yours that our runtime trains in.
+        recipe with the YAML; ``torchtitan``: its trainer with the config; ``any`` and
+        ``huggingface``: a script of yours that our runtime trains in.
     file
         Name of the arguments, the YAML (``.yaml``, ``.yml``) or the config, by default the name
         that the page gives it. A config's schedule, as CSV, is found by the config itself.
@@ -168,10 +169,11 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     Returns
     -------
     str
-        One line; for ``any`` with comments that list the degrees, which no pasted file has.
+        One line; for ``any`` and ``huggingface`` with comments that list the degrees, which no
+        pasted file has.
     """
     start = _torchrun(configuration)
-    if framework == "any":
+    if framework in ("any", "huggingface"):
         return f"{start} train.py\n{_our_runtime(configuration)}"
     name = file or PASTED_FILES[framework]
     if framework == "torchtitan":

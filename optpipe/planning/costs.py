@@ -25,6 +25,9 @@ functions and attention keep the same tensors as without LoRA.
 
 A layer is a list of parts (`layer_parts`). A part has its FLOPs, the bytes that it moves and keeps,
 and the modules whose recomputation runs it again. Times, bytes and recomputation follow from it.
+
+A shape with a trace (`ModelShape.trace`) has no parts: `layer_costs`, `embedding_costs`,
+`head_costs` and `model_flops` then return what `optpipe.planning.trace` counted.
 """
 
 from __future__ import annotations
@@ -624,6 +627,8 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 @lru_cache(maxsize=256)
 def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> LayerCosts:
     """Return what one transformer layer costs; recomputation is in I, and W adds to gradients."""
+    if shape.trace is not None:
+        return shape.trace.layer_costs(training, kind)
     parts = layer_parts(shape, training, kind)
     parameters = rank_parameters(shape, training, kind)
     kept = _layer_kept(shape, training, kind, parts)
@@ -807,6 +812,8 @@ def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
 
     It keeps the token numbers (int64). W needs the gradient of its output. With LoRA it is frozen.
     """
+    if shape.trace is not None:
+        return shape.trace.embedding_costs(training)
     row = float(training.tokens * shape.hidden)
     size = training.element_bytes
     numbers = training.tokens * 8
@@ -845,6 +852,8 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
     ``owns_matrix`` is false for a tied head on the embedding's device: it has no matrix of its own.
     With LoRA the head is frozen: W does nothing, and the norm's output is not kept.
     """
+    if shape.trace is not None:
+        return shape.trace.head_costs(training, owns_matrix=owns_matrix)
     entries = float(vocab_slice(shape, training.tp) * shape.hidden)
     flops = 2.0 * training.tokens * entries
     size = training.element_bytes
@@ -931,6 +940,8 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     With LoRA it is 4 per parameter, as W of frozen weights does nothing. Adapters do not count.
     NVIDIA's published rates of LoRA are counted so (Megatron-Bridge, ``flop_utils.py``).
     """
+    if shape.trace is not None:
+        return training.micro_batch * shape.trace.sequence_flops
     tokens = float(training.micro_batch * training.sequence)
     lengths = (training.lengths or (training.sequence,)) * training.micro_batch
     matrices = float(embedding_parameters(shape) - shape.positions * shape.hidden)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from optpipe.planning.accelerators import Efficiency
     from optpipe.planning.layer_profile import LayerProfile
-    from optpipe.planning.shape import ModelShape, Precision, Training
+    from optpipe.planning.shape import CostSource, ModelShape, Precision, Training
     from optpipe.problem import Problem
 
 __all__ = [
@@ -102,8 +102,11 @@ def error_class(shape: ModelShape, hardware: Hardware) -> str:
 def error_band(
     shape: ModelShape, kinds: Sequence[Hardware], precision: Precision
 ) -> ErrorBand | None:
-    """Return how far estimates of its class were; None where a kind was never compared."""
-    if any(kind.generation not in PRIORS for kind in kinds):
+    """Return how far estimates of its class were; None where a kind was never compared.
+
+    Estimates from traces were not compared with published runs.
+    """
+    if shape.trace is not None or any(kind.generation not in PRIORS for kind in kinds):
         return None
     name = error_class(shape, kinds[0])
     return WIDE_BANDS.get(name, ERROR_BANDS[name]) if precision in _WIDE else ERROR_BANDS[name]
@@ -133,6 +136,8 @@ class Estimate:
     error
         How far estimates of its class were from published runs; None where none of its kind of
         accelerator were compared.
+    costs_from
+        ``formula`` or ``trace``: the source of what its layers cost.
     notes
         What to know before using it; ``str()`` of each is plain text.
     """
@@ -146,6 +151,7 @@ class Estimate:
     factor: float
     byte_factor: float
     error: ErrorBand | None
+    costs_from: CostSource
     notes: tuple[FieldSentence, ...]
 
 
@@ -252,7 +258,7 @@ def estimate(
     _check_microbatches(num_microbatches)
     if pairs:
         check_can_hide(shape, machines)
-    _check_slices(slices, training, pairs=pairs)
+    _check_slices(slices, training, shape, pairs=pairs)
     base = step_estimate(shape, machines, pipeline)
     factor = _factor(
         utilisation(shape, machines),
@@ -304,7 +310,8 @@ def estimate(
         factor=factor,
         byte_factor=byte_factor,
         error=error_band(shape, ranks, training.precision),
-        notes=tuple(_notes(shape, training.routing, problem, step)),
+        costs_from=shape.costs_from,
+        notes=tuple(_notes(shape, training, problem, step)),
     )
 
 
@@ -375,7 +382,7 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
         )
 
 
-def _check_slices(slices: int, training: Training, *, pairs: bool) -> None:
+def _check_slices(slices: int, training: Training, shape: ModelShape, *, pairs: bool) -> None:
     if slices < 1:
         raise FieldError(FieldRef("slices", slices), ": must be at least 1; raise it")
     if training.slices > 1:
@@ -388,6 +395,8 @@ def _check_slices(slices: int, training: Training, *, pairs: bool) -> None:
             *(FieldRef("pairs"), " and ", FieldRef("slices")),
             ": passes of slices are not paired yet; give one of them",
         )
+    if shape.trace is not None:  # which has no slices, and no packed sequences
+        replace(training, slices=slices).check_divides(shape)
 
 
 def _check_microbatches(num_microbatches: int) -> None:
@@ -727,12 +736,20 @@ def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
 
 
 def _notes(
-    shape: ModelShape, routing: Routing, problem: Problem, step: StepEstimate
+    shape: ModelShape, training: Training, problem: Problem, step: StepEstimate
 ) -> Iterator[FieldSentence]:
+    source = "sizes" if shape.trace is None else "the model's own code"
     yield FieldSentence(
-        ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
+        (f"Estimated from {source} and data sheets, not measured: optpipe profile measures.",)
     )
-    if shape.experts is not None and routing == Routing():
+    if shape.trace is not None and training.is_narrow:
+        yield FieldSentence(
+            (
+                f"Activations are those of bf16: a trace does not say which of them "
+                f"{training.precision} keeps narrow.",
+            )
+        )
+    if shape.experts is not None and training.routing == Routing():
         text = "Routing is assumed to be balanced over the experts; change it with "
         yield FieldSentence((text, FieldRef("expert_imbalance"), "."))
     for part in shape.left_out:

@@ -23,14 +23,15 @@ from optpipe.planning.parameters import (
     RankParameters,
     kv_width,
     replicas,
-    vocab_slice,
+    tied_parameters,
 )
 
 if TYPE_CHECKING:
     from optpipe.planning.accelerators import Efficiency, Hardware
     from optpipe.planning.shape import LayerForm, ModelShape, Training
+    from optpipe.planning.trace import TracedLayer
 
-__all__ = ["Exchange", "Machine", "PartTimes", "PassTimes", "Spent"]
+__all__ = ["TRACED_LAUNCH_MS", "Exchange", "Machine", "PartTimes", "PassTimes", "Spent"]
 
 
 class PassTimes(NamedTuple):
@@ -113,8 +114,9 @@ _ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to e
 _UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
 _SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
 _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
-_PEER_LATENCY_MS = 0.02  # a launch
+PEER_LATENCY_MS = 0.02  # a launch
 _DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
+TRACED_LAUNCH_MS = 2.0 / 110  # a layer of Llama 3 in torch has 110 launches: 2 ms, as above
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
 _NEWTON_SCHULZ = 5  # iterations of Muon, Megatron-Core's default
 _HOST_GB_PER_S = 50.0  # of host memory, per GPU: assumed, eight GPUs share two sockets
@@ -146,7 +148,7 @@ class Machine(NamedTuple):
         training = self.training
         forward, back, weight = self._computed(layer_costs(shape, training, kind).work)
         again = 1.0 if training.recompute & {"full"} else 0.0
-        tensor, tensor_back = self._tensor_bytes(shape)
+        tensor, tensor_back = self._tensor_bytes(shape, kind)
         experts = self._experts_ms(shape, kind)
         recomputed = experts / 2 if training.recompute & {"full", "moe"} else 0.0
         ring = self._context_ms(shape)
@@ -188,11 +190,17 @@ class Machine(NamedTuple):
     def embedding(self, shape: ModelShape) -> PartTimes:
         """Return what the embedding takes, the reduction of its output included."""
         forward, back, weight = self._computed(embedding_costs(shape, self.training).work)
+        if shape.trace is not None:
+            sent = shape.trace.rank(self.training.tp).embedding
+            return self._with_sent(PartTimes(forward, back, weight), sent)
         return PartTimes(forward._replace(tensor=self._reduce_ms(shape)), back, weight)
 
     def head(self, shape: ModelShape) -> PartTimes:
         """Return what last norm, head and loss take."""
         forward, back, weight = self._computed(head_costs(shape, self.training).work)
+        if shape.trace is not None:
+            sent = shape.trace.rank(self.training.tp).head
+            return self._with_sent(PartTimes(forward, back, weight), sent)
         return PartTimes(forward, back._replace(tensor=self._reduce_ms(shape)), weight)
 
     def mtp(self, shape: ModelShape) -> PartTimes:
@@ -263,6 +271,8 @@ class Machine(NamedTuple):
             return times
         forward_ms, backward_ms = self.launches_ms(shape, kind)
         waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
+        if shape.trace is not None and self.training.ep == 1:
+            waits = False  # experts of a rank of its own need no counts from other ranks
         least = _SYNCHRONOUS_SHARE if kind.is_moe and waits else 0.0
         sums = times.sums
         ahead = max(forward_ms - sums.forward_ms, least * forward_ms)
@@ -281,6 +291,11 @@ class Machine(NamedTuple):
         """Return the ms in which the host launches F and the backward of a layer; 0 if captured."""
         if self.training.cuda_graphs:
             return 0.0, 0.0
+        if shape.trace is not None:
+            layer = shape.trace.layer(self.training, kind)
+            again = layer.forward_launches if "full" in self.training.recompute else 0.0
+            each_ms = self.factor * TRACED_LAUNCH_MS * self._launches
+            return each_ms * layer.forward_launches, each_ms * (layer.backward_launches + again)
         launch_ms = _DENSE_LAUNCH_MS
         if kind.is_moe and shape.experts is not None:
             launch_ms = _EXPERTS_LAUNCH_MS
@@ -305,7 +320,7 @@ class Machine(NamedTuple):
 
     # --- Collectives.
 
-    def _tensor_bytes(self, shape: ModelShape) -> tuple[float, float]:
+    def _tensor_bytes(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
         """Return what tensor parallelism moves in F and in the backward of a layer, per rank.
 
         There are two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv
@@ -316,6 +331,10 @@ class Machine(NamedTuple):
         training = self.training
         if training.tp == 1:
             return 0.0, 0.0
+        if shape.trace is not None:
+            layer = shape.trace.layer(training, kind)
+            sent = layer.forward_sent_bytes, layer.backward_sent_bytes
+            return float(sent[0].at(training.micro_batch)), float(sent[1].at(training.micro_batch))
         share = training.tokens * shape.hidden * (training.tp - 1) / training.tp
         adapters = (0.0, 0.0)
         if training.lora is not None:
@@ -365,6 +384,16 @@ class Machine(NamedTuple):
         share = (training.tp - 1) / training.tp
         return self._link_ms(rings * num_bytes * share, training.tp, 1)
 
+    def _with_sent(self, times: PartTimes, part: TracedLayer) -> PartTimes:
+        """Return the times with those of what tensor-parallel ranks send, which nothing hides."""
+        b, tp = self.training.micro_batch, self.training.tp
+        sizes = part.forward_sent_bytes.at(b), part.backward_sent_bytes.at(b)
+        ahead, back = (self._link_ms(float(size), tp, 1) for size in sizes)
+        return times._replace(
+            forward=times.forward._replace(tensor=ahead),
+            backward_input=times.backward_input._replace(tensor=back),
+        )
+
     def _context_ms(self, shape: ModelShape) -> float:
         """Return the time of keys and values around the ring (Liu et al. 2023, arXiv 2310.01889).
 
@@ -386,6 +415,8 @@ class Machine(NamedTuple):
         training, experts = self.training, shape.experts
         if not kind.is_moe or experts is None or training.ep * training.etp == 1:
             return 0.0
+        if shape.trace is not None and training.ep == 1:
+            return 0.0  # a trace counts what its tensor-parallel ranks exchange
         tokens, ep, size = expert_tokens(training), training.ep, training.element_bytes
         sent = 1.0 if training.dispatch == "fp8" else float(size)
         # Out and back, and both gradients, of the busiest rank.
@@ -499,9 +530,7 @@ class Machine(NamedTuple):
         """Return the all-reduce of a tied embedding's gradients between first and last stage."""
         if self.training.lora is not None:
             return 0.0
-        num_bytes = (
-            self.training.gradient_bytes * vocab_slice(shape, self.training.tp) * shape.hidden
-        )
+        num_bytes = self.training.gradient_bytes * tied_parameters(shape, self.training.tp)
         return self._rate_ms(float(num_bytes), inside=False)
 
     def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:
@@ -512,7 +541,7 @@ class Machine(NamedTuple):
 
     def latency_ms(self, *, inside: bool) -> float:
         """Return what a message takes besides its bytes."""
-        return self.link_factor * (_PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
+        return self.link_factor * (PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
 
     def link_gb_per_s(self, *, inside: bool) -> float:
         """Return the rate of a boundary message: to a neighbour of the node, or of another."""

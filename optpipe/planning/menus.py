@@ -75,9 +75,10 @@ def layer_treatments(shape: ModelShape, training: Training) -> tuple[LayerTreatm
     """Return all combinations of modules that a run does not recompute already; nothing first.
 
     Attention's core counts where scores are stored: flash attention recomputes them anyway. Of
-    experts' and other layers the MLP is one module. Layers in full are not among them.
+    experts' and other layers the MLP is one module. Layers in full are not among them. A traced
+    model has no modules.
     """
-    if "full" in training.recompute:
+    if "full" in training.recompute or shape.trace is not None:
         return (_NOTHING,)
     moe = shape.experts is not None
     dense = any(not kind.is_moe for kind, _ in shape.kinds)

@@ -34,6 +34,7 @@ __all__ = [
     "rank_parameters",
     "replicas",
     "static_bytes",
+    "tied_parameters",
     "total_parameters",
     "vocab_slice",
 ]
@@ -93,6 +94,13 @@ def kv_width(shape: ModelShape, tp: int = 1) -> int:
 def vocab_slice(shape: ModelShape, tp: int = 1) -> int:
     """Return the rows of the embedding or head on one device."""
     return -(-shape.vocab // tp)
+
+
+def tied_parameters(shape: ModelShape, tp: int = 1) -> int:
+    """Return the parameters of a head's matrix on one device, which a tied embedding shares."""
+    if shape.trace is not None:
+        return shape.trace.rank(tp).tied_parameters
+    return vocab_slice(shape, tp) * shape.hidden
 
 
 MatrixSize: TypeAlias = tuple[int, int]
@@ -218,6 +226,8 @@ def mtp_parameters(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1)
 
 def total_parameters(shape: ModelShape, *, active: bool = False) -> int:
     """Return the parameters of the whole model, tied ones once; or those a token goes through."""
+    if shape.trace is not None:
+        return shape.trace.active_parameters if active else shape.trace.parameters
     total = embedding_parameters(shape) + _norm(shape)
     total += 0 if shape.tied else shape.vocab * shape.hidden
     layers = [(layer_parameters(shape, kind), count) for kind, count in shape.kinds]
@@ -308,6 +318,8 @@ def adapted_matrices(
 
 def rank_parameters(shape: ModelShape, training: Training, kind: LayerForm) -> RankParameters:
     """Return the parameters of a layer on one device: with LoRA only its adapters are trained."""
+    if shape.trace is not None:
+        return shape.trace.layer(training, kind).parameters.on_rank(training.ep)
     whole = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
     if training.lora is None:
         return whole

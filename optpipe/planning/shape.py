@@ -7,18 +7,21 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from optpipe.errors import FieldError, FieldRef, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from optpipe.planning.trace import TracedModel
+
 __all__ = [
     "LORA_TARGETS",
     "NARROW",
     "PRECISIONS",
     "RECOMPUTABLE",
+    "CostSource",
     "Dispatcher",
     "Experts",
     "GradientType",
@@ -99,11 +102,19 @@ class LatentAttention:
         _check_positive(self)
 
 
+CostSource = Literal["formula", "trace"]
+"""Source of a model's costs: the formulas of its sizes, or a trace of its code."""
+
+
 class LayerForm(NamedTuple):
-    """A kind of layer: whether it has experts, and the window of its attention (0: none)."""
+    """A kind of layer: whether it has experts, and the window of its attention (0: none).
+
+    ``traced`` is the number of the kind in the model's trace; None = a formula has its costs.
+    """
 
     is_moe: bool
     window: int = 0
+    traced: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +155,9 @@ class ModelShape:
         Where the numbers come from.
     left_out
         What of the model no estimate of it counts, in words.
+    trace
+        The costs of its layers, traced from the model's own code; None = formulas have them.
+        Sizes of heads and MLPs are then 1, and no formula reads them.
     """
 
     name: str
@@ -169,6 +183,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     source: str = ""
     left_out: tuple[str, ...] = ()
+    trace: TracedModel | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, may_be_zero=("positions", "window", "mtp"))
@@ -202,7 +217,9 @@ class ModelShape:
 
     @property
     def without(self) -> frozenset[str]:
-        """Those of `RECOMPUTABLE` that the model does not have."""
+        """Those of `RECOMPUTABLE` that the model does not have; a trace has whole layers only."""
+        if self.trace is not None:
+            return frozenset(RECOMPUTABLE) - {"full"}
         absent = set() if self.latent else {"mla_up_proj"}
         if self.experts is None:
             absent |= {"moe", "moe_act"}
@@ -214,7 +231,9 @@ class ModelShape:
 
     @property
     def lora_targets(self) -> frozenset[str]:
-        """Those of `LORA_TARGETS` that the model has."""
+        """Those of `LORA_TARGETS` that the model has, or with which it was traced."""
+        if self.trace is not None:
+            return frozenset(() if self.trace.lora is None else self.trace.lora.targets)
         queries = {"linear_qkv"}
         if self.latent is not None:
             queries = {"linear_kv_down_proj", "linear_kv_up_proj"}
@@ -224,9 +243,36 @@ class ModelShape:
                 queries.add("linear_q_proj")
         return frozenset(queries | {"linear_proj", "linear_fc1", "linear_fc2"})
 
+    @property
+    def costs_from(self) -> CostSource:
+        """The source of what its layers cost."""
+        return "formula" if self.trace is None else "trace"
+
+    def has_degree(self, tp: int) -> bool:
+        """Whether tensor parallelism of a degree splits key/value heads evenly, or was traced."""
+        if self.trace is not None:
+            return tp in self.trace.degrees
+        return self.latent is not None or self.num_kv_heads % tp == 0
+
+    def split_settings(self, tp: int) -> dict[str, Any]:
+        """Return the settings of a training that a trace with this degree has; {} without one.
+
+        Raises `FieldError` if the trace does not have the degree.
+        """
+        if self.trace is None:
+            return {}
+        rank = self.trace.rank(tp)
+        found = {"etp": rank.expert_tp, "sequence_parallel": rank.sequence_parallel}
+        return found if tp > 1 else {"etp": 1}
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerForm, ...]:
         """The kind of each layer in model order; multi-token prediction is not among them."""
+        if self.trace is not None:
+            forms = self.trace.ranks[0].kinds
+            return tuple(
+                LayerForm(forms[number].is_moe, traced=number) for number in self.trace.layers
+            )
         experts = self.experts
         kinds = []
         for index in range(self.num_layers):
@@ -755,9 +801,40 @@ class Training:
         return self.tokens // (self.tp if self.sequence_parallel else 1)
 
     def check_divides(self, shape: ModelShape) -> None:
-        """Refuse degrees that do not divide what they split, and what the model does not have."""
+        """Refuse degrees that do not divide what they split, and what the model does not have.
+
+        A traced model was split already: its degrees and settings are those of the trace.
+        """
+        if shape.trace is not None:
+            shape.trace.check_training(self, shape.name)
         self.check_held(shape)
         self._check_optimizer()
+        if shape.trace is None:
+            self._check_sizes(shape)
+        num_experts = 1 if shape.experts is None else shape.experts.num
+        if num_experts % self.ep:
+            raise FieldError(
+                FieldRef("ep", self.ep),
+                f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
+                "does (1 where there are none)",
+            )
+        chosen = len(self.routing.imbalance)
+        if chosen not in (1, num_experts):
+            raise FieldError(
+                FieldRef("expert_imbalance"),
+                f": has {chosen} numbers, but {shape.name!r} has {num_experts} experts; give one "
+                "for each, or the load of the busiest rank",
+            )
+        limit = self.routing.rank_capacity
+        if limit is not None and limit < self.expert_load:
+            raise FieldError(
+                FieldRef("expert_rank_capacity", limit),
+                f": is below the load of the busiest rank, {self.expert_load:.3g}, so that each "
+                "step is repeated; raise it",
+            )
+
+    def _check_sizes(self, shape: ModelShape) -> None:
+        """Refuse degrees that do not divide the sizes of formulas."""
         split = {"heads": ("tp", shape.num_heads)}
         if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
             split["ffn"] = ("tp", shape.ffn)
@@ -779,27 +856,6 @@ class Training:
                 FieldRef("tp", self.tp),
                 f" and {kv_heads} key/value heads of {shape.name!r}: one must be a multiple of "
                 "the other; choose such a one",
-            )
-        num_experts = 1 if shape.experts is None else shape.experts.num
-        if num_experts % self.ep:
-            raise FieldError(
-                FieldRef("ep", self.ep),
-                f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
-                "does (1 where there are none)",
-            )
-        chosen = len(self.routing.imbalance)
-        if chosen not in (1, num_experts):
-            raise FieldError(
-                FieldRef("expert_imbalance"),
-                f": has {chosen} numbers, but {shape.name!r} has {num_experts} experts; give one "
-                "for each, or the load of the busiest rank",
-            )
-        limit = self.routing.rank_capacity
-        if limit is not None and limit < self.expert_load:
-            raise FieldError(
-                FieldRef("expert_rank_capacity", limit),
-                f": is below the load of the busiest rank, {self.expert_load:.3g}, so that each "
-                "step is repeated; raise it",
             )
 
     def _check_optimizer(self) -> None:

@@ -33,6 +33,7 @@ from optpipe.runtime.torch_names import (
     parts_with_memory,
     running_accumulators,
     sharded_in_forward,
+    storage_identity,
     takes_grouped_products,
     tree_leaves,
     types_when_gathered,
@@ -468,7 +469,7 @@ class WeightGradients:
         """Return the bytes kept for deferred gradients, each storage counted once."""
         self._empty_stores()
         storages = {
-            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+            storage_identity(part.untyped_storage()): part.untyped_storage().nbytes()
             for _, tensors, _ in self._deferred
             for tensor in tensors
             for part in parts_with_memory(tensor)
@@ -994,7 +995,7 @@ def _make_delayed(module: Any, items: list[Any]) -> None:
 # its tensors, because the compiler reuses their memory.
 
 _split_layers: WeakSet[SplitLinear] = WeakSet()
-_layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictionary()
+_layer_at: WeakValueDictionary[tuple[tuple[int, int], ...], SplitLinear] = WeakValueDictionary()
 """Addresses of weight and bias at the last lookup -> the layer."""
 
 
@@ -1044,13 +1045,17 @@ def _compiled_gradients(
 
 def _layer_of(weight: Tensor, bias: Tensor | None) -> SplitLinear:
     """Return the layer of these parameters: a compiled graph has only the tensors."""
-    addresses = _addresses(weight, bias)
-    layer = _layer_at.get(addresses)
-    if layer is None or _addresses(layer.weight, layer.bias) != addresses:
-        layer = next(one for one in _split_layers if _addresses(one.weight, one.bias) == addresses)
-        _layer_at[addresses] = layer
+    places = _places(weight, bias)
+    layer = _layer_at.get(places)
+    if layer is None or _places(layer.weight, layer.bias) != places:
+        layer = next(one for one in _split_layers if _places(one.weight, one.bias) == places)
+        _layer_at[places] = layer
     return layer
 
 
-def _addresses(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+def _places(weight: Tensor, bias: Tensor | None) -> tuple[tuple[int, int], ...]:
+    """Return the storage of each parameter, and where in it the parameter begins."""
+    given = (weight,) if bias is None else (weight, bias)
+    return tuple(
+        (storage_identity(one.untyped_storage()), int(one.storage_offset())) for one in given
+    )

@@ -58,6 +58,7 @@ __all__ = [
     "further_connection",
     "group_alike",
     "group_of_messages",
+    "group_size",
     "has_accumulator_hooks",
     "has_gradient_hooks",
     "in_backward",
@@ -131,6 +132,8 @@ PRIVATE_NAMES: Final = {
     "_get_default_group": "whether a device is bound to the group of messages; instead: messages of"
     " a rank wait for each other over NCCL",
     "_process_group_name": "groups that some ranks make; instead: all ranks make them together",
+    "_resolve_process_group": "ranks of a group of which only the name is given; instead: no traced"
+    " tensor-parallel stages",
     "_get_root_mesh": "the mesh that a mesh is a part of; instead: `mesh=` names it",
     # The profiler.
     "_is_profiler_enabled": "names of actions in a profile; instead: they are always given",
@@ -536,6 +539,15 @@ def group_alike(group: ProcessGroup | None, backend: str | None = None) -> Proce
     finally:
         distributed_c10d._process_group_name = naming  # noqa: SLF001
     return new_group
+
+
+def group_size(group: Any) -> int:
+    """Return the number of ranks of a group that an operator gets: the group, boxed, or a name."""
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type] # noqa: SLF001
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return int(group.size())
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -412,7 +412,9 @@ class ChangingBuffers:
         small = {place for place, buffer in found.items() if buffer.nbytes <= _ALWAYS_COPIED_BYTES}
         # Copies of all buffers go to the host: the device may have memory only for changing ones.
         before = {
-            id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
+            id(buffer): buffer.detach().to(
+                "cpu" if is_new and not buffer.is_meta else buffer.device, copy=True
+            )
             for place, buffer in found.items()
             if is_new or place in changing | small
         }
@@ -433,7 +435,7 @@ class ChangingBuffers:
             place
             for place, buffer in found.items()
             if getattr(*place) is not buffer
-            or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
+            or (is_new and not _have_equal_values(buffer, before[id(buffer)]))
         }
         changing |= written
         kept = changing | small
@@ -467,7 +469,7 @@ class ChangingBuffers:
             buffer, end = getattr(owner, name), ends[place].detach()
             if end.shape != buffer.shape:
                 setattr(owner, name, end)
-            elif end.dtype == torch.bool or torch.equal(buffer, starts[place]):
+            elif end.dtype == torch.bool or _have_equal_values(buffer, starts[place]):
                 buffer.copy_(end)
             else:
                 # Other passes have changed the buffer since the F, so only counts can be added.
@@ -490,6 +492,11 @@ class ChangingBuffers:
         """Drop the values of an interrupted step."""
         self._before.clear()
         self._written.clear()
+
+
+def _have_equal_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal; on "meta", where no value is known, they are."""
+    return one.is_meta or torch.equal(one.to(other.device), other)
 
 
 # --- Outputs of recomputations, compared with those of their F's.
@@ -517,7 +524,9 @@ class OutputChecks:
         """
         tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         parts = [part.detach() for one in tensors for part in parts_with_memory(one)]
-        found = [(self._summary(part), _rounding_of(part)) for part in parts if part.numel()]
+        # Tensors on "meta" have no values to compare.
+        parts = [part for part in parts if part.numel() and not part.is_meta]
+        found = [(self._summary(part), _rounding_of(part)) for part in parts]
         first = self._first.pop(call, None)
         if first is None:
             self._first[call] = found

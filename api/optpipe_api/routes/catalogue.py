@@ -16,7 +16,7 @@ from optpipe.answers import (
     VariantView,
 )
 from optpipe.plot.scene import title_of
-from optpipe.requests import TuneRequest
+from optpipe.requests import EstimateRequest, TuneRequest
 from optpipe_api.http_errors import documented
 from optpipe_api.jobs import DocumentKind
 from optpipe_api.routes.common import (
@@ -30,6 +30,7 @@ from optpipe_api.routes.common import (
     document,
     json_body,
     parse_body,
+    parse_model_body,
     tagged,
 )
 from optpipe_api.routes.jobs import add_submit_route
@@ -96,7 +97,9 @@ async def presets(if_none_match: IfNoneMatch = None) -> Response:
 async def estimates(request: Request, service: Serving, _caller: Reader) -> Response:
     """Return the problem of a model on an accelerator, varied by `values`: nothing is measured."""
     # Heavy: a short request can describe a large problem, a long pipeline of many layers.
-    return JsonText(await parse_body(request, service, read_estimate, is_heavy=True))
+    return JsonText(
+        await parse_model_body(request, service, read_estimate, EstimateRequest, is_heavy=True)
+    )
 
 
 @presets_router.post(

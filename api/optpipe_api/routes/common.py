@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 
     from optpipe.answers import Answer
+    from optpipe.requests import ModelOnGpus
 
 __all__ = [
     "KNOWN_PARAMETERS_ONLY",
@@ -49,6 +50,7 @@ __all__ = [
     "json_body",
     "location_of",
     "parse_body",
+    "parse_model_body",
     "seconds_to_wait",
     "split_page",
     "tagged",
@@ -234,6 +236,24 @@ async def parse_body(
     limit = service.settings.max_body_bytes
     body = await read_json_body(request, min(limit, max_bytes or limit))
     return await service.pool.run(parse, body, *arguments, is_heavy=is_heavy)
+
+
+async def parse_model_body(
+    request: Request,
+    service: Service,
+    parse: Callable[[bytes, *Ts, str | None], T],
+    model: type[ModelOnGpus],
+    *arguments: *Ts,
+    is_heavy: bool = False,
+) -> T:
+    """Return ``parse(body, *arguments, trace)`` for the body of a request with a model on GPUs.
+
+    ``trace`` is the JSON text of the model's traced costs if no formula has them, else None. Raises
+    as `parse_body` and `Tracer.trace`.
+    """
+    body = await read_json_body(request, service.settings.max_body_bytes)
+    trace = await service.tracer.trace_body(body, model, service.pool)
+    return await service.pool.run(parse, body, *arguments, trace, is_heavy=is_heavy)
 
 
 class JsonText(Response):

@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.answers import Event, Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
-from optpipe.requests import CompareRequest, ResumeRequest, SolveRequest, Tag
+from optpipe.requests import CompareRequest, ResumeRequest, SolveRequest, Tag, TuneRequest
 from optpipe.schedule import gap_of
 from optpipe_api.bodies import (
     SCHEDULE_FORMS,
@@ -49,6 +49,7 @@ from optpipe_api.routes.common import (
     idempotency_key,
     json_body,
     parse_body,
+    parse_model_body,
     seconds_to_wait,
     split_page,
     tagged,
@@ -69,7 +70,7 @@ from optpipe_api.services.render import (
     run_on_row,
     solution,
 )
-from optpipe_api.services.submission import JobRequest, read_job
+from optpipe_api.services.submission import JobRequest, read_job, read_tune
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -111,7 +112,11 @@ def add_submit_route(
         wait: Wait = 0.0,
         idempotency_key: Key = None,
     ) -> Response:
-        new = await parse_body(request, service, read_job, service.settings, service.methods, model)
+        limits = service.settings, service.methods
+        if issubclass(model, TuneRequest):
+            new = await parse_model_body(request, service, read_tune, model, *limits)
+        else:
+            new = await parse_body(request, service, read_job, *limits, model)
         with count_waiting(service, caller, wait):
             job = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
             return await _answer_job(request, service, caller, job, wait)

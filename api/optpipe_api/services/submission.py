@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from optpipe.answers import EstimateView, JobOptions, VariantView
 from optpipe.errors import InputError, ProblemError, RequestError, pointer
-from optpipe.planning import total_parameters
+from optpipe.planning import TracedModel, total_parameters
 from optpipe.problem import Problem
 from optpipe.requests import (
     CompareRequest,
     DeployRequest,
     EstimateRequest,
     JobKind,
+    ModelOnGpus,
     ReportRequest,
     SolveOptions,
     SolveRequest,
@@ -55,6 +56,7 @@ __all__ = [
     "read_job",
     "read_registration",
     "read_report",
+    "read_tune",
     "read_variant",
     "solved_job",
     "useful_axes",
@@ -63,6 +65,7 @@ __all__ = [
 
 _MAX_NAME = 150
 JobRequest: TypeAlias = SolveRequest | CompareRequest | TuneRequest
+R = TypeVar("R", bound=ModelOnGpus)
 
 
 def read_job(
@@ -72,9 +75,29 @@ def read_job(
 
     Raises `InputError` if its options or the size of its problem exceed the service's limits.
     """
-    wanted = request.parse(decode_json(body, takes_constants=request is TuneRequest))
+    wanted = request.parse(decode_json(body))
     if isinstance(wanted, SolveRequest):
         wanted.options.check_kind(wanted.kind)
+    return _new_job(wanted, settings, methods)
+
+
+def read_tune(
+    body: bytes, settings: Settings, methods: Collection[str], trace: str | None
+) -> NewJob:
+    """Return the job of a tune, without an owner.
+
+    ``trace``: the model's traced costs as JSON text, which then replace its config. Raises as
+    `read_job`.
+    """
+    wanted = TuneRequest.parse(decode_json(body, takes_constants=True))
+    return _new_job(_traced(wanted, trace), settings, methods)
+
+
+def _traced(wanted: R, trace: str | None) -> R:
+    return wanted if trace is None else wanted.with_trace(TracedModel.parse(json.loads(trace)))
+
+
+def _new_job(wanted: JobRequest, settings: Settings, methods: Collection[str]) -> NewJob:
     options = _job_options(
         wanted.options, settings, methods, KINDS[wanted.kind].default_time_limit_s
     )
@@ -382,9 +405,12 @@ def condense_report(measurements: Measurements) -> str:
 _ALWAYS = ("num_microbatches", "memory_scale", "memory_gb", "objective")
 
 
-def read_estimate(body: bytes) -> str:
-    """Return the `EstimateView` of a request as JSON text; raises also as `estimate`, `sweep`."""
-    wanted = EstimateRequest.parse(decode_json(body, takes_constants=True))
+def read_estimate(body: bytes, trace: str | None = None) -> str:
+    """Return the `EstimateView` of a request as JSON text; raises also as `estimate`, `sweep`.
+
+    ``trace``: the model's traced costs as JSON text, which then replace its config.
+    """
+    wanted = _traced(EstimateRequest.parse(decode_json(body, takes_constants=True)), trace)
     found = wanted.estimate()
     view = EstimateView(
         **_view_fields(found.problem, wanted.values),
@@ -395,6 +421,7 @@ def read_estimate(body: bytes) -> str:
         time_factor=found.factor,
         byte_factor=found.byte_factor,
         median_error=None if found.error is None else found.error.median,
+        costs_from=found.costs_from,
         sizes=list(found.sizes),
         notes=list(map(str, found.notes)),
     )

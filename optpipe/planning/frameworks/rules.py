@@ -1,4 +1,4 @@
-"""The rules of Megatron-Core and torchtitan: which configurations each framework refuses.
+"""The rules of Megatron-Core, torchtitan and transformers: what each framework refuses.
 
 Each rule is a row: name, source file, predicate, sentence, and the changes after which a
 configuration starts. `check_starts` applies the rows of a framework.
@@ -45,6 +45,8 @@ TRAINER_INIT = "Trainer.__init__ of torchtitan/trainer.py (torchtitan 0.3.0)"
 DECODER = "torchtitan/models/common/decoder.py (torchtitan 0.3.0)"
 DISPATCHER = "torchtitan/models/common/token_dispatcher.py (torchtitan 0.3.0)"
 SPMD = "torchtitan/distributed/full_dtensor.py (torchtitan 0.3.0)"
+HF_PLANS = "transformers/distributed/tensor_parallel.py (transformers 5.23.0)"
+HF_LAYERS = "transformers/modeling_layers.py (transformers 5.23.0)"
 TORCH = "torch/distributed/pipelining/schedules.py (torch 2.13.0)"
 ABSENT = "the framework has no option for it, or OptPipe writes none"
 
@@ -79,7 +81,7 @@ def check_starts(configuration: Configuration, framework: str, *ignored: str) ->
     Parameters
     ----------
     framework
-        ``megatron`` or ``torchtitan``; another one has no rules.
+        ``megatron``, ``torchtitan`` or ``huggingface``; another one has no rules.
     ignored
         Names of rules that are not applied.
 
@@ -225,6 +227,9 @@ _UNKNOWN = _to()
 _R = FrameworkRule
 
 MEGATRON_RULES = (
+    _R("traced model", ABSENT, lambda s, t, p: s.trace is not None,
+       "model {s.name!r}: Megatron-Core has layers of its own, and a trace is of other code; "
+       "choose framework huggingface or any", _UNKNOWN),
     _R("schedule", ABSENT, lambda s, t, p: p.schedule != "1f1b",
        "schedule {p.schedule!r}: Megatron-Core has 1F1B and interleaved 1F1B; choose 1f1b, or run "
        "it with optpipe.runtime.trainers.megatron", _to(schedule="1f1b")),
@@ -343,6 +348,9 @@ def _positions(shape: ModelShape) -> int:
 
 
 TORCHTITAN_RULES = (
+    _R("traced model", ABSENT, lambda s, t, p: s.trace is not None,
+       "model {s.name!r}: torchtitan has models of its own, and a trace is of other code; choose "
+       "framework huggingface or any", _UNKNOWN),
     _R("offloading", ABSENT, lambda s, t, p: t.offloaded_layers > 0,
        "offloaded_layers = {t.offloaded_layers}: torchtitan copies no activations; choose 0, or "
        "run it with optpipe.runtime.trainers.torchtitan", _to(offloaded_layers=0)),
@@ -418,5 +426,55 @@ TORCHTITAN_RULES = (
        "expert-parallel ranks", _to(dispatcher="alltoall")),
 )  # fmt: skip
 
-RULES = {"megatron": MEGATRON_RULES, "torchtitan": TORCHTITAN_RULES}
+HUGGINGFACE_RULES = (
+    _R("precision", ABSENT, lambda s, t, p: t.is_narrow or not t.flash,
+       "precision {t.precision!r}, flash = {t.flash}: layers of transformers are trained in bf16, "
+       "fp16 or fp32, with flash attention",
+       lambda s, t, p: {"flash": True, "precision": "bf16" if t.is_narrow else t.precision}),
+    _R("tensor parallelism", HF_PLANS, lambda s, t, p: t.tp > 1 and s.trace is None,
+       "tp = {t.tp}: which layers transformers splits is in its own plan of {s.name!r}, which only "
+       "a trace has; choose costs_from trace, or tp 1", lambda s, t, p: {
+           "tp": 1, "etp": 1, "dp": t.dp * t.tp} if p.num_microbatches % t.tp == 0 else {}),
+    _R("context parallelism", ABSENT, lambda s, t, p: t.cp > 1,
+       "cp = {t.cp}: stages of transformers in the optpipe runtime have whole sequences",
+       _one_rank("cp")),
+    _R("experts", ABSENT, lambda s, t, p: t.ep > 1,
+       "ep = {t.ep}: stages of transformers in the optpipe runtime have all experts on each rank",
+       _to(ep=1)),
+    _R("sharding", ABSENT, lambda s, t, p: t.zero not in (0, 3),
+       "zero = {t.zero}: FSDP2 spreads weights, gradients and optimizer, or nothing",
+       _to(zero=3)),
+    _R("recomputed modules", HF_LAYERS, lambda s, t, p: t.lean or bool(t.recompute - {"full"}),
+       "recompute {recompute}, lean = {t.lean}: transformers checkpoints whole layers; choose full "
+       "or nothing", _to(recompute=frozenset({"full"}), lean=False)),
+    _R("offloading", ABSENT, lambda s, t, p: t.offloaded_layers > 0,
+       "offloaded_layers = {t.offloaded_layers}: OptPipe writes none for transformers; choose 0, "
+       "or framework any", _to(offloaded_layers=0)),
+    _R("optimizer", ABSENT, lambda s, t, p: t.optimizer != Optimizer(),
+       "optimizer {t.optimizer}: only AdamW with fp32 states and gradients is written for "
+       "transformers", _to(optimizer=Optimizer())),
+    _R("capacity of experts", ABSENT, lambda s, t, p: (
+           t.routing.capacity is not None or t.routing.rank_capacity is not None),
+       "expert_capacity = {t.routing.capacity}, expert_rank_capacity = {t.routing.rank_capacity}: "
+       "transformers drops no tokens", lambda s, t, p: {
+           "routing": Routing(imbalance=t.routing.imbalance)}),
+    _R("exchange with experts", ABSENT,
+       lambda s, t, p: t.ep_overlap or t.dispatch != "bf16" or t.dispatcher != "alltoall",
+       "ep_overlap = {t.ep_overlap}, dispatch {t.dispatch!r}, dispatcher {t.dispatcher!r}: layers "
+       "of transformers exchange no tokens with experts",
+       _to(ep_overlap=False, dispatch="bf16", dispatcher="alltoall")),
+    _R("CUDA graphs", ABSENT, lambda s, t, p: t.cuda_graphs,
+       "cuda_graphs: stages of transformers are not captured", _to(cuda_graphs=False)),
+    _R("MTP", ABSENT, lambda s, t, p: s.mtp > 0,
+       "mtp = {s.mtp}: models of transformers train without MTP layers; set 0", _UNKNOWN),
+    _R("slices", ABSENT, lambda s, t, p: p.slices > 1 or p.pairs,
+       "slices = {p.slices}, pairs = {p.pairs}: stages of transformers run whole sequences, and no "
+       "pairs", _to(slices=1, pairs=False)),
+)  # fmt: skip
+
+RULES = {
+    "megatron": MEGATRON_RULES,
+    "torchtitan": TORCHTITAN_RULES,
+    "huggingface": HUGGINGFACE_RULES,
+}
 """The rules by framework, in the order in which they are applied."""

@@ -12,6 +12,7 @@ from optpipe.runtime.measuring.measure import (
     StageResult,
     instruments_of,
     measure,
+    select_instruments,
 )
 from optpipe.runtime.measuring.stages import (
     ModelToMeasure,
@@ -21,6 +22,7 @@ from optpipe.runtime.measuring.stages import (
     load_stages,
 )
 from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
+from optpipe.runtime.measuring.traced import trace_instruments
 
 __all__ = [
     "Effort",
@@ -38,6 +40,8 @@ __all__ = [
     "measure",
     "measure_layers",
     "select_device",
+    "select_instruments",
+    "trace_instruments",
     "use_process_group",
     "use_threads",
 ]

@@ -10,9 +10,11 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from optpipe.errors import InputError, PreflightError
 from optpipe.measurements import Given, Measurements, Sample, StageFacts
+from optpipe.planning.accelerators import find_gpu
 from optpipe.problem import LicensedPair
 from optpipe.runtime.measuring.memory import (
     Footprint,
@@ -33,14 +35,17 @@ from optpipe.runtime.measuring.times import (
     clock_for,
     device_facts,
     device_name,
+    known_messages,
     local_copies,
     measure_bandwidths,
     message_sizes,
     ping_pong,
     preserve_state,
+    select_device,
     time_pairs,
     time_passes,
 )
+from optpipe.runtime.measuring.traced import TRACED, trace_instruments, without_data
 from optpipe.runtime.messages import max_boundary_bytes
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
 from optpipe.runtime.passes import WeightGradients, check_delaying, deferred_bytes, split_linears
@@ -57,11 +62,17 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import Transfer
     from optpipe.problem import Problem
-    from optpipe.runtime.measuring.times import Clock
     from optpipe.runtime.messages import Layout
     from optpipe.runtime.overlap import Overlap
 
-__all__ = ["Effort", "Profile", "StageResult", "instruments_of", "measure"]
+__all__ = [
+    "Effort",
+    "Profile",
+    "StageResult",
+    "instruments_of",
+    "measure",
+    "select_instruments",
+]
 
 
 class Effort(NamedTuple):
@@ -134,7 +145,8 @@ def measure(
     placement
         Device of each stage; one device each by default, or in a loop over the ranks.
     device
-        The device of this rank.
+        The device of this rank; "meta" with `trace_instruments`. Then the stages are copied without
+        data and stay as they are.
     group
         One rank per device; all ranks by default.
     effort
@@ -172,11 +184,17 @@ def measure(
         On every rank, if one rank could not measure.
     """
     device = torch.device(device)
+    instruments = instruments or instruments_of(device)
+    known = instruments.known
+    if known is not None:
+        _check_traced(device, overlap)
+        # Traced times are exact.
+        effort = Effort(1, 0)
+        stages, sample, loss_fn, target = without_data((list(stages), sample, loss_fn, target))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = MeasuringRanks(group, device)
     homes = _check_placement(placement, len(stages), ranks.num_ranks)
-    instruments = instruments or instruments_of(device)
     clock = instruments.clock
     crossing: tuple[_Crossing, ...] = tuple(
         (None, tensor) for tensor in as_tensors(sample, "the sample")
@@ -198,10 +216,15 @@ def measure(
             _measure_stage, stage, crossing, device, effort,
             min_bytes=min_offload_bytes, modes=modes, recompute=recompute,
         )  # fmt: skip
-        result, crossing = ranks.run_on(home, run)
+        with instruments.running():
+            result, crossing = ranks.run_on(home, run)
         results.append(result)
-    transfers = _transfers(ranks, homes, results, clock, effort) if links else ()
-    notes = [*_notes_on(ranks, homes, results), *([] if loss_fn is not None else [_NO_LOSS])]
+    transfers = _transfers(ranks, homes, results, instruments, effort) if links else ()
+    notes = [
+        *([known.note] if known is not None else []),
+        *_notes_on(ranks, homes, results, is_traced=known is not None),
+        *([] if loss_fn is not None else [_NO_LOSS]),
+    ]
     pairs: list[LicensedPair] = []
     if overlap is not None:
         timed = partial(
@@ -219,7 +242,7 @@ def measure(
         largest[home] = max(both, key=lambda one: one.footprint.offload_bytes)
     bandwidths = [largest[home].bandwidths for home in sorted(largest)]
     measurements = Measurements(
-        source=f"{len(stages)} stages on {device_name(device)}",
+        source=f"{len(stages)} stages on {known.name if known else device_name(device)}",
         samples=tuple(
             Sample(stage=index, action=kind.value, time_ms=ms, rank=home)
             for index, (home, result) in enumerate(zip(homes, results, strict=True))
@@ -228,7 +251,7 @@ def measure(
         ),
         placement=homes,
         stages=tuple(_facts(result, state_copies, recompute=recompute) for result in results),
-        devices=device_facts(ranks, bandwidths, memory_bytes),
+        devices=device_facts(ranks, bandwidths, memory_bytes, known),
         transfers=transfers,
         notes=tuple(notes),
     )
@@ -240,6 +263,41 @@ def instruments_of(device: torch.device) -> Instruments:
     return Instruments(
         clock=clock_for(device), meter_for=partial(meter_for, device), copies=make_copies(device)
     )
+
+
+def select_instruments(name: str | None) -> tuple[torch.device, Instruments]:
+    """Return the device of this name and its instruments: cuda, cpu, or a GPU of the catalogue.
+
+    None is this rank's GPU, or the CPU. A GPU of the catalogue is traced.
+
+    Raises
+    ------
+    InputError
+        If there is no such device; the message names the nearest of the catalogue.
+    """
+    if name is None or name.partition(":")[0] in {"cuda", "cpu"}:
+        device = select_device(name)
+        return device, instruments_of(device)
+    try:
+        hardware = find_gpu(name)
+    except InputError as error:
+        raise InputError(f"--device {name}: {error}; or write cuda or cpu") from None
+    return TRACED, trace_instruments(hardware)
+
+
+def _check_traced(device: torch.device, overlap: Overlap | None) -> None:
+    """Refuse what only a real device can do."""
+    if device != TRACED:
+        raise InputError(
+            f'device {device}: instruments of a traced device need device "meta"; give that'
+        )
+    if overlap is not None:
+        raise InputError(
+            "overlap: a traced device cannot tell what pairs hide, because no operators run beside "
+            "each other; leave it out, or measure on a GPU"
+        )
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        raise InputError(f"{dist.get_world_size()} ranks: one process traces all stages; start one")
 
 
 def _sum(output: Any, _target: Any) -> Tensor:
@@ -296,7 +354,9 @@ def _measure_stage(
             stage, repeats=effort.repeats, warmups=effort.warmups, can_split=deferred > 0
         )
         bandwidths = None
-        if footprint.offload_sizes:
+        if footprint.offload_sizes and stage.instruments.known is not None:
+            bandwidths = stage.instruments.known.bandwidths
+        elif footprint.offload_sizes:
             passes = (ActionType.FORWARD, ActionType.FULL_BACKWARD)
             bandwidths = measure_bandwidths(
                 stage.instruments.copies,
@@ -321,7 +381,8 @@ def _measure_stage(
             )
         sent = stage.forward(stage.receive())
     result = StageResult(footprint, memory, durations, bandwidths, deferred, menu, stage.spread)
-    shards = [shard.detach().cpu() for shard in sent.outputs]
+    home = device if device.type == "meta" else "cpu"
+    shards = [shard.detach().to(home) for shard in sent.outputs]
     return result, tuple(zip(sent.layouts, shards, strict=True))
 
 
@@ -425,7 +486,7 @@ def _transfers(
     ranks: MeasuringRanks,
     homes: Sequence[int],
     results: Sequence[StageResult],
-    clock: Clock,
+    instruments: Instruments,
     effort: Effort,
 ) -> tuple[Transfer, ...]:
     boundary: dict[tuple[int, int], int] = {}
@@ -434,6 +495,9 @@ def _transfers(
             pair = (min(a, b), max(a, b))
             boundary[pair] = max(boundary.get(pair, 0), result.footprint.output_bytes)
     sizes_of = {pair: message_sizes(size) for pair, size in boundary.items()}
+    if instruments.known is not None:
+        return known_messages(sizes_of, instruments.known)
+    clock = instruments.clock
     if ranks.are_many:
         return ping_pong(sizes_of, clock, ranks.device, ranks.group, effort.repeats)
     return local_copies(sizes_of, clock, ranks.device, effort.repeats)
@@ -508,7 +572,11 @@ class Profile(NamedTuple):
 
 
 def _notes_on(
-    ranks: MeasuringRanks, homes: Sequence[int], results: Sequence[StageResult]
+    ranks: MeasuringRanks,
+    homes: Sequence[int],
+    results: Sequence[StageResult],
+    *,
+    is_traced: bool,
 ) -> Iterator[str]:
     """Yield assumptions, and differences between measuring and training."""
     for index, result in enumerate(results):
@@ -532,7 +600,7 @@ def _notes_on(
                 "autograd saves, as selective checkpointing does. They are counted, but an "
                 "OFFLOAD leaves them on the device."
             )
-    if not ranks.are_many and max(homes) > 0:
+    if not ranks.are_many and max(homes) > 0 and not is_traced:
         yield (
             "One process measured all stages on one device, one after another. Links are copies on "
             "it unless given. To measure messages between devices, start one rank per device."

@@ -42,16 +42,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Bandwidths",
     "Clock",
+    "DevicePair",
     "Durations",
     "ForwardResult",
     "Instruments",
+    "KnownDevice",
     "Mark",
     "MeasuringRanks",
+    "Rate",
     "StageUnderTest",
     "clock_for",
     "device_facts",
     "device_name",
     "drop_gradients",
+    "known_messages",
     "local_copies",
     "measure_bandwidths",
     "message_sizes",
@@ -76,6 +80,40 @@ class ForwardResult(NamedTuple):
     layouts: tuple[Layout | None, ...] = ()
 
 
+class Rate(NamedTuple):
+    """GB/s (1e9) to the host and back."""
+
+    d2h_gb_per_s: float
+    h2d_gb_per_s: float
+
+
+class Bandwidths(NamedTuple):
+    """Median bandwidths; ``under_compute`` has both directions busy, as DESIGN section 3 asks."""
+
+    alone: Rate
+    together: Rate
+    under_compute: Rate
+
+
+DevicePair = tuple[int, int]
+"""(lower, higher) device."""
+
+
+class KnownDevice(NamedTuple):
+    """Facts of a device that is not there, instead of measured ones.
+
+    ``message_ms`` returns the time of a message, from its devices and bytes. ``note`` is for the
+    report.
+    """
+
+    name: str
+    memory_bytes: int
+    reserved_bytes: int
+    bandwidths: Bandwidths
+    message_ms: Callable[[DevicePair, int], float]
+    note: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
     """The means to measure a device; measuring reads neither addresses nor values of tensors.
@@ -88,11 +126,17 @@ class Instruments:
         Returns a context that counts live bytes; it takes the tensors that exist before.
     copies
         Copies between the device and its host.
+    known
+        Facts that are not measured, of a device that is not there.
+    running
+        Returns a context around everything that is measured.
     """
 
     clock: Clock
     meter_for: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
     copies: Copies
+    known: KnownDevice | None = None
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,21 +417,6 @@ _CUDA_BYTES = 256 * 2**20
 """Bytes issued together on CUDA, to hide the host's time to issue copies."""
 
 
-class Rate(NamedTuple):
-    """GB/s (1e9) to the host and back."""
-
-    d2h_gb_per_s: float
-    h2d_gb_per_s: float
-
-
-class Bandwidths(NamedTuple):
-    """Median bandwidths; ``under_compute`` has both directions busy, as DESIGN section 3 asks."""
-
-    alone: Rate
-    together: Rate
-    under_compute: Rate
-
-
 def measure_bandwidths(
     copies: Copies,
     clock: Clock,
@@ -443,7 +472,10 @@ def measure_bandwidths(
 
 
 def device_facts(
-    ranks: MeasuringRanks, bandwidths: Sequence[Bandwidths | None], memory_bytes: int | None
+    ranks: MeasuringRanks,
+    bandwidths: Sequence[Bandwidths | None],
+    memory_bytes: int | None,
+    known: KnownDevice | None = None,
 ) -> tuple[DeviceFacts, ...]:
     """Return the facts of every device, each read on its own rank.
 
@@ -452,7 +484,10 @@ def device_facts(
 
     def own_facts() -> dict[str, Any]:
         facts: dict[str, Any] = {"host": socket.gethostname()} if ranks.are_many else {}
-        if ranks.device.type == "cuda":
+        if known is not None:
+            reserved = known.reserved_bytes
+            facts |= {"memory_bytes": known.memory_bytes, "reserved_bytes": reserved}
+        elif ranks.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(ranks.device)
             reserved = total - free - torch.cuda.memory_reserved(ranks.device)
             facts |= {"memory_bytes": total, "reserved_bytes": max(0, reserved)}
@@ -477,9 +512,6 @@ def device_name(device: torch.device) -> str:
 # --- Messages between devices: ping-pong between ranks, or copies on the only device.
 
 _WARMUPS = 2
-
-DevicePair = tuple[int, int]
-"""(lower, higher) device."""
 
 
 def message_sizes(boundary_bytes: int) -> tuple[int, ...]:
@@ -506,6 +538,17 @@ def local_copies(
         for (a, b), sizes in sorted(sizes_of.items())
         for size in sizes
         for ms in times[size]
+    )
+
+
+def known_messages(
+    sizes_of: Mapping[DevicePair, Sequence[int]], known: KnownDevice
+) -> tuple[Transfer, ...]:
+    """Return the times of messages between devices that are not there."""
+    return tuple(
+        Transfer(source=a, target=b, num_bytes=size, time_ms=known.message_ms((a, b), size))
+        for (a, b), sizes in sorted(sizes_of.items())
+        for size in sizes
     )
 
 

@@ -60,7 +60,7 @@ _SWITCHES = (
     *("precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
     *("overlap", "compiled"),
 )
-_KERNELS: dict[str, Kernels] = {"torchtitan": "torch"}
+_KERNELS: dict[str, Kernels] = {"torchtitan": "torch", "huggingface": "torch"}
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
 _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _OF_DEGREES = ("dispatcher", "sharding", "precision-aware optimizer")
@@ -101,9 +101,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         kinds=kinds if len(kinds) > 1 else (),
         global_batch=request.global_batch,
         training=Training(
-            **{name: getattr(request, name) for name in _SWITCHES},
-            **request.packed_settings,
-            kernels=request.kernels or _KERNELS.get(request.framework, "megatron"),
+            **({name: getattr(request, name) for name in _SWITCHES} | _settings(request)),
             optimizer=request.optimizer_settings,
             routing=request.routing,
             lora=request.lora_settings,
@@ -130,6 +128,10 @@ def read_question(request: TuneRequest) -> AskedTune:
             pipeline=PipelineCut(),
         )
         check_starts(one, question.framework, *_OF_DEGREES)
+        if question.shape.trace is not None:
+            names = question.fixed.keys() & set(Training.__dataclass_fields__)
+            wanted = {name: question.fixed[name] for name in names}
+            replace(question.training, dp=question.num_gpus, **wanted).check_divides(question.shape)
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
             f": no configuration of so many GPUs splits {question.shape.name} and a global batch "
@@ -158,6 +160,16 @@ def read_question(request: TuneRequest) -> AskedTune:
         raise FieldError(FieldRef(name), f": {error}").at(*places) from None
     question = calibrated(question, current, request.measured_step_s, request.measured_peak_gib)
     return AskedTune(question=question, current=current)
+
+
+def _settings(request: TuneRequest) -> dict[str, Any]:
+    """Return sequence, lengths and kernels; of a trace also the first degree that it has."""
+    kernels = request.kernels or _KERNELS.get(request.framework, "megatron")
+    found = {"kernels": kernels, **request.packed_settings}
+    if request.trace is None:
+        return found
+    tp = request.trace.degrees[0]
+    return found | {"tp": tp} | request.settings_of_trace(tp)
 
 
 def _fixed(request: TuneRequest) -> dict[str, int]:
@@ -300,9 +312,12 @@ def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configurat
             f"{question.global_batch}; correct one of them"
         )
     degrees = {name: getattr(run, name) for name in _DEGREES}
+    split = question.shape.split_settings(run.tp)
+    if "etp" in run.model_fields_set:
+        split.pop("etp", None)
     training = replace(
         question.training,
-        **degrees,
+        **(degrees | split),
         dp=dp,
         recompute=run.recompute,
     )

@@ -62,6 +62,7 @@ class TuneQuestion:
         interleaved 1F1B, with experts also in pairs (its combined 1F1B), modules by its names,
         distributed optimizer, or FSDP without a pipeline.
         ``torchtitan``: fused and split backwards in any order, blocks recomputed or not, FSDP2.
+        ``huggingface``: the same, with layers of transformers in `optpipe.runtime`.
         ``any``: what `optpipe.runtime` runs, pairs and slices of long sequences included.
     fixed
         Values of `FIXABLE` that are not searched.
@@ -228,7 +229,7 @@ def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
     shape, fixed = question.shape, question.fixed
     most_tp = min(_MOST_TP, *(one.gpus_per_node for one in question.all_kinds))
     for tp in _powers(most_tp, fixed.get("tp")):
-        if shape.num_kv_heads % tp and shape.latent is None:
+        if not shape.has_degree(tp):
             continue
         for cp in _powers(_MOST_CP, fixed.get("cp")):
             if question.num_gpus % (tp * cp) or (
@@ -280,7 +281,8 @@ def _passes(
         is_broken = any(broken_rules(question.framework, question.shape, training, paired))
         if not is_broken and "full" not in training.recompute:
             ways.append((True, 1))
-    if question.framework == "any" and question.training.sequence >= _LONG and pp > 1:
+    has_slices = question.framework == "any" and question.shape.trace is None
+    if has_slices and question.training.sequence >= _LONG and pp > 1:
         ways += [
             (False, n)
             for n in _SLICES
@@ -297,7 +299,7 @@ def has_pairs(question: TuneQuestion) -> bool:
     """Whether configurations in which forwards and backwards run in pairs are searched."""
     return (
         question.shape.experts is not None
-        and question.framework != "torchtitan"
+        and question.framework not in ("torchtitan", "huggingface")
         and not question.training.ep_overlap
     )
 
@@ -323,7 +325,14 @@ def left_out(question: TuneQuestion) -> tuple[str, ...]:
                 "pairs of a forward and a backward are not searched: torchtitan 0.3.0 runs the two "
                 "one after the other"
             )
-    if question.training.sequence >= _LONG and question.framework != "any":
+        elif question.framework == "huggingface":
+            found.append(
+                "pairs of a forward and a backward are not searched: stages of transformers have "
+                "all experts on each rank, so that there is no exchange to hide"
+            )
+    if question.training.sequence >= _LONG and question.shape.trace is not None:
+        found.append("slices of sequences are not searched: a trace has whole sequences")
+    elif question.training.sequence >= _LONG and question.framework != "any":
         found.append(
             f"slices of sequences are not searched: {question.framework} runs sequences whole, "
             "framework any does not"
@@ -349,13 +358,14 @@ def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[
 def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> Iterator[Training]:
     fixed = question.fixed
     ranks = degrees["tp"] * degrees["cp"] * degrees["dp"]
+    split = question.shape.split_settings(degrees["tp"])
     for ep, etp in _expert_degrees(question, ranks, degrees["tp"]):
         for zero in _zeros(question, pp, degrees["dp"] * degrees["cp"]):
             if zero != fixed.get("zero", zero):
                 continue
             try:
                 training = replace(
-                    question.training, **degrees, ep=ep, etp=etp, zero=zero,
+                    question.training, **(split | {**degrees, "ep": ep, "etp": etp}), zero=zero,
                     recompute=frozenset(),
                 )  # fmt: skip
                 training.check_divides(question.shape)
@@ -389,12 +399,15 @@ def _zeros(question: TuneQuestion, pp: int, replicas: int) -> tuple[int, ...]:
     """Return how optimizer, gradients and weights may be spread, by framework.
 
     Megatron-LM's distributed optimizer is 1, its FSDP goes without a pipeline; torchtitan's FSDP2
-    gathers weights once per step where there is a pipeline. ``replicas`` is dp x cp.
+    gathers weights once per step where there is a pipeline. With transformers it gathers them for
+    each pass, or weights are whole. ``replicas`` is dp x cp.
     """
     if replicas == 1 and question.framework != "megatron":
         return (0,)
     if question.framework == "torchtitan":
         return (3,) if pp == 1 else (2,)
+    if question.framework == "huggingface":
+        return (0, 3)
     return (1, 3) if pp == 1 else (1,)
 
 
@@ -407,7 +420,7 @@ def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
     shape, is_megatron = question.shape, question.framework == "megatron"
     captured = is_megatron and question.training.cuda_graphs
     sets: list[set[str]] = [set()]
-    if question.framework != "torchtitan":
+    if question.framework not in ("torchtitan", "huggingface"):
         if not question.training.flash:
             sets.append({"core_attn"})
         small = {"layernorm"}
@@ -422,7 +435,7 @@ def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
             sets.append({"moe", "layernorm"})
     if not (captured or (is_megatron and question.training.ep_overlap)):
         sets.append({"full"})
-    return tuple(map(frozenset, sets))
+    return tuple(frozenset(modules) for modules in sets if not modules & shape.without)
 
 
 def _powers(most: int, fixed: int | None) -> Iterator[int]:

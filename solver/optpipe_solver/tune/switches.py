@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from optpipe.errors import InputError
 from optpipe.planning import megatron_arguments, torchtitan_config
+from optpipe.planning.frameworks.rules import check_starts
 from optpipe.units import format_ms
 from optpipe_solver.tune.judge import recut
 from optpipe_solver.tune.space import has_pairs
@@ -141,6 +142,8 @@ def _is_refused(question: TuneQuestion, configuration: Configuration) -> bool:
             megatron_arguments(configuration)
         elif question.framework == "torchtitan":
             torchtitan_config(configuration, csv="schedule.csv")
+        else:
+            check_starts(configuration, question.framework)
     except InputError:
         return True
     return False

@@ -299,6 +299,8 @@ class TuneResult:
     def notes(self) -> tuple[str, ...]:
         """Options that were not searched, and assumptions of the best row."""
         found = left_out(self.question)
+        if self.question.shape.trace is not None:
+            found += (f"costs of layers are {self.question.shape.source}",)
         if self.current is not None:
             found += _beside(self.question, self.current.configuration.training)
         if self.question.training.lora is not None:
@@ -336,6 +338,7 @@ class TuneResult:
             "gap": self.gap,
             "gain": self.gain,
             "error": None if self.error is None else self.error._asdict(),
+            "costs_from": self.question.shape.costs_from,
             "counts": asdict(self.counts),
             "notes": list(self.notes),
             "scaling": [row.as_json() for row in self.scaling],

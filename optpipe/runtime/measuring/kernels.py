@@ -1,0 +1,668 @@
+"""Leaf kernels: fused GPU kernels that take the place of a model's own Python code in a trace.
+
+A leaf kernel is one operator, ``optpipe::leaf``: it reads tensors, writes tensors, and has FLOPs. It
+computes nothing, so it runs on "meta" only. `LEAF_FUNCTIONS` maps the name of a function in a
+model's Python module to its replacement, and `FUSED_MODULES` the end of a class name. Users may add
+entries: a replacement takes the function's arguments and returns what `run_leaf` returns.
+
+Sources of the tensors that kernels keep:
+
+* attention: FlashAttention-2 (arXiv 2307.08691): q, k, v, the output, and 4 bytes per query and
+  head. Values may be narrower than keys, as in FlashAttention-3 and cuDNN.
+* Mamba-2: ``MambaSplitConv1dScanCombinedFn`` and ``MambaChunkScanCombinedFn`` of state-spaces/mamba,
+  commit e9594ce. Mamba-1: ``SelectiveScanFn`` and ``MambaInnerFn`` (``checkpoint_lvl=1``) there.
+* gated delta rule: ``ChunkGatedDeltaRuleFunction`` and ``ChunkKDAFunction`` of
+  fla-org/flash-linear-attention, commit bc3b101, in chunks of 64 tokens.
+* causal convolution: ``CausalConv1dFn`` of Dao-AILab/causal-conv1d: input and weights.
+* fused norms, activations, rotary embeddings and loss: Liger Kernel (arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from optpipe.errors import InputError
+from optpipe.planning.costs import PassCost
+from optpipe.runtime.measuring.attention import map_attention
+from optpipe.runtime.measuring.operators import register_operator_cost
+from optpipe.runtime.torch_names import storage_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "ATTENTION",
+    "FUSED_FUNCTIONS",
+    "FUSED_MODULES",
+    "LEAF_FUNCTIONS",
+    "BalancedRouting",
+    "LeafWork",
+    "register_attention",
+    "run_leaf",
+    "with_leaf_kernels",
+]
+
+ATTENTION = "optpipe"
+"""Name under which transformers finds `attend` (``attn_implementation``)."""
+
+_library = torch.library.Library("optpipe", "FRAGMENT")
+_library.define(
+    "leaf(str name, Tensor[] read, Tensor[] written, float matmul_flops, float attention_flops, "
+    "float unmasked_flops) -> ()"
+)
+_library.impl("leaf", lambda *_: None, "CompositeExplicitAutograd")
+
+
+def _cost_of_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> PassCost:
+    del kwargs, result
+    _, read, written, matmul_flops, attention_flops, _ = args
+    num_bytes = float(_count_bytes(read) + _count_bytes(written))
+    if matmul_flops or attention_flops:
+        return PassCost(matmul_flops, 0.0, attention_flops, num_bytes)
+    return PassCost(moved_bytes=num_bytes)
+
+
+def _count_bytes(tensors: Sequence[Tensor]) -> int:
+    found = {}
+    for one in tensors:
+        place = storage_identity(one.untyped_storage()), one.storage_offset()
+        found[place] = min(one.numel() * one.element_size(), one.untyped_storage().nbytes())
+    return sum(found.values())
+
+
+register_operator_cost(torch.ops.optpipe.leaf, _cost_of_leaf)
+
+
+class LeafWork(NamedTuple):
+    """FLOPs of one pass of a leaf kernel: products with and without a mask, and attention's.
+
+    ``unmasked_flops`` are ``attention_flops`` as if nothing were masked.
+    """
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    unmasked_flops: float = 0.0
+
+    def times(self, factor: float) -> LeafWork:
+        """Return a multiple."""
+        return LeafWork(*(factor * one for one in self))
+
+
+def run_leaf(
+    name: str,
+    read: Sequence[Tensor | None],
+    written: Sequence[Tensor],
+    *,
+    saved: Sequence[Tensor | None] = (),
+    forward: LeafWork = LeafWork(),
+    backward: LeafWork = LeafWork(),
+) -> tuple[Tensor, ...]:
+    """Run a leaf kernel on "meta" and return what it writes.
+
+    Parameters
+    ----------
+    read
+        What F reads; those that need a gradient get one.
+    written
+        What F returns, made by ``torch.empty``.
+    saved
+        What F keeps for the backward: some of ``read`` and ``written``, and tensors of its own.
+    forward, backward
+        FLOPs. Both passes read and write each tensor once.
+    """
+    given = [one for one in read if one is not None]
+    if any(not one.is_meta for one in given):
+        raise InputError(f"leaf kernel {name} computes nothing: it runs on device meta only")
+    kept = [one for one in saved if one is not None]
+    found: tuple[Tensor, ...] = _Leaf.apply(  # type: ignore[no-untyped-call]
+        name, list(written), kept, forward, backward, *given
+    )
+    return found
+
+
+class _Leaf(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        written: list[Tensor],
+        saved: list[Tensor],
+        forward: LeafWork,
+        backward: LeafWork,
+        *read: Tensor,
+    ) -> tuple[Tensor, ...]:
+        own = [one for one in saved if all(one is not other for other in written)]
+        torch.ops.optpipe.leaf(name, list(read), [*written, *_of_kernel(own, read)], *forward)
+        ctx.save_for_backward(*saved)
+        ctx.name, ctx.work = name, backward
+        ctx.like = [(one.shape, one.dtype) for one in read]
+        return tuple(written)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[5:]
+        made = [
+            torch.empty(shape, dtype=dtype, device="meta") if is_needed else None
+            for is_needed, (shape, dtype) in zip(needed, ctx.like, strict=True)
+        ]
+        given = [one for one in gradients if one is not None]
+        written = [one for one in made if one is not None]
+        torch.ops.optpipe.leaf(ctx.name, [*ctx.saved_tensors, *given], written, *ctx.work)
+        return (None,) * 5 + tuple(made)
+
+
+def _of_kernel(saved: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
+    """Return the saved tensors that the kernel writes."""
+    known = {storage_identity(one.untyped_storage()) for one in read}
+    return [one for one in saved if storage_identity(one.untyped_storage()) not in known]
+
+
+def _empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
+
+
+# --- Attention, as transformers' interface of attention functions calls it.
+
+
+def register_attention() -> None:
+    """Let transformers find `attend` and its masks as `ATTENTION`."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _make_mask)
+
+
+class _Spans:
+    """Masks of the model's making -> how many keys a query sees, while nobody has changed them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Tensor, int | None]] = {}
+
+    def note(self, mask: Tensor, size: int | None) -> None:
+        self._found[id(mask)] = (mask, size)
+
+    def known(self, mask: Tensor) -> bool:
+        return id(mask) in self._found
+
+    def size(self, mask: Tensor) -> int | None:
+        return self._found[id(mask)][1]
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+_spans = _Spans()
+
+
+def _make_mask(
+    batch_size: int, q_length: int, kv_length: int, *_: Any, local_size: int | None = None, **__: Any
+) -> Tensor:
+    """Return a mask of all queries and keys that stands for a causal one, a window or chunks."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined] # noqa: SLF001
+        mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    _spans.note(mask, local_size)
+    return mask
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return what flash attention returns; shapes (b, heads, tokens, width) -> (b, tokens, heads, v).
+
+    A mask that the model has changed, and a bias of positions, are read and kept, and hide nothing
+    from the FLOPs. An indexer that picks keys (``indices``) leaves as many as it picks.
+    """
+    batch, heads, tokens, width = query.shape
+    keys, value_width = key.shape[-2], value.shape[-1]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    extra = [one for one in (s_aux, position_bias) if isinstance(one, Tensor)]
+    config = getattr(module, "config", None)
+    size = sliding_window
+    if (picked := _picked_keys(options)) is not None:
+        size = picked
+    elif attention_mask is not None:
+        if _spans.known(attention_mask):
+            size = size or _spans.size(attention_mask)
+        else:
+            causal = False
+            extra.append(attention_mask)
+    chunk = getattr(config, "attention_chunk_size", None)
+    is_chunk = size is not None and size == chunk and sliding_window is None
+    pairs = _visible_pairs(tokens, keys, causal=causal, size=size, is_chunk=is_chunk)
+    products = 2.0 * batch * heads
+    flops, unmasked = (
+        products * count * (width + value_width) for count in (pairs, float(tokens) * keys)
+    )
+    back = (3 * width + 2 * value_width) / (width + value_width)
+    output = _empty(batch, tokens, heads, value_width, like=query)
+    statistics = _empty(batch, heads, tokens, like=query, dtype=torch.float32)
+    (found,) = run_leaf(
+        "attention",
+        [query, key, value, *extra],
+        [output],
+        saved=[query, key, value, *extra, output, statistics],
+        forward=LeafWork(0.0, flops, unmasked),
+        backward=LeafWork(0.0, back * flops, 2 * unmasked),
+    )
+    return found, None
+
+
+def _picked_keys(options: dict[str, Any]) -> int | None:
+    """Return how many keys an indexer has picked for each query, None without one."""
+    picked = options.get("indices")
+    return picked.shape[-1] if isinstance(picked, Tensor) else None
+
+
+def _visible_pairs(
+    tokens: int, keys: int, *, causal: bool, size: int | None, is_chunk: bool
+) -> float:
+    """Return the pairs of query and key that a mask leaves, half of the diagonal included."""
+    span = float(keys if size is None else min(size, keys))
+    if not causal:
+        return tokens * span
+    if is_chunk:
+        return tokens * span / 2
+    return tokens * (span - span * span / (2 * keys))
+
+
+# --- Recurrent layers.
+
+_CHUNK = 64
+
+
+def _delta_rule(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = _CHUNK,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Replace the gated delta rule; shapes (b, tokens, heads, width), gates of heads or of widths.
+
+    FLOPs per token and head of widths k and v, in chunks of c: six products with the state (3 of 2
+    k v), three of c k, two of c v, and c^2 / 3 to invert a triangle. The backward does each product
+    twice, and those of the states again.
+    """
+    batch, tokens, heads, v = value.shape
+    k = query.shape[-1]
+    c = min(chunk_size, _CHUNK)
+    ahead = 6.0 * k * v + 2.0 * c * (3 * k + 2 * v) + c * c / 3
+    again = 4.0 * k * v + 2.0 * c * (k + v)
+    copies = batch * tokens * heads
+    norms = [_empty(*one.shape[:-1], like=one, dtype=torch.float32) for one in (query, key)]
+    normed = [_empty(*one.shape, like=one) for one in (query, key)]
+    sums = _empty(*g.shape, like=g, dtype=torch.float32)
+    inner = [_empty(batch, tokens, heads, c, like=key)]
+    if name == "kda":
+        inner = [*inner, inner[0].clone(), g]
+    output = _empty(batch, tokens, heads, v, like=value)
+    (found,) = run_leaf(
+        name,
+        [query, key, value, g, beta],
+        [output],
+        saved=[*normed, *norms, value, sums, beta, *inner],
+        forward=LeafWork(copies * ahead),
+        backward=LeafWork(copies * (2 * ahead + again)),
+    )
+    return found, None
+
+
+def _ssd_work(
+    tokens: int, heads: int, width: int, groups: int, state: int, chunk: int
+) -> tuple[float, float]:
+    """Return FLOPs of F and of the backward of Mamba-2's scan (arXiv 2405.21060, section 6).
+
+    Scores of B and C per group, half of the products with them, and two products with the states.
+    The backward does each twice, and makes scores and states again.
+    """
+    scores = 2.0 * tokens * chunk * state * groups
+    states = 2.0 * tokens * heads * width * state
+    ahead = scores + tokens * chunk * heads * width + 2 * states
+    return ahead, 2 * ahead + scores + states
+
+
+def _mamba2_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803 - the model's names
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Replace ``mamba_chunk_scan_combined``; (b, tokens, heads, width) -> the same shape."""
+    batch, tokens, heads, width = hidden_states.shape
+    groups, state = B.shape[-2:]
+    ahead, back = _ssd_work(batch * tokens, heads, width, groups, state, min(chunk_size, tokens))
+    chunks = -(-tokens // chunk_size)
+    sums = _empty(batch, heads, chunks, chunk_size, like=dt, dtype=torch.float32)
+    output = _empty(*hidden_states.shape, like=hidden_states)
+    read = [hidden_states, dt, A, B, C, D, z, dt_bias]
+    (found,) = run_leaf(
+        "mamba2 scan",
+        read,
+        [output],
+        saved=[output, *read, sums],
+        forward=LeafWork(ahead),
+        backward=LeafWork(back),
+    )
+    return found
+
+
+def _mamba2_layer(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
+    chunk_size: int,
+    rmsnorm_weight: Tensor | None = None,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    **_: Any,
+) -> Tensor:
+    """Replace ``mamba_split_conv1d_scan_combined``, which makes all but its input and scan again."""
+    batch, tokens, _ = zxbcdt.shape
+    heads = dt_bias.shape[0]
+    width = headdim or D.shape[-1]
+    inner = heads * width
+    state = (conv1d_weight.shape[0] - inner) // ngroups // 2
+    ahead, back = _ssd_work(batch * tokens, heads, width, ngroups, state, min(chunk_size, tokens))
+    scanned = _empty(batch, tokens, heads, width, like=zxbcdt)
+    statistics = None
+    if rmsnorm_weight is not None:
+        statistics = _empty(batch * tokens * ngroups, like=zxbcdt, dtype=torch.float32)
+    product = 0.0 if outproj_weight is None else 2.0 * batch * tokens * outproj_weight.numel()
+    columns = inner if outproj_weight is None else outproj_weight.shape[0]
+    weights = [conv1d_weight, conv1d_bias, A, D, dt_bias, rmsnorm_weight]
+    read = [zxbcdt, *weights, outproj_weight, outproj_bias]
+    (found,) = run_leaf(
+        "mamba2 layer",
+        read,
+        [_empty(batch, tokens, columns, like=zxbcdt)],
+        saved=[*read, scanned, statistics],
+        forward=LeafWork(ahead + product),
+        backward=LeafWork(back + 2 * product),
+    )
+    return found
+
+
+def _mamba_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """Replace ``selective_scan_fn``; (b, width, tokens) -> the same. It has no products: bytes only."""
+    batch, width, tokens = hidden_states.shape
+    states = _empty(
+        batch, width, -(-tokens // 2048), 2 * A.shape[-1], like=A, dtype=torch.float32
+    )
+    output = _empty(*hidden_states.shape, like=hidden_states)
+    read = [hidden_states, dt, A, B, C, D, z, delta_bias]
+    gated = [] if z is None else [_empty(*hidden_states.shape, like=hidden_states)]
+    (found,) = run_leaf("mamba scan", read, [output], saved=[*read, states, *gated])
+    return (found, states[:, :, -1, 1::2]) if return_last_state else found
+
+
+def _mamba_layer(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,  # noqa: N803
+    B: Tensor | None = None,  # noqa: N803
+    C: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    delta_bias: Tensor | None = None,
+    **norms: Any,
+) -> Tensor:
+    """Replace ``mamba_inner_fn``; (b, 2 width, tokens) -> (b, tokens, hidden)."""
+    batch, double, tokens = xz.shape
+    state = A.shape[-1]
+    projected = _empty(batch * tokens, x_proj_weight.shape[0], like=xz)
+    gates = [_empty(batch, 1, state, tokens, like=xz) for given in (B, C) if given is None]
+    states = _empty(
+        batch, double // 2, -(-tokens // 2048), 2 * state, like=A, dtype=torch.float32
+    )
+    scanned = _empty(batch, double // 2, tokens, like=xz)
+    weights = [conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight]
+    more = [one for one in norms.values() if isinstance(one, Tensor)]
+    read = [xz, *weights, out_proj_bias, A, B, C, D, delta_bias, *more]
+    entries = x_proj_weight.numel() + delta_proj_weight.numel() + out_proj_weight.numel()
+    product = 2.0 * batch * tokens * entries
+    (found,) = run_leaf(
+        "mamba layer",
+        read,
+        [_empty(batch, tokens, out_proj_weight.shape[0], like=xz)],
+        saved=[*read, projected, *gates, states, scanned],
+        forward=LeafWork(product),
+        backward=LeafWork(2 * product + 2.0 * batch * tokens * delta_proj_weight.numel()),
+    )
+    return found
+
+
+def _causal_convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Replace ``causal_conv1d_fn``; (b, width, tokens) -> the same, with the activation."""
+    output = torch.empty_like(hidden_states)
+    read = [hidden_states, weight, bias]
+    (found,) = run_leaf("causal convolution", read, [output], saved=read)
+    return found
+
+
+def _no_packing(*_: Any) -> None:
+    """Replace the search for packed sequences in positions: there are none."""
+
+
+LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _causal_convolution,
+    "torch_chunk_gated_delta_rule": partial(_delta_rule, "gated delta rule"),
+    "chunk_kimi_delta_attention": partial(_delta_rule, "kda"),
+    "mamba2_chunk_scan": _mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": _mamba2_layer,
+    "mamba_selective_scan": _mamba_scan,
+    "mamba_inner_fn": _mamba_layer,
+}
+"""Function of a model's Python module -> what replaces it in every trace."""
+
+
+# --- Kernels of ``kernels="fused"``.
+
+
+def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Any:
+    """Replace ``apply_rotary_pos_emb``: queries and keys are read and written once."""
+    return run_leaf(
+        "rotary embedding",
+        [query, key, cos, sin],
+        [torch.empty_like(query), torch.empty_like(key)],
+        saved=[cos, sin],
+    )
+
+
+def _norm(module: nn.Module, hidden_states: Tensor, *_: Any) -> Tensor:
+    """Replace the forward of a norm: it keeps its input and one or two numbers of each row."""
+    weights = [one for one in module.parameters(recurse=False)]
+    numbers = _empty(*hidden_states.shape[:-1], like=hidden_states, dtype=torch.float32)
+    (found,) = run_leaf(
+        "norm",
+        [hidden_states, *weights],
+        [torch.empty_like(hidden_states)],
+        saved=[hidden_states, *weights, numbers],
+    )
+    return found
+
+
+def _gated_mlp(module: Any, hidden_states: Tensor) -> Tensor:
+    """Replace the forward of a gated MLP: activation and product with the gate are one kernel."""
+    gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
+    (inner,) = run_leaf("gate", [gate, up], [torch.empty_like(up)], saved=[gate, up])
+    found: Tensor = module.down_proj(inner)
+    return found
+
+
+def fused_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy in one kernel, which keeps the gradient in the place of the logits."""
+    (found,) = run_leaf(
+        "cross-entropy",
+        [logits, labels],
+        [_empty(like=logits, dtype=torch.float32)],
+        saved=[logits],
+    )
+    return found
+
+
+FUSED_FUNCTIONS: dict[str, Callable[..., Any]] = {"apply_rotary_pos_emb": _rotate}
+"""As `LEAF_FUNCTIONS`, with fused kernels only."""
+
+FUSED_MODULES: dict[str, Callable[..., Any]] = {
+    "RMSNorm": _norm,
+    "LayerNorm": _norm,
+    "MLP": _gated_mlp,
+}
+"""End of a class name -> its forward with fused kernels."""
+
+_GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+
+def _fits(module: nn.Module, kind: str) -> bool:
+    if not type(module).__name__.endswith(kind):
+        return False
+    return kind != "MLP" or [name for name, _ in module.named_children()] == list(_GATED)
+
+
+# --- Balanced routing, and the context in which a model is traced.
+
+
+class BalancedRouting(TorchFunctionMode):
+    """Lets code that reads which expert got which token see balanced experts.
+
+    The number of copies is that of the last ``topk``. Sizes of experts read by ``tolist`` are equal,
+    the indices of a mask of one expert are as many as its copies, and every expert has some.
+
+    Parameters
+    ----------
+    num_experts
+        Routed experts of a layer, 0 without.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self._num_experts = num_experts
+        self._copies = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk):
+            found = func(*args, **kwargs)
+            self._copies = found.indices.numel()
+            return found
+        if not (self._copies and self._num_experts and args and isinstance(args[0], Tensor)):
+            return func(*args, **kwargs)
+        given = args[0]
+        if given.is_meta:
+            if func is Tensor.tolist and given.numel() == self._num_experts:
+                return self._sizes()
+            if func in (torch.nonzero, Tensor.nonzero) or (func is torch.where and len(args) == 1):
+                return self._indices(given, as_tuple=func is torch.where or bool(
+                    kwargs.get("as_tuple", len(args) > 1 and args[1])))
+            if func is Tensor.__bool__ and given.numel() == 1:
+                return False
+        return func(*args, **kwargs)
+
+    def _sizes(self) -> list[int]:
+        share, rest = divmod(self._copies, self._num_experts)
+        return [share + (index < rest) for index in range(self._num_experts)]
+
+    def _indices(self, mask: Tensor, *, as_tuple: bool) -> Any:
+        """Return where a mask is set: each expert, or the copies of one of them."""
+        if mask.dim() == 1 and mask.numel() == self._num_experts:
+            rows = self._num_experts
+        elif self._num_experts in mask.shape:
+            rows = self._copies
+        else:
+            rows = self._copies // self._num_experts
+        shape = (rows, mask.dim())
+        found = torch.empty(shape, dtype=torch.int64, device="meta")
+        return found.unbind(1) if as_tuple else found
+
+
+@contextmanager
+def with_leaf_kernels(model: nn.Module, kernels: str, num_experts: int) -> Iterator[None]:
+    """Let a model run with leaf kernels and balanced routing inside the context.
+
+    Parameters
+    ----------
+    kernels
+        ``torch`` or ``fused``.
+
+    Raises
+    ------
+    InputError
+        With other kernels.
+    """
+    if kernels not in ("torch", "fused"):
+        raise InputError(f"kernels = {kernels!r}: must be torch or fused; choose one of them")
+    functions = LEAF_FUNCTIONS | (FUSED_FUNCTIONS if kernels == "fused" else {})
+    import transformers.masking_utils  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        stack.callback(_spans.clear)
+        masks = transformers.masking_utils
+        stack.enter_context(patch.object(masks, "find_packed_sequence_indices", _no_packing))
+        for name in sorted({type(one).__module__ for one in model.modules()}):
+            home = sys.modules[name]
+            for function, leaf in functions.items():
+                if hasattr(home, function) and name.startswith("transformers."):
+                    stack.enter_context(patch.object(home, function, leaf))
+        if kernels == "fused":
+            for one in model.modules():
+                for kind, forward in FUSED_MODULES.items():
+                    if _fits(one, kind):
+                        stack.enter_context(patch.object(one, "forward", partial(forward, one)))
+        stack.enter_context(map_attention())
+        stack.enter_context(BalancedRouting(num_experts))
+        yield

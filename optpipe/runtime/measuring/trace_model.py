@@ -1,0 +1,882 @@
+"""Traces a decoder-only model of transformers from its config.json: work, bytes and parameters.
+
+::
+
+    model = trace_config(json.loads(text), sequence=4096)
+    python -m optpipe.runtime.measuring.trace_model < question.json > answer.json
+
+The model's own ``forward`` runs on tensors without data, once with one sequence and once with two.
+Each block that is the first of its kind (`LayerKinds`) is run as a stage of its own: F, I and W, as
+the runtime splits them (`optpipe.runtime.passes`). Blocks of a known kind return tensors of the
+right shapes and run nothing. What runs before the last block belongs to the embedding, what runs
+after it, and the loss, to the head.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import traceback
+from contextlib import ExitStack
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe.planning.costs import PassCost
+from optpipe.planning.trace import (
+    LinearBytes,
+    LinearWork,
+    TracedKernels,
+    TracedLayer,
+    TracedLora,
+    TracedModel,
+    TracedParameters,
+    TracedRank,
+    TracedWork,
+)
+from optpipe.runtime.measuring.architectures import (
+    LayerKinds,
+    build_model,
+    count_active,
+    count_experts,
+    find_blocks,
+    read_config,
+)
+from optpipe.runtime.measuring.kernels import fused_loss, with_leaf_kernels
+from optpipe.runtime.measuring.memory import meter_for
+from optpipe.runtime.measuring.operators import Operator, OperatorLog
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES, weak_storage
+from optpipe.runtime.passes import WeightGradients, split_linears
+from optpipe.runtime.torch_names import storage_identity, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from optpipe.planning.shape import Lora
+
+__all__ = ["main", "trace_config"]
+
+_META = torch.device("meta")
+
+
+def trace_config(
+    config: dict[str, Any],
+    *,
+    sequence: int,
+    tps: Sequence[int] = (1,),
+    kernels: TracedKernels = "torch",
+    lora: Lora | None = None,
+) -> TracedModel:
+    """Return what each kind of layer of a model costs, counted from the model's own code.
+
+    Parameters
+    ----------
+    config
+        A ``config.json`` as a dictionary.
+    sequence
+        Tokens of a sequence.
+    tps
+        Degrees of tensor parallelism.
+    kernels
+        ``torch`` or ``fused`` (`optpipe.runtime.measuring.kernels`).
+    lora
+        Adapters, which leave all weights of the model frozen.
+
+    Raises
+    ------
+    InputError
+        If the model is not known, cannot be built, or cannot run on tensors without data. The
+        message names the module and the line.
+    """
+    if sequence < 1:
+        raise InputError(f"sequence = {sequence}: must be at least 1; raise it")
+    if set(tps) != {1}:
+        raise InputError(
+            f"tps = {list(tps)}: models of transformers are traced on one device; choose 1"
+        )
+    text = read_config(config)
+    model = build_model(text)
+    _check_positions(model, text, sequence)
+    count = _Count(model, text)
+    if lora is not None:
+        add_adapters(model, lora)
+    first, second = (_Trace(model, count, kernels, (b, sequence)) for b in (1, 2))
+    if first.calls != second.calls:
+        raise InputError(
+            f"{type(model).__name__} calls other layers with two sequences than with one, so its "
+            "costs are not linear; describe it by its layers (optpipe/model/v1)"
+        )
+    embedding, *kinds, head = (
+        _join(one, two) for one, two in zip(first.parts, second.parts, strict=True)
+    )
+    has_experts = any(one.is_moe for one in kinds)
+    products, scores = first.model_flops
+    return TracedModel(
+        model_type=text.model_type,
+        sequence=sequence,
+        hidden=first.hidden,
+        vocab=first.vocab,
+        layers=tuple(first.calls),
+        ranks=(
+            TracedRank(
+                embedding=embedding,
+                kinds=tuple(kinds),
+                head=head,
+                tied_parameters=first.tied_parameters,
+            ),
+        ),
+        num_experts=count.num_experts if has_experts else 0,
+        active_experts=count.active_experts if has_experts else 0,
+        parameters=count.parameters,
+        active_parameters=count.active_parameters,
+        sequence_flops=(3.0 if lora is None else 2.0) * products + 3.0 * scores,
+        kernels=kernels,
+        lora=lora and TracedLora(rank=lora.rank, targets=tuple(sorted(lora.targets))),
+        transformers=metadata.version("transformers"),
+        torch=torch.__version__,
+        left_out=_left_out(config, text),
+    )
+
+
+def _left_out(data: dict[str, Any], text: Any) -> tuple[str, ...]:
+    found = []
+    if "text_config" in data or "vision_config" in data:
+        found.append("what reads images or sound")
+    if any(getattr(text, name, 0) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+        found.append("the multi-token prediction module")
+    return tuple(found)
+
+
+def _check_positions(model: nn.Module, config: Any, sequence: int) -> None:
+    """Refuse a sequence that is longer than the table of learned positions."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or sequence <= most:
+        return
+    for name, one in model.named_modules():
+        if isinstance(one, nn.Embedding) and most <= one.num_embeddings <= most + _OFFSET:
+            raise InputError(
+                f"sequence = {sequence}: {name} has {most} learned positions; make it at most that"
+            )
+
+
+_OFFSET = 8
+"""Rows that tables of positions may have before the first position."""
+
+
+# --- Parameters.
+
+
+class _Count:
+    """Parameters of a whole model, and which are experts', before adapters are added.
+
+    Attributes
+    ----------
+    experts
+        Identities of the parameters of routed experts.
+    routers
+        Shapes of matrices that score experts.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.num_experts = count_experts(config)
+        self.active_experts = count_active(config)
+        self.experts: set[int] = set()
+        self.routers: set[tuple[int, ...]] = set()
+        self.expert_parts = [one for one in model.modules() if self._holds_experts(one)]
+        for one in self.expert_parts:
+            self.experts |= {id(parameter) for parameter in one.parameters()}
+        own = list(model.parameters())
+        self.parameters = sum(one.numel() for one in own)
+        routed = sum(one.numel() for one in own if id(one) in self.experts)
+        share = self.active_experts / max(1, self.num_experts)
+        self.active_parameters = round(self.parameters - routed * (1 - share))
+        if self.experts:
+            self.routers = {
+                tuple(one.shape)
+                for one in own
+                if one.dim() == 2 and one.shape[0] == self.num_experts
+            }
+
+    def _holds_experts(self, module: nn.Module) -> bool:
+        """Whether a module is a list of routed experts, or holds their stacked matrices."""
+        if self.num_experts < 2:
+            return False
+        if isinstance(module, nn.ModuleList):
+            kinds = {type(one) for one in module}
+            has_parts = any(list(one.children()) for one in module)
+            return len(module) == self.num_experts and len(kinds) == 1 and has_parts
+        stacked = [one for one in module.parameters(recurse=False) if one.dim() == _STACKED]
+        return any(one.shape[0] == self.num_experts for one in stacked)
+
+
+_STACKED = 3
+"""Dimensions of the stacked matrices of experts."""
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Freeze a model and add an adapter to each target among its linear layers, in place.
+
+    Raises
+    ------
+    InputError
+        If no linear layer is a target.
+    """
+    model.requires_grad_(requires_grad=False)
+    names = {name for target in lora.targets for name in _TARGETS.get(target, ())}
+    found = [
+        (parent, name, child)
+        for block in find_blocks(model)
+        for parent in block.modules()
+        for name, child in parent.named_children()
+        if name in names and isinstance(child, nn.Linear)
+    ]
+    if not found:
+        raise InputError(
+            f"lora_targets = {', '.join(sorted(lora.targets))}: no linear layer of "
+            f"{type(model).__name__} is called one of {', '.join(sorted(names))}; choose others"
+        )
+    for parent, name, child in found:
+        setattr(parent, name, _Adapted(child, lora.rank))
+
+
+_ADAPTER_MATRICES = ("lora_a.weight", "lora_b.weight")
+
+_TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"),
+    "linear_proj": ("o_proj", "out_proj"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc"),
+    "linear_fc2": ("down_proj", "w2", "fc2"),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Target of `optpipe.planning.shape.Lora` -> names of linear layers in transformers."""
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer and its adapter of two matrices."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        options: Any = {"bias": False, "device": "meta", "dtype": base.weight.dtype}
+        self.lora_a = nn.Linear(base.in_features, rank, **options)
+        self.lora_b = nn.Linear(rank, base.out_features, **options)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Add the scaled adapter's output to the layer's."""
+        output: Tensor = self.base(given) + self.lora_b(self.lora_a(given)) * 1.0
+        return output
+
+
+# --- Work.
+
+
+class _Log(OperatorLog):
+    """Operators; products that a narrow precision makes narrow are ``narrow_flops``.
+
+    Attributes
+    ----------
+    products, scores
+        FLOPs of all products but those of adapters and attention's, and of attention as if nothing
+        were masked.
+    """
+
+    def __init__(self, narrow: Iterable[Tensor], adapters: Iterable[Tensor]) -> None:
+        super().__init__()
+        matrices = list(narrow)
+        self._narrow = {_home(one) for one in matrices}
+        self._shapes = {tuple(one.shape) for one in matrices}
+        self._shapes |= {tuple(one.mT.shape) for one in matrices}
+        self._adapters = {_home(one) for one in adapters}
+        self.products = self.scores = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.work)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.work) == before:
+            return result
+        cost = self.work[-1].cost
+        if func is torch.ops.optpipe.leaf.default:
+            self.scores += args[-1]
+        elif cost.attention_flops:
+            # Torch's kernels do half where they are causal.
+            self.scores += cost.attention_flops * (2 if any(one is True for one in args) else 1)
+        elif cost.matmul_flops:
+            self._narrow_product(cost, _tensors(args), result)
+            return result
+        self.products += cost.matmul_flops
+        return result
+
+    def _narrow_product(self, cost: PassCost, factors: list[Tensor], result: Any) -> None:
+        homes = [_home(one) for one in factors]
+        if not self._adapters.isdisjoint(homes):
+            return
+        self.products += cost.matmul_flops
+        if self._narrow.isdisjoint(homes) and tuple(result.shape) not in self._shapes:
+            return
+        others = [
+            one.numel()
+            for one, home in zip(factors, homes, strict=True)
+            if home not in self._narrow and one.dim() > 1
+        ]
+        narrow = cost._replace(
+            matmul_flops=0.0,
+            narrow_flops=cost.matmul_flops,
+            cast_elements=float(others[0]) if len(others) == 1 else 0.0,
+        )
+        self.work[-1] = self.work[-1]._replace(cost=narrow)
+
+
+def _home(tensor: Tensor) -> int:
+    return storage_identity(tensor.untyped_storage())
+
+
+def _total(operators: Iterable[Operator]) -> PassCost:
+    total = PassCost()
+    for one in operators:
+        total = total.plus(one.cost)
+    return total
+
+
+def _launches(operators: Iterable[Operator]) -> int:
+    return sum(one.launches for one in operators)
+
+
+class _Backward(NamedTuple):
+    """Operators of I and W, the bytes that W needs after I, and what I needs while it runs."""
+
+    input: list[Operator]
+    weight: list[Operator]
+    context_bytes: int
+    workspace_bytes: int
+
+
+def _work(ahead: list[Operator], back: _Backward) -> dict[str, PassCost]:
+    return {
+        "forward": _total(ahead),
+        "backward_input": _total(back.input),
+        "backward_weight": _total(back.weight),
+    }
+
+
+class _Measured(NamedTuple):
+    """A part of a model with one micro-batch; fields are those of `TracedLayer`."""
+
+    name: str
+    is_moe: bool
+    parameters: TracedParameters
+    work: dict[str, PassCost]
+    sizes: dict[str, int]
+    forward_launches: int
+    backward_launches: int
+
+
+def _join(one: _Measured, two: _Measured) -> TracedLayer:
+    """Return the costs as lines through those with one and with two sequences."""
+    work = {}
+    for name, cost in one.work.items():
+        fields = {
+            field: (getattr(cost, field), getattr(two.work[name], field))
+            for field in TracedWork.model_fields
+        }
+        each = {field: max(0.0, b - a) for field, (a, b) in fields.items()}
+        work[name] = LinearWork(
+            fixed=TracedWork(**{field: a - each[field] for field, (a, _) in fields.items()}),
+            each=TracedWork(**each),
+        )
+    sizes = {}
+    for name, a in one.sizes.items():
+        each_bytes = max(0, two.sizes[name] - a)
+        sizes[name] = LinearBytes(fixed_bytes=a - each_bytes, each_bytes=each_bytes)
+    return TracedLayer(
+        name=one.name,
+        is_moe=one.is_moe,
+        parameters=one.parameters,
+        forward_launches=float(one.forward_launches),
+        backward_launches=float(one.backward_launches),
+        **work,
+        **sizes,
+    )
+
+
+class _Gradients(WeightGradients):
+    """Notes which deferred gradients are those of experts."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+        self.in_experts = False
+        self.experts: list[Operator] = []
+        """Operators of W that belong to experts."""
+
+    def put_aside(
+        self, make: Callable[[], None], tensors: Sequence[Tensor], *others: Any
+    ) -> None:
+        """Defer a gradient; see `WeightGradients`."""
+        if self.in_experts:
+            make = partial(self._run_noted, make)
+        super().put_aside(make, tensors, *others)
+
+    def _run_noted(self, make: Callable[[], None]) -> None:
+        mark = self._log.mark()
+        make()
+        self.experts += self._log.since(mark)
+
+
+class _Saved:
+    """Storages that autograd saves, each once, without parameters and what is ``outside``."""
+
+    def __init__(self, outside: Iterable[Tensor]) -> None:
+        self._outside = {weak_storage(one) for one in outside}
+        # Weak references, so that a backward can free what it has read.
+        self._sizes: dict[Any, int] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note a tensor; a hook of `torch.autograd.graph.saved_tensors_hooks`."""
+        self.add(tensor)
+        return tensor
+
+    def add(self, tensor: Tensor) -> None:
+        """Note a tensor."""
+        storage = weak_storage(tensor)
+        if storage not in self._outside:
+            self._sizes[storage] = tensor.untyped_storage().nbytes()
+
+    def merge(self, *others: _Saved) -> None:
+        """Note what others have noted."""
+        for one in others:
+            self._sizes |= one._sizes
+
+    def count(self, least: int = 0) -> int:
+        """Return the bytes of storages that have at least so many."""
+        return sum(size for size in self._sizes.values() if size >= least)
+
+
+class _Experts:
+    """Notes the operators of a block that belong to its experts, from the router on.
+
+    Hooks on inputs and outputs of the module around the experts mark where its part of F, and of
+    the backward, begins and ends. A block that holds experts without such a module counts those of
+    the experts alone.
+    """
+
+    def __init__(
+        self, block: nn.Module, count: _Count, log: _Log, gradients: _Gradients, stack: ExitStack
+    ) -> None:
+        self._log = log
+        self._gradients = gradients
+        self._start = 0
+        self._waiting = 0
+        self.forward: list[Operator] = []
+        self.backward: list[Operator] = []
+        parts = [one for one in count.expert_parts if one in set(block.modules())]
+        parents = {child: one for one in block.modules() for child in one.children()}
+        homes = {parents[part] if parents[part] is not block else part for part in parts}
+        for home in homes:
+            for handle in (
+                home.register_forward_pre_hook(self._enter, with_kwargs=True),
+                home.register_forward_hook(self._leave),
+            ):
+                stack.callback(handle.remove)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module
+        self._start = self._log.mark()
+        for one in _trained((args, kwargs)):
+            self._waiting += 1
+            one.register_hook(self._leave_backward)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        self.forward += self._log.since(self._start)
+        for one in _trained(output):
+            one.register_hook(self._enter_backward)
+
+    def _enter_backward(self, gradient: Tensor) -> None:
+        del gradient
+        if not self._gradients.in_experts:
+            self._gradients.in_experts = True
+            self._start = self._log.mark()
+
+    def _leave_backward(self, gradient: Tensor) -> None:
+        del gradient
+        self._waiting -= 1
+        if not self._waiting:
+            self.end()
+
+    def end(self) -> None:
+        """End the part of the backward, at the latest with the block's."""
+        if self._gradients.in_experts:
+            self._gradients.in_experts = False
+            self.backward += self._log.since(self._start)
+
+
+class _Trace:
+    """Two forwards of a model: one runs F, I and W of each kind of block, one what is around them.
+
+    Attributes
+    ----------
+    calls
+        The kind of each call of a block, in order.
+    parts
+        Embedding, kinds, head.
+    hidden, vocab
+        Columns of what the first block takes, and of the logits.
+    model_flops
+        FLOPs of F of the micro-batch: of products, and of attention as if nothing were masked.
+    tied_parameters
+        Parameters of the head that the embedding has too.
+    """
+
+    def __init__(
+        self, model: Any, count: _Count, kernels: str, shape: tuple[int, int]
+    ) -> None:
+        self._model = model
+        self._count = count
+        self._kernels = kernels
+        self._blocks = find_blocks(model)
+        self._kinds = LayerKinds(self._blocks)
+        in_blocks = [one for block in self._blocks for one in block.parameters()]
+        adapters = [
+            one for name, one in model.named_parameters() if name.endswith(_ADAPTER_MATRICES)
+        ]
+        wide = {id(one) for one in adapters}
+        self._log = _Log(
+            (
+                one
+                for one in in_blocks
+                if one.dim() > 1 and id(one) not in wide and tuple(one.shape) not in count.routers
+            ),
+            adapters,
+        )
+        self._gradients = _Gradients(self._log)
+        split_linears(model, self._gradients)
+        self._counted: set[int] = set()
+        self._known: dict[Any, tuple[int, Any]] = {}
+        self._layers: list[_Measured] = []
+        self._flops: list[tuple[float, float]] = []
+        self._shared = _Saved(model.parameters())
+        self._tokens = torch.empty(shape, dtype=torch.int64, device=_META)
+        self._ran: set[nn.Module] = set()
+        self._segments: list[tuple[int, int, _Saved]] = []
+        self._saved = _Saved(model.parameters())
+        self._start = 0
+        self._entries: list[Tensor] = []
+        self._homes: dict[int, set[int]] = {}
+        self.calls: list[int] = []
+        with ExitStack() as stack:
+            stack.enter_context(self._log)
+            stack.enter_context(with_leaf_kernels(model, kernels, count.num_experts))
+            for block in dict.fromkeys(self._blocks):
+                call = partial(self._call, block, block.forward)
+                stack.enter_context(patch.object(block, "forward", call))
+            try:
+                self._forward()
+                self.parts = [*self._around_blocks()]
+                self._flops = [self._flops[index] for index in self.calls] + self._flops[-1:]
+            except OptPipeError:
+                raise
+            except Exception as error:
+                raise _refuse(model, error) from error
+
+    def _forward(self) -> Tensor:
+        """Run the model and its loss, and return the loss."""
+        self.calls, self._segments, self._entries = [], [], []
+        self.hidden = 0
+        self._ran.clear()
+        self._begin_segment()
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self._saved.pack(tensor), lambda tensor: tensor
+        )
+        with hooks:
+            logits = _logits_of(self._model(input_ids=self._tokens, use_cache=False))
+            self.vocab = logits.shape[-1]
+            loss = _loss(logits, self._tokens, self._kernels)
+        self._end_segment()
+        return loss
+
+    def _begin_segment(self) -> None:
+        self._saved = _Saved(self._model.parameters())
+        self._start = self._log.mark()
+
+    def _end_segment(self) -> None:
+        self._segments.append((self._start, self._log.mark(), self._saved))
+
+    def _call(
+        self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a block, or return tensors of the shapes that one of its kind returned."""
+        self._end_segment()
+        taken = _trained((args, kwargs))
+        self._entries += [one for one in taken if one.grad_fn is not None]
+        self.hidden = self.hidden or (taken[0].shape[-1] if taken else 0)
+        key = self._kinds.of(block, (args, kwargs), again=block in self._ran)
+        self._ran.add(block)
+        if key not in self._known:
+            measured, output = self._measure(block, forward, args, kwargs)
+            self._known[key] = len(self._layers), output
+            self._layers.append(measured)
+        index, output = self._known[key]
+        self.calls.append(index)
+        self._begin_segment()
+        return tree_map(_fresh, output)
+
+    def _measure(
+        self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[_Measured, Any]:
+        """Return the costs of a block, and what it returned, without a graph."""
+        inputs: dict[int, Tensor] = {}
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            return inputs.setdefault(id(value), value.detach().requires_grad_())
+
+        own_args, own_kwargs = tree_map(cut, (args, kwargs))
+        given = _tensors((own_args, own_kwargs))
+        shared = [one for one in given if not one.requires_grad]
+        for one in shared:
+            self._shared.add(one)
+        resident = [*self._model.parameters(), *self._model.buffers()]
+        saved = _Saved([*resident, *shared])
+        log, gradients = self._log, self._gradients
+        with ExitStack() as stack:
+            experts = _Experts(block, self._count, log, gradients, stack)
+            meter = stack.enter_context(meter_for(_META, [*resident, *given]))
+            mark = log.mark()
+            hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
+            before = log.products, log.scores
+            with hooks:
+                output, peak = meter.watch(partial(forward, *own_args, **own_kwargs))
+            ahead = log.since(mark)
+            self._flops.append((log.products - before[0], log.scores - before[1]))
+            workspace = peak - meter.live_bytes()
+            back = self._backward(_trained(output), meter)
+            experts.end()
+        checkpoint = _Saved(())
+        for one in inputs.values():
+            checkpoint.add(one)
+        measured = _Measured(
+            name=type(block).__name__,
+            is_moe=any(id(one) in self._count.experts for one in block.parameters()),
+            parameters=self._parameters(
+                one for one in block.parameters() if id(one) not in self._counted
+            ),
+            work=_work(ahead, back)
+            | {
+                "experts_forward": _total(experts.forward),
+                "experts_backward_input": _total(experts.backward),
+                "experts_backward_weight": _total(gradients.experts),
+            },
+            sizes={
+                "saved_bytes": saved.count(),
+                "offload_bytes": saved.count(DEFAULT_MIN_BYTES),
+                "checkpoint_bytes": checkpoint.count(),
+                "forward_workspace_bytes": workspace,
+                "weight_context_bytes": back.context_bytes,
+                "backward_workspace_bytes": back.workspace_bytes,
+            },
+            forward_launches=_launches(ahead),
+            backward_launches=_launches(back.input) + _launches(back.weight),
+        )
+        gradients.experts = []
+        self._counted |= {id(one) for one in block.parameters()}
+        return measured, tree_map(_detached, output)
+
+    def _backward(self, roots: Sequence[Tensor], meter: Any) -> _Backward:
+        """Run I and W from these outputs."""
+        if not roots:
+            return _Backward([], [], 0, 0)
+        given = [torch.empty_like(one) for one in roots]
+        held = meter.live_bytes()
+        mark = self._log.mark()
+        with self._gradients.collect():
+            _, peak = meter.watch(partial(self._gradients.run_backward, roots, given))
+            context = self._gradients.pending_bytes()
+            make = self._gradients.take()
+        ahead = self._log.since(mark)
+        mark = self._log.mark()
+        make()
+        for one in self._model.parameters():
+            one.grad = None
+        return _Backward(ahead, self._log.since(mark), context, max(0, peak - held))
+
+    def _around_blocks(self) -> Iterator[_Measured]:
+        """Yield the embedding, the layers, and the head with the loss."""
+        in_blocks = {id(one) for block in self._blocks for one in block.parameters()}
+        outside = [one for one in self._model.parameters() if id(one) not in in_blocks]
+        known = {id(one) for one in outside}
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if any(id(one) in known for one in module.parameters(recurse=False)):
+                    handle = module.register_forward_pre_hook(self._note_home)
+                    stack.callback(handle.remove)
+            resident = [*self._model.parameters(), *self._model.buffers(), self._tokens]
+            meter = stack.enter_context(meter_for(_META, resident))
+            flops = self._log.products, self._log.scores
+            loss, peak = meter.watch(self._forward)
+            self._flops.append((self._log.products - flops[0], self._log.scores - flops[1]))
+            workspace = peak - meter.live_bytes()
+            last = len(self.calls)
+            head = self._backward([loss], meter)
+            first = self._backward(self._entries, meter)
+        *before, (start, end, after) = self._segments
+        homes = {id(one): self._homes.get(id(one), {0}) for one in outside}
+        saved = _Saved(())
+        saved.merge(*(one for _, _, one in before), self._shared)
+        saved.add(self._tokens)
+        ids = self._tokens.nbytes
+        looked_up = [one for a, b, _ in before for one in self._log.work[a:b]]
+        self.tied_parameters = sum(
+            one.numel() for one in outside if min(homes[id(one)]) < last == max(homes[id(one)])
+        )
+        yield _Measured(
+            name="embedding",
+            is_moe=False,
+            parameters=self._parameters(one for one in outside if min(homes[id(one)]) < last),
+            work=_work(looked_up, first),
+            sizes={
+                "saved_bytes": saved.count(),
+                "checkpoint_bytes": ids,
+                "weight_context_bytes": first.context_bytes,
+                "backward_workspace_bytes": first.workspace_bytes,
+            },
+            forward_launches=_launches(looked_up),
+            backward_launches=_launches(first.input) + _launches(first.weight),
+        )
+        yield from self._layers
+        ahead = self._log.work[start:end]
+        yield _Measured(
+            name="head",
+            is_moe=False,
+            parameters=self._parameters(one for one in outside if max(homes[id(one)]) == last),
+            work=_work(ahead, head),
+            sizes={
+                "saved_bytes": after.count(),
+                "weight_context_bytes": head.context_bytes,
+                "forward_workspace_bytes": workspace,
+                "backward_workspace_bytes": head.workspace_bytes,
+            },
+            forward_launches=_launches(ahead),
+            backward_launches=_launches(head.input) + _launches(head.weight),
+        )
+
+    def _note_home(self, module: nn.Module, args: Any) -> None:
+        del args
+        for one in module.parameters(recurse=False):
+            self._homes.setdefault(id(one), set()).add(len(self.calls))
+
+    def _parameters(self, parameters: Iterable[nn.Parameter]) -> TracedParameters:
+        """Return the numbers of parameters."""
+        sizes = dict.fromkeys(TracedParameters.model_fields, 0)
+        for one in parameters:
+            kind = "experts" if id(one) in self._count.experts else "common"
+            sizes[kind if one.requires_grad else f"frozen_{kind}"] += one.numel()
+        return TracedParameters(**sizes)
+
+    @property
+    def model_flops(self) -> tuple[float, float]:
+        """See the class."""
+        return sum(a for a, _ in self._flops), sum(b for _, b in self._flops)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def _trained(values: Any) -> list[Tensor]:
+    """Return the distinct tensors that need a gradient."""
+    found = {id(one): one for one in _tensors(values) if one.requires_grad}
+    return list(found.values())
+
+
+def _detached(value: Any) -> Any:
+    """Return a tensor without its graph that still says whether it needs a gradient."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _fresh(value: Any) -> Any:
+    """Return a tensor of the same shape with memory of its own."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_like(value).requires_grad_(value.requires_grad)
+
+
+def _logits_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits
+
+
+def _loss(logits: Tensor, labels: Tensor, kernels: str) -> Tensor:
+    """Return the mean cross-entropy of the next tokens, as transformers computes it."""
+    if kernels == "fused":
+        return fused_loss(logits, labels)
+    from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415
+
+    loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
+    return loss
+
+
+def _refuse(model: nn.Module, error: Exception) -> InputError:
+    """Return the error for a model whose code does not run on tensors without data."""
+    names = {id(one): name for name, one in model.named_modules()}
+    place, line = type(model).__name__, ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            place = f"{names[id(owner)] or 'the model'} ({type(owner).__name__})"
+        if "transformers" in (frame.f_globals.get("__name__") or ""):
+            code = frame.f_code
+            line = f", in {code.co_name}, {code.co_filename.rpartition('/')[-1]}:{number}"
+    reason = " ".join(str(error).split())[:300]
+    return InputError(
+        f"{place} cannot be traced{line}: {type(error).__name__}: {reason}; register a leaf kernel "
+        "for that function (optpipe.runtime.measuring.kernels.LEAF_FUNCTIONS), or use a formula "
+        "(--from formula)"
+    )
+
+
+def main() -> int:
+    """Answer the question on standard input, and return the exit status: 0, or 2 if refused.
+
+    The question is a JSON object with ``config`` and ``sequence``, and maybe ``tps``, ``kernels``,
+    ``lora`` (``rank``, ``targets``), ``memory_bytes`` and ``seconds`` (of CPU time). The answer is a
+    traced model. A refusal is one line on standard error.
+    """
+    from optpipe.planning.shape import Lora  # noqa: PLC0415
+
+    question = json.load(sys.stdin)
+    for kind, name in ((resource.RLIMIT_AS, "memory_bytes"), (resource.RLIMIT_CPU, "seconds")):
+        if (limit := question.get(name)) is not None:
+            resource.setrlimit(kind, (limit, limit))
+    lora = question.get("lora")
+    try:
+        model = trace_config(
+            question["config"],
+            sequence=question["sequence"],
+            tps=question.get("tps", [1]),
+            kernels=question.get("kernels", "torch"),
+            lora=lora and Lora(rank=lora["rank"], targets=frozenset(lora["targets"])),
+        )
+    except OptPipeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(model.model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""A device that is not there: stages run on tensors without data, and times come from a catalogue.
+
+Tensors are on "meta". The clock adds up the times of operators (`operator_ms`), the meter counts
+live storages, and rates of copies and links come from the accelerator's numbers. All else is the
+code that measures a real device.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from optpipe.errors import InputError
+from optpipe.planning.machine import PEER_LATENCY_MS
+from optpipe.planning.step import reserved_bytes
+from optpipe.runtime.measuring.attention import map_attention
+from optpipe.runtime.measuring.memory import meter_for
+from optpipe.runtime.measuring.operators import OperatorLog, operator_ms
+from optpipe.runtime.measuring.times import Bandwidths, Instruments, KnownDevice, Rate
+from optpipe.runtime.offload import PlainCopies
+from optpipe.runtime.preflight import describe
+from optpipe.runtime.torch_names import (
+    TorchDispatchMode,
+    parts_with_memory,
+    storage_identity,
+    tree_leaves,
+    tree_map,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.planning.accelerators import Efficiency, Hardware
+    from optpipe.runtime.measuring.operators import Operator
+    from optpipe.runtime.measuring.times import DevicePair
+    from optpipe.runtime.offload import Fence
+
+__all__ = ["TRACED", "TracedClock", "trace_instruments", "without_data"]
+
+TRACED = torch.device("meta")
+"""The device of a traced stage's tensors."""
+
+HOST_LAUNCH_MS = 0.025
+"""Time in which the host launches one operator: from the smallest row of (b) in
+benchmarks/gpu/RESULTS.md, 86 operators in 2.4 ms."""
+
+
+def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) -> Instruments:
+    """Return what measures a stage as on this accelerator, from tensors without data.
+
+    ``efficiency`` are the shares of peak rates; None = those of the catalogue for operators.
+
+    Raises
+    ------
+    InputError
+        If the accelerator has no host to offload to, as a CPU.
+    """
+    reached = efficiency or hardware.operator_efficiency
+    if hardware.pcie_gb_per_s is None:
+        raise InputError(
+            f"{hardware.title} cannot be traced: it has no link to a host; choose a GPU, or "
+            "measure this machine with --device cpu"
+        )
+    clock = TracedClock(hardware, reached)
+    gb_per_s = hardware.pcie_gb_per_s.value * reached.pcie
+    rate = Rate(gb_per_s, gb_per_s)
+    shares = ", ".join(f"{name} {share:g}" for name, share in asdict(reached).items())
+    return Instruments(
+        clock=clock,
+        meter_for=partial(meter_for, TRACED),
+        copies=PlainCopies(),
+        known=KnownDevice(
+            name=f"{hardware.title}, traced",
+            memory_bytes=int(hardware.memory_bytes.value),
+            reserved_bytes=reserved_bytes(hardware),
+            bandwidths=Bandwidths(rate, rate, rate),
+            message_ms=partial(_message_ms, hardware, reached),
+            note=f"Traced: no pass ran on a GPU. Times are those of a {hardware.title}, computed "
+            "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
+            f"{shares}. Attention is FlashAttention.",
+        ),
+        running=clock.running,
+    )
+
+
+def _message_ms(
+    hardware: Hardware, reached: Efficiency, devices: DevicePair, num_bytes: int
+) -> float:
+    """Return the time of a message between devices, numbered node after node."""
+    first, second = (device // hardware.gpus_per_node for device in devices)
+    if first == second:
+        latency_ms, rate = PEER_LATENCY_MS, hardware.peer_gb_per_s.value
+    else:
+        latency_ms = hardware.network_latency_ms
+        rate = hardware.network_gb_per_s.value * hardware.network_share
+    return latency_ms + num_bytes / (rate * reached.network * 1e6)
+
+
+class TracedClock:
+    """Adds up the times of the operators that run inside `running`.
+
+    The host launches operators one after another, and the device runs each when it is launched and
+    all earlier ones have ended. So the slower of the two decides.
+    """
+
+    def __init__(self, hardware: Hardware, efficiency: Efficiency) -> None:
+        self._hardware = hardware
+        self._efficiency = efficiency
+        self._host_ms = 0.0
+        self._device_ms = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time the operators inside the context."""
+        with KnownValues(), OperatorLog(self._add), map_attention():
+            yield
+
+    def _add(self, operator: Operator) -> None:
+        self._host_ms += HOST_LAUNCH_MS
+        start = max(self._host_ms, self._device_ms)
+        self._device_ms = start + operator_ms(operator, self._hardware, self._efficiency)
+
+    def mark(self) -> float:
+        """Return the ms at which all operators so far have ended."""
+        return max(self._host_ms, self._device_ms)
+
+    def mark_after(self, fence: Fence, lane: int) -> float:  # noqa: ARG002 - rates are known
+        """Return the same: copies are not timed."""
+        return self.mark()
+
+    def ms_between(self, start: float, end: float) -> float:
+        """Return the difference, rounded to a femtosecond."""
+        return round(end - start, 12)
+
+
+_MAX_KNOWN = 1 << 20
+"""Number of elements above which a tensor's values are not known."""
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows the values of small integer and boolean tensors that depend on no other values.
+
+    Models read such values to choose a path: for example, transformers reads from positions whether
+    a sample has several sequences. Each operator on known tensors also runs on the CPU.
+
+    Raises
+    ------
+    InputError
+        If a value is read that is not known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        are_known = all(one in self._values or not one.is_meta for one in given)
+        if torch.Tag.data_dependent_output in func.tags and given and given[0].is_meta:
+            if not are_known:
+                raise InputError(
+                    f"{func} reads a value of a tensor of shape {tuple(given[0].shape)}, but a "
+                    "traced stage has shapes only; replace the choice by one that depends on "
+                    "shapes, or measure on a GPU"
+                )
+            return func(*self._on_host(args), **kwargs)
+        result = func(*args, **kwargs)
+        results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if are_known and results and all(map(_may_be_known, results)) and _is_repeatable(func):
+            on_host = self._on_host(kwargs) | ({"device": "cpu"} if "device" in kwargs else {})
+            values = tree_leaves(func(*self._on_host(args), **on_host))
+            known = (one for one in values if isinstance(one, Tensor))
+            self._values.update(zip(results, known, strict=True))
+        elif torch.Tag.inplace in func.tags:
+            self._forget(given[0])
+        return result
+
+    def _forget(self, changed: Tensor) -> None:
+        """Forget all tensors that share memory with one that gets unknown values."""
+        storage = storage_identity(changed.untyped_storage())
+        shared = [one for one in self._values if storage_identity(one.untyped_storage()) == storage]
+        for one in shared:
+            del self._values[one]
+
+    def _on_host(self, value: Any) -> Any:
+        """Return arguments with the known values of tensors."""
+        return tree_map(lambda one: self._values[one] if self._is_known(one) else one, value)
+
+    def _is_known(self, one: object) -> bool:
+        return isinstance(one, Tensor) and one in self._values
+
+
+def _may_be_known(tensor: Tensor) -> bool:
+    return (
+        tensor.is_meta
+        and not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.numel() <= _MAX_KNOWN
+    )
+
+
+def _is_repeatable(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in name
+
+
+# --- Modules without data.
+
+Value = TypeVar("Value")
+
+
+def without_data(value: Value) -> Value:
+    """Return a copy of modules and tensors with all tensors on "meta"; the originals stay as is.
+
+    Tensors that share memory share it in the copy. If all tensors are on "meta" already, the value
+    itself is returned.
+
+    Raises
+    ------
+    InputError
+        If something in a module cannot be copied.
+    """
+    if all(one.is_meta for one in _tensors_of(value)):
+        return value
+    with _Bare():
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            raise InputError(
+                f"the stages cannot be copied to trace them: {describe(error)}; make them without "
+                'data, inside of `with torch.device("meta"):`'
+            ) from error
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_of(one)
+
+
+class _Bare(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy tensors without their data inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._copy(tensor).requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        if func is Tensor.clone:
+            # A parameter's copy clones its data.
+            return self._copy(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if len(list(parts_with_memory(tensor))) != 1 or type(tensor) not in _PLAIN:
+            raise TypeError(f"no copy of a {type(tensor).__name__} without data")
+        storage = tensor.untyped_storage()
+        bare = self._storages.setdefault(
+            storage_identity(storage),
+            torch.UntypedStorage(storage.nbytes(), device="meta"),  # type: ignore[no-untyped-call]
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        return empty.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
