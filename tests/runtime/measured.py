@@ -230,3 +230,25 @@ def measure_pairs() -> tuple[int, int]:
     for group in (experts[rank // 2], alone[rank]):
         dist.destroy_process_group(group)
     return len(handed_over.call_args_list), len(profile.pairs)
+
+
+class Mixed(nn.Module):
+    """A model of blocks of these widths."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.lead = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(perceptron(8, width) for width in widths)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, given: Tensor) -> Tensor:
+        found = self.lead(given)
+        for block in self.blocks:
+            found = block(found)
+        result: Tensor = self.head(found)
+        return result
+
+
+def hundred_layers() -> tuple[nn.Module, Tensor]:
+    """Return a model of a hundred equal layers, and a sample."""
+    return Mixed([16] * 100), torch.ones(5, 8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from optpipe import Model
 from optpipe.formats.json import load_model as read_model
@@ -24,23 +24,6 @@ from tests.runtime.measured import WorkClock
 pytestmark = pytest.mark.usefixtures("few_objects", "one_thread")
 
 SETTINGS: dict[str, Any] = {"effort": Effort(1, 0), "min_offload_bytes": 1}
-
-
-class Mixed(nn.Module):
-    """Narrow and wide blocks, two of a kind in a row, and then in turn."""
-
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__()
-        self.lead = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(measured.perceptron(8, width) for width in widths)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, given: Tensor) -> Tensor:
-        found = self.lead(given)
-        for block in self.blocks:
-            found = block(found)
-        result: Tensor = self.head(found)
-        return result
 
 
 def test_layers_add_up_to_the_stages_of_a_cut() -> None:
@@ -76,7 +59,7 @@ def test_layers_add_up_to_the_stages_of_a_cut() -> None:
 
 
 def test_each_kind_of_layer_is_measured_once() -> None:
-    model = Mixed((16, 16, 32, 16, 32))
+    model = measured.Mixed((16, 16, 32, 16, 32))
     found = measure_layers(
         ModelToMeasure(model, torch.ones(5, 8)), num_devices=2, links=False, **SETTINGS
     )
@@ -105,9 +88,9 @@ def test_a_layer_number_makes_no_kind_and_a_setting_does() -> None:
 
 
 def test_blocks_are_the_longest_outer_list() -> None:
-    name, blocks = find_blocks(Mixed((16, 16, 32)))
+    name, blocks = find_blocks(measured.Mixed((16, 16, 32)))
     assert (name, len(blocks)) == ("blocks", 3)
-    name, blocks = find_blocks(Mixed((16, 16)), "blocks.0")
+    name, blocks = find_blocks(measured.Mixed((16, 16)), "blocks.0")
     assert (name, len(blocks)) == ("blocks.0", 3)
     twins = nn.ModuleDict({"left": nn.Sequential(nn.ReLU()), "right": nn.Sequential(nn.ReLU())})
     with pytest.raises(PreflightError, match=r"has left \(1\), right \(1\); name the blocks"):
@@ -143,6 +126,24 @@ def test_the_command_writes_a_model_file_that_plan_reads(optpipe, tmp_path) -> N
     code, out, err = optpipe("plan", path, "--time-limit", 2)
     assert code == 0, err
     assert "gpu2" in out
+
+
+def test_a_model_without_data_is_traced_for_a_gpu_that_is_not_there(optpipe, tmp_path) -> None:
+    """The bytes are those that measuring on the CPU finds; a hundred layers take one trace."""
+    paths = [tmp_path / "measured.json", tmp_path / "traced.json"]
+    for path, device in zip(paths, ("cpu", "h100"), strict=True):
+        code, _, err = optpipe(
+            "profile", "--model", "tests.runtime.measured:hundred_layers", "--device", device,
+            "--num-devices", 4, "--repeats", 1, "--warmups", 0, "-o", path,
+        )  # fmt: skip
+        assert code == 0, err
+    real, traced = (read_model(path.read_text()) for path in paths)
+    assert [layer.repeat for layer in traced.layers] == [1, 100, 1]
+    for one, other in zip(real.layers, traced.layers, strict=True):
+        for name in ("activation_bytes", "weight_context_bytes", "static_bytes", "output_bytes"):
+            assert getattr(one, name) == getattr(other, name)
+    assert traced.devices[0].memory_bytes == 85520809984
+    assert traced.default_link.bandwidth_gb_per_s == pytest.approx(360)
 
 
 @pytest.mark.parametrize(
