@@ -9,7 +9,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe import InputError, Problem
-from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import Paths, lower_bound, lower_bounds
 from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms, shortened
 from optpipe_solver.bounds.configurations import configurations_ms
@@ -29,7 +28,6 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search.one_device import OneDevice
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.milp.horizon.model import improve_by_milp, solve_horizon
@@ -180,13 +178,6 @@ def test_the_beam_takes_the_search_that_knows_pairs() -> None:
     improve_by_pairing(best, Stop(60, work=200_000))
     improve_by_beam(best, Stop(60, work=100_000))
     assert best.bound_ms <= best.objective_ms
-
-
-@pytest.mark.parametrize("posed", [unequal(), paired()])
-def test_one_device_refuses_what_it_does_not_know(posed: Problem) -> None:
-    """It calls a device's program exact, which holds for equal micro-batches without pairs."""
-    with pytest.raises(InputError, match="OneDevice: the problem has"):
-        OneDevice(CompiledProblem.of(posed), width=10, most=100, most_per_state=5)
 
 
 def test_only_compute_programs_are_made_to_fit() -> None:
