@@ -29,7 +29,6 @@ from optpipe_solver.exact.rounds import (
     improve_by_exact_search,
 )
 from optpipe_solver.families import FAMILIES, NotApplicable
-from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
 from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.dispatching import dispatched
@@ -114,7 +113,6 @@ _PAIRING = SearchPart("pairing", improve_by_pairing, 200_000, pairing_can_improv
 _STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000, local_search_can_improve)
 _EXACT = SearchPart("exact", improve_by_exact_search, 700_000, exact_search_can_prove)
 _BEAM = SearchPart("beam", improve_by_beam, 100_000, beam_can_improve)
-_PERIODIC = SearchPart("periodic", improve_by_blocks, 500, blocks_can_improve)
 _MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 
 
@@ -156,10 +154,9 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         part = _RESTRICTED if problem.pairs else _SEARCH
         return (SearchPlan(again=(Step(part, 1.0),)),)
     if problem.pairs:
-        alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
+        alone = Step(_RESTRICTED, 0.2, 5.0)
         proofs = (Step(_EXACT, 0.2, 8.0),) if _is_tight(problem) else ()
-        once = blocks, *proofs
-        return (SearchPlan(before=(alone,), once=once, again=(Step(_PAIRING, 1.0),)),)
+        return (SearchPlan(before=(alone,), once=proofs, again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
     cells = len(problem.stages) * problem.num_microbatches
     if cells <= SMALL and not exact_parts_know(problem):
@@ -249,17 +246,16 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
         few = (Step(_EXACT, 0.3, 8.0),) if SMALL < cells <= _MOST_CELLS_WITH_MENUS else ()
         return (*few, Step(_STRETCHES, 0.3, 5.0))
     exact = Step(_EXACT, 0.3, 8.0, goes_on=IN_TURN)
-    blocks = Step(_PERIODIC, 0.2, 15.0)
     if num_order_pairs(problem, fifo=True) > MOST_PAIRS:
-        return (exact, blocks)
+        return (exact,)
     if fifo_loses_nothing(problem):
         counts = Step(_EXACT, 0.1, 2.0, goes_on=IN_TURN), Step(_BEAM, 0.6, 12.0)
-        return (*counts, exact, blocks)
+        return (*counts, exact)
     beam = Step(_BEAM, 0.25, 5.0)
     stretches = Step(_STRETCHES, 0.5, 8.0)
-    again = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0)
+    again = Step(_EXACT, 0.5, 30.0)
     milp = (Step(_MILP, 0.5),) if milp_may_prove(problem) else ()
-    return (exact, beam, *again, stretches, *milp)
+    return (exact, beam, again, stretches, *milp)
 
 
 def _finders(problem: Problem, stop: Stop) -> SearchPlan:

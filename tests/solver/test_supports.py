@@ -25,7 +25,6 @@ from optpipe_solver.exact.rounds import (
     search_in_turn,
 )
 from optpipe_solver.families import FAMILIES, NotApplicable
-from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.pairing import improve_by_pairing
@@ -97,7 +96,6 @@ PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "few devices": _improved(prove_by_few_devices),
     "beam": _improved(improve_by_beam),
     "milp": _improved(improve_by_milp),
-    "blocks": _improved(improve_by_blocks),
     "local search": _improved(improve_by_local_search),
     "stretches": _improved(improve_by_stretches),
     "pairing": _improved(improve_by_pairing),
