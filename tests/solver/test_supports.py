@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from optpipe import InputError, Problem
 from optpipe_solver.bounds import Paths, lower_bound, lower_bounds
 from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms, shortened
-from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.cell_search import search_cells
@@ -87,7 +86,6 @@ def _within(search: Callable[..., LayeredOutcome], *devices: Any) -> Callable[..
 
 PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "lower_bounds": lambda posed, _: max(bound.ms for bound in lower_bounds(posed)),
-    "configurations": lambda posed, _: configurations_ms(posed),
     "energy": lambda posed, _: energy_ms(Paths(posed), makespan=posed.objective == "makespan"),
     "paired load": lambda posed, _: paired_load_ms(posed),
     "paired memory": lambda posed, _: paired_memory_ms(posed),
