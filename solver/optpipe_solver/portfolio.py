@@ -45,8 +45,8 @@ from optpipe_solver.menus import (
     projections,
     with_uniform_modes,
 )
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.offload_fit.fit import Frame, fit
 
 if TYPE_CHECKING:
