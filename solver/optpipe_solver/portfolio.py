@@ -29,6 +29,7 @@ from optpipe_solver.exact.rounds import (
     improve_by_exact_search,
 )
 from optpipe_solver.families import FAMILIES, NotApplicable
+from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
 from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.dispatching import dispatched
@@ -113,6 +114,7 @@ _PAIRING = SearchPart("pairing", improve_by_pairing, 200_000, pairing_can_improv
 _STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000, local_search_can_improve)
 _EXACT = SearchPart("exact", improve_by_exact_search, 700_000, exact_search_can_prove)
 _BEAM = SearchPart("beam", improve_by_beam, 100_000, beam_can_improve)
+_PERIODIC = SearchPart("periodic", improve_by_blocks, 500, blocks_can_improve)
 _MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 
 
@@ -239,7 +241,8 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
     states it has to choose among. Where first in, first out is exact it is one over counts, and
     comes as soon as what can be proven quickly is. On large problems it was never seen to find
-    anything. Stretches come when what they would delay is proven or will hardly be.
+    anything; there alone, building blocks are annealed. Stretches come when what they would delay
+    is proven or will hardly be.
     """
     if not exact_parts_know(problem):
         cells = len(problem.stages) * problem.num_microbatches
@@ -247,7 +250,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
         return (*few, Step(_STRETCHES, 0.3, 5.0))
     exact = Step(_EXACT, 0.3, 8.0, goes_on=IN_TURN)
     if num_order_pairs(problem, fifo=True) > MOST_PAIRS:
-        return (exact,)
+        return (exact, Step(_PERIODIC, 0.2, 15.0))
     if fifo_loses_nothing(problem):
         counts = Step(_EXACT, 0.1, 2.0, goes_on=IN_TURN), Step(_BEAM, 0.6, 12.0)
         return (*counts, exact)

@@ -24,6 +24,7 @@ from optpipe_solver.exact.rounds import (
     search_in_turn,
 )
 from optpipe_solver.families import FAMILIES, NotApplicable
+from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.pairing import improve_by_pairing
@@ -94,6 +95,7 @@ PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "few devices": _improved(prove_by_few_devices),
     "beam": _improved(improve_by_beam),
     "milp": _improved(improve_by_milp),
+    "blocks": _improved(improve_by_blocks),
     "local search": _improved(improve_by_local_search),
     "stretches": _improved(improve_by_stretches),
     "pairing": _improved(improve_by_pairing),
@@ -161,7 +163,9 @@ def test_unequal_microbatches_are_refused(name: str) -> None:
         PROVERS[name](unequal(), 100.0)
 
 
-@pytest.mark.parametrize("name", ["fifo", "cells", "milp", "horizon", "local search", "stretches"])
+@pytest.mark.parametrize(
+    "name", ["fifo", "cells", "milp", "horizon", "blocks", "local search", "stretches"]
+)
 def test_pairs_are_refused(name: str) -> None:
     """A part that knows passes alone would prove what is false, or read what is not there."""
     with pytest.raises(InputError, match=r"the problem has pairs.*supports.*call solve"):

@@ -1,0 +1,213 @@
+"""Building blocks that need not be uniform, polished for what they are for: the whole schedule.
+
+Annealing (Kirkpatrick et al. 1983) on the waits of one micro-batch along its chain and on the
+period of a building block; the squeeze (`families.squeeze`) decodes them. So warm-up and cool-down
+count as they are, memory limits are kept whatever is tried, and the size of what is searched does
+not depend on the number of micro-batches. docs/solve.md says what this is worth.
+"""
+
+from __future__ import annotations
+
+from math import exp, inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.families.common import fusing_pays
+from optpipe_solver.families.squeeze import BuildingBlock, Early, SqueezePolicy, Squeezer
+from optpipe_solver.families.v_shape import candidate_blocks
+from optpipe_solver.feasibility import refuse_unless
+
+if TYPE_CHECKING:
+    from optpipe.problem import Problem
+    from optpipe_solver.arrays import Floats
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.families.squeeze import Squeezed
+    from optpipe_solver.incumbent import Incumbent
+
+__all__ = ["BlockPolisher", "blocks_can_improve", "improve_by_blocks"]
+
+_METHOD = "periodic"
+
+_MOVE_WORK = 20
+"""Units of work that a block squeezed once counts for."""
+
+_LOOKED_AT, _POLISHED = 64, 3
+"""Blocks looked at, and those of them that are polished."""
+
+_ROUND, _ROUND_ACTIONS = 200, 300_000
+"""Moves of a round at most, and actions squeezed in it: large problems get fewer moves."""
+
+_BEATEN = 1.1
+"""A block this many times longer than the best schedule, which then offloads, is given up."""
+
+
+def blocks_can_improve(problem: Problem) -> bool:
+    """Whether one block can be repeated: equal micro-batches in a free order, and no pairs."""
+    return problem.is_even and not problem.pairs
+
+
+def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
+    """Polish building blocks and offer what they are squeezed to as ``periodic``.
+
+    The incumbent need not hold a schedule yet. Where work is limited, what is offered is a function
+    of problem and seed, as long as time does not end it.
+    """
+    problem = best.problem
+    rule = "equal micro-batches in a free order, without pairs"
+    refuse_unless(blocks_can_improve(problem), "improve_by_blocks", problem, rule)
+    if not problem.busy_ms > 0:
+        return
+    kinds = (False, True) if fusing_pays(problem) else (False,)
+    parts = [_PolishRounds(best, stop, fused=fused) for fused in kinds]
+    while any([part.next() for part in parts]):  # noqa: C419 - all in turn
+        pass
+
+
+class _PolishRounds:
+    """The blocks whose squeezed schedules are shortest, polished in turn, a round at a time."""
+
+    def __init__(self, best: Incumbent, stop: Stop, *, fused: bool) -> None:
+        self.best = best
+        self.stop = stop
+        problem = best.problem
+        actions = 3 * len(problem.stages) * problem.num_microbatches
+        self.moves = max(4, min(_ROUND, _ROUND_ACTIONS // actions))
+        looked = max(_POLISHED, min(_LOOKED_AT, _ROUND_ACTIONS // actions))
+        found: list[BlockPolisher] = []
+        for number, block in enumerate(candidate_blocks(problem)[:looked]):
+            if self._is_over():
+                break
+            seed = stop.seed * 1_000_003 + number
+            found.append(BlockPolisher(problem, block, fused=fused, seed=seed))
+            stop.spend(_MOVE_WORK)
+        self.polishers = sorted(found, key=lambda polisher: polisher.best_ms)[:_POLISHED]
+        self.rounds = 0
+
+    def next(self) -> bool:
+        """Polish one block for a round, offer it where it got better; return whether to go on."""
+        polishers = self.polishers
+        is_beaten = polishers and polishers[0].best_ms > _BEATEN * self.best.objective_ms
+        if self._is_over() or not polishers or is_beaten:
+            return False
+        polisher = polishers[self.rounds % len(polishers)]
+        better = polisher.run(self.moves)
+        self.stop.spend(_MOVE_WORK * self.moves)
+        self.rounds += 1
+        if better or self.rounds <= len(polishers):
+            self._offer(polisher.result())
+        return True
+
+    def _offer(self, squeezed: Squeezed | None) -> None:
+        problem = self.best.problem
+        if squeezed is None or squeezed.objective_ms(problem.objective) >= self.best.objective_ms:
+            return
+        self.best.offer(squeezed.programs(len(problem.stages)), _METHOD)
+
+    def _is_over(self) -> bool:
+        return self.stop.is_over() or self.best.is_optimal
+
+
+_POLICIES = (
+    SqueezePolicy(Early.BEFORE_WEIGHT, 1.0),
+    SqueezePolicy(Early.AFTER_WEIGHT, 1.0),
+    SqueezePolicy(Early.AFTER_WEIGHT, 0.5),
+    SqueezePolicy(Early.BEFORE_WEIGHT, 0.0),
+    SqueezePolicy(Early.NEVER, 1.0),
+)
+_FEWEST = 24
+"""Micro-batches by which a large problem is evaluated, at least: the block does not change."""
+
+_HOT, _COLD = 2e-3, 1e-4
+"""Temperatures of a round, as shares of the length where it begins."""
+
+
+class _BlockCourse(NamedTuple):
+    """A block as it is annealed: the waits along its chain, its period, how it is squeezed."""
+
+    waits: Floats
+    period: float
+    policy: int
+
+
+class BlockPolisher:
+    """Anneals one block.
+
+    Parameters
+    ----------
+    problem
+        Its limits are kept.
+    block
+        Where it starts.
+    fused
+        Whether B stands for I and W.
+    seed
+        What is tried is a function of it.
+
+    Attributes
+    ----------
+    best_ms
+        The length of the best schedule so far, inf where none fits.
+    """
+
+    def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
+        self.problem = problem
+        self.num_stages = len(problem.stages)
+        self.squeezer = Squeezer.in_bytes(problem, fused=fused)
+        self.few = min(problem.num_microbatches, max(_FEWEST, 3 * len(problem.devices)))
+        self.draw = np.random.default_rng(seed)
+        chain = np.concatenate([block.forward, block.backward[::-1]]) - block.forward[0]
+        self.course = self.best = _BlockCourse(np.diff(chain, prepend=0.0), block.period, 0)
+        self.length_ms = self.best_ms = self._evaluate(self.course)
+
+    def run(self, num_moves: int) -> bool:
+        """Make moves, cooling down once; return whether the best got better."""
+        before = self.best_ms
+        cooling = (_COLD / _HOT) ** (1 / max(1, num_moves))
+        temperature = _HOT * min(self.length_ms, 1e300)
+        for _ in range(num_moves):
+            temperature *= cooling
+            course = self._neighbour()
+            length = self._evaluate(course)
+            worse = length - self.length_ms
+            if worse <= 0 or self.draw.random() < exp(-worse / max(temperature, 1e-300)):
+                self.course, self.length_ms = course, length
+                if length < self.best_ms * (1 - 1e-12):
+                    self.best, self.best_ms = course, length
+        return self.best_ms < before
+
+    def result(self) -> Squeezed | None:
+        """Return the best block squeezed for all micro-batches; None where none fitted."""
+        return self._squeezed(self.best, None)
+
+    def _neighbour(self) -> _BlockCourse:
+        """Return the course with its waits, its period or its policy changed."""
+        waits, period, policy = self.course
+        waits = waits.copy()
+        kind = self.draw.random()
+        if kind < 0.05:
+            return _BlockCourse(waits, period, int(self.draw.integers(len(_POLICIES))))
+        if kind < 0.15:
+            return _BlockCourse(waits, period * float(np.exp(self.draw.normal(0.0, 0.03))), policy)
+        first = int(self.draw.integers(waits.size))
+        length = 1 if kind < 0.6 else int(self.draw.integers(2, 3 + waits.size // 4))
+        step = self.draw.normal(0.0, 0.25) * period / 2
+        if kind < 0.4 and first + 1 < waits.size:
+            # One pass earlier or later, all others in place.
+            step = float(np.clip(step, -waits[first], waits[first + 1]))
+            waits[first] += step
+            waits[first + 1] -= step
+        else:
+            changed = slice(first, first + length)
+            waits[changed] = np.maximum(waits[changed] + step / length, 0.0)
+        return _BlockCourse(waits, period, policy)
+
+    def _evaluate(self, course: _BlockCourse) -> float:
+        squeezed = self._squeezed(course, self.few)
+        return inf if squeezed is None else squeezed.objective_ms(self.problem.objective)
+
+    def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> Squeezed | None:
+        times = np.cumsum(course.waits)
+        forward, backward = times[: self.num_stages], times[self.num_stages :][::-1]
+        block = BuildingBlock(forward, backward, course.period)
+        return self.squeezer.squeeze(block, _POLICIES[course.policy], num_microbatches)
