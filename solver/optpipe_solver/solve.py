@@ -63,7 +63,8 @@ _GRACE_S = 3.0
 
 _LAST_SHARE = 0.1
 """Share of time and work that is kept for less memory at the same objective, and as much for the
-choice under noise, where that is asked for."""
+choice under noise, where that is asked for. Of CPU time the former takes more where work is limited
+(docs/solve.md)."""
 
 
 def solve(
