@@ -1,11 +1,12 @@
 """Every instance with the same work and seed: no objective worse, no bound lower, one table.
 
-    python -m benchmarks.fixed_work [--work 4] [--only PATTERN] [--against FILE] [--write FILE]
+    python -m benchmarks.fixed_work [--work 4] [--only PATTERN] [--tolerance 0.003]
+        [--against FILE] [--write FILE]
 
 A solve with limited work is a function of problem, seed and limit, so two states of the solver can
 be compared row by row on a busy machine. Without ``--write`` nothing is written; ``--against``,
 ``results/fixed_work.csv`` where it is not given, holds the rows compared with. Exits with 1 where
-an objective is worse or a bound lower than there, by more than 1e-9 of it.
+an objective is worse or a bound lower than there, by more than ``--tolerance`` of it (1e-9).
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class WorkRow:
     commit: str
 
 
-def worse(row: WorkRow, before: WorkRow) -> list[str]:
-    """Return what is worse than before, in words."""
+def worse(row: WorkRow, before: WorkRow, tolerance: float = _TOLERANCE) -> list[str]:
+    """Return what is worse than before by more than a share of it, in words."""
     faults = []
-    if row.objective > before.objective * (1 + _TOLERANCE):
+    if row.objective > before.objective * (1 + tolerance):
         faults.append(f"objective {before.objective} ms -> {row.objective} ms")
-    if row.bound < before.bound * (1 - _TOLERANCE):
+    if row.bound < before.bound * (1 - tolerance):
         faults.append(f"bound {before.bound} ms -> {row.bound} ms")
     return faults
 
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=float, default=4.0)
     parser.add_argument("--only", default="*", help="glob of instance names")
+    parser.add_argument(
+        "--tolerance", type=float, default=_TOLERANCE, help="share that a row may be worse"
+    )
     parser.add_argument("--against", type=Path, default=BASELINE)
     parser.add_argument("--write", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
@@ -97,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known = before.get(row.name)
         print(_line(row, known), flush=True)
         rows.append(row)
-        faults += [f"{row.name}: {why}" for why in (worse(row, known) if known else ())]
+        reasons = worse(row, known, options.tolerance) if known else []
+        faults += [f"{row.name}: {why}" for why in reasons]
         if options.write:
             write_rows(rows, options.write, keep=False)
     compared = sum(row.name in before for row in rows)

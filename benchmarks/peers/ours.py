@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.jobs import BestLegal, PeerAnswer, PeerJob, judge
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
 

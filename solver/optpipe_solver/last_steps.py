@@ -64,7 +64,11 @@ _SQUEEZED, _PEAKS = ", squeezed", ", peaks"
 """In the name of a method: how a schedule was made of another, and under which limits."""
 
 _STARTS_COST = 2e-4
-"""Units of work that making all starts takes, for each pass of the problem (measured)."""
+"""Units of work that making all starts counts for, for each pass of the problem.
+
+It is less than what it takes: on 95 problems of 24 to 3,072 passes all starts took 1e-4 to 2e-3 CPU
+seconds a pass, with menus up to 1.5e-2 (docs/solve.md).
+"""
 
 
 def lower_peaks(best: Incumbent, stop: Stop) -> None:

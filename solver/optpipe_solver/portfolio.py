@@ -46,8 +46,8 @@ from optpipe_solver.menus import (
     projections,
     with_uniform_modes,
 )
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.offload_fit.fit import Frame, fit
 
 if TYPE_CHECKING:
@@ -156,10 +156,9 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         part = _RESTRICTED if problem.pairs else _SEARCH
         return (SearchPlan(again=(Step(part, 1.0),)),)
     if problem.pairs:
-        alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
+        alone = Step(_RESTRICTED, 0.2, 5.0)
         proofs = (Step(_EXACT, 0.2, 8.0),) if _is_tight(problem) else ()
-        once = blocks, *proofs
-        return (SearchPlan(before=(alone,), once=once, again=(Step(_PAIRING, 1.0),)),)
+        return (SearchPlan(before=(alone,), once=proofs, again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
     cells = len(problem.stages) * problem.num_microbatches
     if cells <= SMALL and not exact_parts_know(problem):
@@ -242,24 +241,24 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
     states it has to choose among. Where first in, first out is exact it is one over counts, and
     comes as soon as what can be proven quickly is. On large problems it was never seen to find
-    anything. Stretches come when what they would delay is proven or will hardly be.
+    anything; there alone, building blocks are annealed. Stretches come when what they would delay
+    is proven or will hardly be.
     """
     if not exact_parts_know(problem):
         cells = len(problem.stages) * problem.num_microbatches
         few = (Step(_EXACT, 0.3, 8.0),) if SMALL < cells <= _MOST_CELLS_WITH_MENUS else ()
         return (*few, Step(_STRETCHES, 0.3, 5.0))
     exact = Step(_EXACT, 0.3, 8.0, goes_on=IN_TURN)
-    blocks = Step(_PERIODIC, 0.2, 15.0)
     if num_order_pairs(problem, fifo=True) > MOST_PAIRS:
-        return (exact, blocks)
+        return (exact, Step(_PERIODIC, 0.2, 15.0))
     if fifo_loses_nothing(problem):
         counts = Step(_EXACT, 0.1, 2.0, goes_on=IN_TURN), Step(_BEAM, 0.6, 12.0)
-        return (*counts, exact, blocks)
+        return (*counts, exact)
     beam = Step(_BEAM, 0.25, 5.0)
     stretches = Step(_STRETCHES, 0.5, 8.0)
-    again = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0)
+    again = Step(_EXACT, 0.5, 30.0)
     milp = (Step(_MILP, 0.5),) if milp_may_prove(problem) else ()
-    return (exact, beam, *again, stretches, *milp)
+    return (exact, beam, again, stretches, *milp)
 
 
 def _finders(problem: Problem, stop: Stop) -> SearchPlan:

@@ -19,19 +19,18 @@ from optpipe_solver.feasibility import exact_parts_know, feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import choose_robust, lower_peaks
 from optpipe_solver.milp.highs import solver_name
-from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
     improve,
     is_large,
-    milp_may_prove,
     plans,
     rule_starts,
     run_threads,
 )
 from optpipe_solver.ranking import ranks_equals
-from optpipe_solver.warm import ensure_warm, warm_milp
+from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -64,7 +63,8 @@ _GRACE_S = 3.0
 
 _LAST_SHARE = 0.1
 """Share of time and work that is kept for less memory at the same objective, and as much for the
-choice under noise, where that is asked for."""
+choice under noise, where that is asked for. Of CPU time the former takes more where work is limited
+(docs/solve.md)."""
 
 
 def solve(
@@ -131,8 +131,6 @@ def solve(
         return Result(status, None, message=feasible.message, needs=feasible.needs)
     # Where work is limited, what is found must not depend on when a part is there.
     is_warm = ensure_warm(whole=work_limit is not None)
-    if method == "milp" or (method == "auto" and milp_may_prove(problem)):
-        warm_milp()
     best = Incumbent(problem, on_progress, pools=robust is not None)
     run = _SolveRun(best, limits, method, should_stop or (lambda: False), is_warm, robust=robust)
     if start is not None:

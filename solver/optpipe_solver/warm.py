@@ -38,7 +38,6 @@ from optpipe_solver.local_search.annealing import anneal, make_fit, table_for
 from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
-from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.milp.plan.model import plan_pattern
 from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
 from optpipe_solver.portfolio import all_starts
@@ -46,7 +45,7 @@ from optpipe_solver.portfolio import all_starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["ensure_warm", "warm_milp", "warm_up"]
+__all__ = ["ensure_warm", "warm_up"]
 
 _COMPILE_S = 600.0
 _ROOT = Path(__file__).parent
@@ -251,11 +250,6 @@ def _compile_search() -> None:
     paired = Incumbent(_with_pairs(small.problem))
     paired.offer(build_serial(paired.problem), "serial")
     improve_by_pairing(paired, _least())
-
-
-def warm_milp() -> None:
-    """Compile what only the full-horizon model uses; some seconds, once for this installation."""
-    improve_by_milp(_serial([0, 1]), _least())
 
 
 def _least() -> Stop:

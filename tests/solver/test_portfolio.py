@@ -13,8 +13,8 @@ from optpipe import Problem, find_violations, simulate
 from optpipe_solver import portfolio
 from optpipe_solver.budget import Limits, check_stop
 from optpipe_solver.exact.rounds import improve_by_beam
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import FamilyStart, all_starts, milp_may_prove, plans, run_threads
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.strategies import Case, cases

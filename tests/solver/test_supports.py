@@ -9,10 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe import InputError, Problem
-from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import Paths, lower_bound, lower_bounds
 from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms, shortened
-from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.cell_search import search_cells
@@ -29,7 +27,6 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search.one_device import OneDevice
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.milp.horizon.model import improve_by_milp, solve_horizon
@@ -90,7 +87,6 @@ def _within(search: Callable[..., LayeredOutcome], *devices: Any) -> Callable[..
 
 PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "lower_bounds": lambda posed, _: max(bound.ms for bound in lower_bounds(posed)),
-    "configurations": lambda posed, _: configurations_ms(posed),
     "energy": lambda posed, _: energy_ms(Paths(posed), makespan=posed.objective == "makespan"),
     "paired load": lambda posed, _: paired_load_ms(posed),
     "paired memory": lambda posed, _: paired_memory_ms(posed),
@@ -167,7 +163,9 @@ def test_unequal_microbatches_are_refused(name: str) -> None:
         PROVERS[name](unequal(), 100.0)
 
 
-@pytest.mark.parametrize("name", ["fifo", "cells", "milp", "horizon", "local search", "stretches"])
+@pytest.mark.parametrize(
+    "name", ["fifo", "cells", "milp", "horizon", "blocks", "local search", "stretches"]
+)
 def test_pairs_are_refused(name: str) -> None:
     """A part that knows passes alone would prove what is false, or read what is not there."""
     with pytest.raises(InputError, match=r"the problem has pairs.*supports.*call solve"):
@@ -180,13 +178,6 @@ def test_the_beam_takes_the_search_that_knows_pairs() -> None:
     improve_by_pairing(best, Stop(60, work=200_000))
     improve_by_beam(best, Stop(60, work=100_000))
     assert best.bound_ms <= best.objective_ms
-
-
-@pytest.mark.parametrize("posed", [unequal(), paired()])
-def test_one_device_refuses_what_it_does_not_know(posed: Problem) -> None:
-    """It calls a device's program exact, which holds for equal micro-batches without pairs."""
-    with pytest.raises(InputError, match="OneDevice: the problem has"):
-        OneDevice(CompiledProblem.of(posed), width=10, most=100, most_per_state=5)
 
 
 def test_only_compute_programs_are_made_to_fit() -> None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.heads_tails import Events, heads_beside, nothing_known, refill
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.budget import Stop, check_stop
@@ -130,7 +129,7 @@ class _InTurn:
 
 
 def exact_search_can_prove(problem: Problem) -> bool:
-    """Whether configurations and few devices prove something true: micro-batches are equal."""
+    """Whether few devices prove something true: micro-batches are equal."""
     return problem.is_even
 
 
@@ -442,15 +441,13 @@ def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
 
 
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
-    """Raise the bound: by configurations, then by few devices; work is counted in states met.
+    """Raise the bound by few devices at a time; work is counted in states met.
 
     Nothing here is random or parallel. Where work is limited the run is a function of problem and
     start, as long as time does not end it.
     """
     problem = best.problem
     refuse_unless(exact_search_can_prove(problem), "improve_by_exact_search", problem, _EVEN)
-    bound_ms = configurations_ms(problem, should_stop=stop.is_over)
-    best.offer_bound(min(bound_ms, best.objective_ms), "configurations")
     if best.programs is not None and not best.is_optimal:
         prove_by_few_devices(best, stop.turn())
     if not stop.spent:

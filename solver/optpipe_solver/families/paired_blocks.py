@@ -39,12 +39,9 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
 
 __all__ = [
-    "PAIR_POLICIES",
     "PairPolicy",
     "PairedSchedule",
-    "PairingSqueezer",
     "build_paired_blocks",
-    "paired_candidates",
 ]
 
 FORWARD, INPUT, WEIGHT, FULL = 0, 1, 2, 3
@@ -615,7 +612,7 @@ class PairedSchedule:
         return tuple(decoded)
 
 
-class PairingSqueezer:
+class _PairingSqueezer:
     """Executes blocks with pairs, for one problem under its memory limits."""
 
     def __init__(self, problem: Problem) -> None:
@@ -673,7 +670,7 @@ _LOOKS = (
     PairPolicy(wait=0.0, reach=2, early=2, patience=0.5),
 )
 
-PAIR_POLICIES = tuple(
+_PAIR_POLICIES = tuple(
     PairPolicy(*policy)
     for policy in product((0.0, 0.5), (2, 4, 1_000_000), (2, 1, 0), (0.5, 1.0), (ALWAYS, IN_DRAIN))
 )
@@ -704,10 +701,10 @@ def build_paired_blocks(problem: Problem) -> Programs:
             NotApplicableReason.NEEDS_PAIRS,
             "this rule runs forwards and backwards in pairs, but the problem has no pairs",
         )
-    squeezer, objective = PairingSqueezer(problem), problem.objective
+    squeezer, objective = _PairingSqueezer(problem), problem.objective
     few = min(problem.num_microbatches, 3 * len(problem.devices))
     looks: list[tuple[float, int, BuildingBlock]] = []
-    runs = [(block, policy) for block in paired_candidates(problem) for policy in _LOOKS]
+    runs = [(block, policy) for block in _paired_candidates(problem) for policy in _LOOKS]
     for block, policy in runs[: _affordable(problem, few)]:
         squeezed = squeezer.squeeze(block, policy, few)
         if squeezed is not None:
@@ -716,7 +713,7 @@ def build_paired_blocks(problem: Problem) -> Programs:
     for _, _, block in sorted(looks, key=lambda look: look[:2]):
         if all(block is not known for known in best):
             best.append(block)
-    policies = (*_LOOKS, *PAIR_POLICIES)
+    policies = (*_LOOKS, *_PAIR_POLICIES)
     runs = [(block, policy) for policy in policies for block in best[:_FINALISTS]]
     affordable = _affordable(problem, problem.num_microbatches)
     tried = (squeezer.squeeze(block, policy) for block, policy in runs[:affordable])
@@ -735,7 +732,7 @@ def _affordable(problem: Problem, num_microbatches: int) -> int:
     return max(_FEWEST, _WORK // (3 * len(problem.stages) * num_microbatches))
 
 
-def paired_candidates(problem: Problem) -> list[BuildingBlock]:
+def _paired_candidates(problem: Problem) -> list[BuildingBlock]:
     """Return the blocks to try: those of pairs and those of `candidate_blocks` in turn.
 
     Of each those come first whose memory is closest to the limits.

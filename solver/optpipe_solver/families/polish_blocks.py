@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.families.common import fusing_pays
-from optpipe_solver.families.paired_blocks import (
-    PAIR_POLICIES,
-    PairingSqueezer,
-    paired_candidates,
-)
 from optpipe_solver.families.squeeze import BuildingBlock, Early, SqueezePolicy, Squeezer
 from optpipe_solver.families.v_shape import candidate_blocks
 from optpipe_solver.feasibility import refuse_unless
@@ -27,7 +22,6 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.arrays import Floats
     from optpipe_solver.budget import Stop
-    from optpipe_solver.families.paired_blocks import PairedSchedule
     from optpipe_solver.families.squeeze import Squeezed
     from optpipe_solver.incumbent import Incumbent
 
@@ -49,8 +43,8 @@ _BEATEN = 1.1
 
 
 def blocks_can_improve(problem: Problem) -> bool:
-    """Whether one block can be repeated: micro-batches are equal, in a free order."""
-    return problem.is_even
+    """Whether one block can be repeated: equal micro-batches in a free order, and no pairs."""
+    return problem.is_even and not problem.pairs
 
 
 def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
@@ -60,12 +54,11 @@ def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
     of problem and seed, as long as time does not end it.
     """
     problem = best.problem
-    is_supported = blocks_can_improve(problem)
-    refuse_unless(is_supported, "improve_by_blocks", problem, "equal micro-batches in a free order")
+    rule = "equal micro-batches in a free order, without pairs"
+    refuse_unless(blocks_can_improve(problem), "improve_by_blocks", problem, rule)
     if not problem.busy_ms > 0:
         return
-    # Where passes may pair, who is alone decides for itself whether to split.
-    kinds = (False, True) if fusing_pays(problem) and not problem.pairs else (False,)
+    kinds = (False, True) if fusing_pays(problem) else (False,)
     parts = [_PolishRounds(best, stop, fused=fused) for fused in kinds]
     while any([part.next() for part in parts]):  # noqa: C419 - all in turn
         pass
@@ -82,8 +75,7 @@ class _PolishRounds:
         self.moves = max(4, min(_ROUND, _ROUND_ACTIONS // actions))
         looked = max(_POLISHED, min(_LOOKED_AT, _ROUND_ACTIONS // actions))
         found: list[BlockPolisher] = []
-        blocks = paired_candidates(problem) if problem.pairs else candidate_blocks(problem)
-        for number, block in enumerate(blocks[:looked]):
+        for number, block in enumerate(candidate_blocks(problem)[:looked]):
             if self._is_over():
                 break
             seed = stop.seed * 1_000_003 + number
@@ -106,7 +98,7 @@ class _PolishRounds:
             self._offer(polisher.result())
         return True
 
-    def _offer(self, squeezed: Squeezed | PairedSchedule | None) -> None:
+    def _offer(self, squeezed: Squeezed | None) -> None:
         problem = self.best.problem
         if squeezed is None or squeezed.objective_ms(problem.objective) >= self.best.objective_ms:
             return
@@ -161,10 +153,7 @@ class BlockPolisher:
     def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
         self.problem = problem
         self.num_stages = len(problem.stages)
-        self.squeezer = (
-            PairingSqueezer(problem) if problem.pairs else Squeezer.in_bytes(problem, fused=fused)
-        )
-        self.num_policies = len(PAIR_POLICIES if problem.pairs else _POLICIES)
+        self.squeezer = Squeezer.in_bytes(problem, fused=fused)
         self.few = min(problem.num_microbatches, max(_FEWEST, 3 * len(problem.devices)))
         self.draw = np.random.default_rng(seed)
         chain = np.concatenate([block.forward, block.backward[::-1]]) - block.forward[0]
@@ -187,7 +176,7 @@ class BlockPolisher:
                     self.best, self.best_ms = course, length
         return self.best_ms < before
 
-    def result(self) -> Squeezed | PairedSchedule | None:
+    def result(self) -> Squeezed | None:
         """Return the best block squeezed for all micro-batches; None where none fitted."""
         return self._squeezed(self.best, None)
 
@@ -197,7 +186,7 @@ class BlockPolisher:
         waits = waits.copy()
         kind = self.draw.random()
         if kind < 0.05:
-            return _BlockCourse(waits, period, int(self.draw.integers(self.num_policies)))
+            return _BlockCourse(waits, period, int(self.draw.integers(len(_POLICIES))))
         if kind < 0.15:
             return _BlockCourse(waits, period * float(np.exp(self.draw.normal(0.0, 0.03))), policy)
         first = int(self.draw.integers(waits.size))
@@ -217,12 +206,8 @@ class BlockPolisher:
         squeezed = self._squeezed(course, self.few)
         return inf if squeezed is None else squeezed.objective_ms(self.problem.objective)
 
-    def _squeezed(
-        self, course: _BlockCourse, num_microbatches: int | None
-    ) -> Squeezed | PairedSchedule | None:
+    def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> Squeezed | None:
         times = np.cumsum(course.waits)
         forward, backward = times[: self.num_stages], times[self.num_stages :][::-1]
         block = BuildingBlock(forward, backward, course.period)
-        if isinstance(self.squeezer, PairingSqueezer):
-            return self.squeezer.squeeze(block, PAIR_POLICIES[course.policy], num_microbatches)
         return self.squeezer.squeeze(block, _POLICIES[course.policy], num_microbatches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_solver.arrays.encoding import CompiledProblem
@@ -11,7 +10,6 @@ from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.local_search.board import rows_on
-from optpipe_solver.local_search.one_device import Polish
 from optpipe_solver.local_search.propose import some_stretch
 
 if TYPE_CHECKING:
@@ -117,7 +115,6 @@ def _search(search: _LocalSearch, stop: Stop) -> None:
             search.run(min(left_s, _LOOK_S), most)
     if not is_told:
         search.offer()
-        search.polish()
     stop.spend(search.work)
 
 
@@ -149,8 +146,6 @@ class _LocalSearch:
         self.coolings: Sequence[tuple[float, float]] = _SMALL_COOLINGS if is_small else _COOLINGS
         self.cold = _SMALL_COLD if is_small else _COLD
         self.short_work = _CYCLE_PER_CELL * cells
-        self.polisher = Polish(self.compiled)
-        self.polished_ms = inf
         self.work = self.cycle = self.before = 0
         self.slice_work = self.slice_end = _FIRST_WORK
         self.speed = 0.0
@@ -183,26 +178,9 @@ class _LocalSearch:
         if self.work >= self.next_offer:
             self.offer()
         if self.course.counts[0] >= self.cycle_work:
-            self.polish()
             self._next_elite()
         self.slice_work = min(2 * self.slice_work, _SLICE_WORK)
         self.slice_end = min(self.work + self.slice_work, self.before + self.cycle_work)
-
-    def polish(self) -> None:
-        """Offer the best schedule with its devices re-optimised, each beside the others.
-
-        No cooling starts from it: of three problems tried that brought two higher on some seeds.
-        """
-        best = min((*self.elites, self._found()), key=lambda elite: elite.objective_ms)
-        if best.objective_ms >= self.polished_ms:
-            return
-        found = self.polisher.polish(best.rows, best.objective_ms)
-        self.polished_ms = best.objective_ms
-        self.before += found.work
-        self.work += found.work
-        if found.objective_ms < min(best.objective_ms, self.best.objective_ms):
-            self.best.offer(self.compiled.decode(found.rows), "local-search")
-            self.adopted = self.best.programs
 
     @property
     def cycle_work(self) -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from optpipe import Problem, check_schedule, load_schedule
 from optpipe_api.bodies import MAX_VALUES
-from optpipe_solver.milp.horizon.orders import MOST_PAIRS, num_order_pairs
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from tests.api.live import FAKE, client, two_stages
 from tests.api.test_main import ADDRESS, Server
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe import find_violations, simulate
-from optpipe_solver.bounds import Bound, lower_bounds
-from optpipe_solver.bounds.configurations import configurations_ms
+from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.families import FAMILIES, NotApplicable
 from tests.building import problem, stage
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 
 def assert_below(given: Problem, length_ms: float) -> None:
     """Every argument alone proves no more than a length that exists; rounding aside."""
-    configurations = Bound(configurations_ms(given), "configurations")
-    for bound in (*lower_bounds(given), configurations):
+    for bound in lower_bounds(given):
         assert bound.ms <= length_ms * (1 + 1e-9) + 1e-9, bound.method
 
 

@@ -60,6 +60,22 @@ def test_offload_and_recompute_are_proven_optimal(fields: dict[str, Any]) -> Non
     assert best.bound_method in {"general-search", "search-in-turn"}
 
 
+@pytest.mark.parametrize(("ratio", "best_ms"), [(0.5, 1185.089), (2.0, 1913.111)])
+def test_room_for_one_and_a_half_is_room_for_one(ratio: float, best_ms: float) -> None:
+    """A copy takes ``ratio`` of F, I and W. All closed forms are 25% or more below the optimum."""
+    given = real_problem(1.5, 8, offload_bytes=REAL["activation_bytes"])
+    rate = REAL["activation_bytes"] / (ratio * (29.718 + 29.444 + 19.927) * UNIT)
+    devices = [
+        device.model_copy(update={"d2h_gb_per_s": rate, "h2d_gb_per_s": rate})
+        for device in given.devices
+    ]
+    best = searched(given.model_copy(update={"devices": tuple(devices)}), 2_000_000)
+    assert best.bound_ms < 0.75 * best_ms
+    improve_by_exact_search(best, Stop(600, work=2_000_000))
+    assert best.is_optimal
+    assert best.objective_ms == pytest.approx(best_ms, rel=1e-5)
+
+
 def test_under_span_the_cells_of_one_device_raise_the_bound() -> None:
     """The search over counts does not know that a device may begin before the first stage's."""
     offload = {"activation_bytes": 1_186_340_000, "offload_bytes": 1_186_340_000}

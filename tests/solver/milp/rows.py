@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from optpipe import Action, ActionType, simulate
 from optpipe.memory import host_walk
 from optpipe_solver.milp.highs import MilpModel, Variable, value_of
-from optpipe_solver.milp.horizon.orders import HorizonChoice
+from optpipe_solver.milp.horizon.items import HorizonChoice
 
 if TYPE_CHECKING:
     from optpipe import Problem, Programs
     from optpipe.simulate import Times
-    from optpipe_solver.milp.horizon.orders import HorizonItem
-    from optpipe_solver.milp.horizon.variables import HorizonVariables
+    from optpipe_solver.milp.horizon.constraints import HorizonVariables
+    from optpipe_solver.milp.horizon.items import HorizonItem
 
 
 def shares_lanes(problem: Problem) -> bool:

@@ -1,10 +1,21 @@
-"""The constraints of the full-horizon model, one function per family, listed in order at the end.
+"""The variables and constraints of the full-horizon model; numbers are those of ``docs/milp.md``.
 
-Numbers in docstrings are those of ``docs/milp.md``.
+======================  ======================================================================
+``start[item]``         ms, within the item's window
+``choice[...]``         1 = (stage, micro-batch) is fused / offloaded / recomputed
+``before(a, b)``        1 = both exist and a stands before b in their device's program
+``released[x, item]``   1 = the RELEASE of x stands before the item
+``d2h[x]``, ``h2d[x]``  ms, start of the transfer itself
+``host_after[x, y]``    1 = x's backward stands before y's OFFLOAD
+``on_host[x, y]``       1 = x is on the host when y's OFFLOAD is issued
+``lane[x, y]``          1 = transfer x goes before transfer y on a lane they share
+``length``              ms, the objective
+======================  ======================================================================
 
-Times are ms, memory is in units of the device's largest item so that coefficients stay near 1.
-Where a family is a relaxation of `optpipe.simulate` it says so: the model's optimum is then still a
-valid bound, and its solutions are evaluated after lowering.
+Binaries are made on demand and never twice. Times are ms, memory is in units of the device's
+largest item so that coefficients stay near 1. Where a constraint is a relaxation of
+`optpipe.simulate` it says so: the model's optimum is then still a valid bound, and its solutions
+are evaluated after lowering.
 """
 
 from __future__ import annotations
@@ -14,58 +25,173 @@ from typing import TYPE_CHECKING
 
 from optpipe.schedule import Action, ActionType, Pass
 from optpipe_solver.milp.highs import at_least, total
-from optpipe_solver.milp.horizon.orders import HorizonChoice
-from optpipe_solver.milp.horizon.variables import exclusive
-from optpipe_solver.milp.horizon.variables import relaxed as _relaxed
+from optpipe_solver.milp.horizon.items import HorizonChoice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_solver.milp.highs import Constraint, Linear, Variable
-    from optpipe_solver.milp.horizon.orders import Cell, HorizonItem
-    from optpipe_solver.milp.horizon.variables import HorizonVariables
+    from optpipe.problem import Problem
+    from optpipe_solver.milp.highs import Constraint, Linear, MilpModel, Variable
+    from optpipe_solver.milp.horizon.items import Cell, HorizonItem, HorizonItems, Presence
 
-__all__ = [
-    "all_constraints",
-    "checkpoint_counts_once_kept",
-    "fits_device_memory",
-    "loads",
-]
+__all__ = ["HorizonVariables", "all_constraints"]
 
 
 _BACKWARD = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 _LAST = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
+_EXCLUSIVE = (
+    {HorizonChoice.FUSED, HorizonChoice.SPLIT},
+    {HorizonChoice.OFFLOADED, HorizonChoice.RECOMPUTED},
+)
+_LEAST_WEIGHT = 1e-6
+"""HiGHS drops coefficients below 1e-9, and those near its tolerance decide nothing."""
+
+
+class HorizonVariables:
+    """All variables of one model, by what they mean."""
+
+    def __init__(self, problem: Problem, items: HorizonItems, model: MilpModel) -> None:
+        self.model = model
+        self.problem = problem
+        self.items = items
+        self.start = {
+            item: model.continuous(f"start_{item.action}", item.earliest, item.latest)
+            for row in items.by_device
+            for item in row
+        }
+        self.choice: dict[tuple[HorizonChoice, int, int], Variable] = {}
+        self.order: dict[tuple[HorizonItem, HorizonItem], Variable] = {}
+        self.released: dict[tuple[Cell, HorizonItem], Variable] = {}
+        self.lane: dict[tuple[Action, Action], Variable] = {}
+        self.host_peaks: dict[int, Variable] = {}
+        self.host_after: dict[tuple[Cell, Cell], Variable] = {}
+        self.on_host: dict[tuple[Cell, Cell], Variable] = {}
+        self.checkpointed: dict[tuple[Cell, HorizonItem], Variable] = {}
+        # In bytes, coefficients would reach from 1 to 1e10; HiGHS takes those below 1e-9 of the
+        # largest for zero, and proved what is not so.
+        self.host_unit = float(max(1, *(stage.offload_bytes for stage in problem.stages)))
+        self.top = 2 * items.horizon_ms
+        self.d2h = self._transfers(ActionType.OFFLOAD)
+        self.h2d = self._transfers(ActionType.RELOAD)
+        self.length = model.continuous("length", 0.0, self.top)
+        self.first_start = [
+            model.continuous(f"first_{d}", 0.0, items.horizon_ms)
+            for d in range(len(problem.devices))
+        ]
+
+    def _transfers(self, kind: ActionType) -> dict[Cell, Variable]:
+        return {
+            cell: self.model.continuous(f"{kind.value}_{_name(cell)}", 0.0, self.top)
+            for device in range(len(self.problem.devices))
+            for cell in self.items.open_cells(device, kind)
+        }
+
+    def chosen(self, choice: HorizonChoice, stage: int, microbatch: int) -> Linear:
+        """Return the binary of a choice (SPLIT is the complement of FUSED), 1 if it is made."""
+        if not self.items.is_open(choice, (stage, microbatch)):
+            return 1.0
+        if choice is HorizonChoice.SPLIT:
+            return 1.0 - self.chosen(HorizonChoice.FUSED, stage, microbatch)
+        key = (choice, stage, microbatch)
+        if key not in self.choice:
+            self.choice[key] = self.model.binary(f"{choice.value}_{stage}_{microbatch}")
+        return self.choice[key]
+
+    def present(self, item: HorizonItem) -> Linear:
+        """Return 1 where the item exists."""
+        return 1.0 if item.presence is None else self.chosen(*item.presence)
+
+    def before(self, a: HorizonItem, b: HorizonItem) -> Linear:
+        """Return 1 exactly where both items exist and a stands before b."""
+        if _is_exclusive(a.presence, b.presence) or self.items.implied(b, a):
+            return 0.0
+        if self.items.implied(a, b):
+            if a.presence is None:
+                return self.present(b)
+            if b.presence is None or a.presence == b.presence:
+                return self.present(a)
+        if (b, a) in self.order and (a.presence is None or b.presence is None):
+            return self.present(a if b.presence is None else b) - self.order[b, a]
+        return self.order.setdefault((a, b), self.model.binary(f"order_{a.action}_{b.action}"))
+
+    def releases(self, cell: Cell, item: HorizonItem) -> Variable:
+        """Return 1 only if the RELEASE of a cell stands before an item."""
+        key = (cell, item)
+        if key not in self.released:
+            self.released[key] = self.model.binary(f"released_{_name(cell)}_{item.action}")
+        return self.released[key]
+
+    def goes_first(self, x: Action, y: Action) -> Linear:
+        """Return 1 where transfer x goes before y (meaningful where both happen)."""
+        if (y, x) in self.lane:
+            return 1.0 - self.lane[y, x]
+        return self.lane.setdefault((x, y), self.model.binary(f"lane_{x}_{y}"))
+
+    def transfer_start(self, transfer: Action) -> Variable:
+        """Return the start of an OFFLOAD or RELOAD on its lane."""
+        table = self.d2h if transfer.type is ActionType.OFFLOAD else self.h2d
+        return table[transfer.stage, transfer.microbatch]
+
+    def backwards(self, cell: Cell) -> list[HorizonItem]:
+        """Return the I and the B that a cell may have."""
+        found = (self.items.of_action.get(Action(cell[0], kind, cell[1])) for kind in _BACKWARD)
+        return [item for item in found if item is not None]
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell[0]}_{cell[1]}"
+
+
+def _is_exclusive(a: Presence | None, b: Presence | None) -> bool:
+    """Whether two items never exist together."""
+    if a is None or b is None or (a.stage, a.microbatch) != (b.stage, b.microbatch):
+        return False
+    return {a.choice, b.choice} in _EXCLUSIVE
+
+
+def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
+    """Yield every constraint of the model, family by family."""
+    yield from one_after_another(v)
+    yield from data_arrives(v)
+    yield from shrunk_once(v)
+    yield from transfers_in_turn(v)
+    yield from transfers_share_lanes(v)
+    yield from fits_device_memory(v)
+    yield from release_waits_for_the_copy(v)
+    yield from checkpoint_counts_once_kept(v)
+    yield from fits_host_memory(v)
+    yield from reloads_have_one_order(v)
+    yield from ends_within_length(v)
+    yield from loads(v)
+    yield from no_order_with_the_absent(v)
+
+
+def _relaxed(gap: Linear, holds: Linear, big: float) -> Constraint:
+    """Return gap >= 0 where ``holds`` is 1, and nothing where it is 0 (big-M)."""
+    return at_least(gap + max(0.0, big) * (1.0 - holds), 0.0)
 
 
 def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
-    """Of two items of a device that both exist, one ends before the other starts. (1)."""
+    """Of two items of a device that both exist, one ends before the other starts. (1).
+
+    Two items of which both orders are excluded do not both exist.
+    """
     for row in v.items.by_device:
         for a, b in combinations(row, 2):
-            if v.items.implied(a, b) and v.items.implied(b, a):
+            if _is_exclusive(a.presence, b.presence):
                 continue
-            yield from _after(v, a, b)
-            yield from _after(v, b, a)
+            if v.items.implied(a, b) and v.items.implied(b, a):
+                yield at_least(1.0 - v.present(a) - v.present(b), 0.0)
+                continue
+            for first, second in ((a, b), (b, a)):
+                order = v.before(first, second)
+                big = first.latest + first.duration - second.earliest
+                if big > 0 and not (isinstance(order, float) and order == 0.0):
+                    gap = v.start[second] - v.start[first] - first.duration
+                    yield _relaxed(gap, order, big)
             if a.presence is not None and b.presence is not None:
-                yield from _ordered_if_both(v, a, b)
-
-
-def _after(v: HorizonVariables, a: HorizonItem, b: HorizonItem) -> Iterator[Constraint]:
-    order = v.before(a, b)
-    if isinstance(order, float) and order == 0.0:
-        return
-    big = a.latest + a.duration - b.earliest
-    if big > 0:
-        yield _relaxed(v.start[b] - v.start[a] - a.duration, order, big)
-
-
-def _ordered_if_both(v: HorizonVariables, a: HorizonItem, b: HorizonItem) -> Iterator[Constraint]:
-    """Two optional items: some order where both exist, none where one does not."""
-    ab, ba = v.before(a, b), v.before(b, a)
-    both = v.present(a) + v.present(b) - 1.0
-    yield at_least(ab + ba - both, 0.0)
-    for order in (ab, ba):
-        for item in (a, b):
-            yield at_least(v.present(item) - order, 0.0)
+                both = v.present(a) + v.present(b) - 1.0
+                yield at_least(v.before(a, b) + v.before(b, a) - both, 0.0)
 
 
 def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
@@ -74,15 +200,6 @@ def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
         for item in (a, b):
             if item.presence is not None:
                 yield at_least(v.present(item) - order, 0.0)
-
-
-def never_together(v: HorizonVariables) -> Iterator[Constraint]:
-    """Two items of which both orders are excluded do not both exist. (14)."""
-    for row in v.items.by_device:
-        for a, b in combinations(row, 2):
-            neither_way = v.items.implied(a, b) and v.items.implied(b, a)
-            if neither_way and not exclusive(a.presence, b.presence):
-                yield at_least(1.0 - v.present(a) - v.present(b), 0.0)
 
 
 def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
@@ -103,28 +220,20 @@ def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
 def _follows(
     v: HorizonVariables, source: Pass, item: HorizonItem, delay: float
 ) -> Iterator[Constraint]:
-    kinds = _BACKWARD if source.backward else (ActionType.FORWARD,)
-    for kind in kinds:
-        producer = v.items.of_action.get(Action(source.stage, kind, source.microbatch))
-        if producer is None:
-            continue
+    cell = (source.stage, source.microbatch)
+    forward = v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]
+    for producer in v.backwards(cell) if source.backward else [forward]:
         gap = v.start[item] - v.start[producer] - producer.duration - delay
         big = producer.latest + producer.duration + delay - item.earliest
-        exists = v.present(producer) + v.present(item) - 1.0
-        yield _relaxed(gap, exists, big)
+        yield _relaxed(gap, v.present(producer) + v.present(item) - 1.0, big)
 
 
 def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
     """A (stage, micro-batch) is kept, offloaded or recomputed: one of the three. (4)."""
-    for row in v.items.by_device:
-        for item in row:
-            stage, kind, j, *_ = item.action
-            offload_is_open = v.items.is_open(HorizonChoice.OFFLOADED, (stage, j))
-            if kind is ActionType.RECOMPUTE and offload_is_open:
-                both = v.chosen(HorizonChoice.OFFLOADED, stage, j) + v.chosen(
-                    HorizonChoice.RECOMPUTED, stage, j
-                )
-                yield at_least(1.0 - both, 0.0)
+    choices = (HorizonChoice.OFFLOADED, HorizonChoice.RECOMPUTED)
+    for cell in v.d2h:
+        if v.items.is_open(HorizonChoice.RECOMPUTED, cell):
+            yield at_least(1.0 - total([v.chosen(choice, *cell) for choice in choices]), 0.0)
 
 
 def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
@@ -132,24 +241,16 @@ def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
 
     A RELOAD also starts no earlier than RELEASE, which waits for the OFFLOAD's end.
     """
-    for device in range(len(v.problem.devices)):
-        for cell in v.items.open_cells(device, ActionType.OFFLOAD):
-            forward = v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]
-            yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
-            yield from _copy_back(v, cell)
-
-
-def _copy_back(v: HorizonVariables, cell: Cell) -> Iterator[Constraint]:
-    stage, j = cell
-    reload = v.items.of_action[Action(stage, ActionType.RELOAD, j)]
-    chosen = v.chosen(HorizonChoice.OFFLOADED, stage, j)
-    away = v.problem.offload_ms(stage)
-    yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, v.top + away)
-    yield _relaxed(v.h2d[cell] - v.start[reload], chosen, v.top)
-    back = v.problem.reload_ms(stage)
-    for kind in _BACKWARD:
-        backward = v.items.of_action.get(Action(stage, kind, j))
-        if backward is not None:
+    for cell in v.d2h:
+        stage, j = cell
+        forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
+        yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
+        reload = v.items.of_action[Action(stage, ActionType.RELOAD, j)]
+        chosen = v.chosen(HorizonChoice.OFFLOADED, stage, j)
+        away, back = v.problem.offload_ms(stage), v.problem.reload_ms(stage)
+        yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, v.top + away)
+        yield _relaxed(v.h2d[cell] - v.start[reload], chosen, v.top)
+        for backward in v.backwards(cell):
             gap = v.start[backward] - v.h2d[cell] - back
             yield _relaxed(gap, chosen + v.present(backward) - 1.0, v.top + back)
 
@@ -161,58 +262,133 @@ def transfers_share_lanes(v: HorizonVariables) -> Iterator[Constraint]:
     a PCIe group, and between the directions of a half-duplex device, any order is allowed here,
     while the simulator goes by issue time: a relaxation.
     """
-    transfers = [
-        Action(cell[0], kind, cell[1])
-        for device in range(len(v.problem.devices))
-        for kind in (ActionType.OFFLOAD, ActionType.RELOAD)
-        for cell in v.items.open_cells(device, kind)
-    ]
+    transfers = [Action(s, ActionType.OFFLOAD, j) for s, j in v.d2h]
+    transfers += [Action(s, ActionType.RELOAD, j) for s, j in v.h2d]
     for x, y in combinations(transfers, 2):
         if not _share_a_lane(v, x, y):
             continue
         both = _happens(v, x) + _happens(v, y) - 2.0
-        yield from _transfer_after(v, x, y, both)
-        yield from _transfer_after(v, y, x, both)
-        if x.type is y.type is ActionType.RELOAD and _device(v, x) == _device(v, y):
-            yield from _issued_in_lane_order(v, x, y)
+        is_in_order = x.type is y.type is ActionType.RELOAD and _device(v, x) == _device(v, y)
+        for first, second in ((x, y), (y, x)):
+            length = _transfer_ms(v, first)
+            gap = v.transfer_start(second) - v.transfer_start(first) - length
+            goes = v.goes_first(first, second)
+            yield _relaxed(gap, goes + both, v.top + length)
+            if is_in_order:
+                a, b = v.items.of_action[first], v.items.of_action[second]
+                exist = v.present(a) + v.present(b) - 1.0
+                yield at_least(v.before(a, b) - goes - exist + 1.0, 0.0)
 
 
 def _share_a_lane(v: HorizonVariables, x: Action, y: Action) -> bool:
     first, second = v.problem.devices[_device(v, x)], v.problem.devices[_device(v, y)]
     if _device(v, x) == _device(v, y):
-        if (x.stage, x.microbatch) == (y.stage, y.microbatch):
-            return False
-        return x.type is y.type or first.half_duplex
-    return (
-        x.type is y.type
-        and first.pcie_group is not None
-        and (first.pcie_group == second.pcie_group)
-    )
+        is_one_cell = (x.stage, x.microbatch) == (y.stage, y.microbatch)
+        return not is_one_cell and (x.type is y.type or first.half_duplex)
+    is_shared = first.pcie_group is not None and first.pcie_group == second.pcie_group
+    return is_shared and x.type is y.type
 
 
-def _transfer_after(
-    v: HorizonVariables, x: Action, y: Action, both: Linear
-) -> Iterator[Constraint]:
-    length = _transfer_ms(v, x)
-    gap = v.transfer_start(y) - v.transfer_start(x) - length
-    yield _relaxed(gap, v.goes_first(x, y) + both, v.top + length)
+def _happens(v: HorizonVariables, transfer: Action) -> Linear:
+    return v.chosen(HorizonChoice.OFFLOADED, transfer.stage, transfer.microbatch)
 
 
-def _issued_in_lane_order(v: HorizonVariables, x: Action, y: Action) -> Iterator[Constraint]:
-    a, b = v.items.of_action[x], v.items.of_action[y]
-    for first, second, goes in ((a, b, v.goes_first(x, y)), (b, a, v.goes_first(y, x))):
-        both = v.present(first) + v.present(second) - 1.0
-        yield at_least(v.before(first, second) - goes - both + 1.0, 0.0)
+def _device(v: HorizonVariables, transfer: Action) -> int:
+    return v.problem.stages[transfer.stage].device
+
+
+def _transfer_ms(v: HorizonVariables, transfer: Action) -> float:
+    if transfer.type is ActionType.OFFLOAD:
+        return v.problem.offload_ms(transfer.stage)
+    return v.problem.reload_ms(transfer.stage)
 
 
 def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
     """An item counts bytes as released only if it starts after their copy has ended. (7)."""
     for (cell, item), released in v.released.items():
         away = v.problem.offload_ms(cell[0])
-        copied = v.d2h[cell] + away
         yield at_least(v.chosen(HorizonChoice.OFFLOADED, *cell) - released, 0.0)
         yield at_least(v.present(item) - released, 0.0)
-        yield _relaxed(v.start[item] - copied, released, v.top + away)
+        yield _relaxed(v.start[item] - v.d2h[cell] - away, released, v.top + away)
+
+
+def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
+    """At every item that takes bytes, what stands before it and itself fit the device. (8).
+
+    It is a sum over orders, never over times.
+    """
+    for device, row in enumerate(v.items.by_device):
+        if not v.items.tight[device]:
+            continue
+        limit = v.problem.room_bytes(device)
+        unit = max([1, *(abs(item.delta) for item in row), *(item.extra for item in row)])
+        for item in row:
+            if item.extra > 0:
+                used = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
+                yield at_least(limit / unit - used, 0.0)
+
+
+def _held_before(
+    v: HorizonVariables, row: list[HorizonItem], item: HorizonItem, unit: int
+) -> Linear:
+    terms: list[Linear] = []
+    for other in row:
+        if other is item or other.delta == 0:
+            continue
+        terms.append(_weighed(other.delta / unit, v.before(other, item)))
+        if _may_checkpoint(v, other):
+            saved = _checkpoint_saving(v, other, unit)
+            terms.append(_weighed(-saved, _checkpointed(v, other, item)))
+    for cell in v.items.open_cells(item.device, ActionType.RELEASE):
+        forward = v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]
+        if forward is item or v.items.implied(item, forward):
+            continue
+        moved = v.problem.stages[cell[0]].offload_bytes / unit
+        terms.append(_weighed(-moved, v.releases(cell, item)))
+    return total(terms)
+
+
+def _taken_by(v: HorizonVariables, item: HorizonItem, unit: int) -> Linear:
+    taken = _weighed(item.extra / unit, v.present(item))
+    if _may_checkpoint(v, item):
+        again = v.chosen(HorizonChoice.RECOMPUTED, item.action.stage, item.action.microbatch)
+        taken = taken + _weighed(-_checkpoint_saving(v, item, unit), again)
+    return taken
+
+
+def _may_checkpoint(v: HorizonVariables, item: HorizonItem) -> bool:
+    stage, kind, j, *_ = item.action
+    return kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j))
+
+
+def _weighed(weight: float, flag: Linear) -> Linear:
+    """Return weight x flag, or the least that can be where HiGHS might take the weight for zero.
+
+    So a device with one tiny stage is relaxed, never proven to fail.
+    """
+    return weight * flag if abs(weight) >= _LEAST_WEIGHT else min(weight, 0.0)
+
+
+def _checkpoint_saving(v: HorizonVariables, forward: HorizonItem, unit: int) -> float:
+    stage = v.problem.stages[forward.action.stage]
+    return (stage.activation_bytes - (stage.checkpoint_bytes or 0)) / unit
+
+
+def _checkpointed(v: HorizonVariables, forward: HorizonItem, item: HorizonItem) -> Linear:
+    """Return 1 only where the forward stands before the item and keeps just its checkpoint."""
+    key = ((forward.action.stage, forward.action.microbatch), item)
+    if key not in v.checkpointed:
+        name = f"checkpointed_{forward.action}_{item.action}"
+        v.checkpointed[key] = v.model.continuous(name, 0.0, 1.0)
+    return v.checkpointed[key]
+
+
+def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
+    """The saving of a recomputed forward counts only where the forward stands before. (9)."""
+    for ((stage, j), item), saved in v.checkpointed.items():
+        forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
+        yield at_least(v.chosen(HorizonChoice.RECOMPUTED, stage, j) - saved, 0.0)
+        yield at_least(v.before(forward, item) - saved, 0.0)
 
 
 def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
@@ -220,56 +396,49 @@ def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
     for host in v.problem.hosts:
         if host.memory_bytes is None:
             continue
-        peaks = []
         for index, device in enumerate(v.problem.devices):
             cells = v.items.open_cells(index, ActionType.OFFLOAD)
-            if device.host != host.name or not cells:
-                continue
-            peaks.append(v.host_peak(index))
-            yield from _host_peak_of(v, cells, index)
+            if device.host == host.name and cells:
+                yield from _host_peak_of(v, cells, index)
+        peaks = [
+            peak for index, peak in v.host_peaks.items()
+            if v.problem.devices[index].host == host.name
+        ]  # fmt: skip
         if peaks:
             yield at_least(host.memory_bytes / v.host_unit - total(peaks), 0.0)
 
 
 def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterator[Constraint]:
+    """The device's peak covers what is on the host at each OFFLOAD.
+
+    Another copy is there unless it is issued later or its backward has ended before.
+    """
     size = {cell: v.problem.stages[cell[0]].offload_bytes / v.host_unit for cell in cells}
     everything = sum(size.values())
+    peak = v.model.continuous(f"host_peak_{device}", 0.0, everything)
+    v.host_peaks[device] = peak
     for cell in cells:
         chosen = v.chosen(HorizonChoice.OFFLOADED, *cell)
         on_host: list[Linear] = [size[cell] * chosen]
         for other in cells:
-            if other != cell:
-                yield from _on_host_when_issued(v, other, cell)
-                on_host.append(size[other] * v.on_host[other, cell])
-        excess = v.host_peak(device) - total(on_host) + everything * (1.0 - chosen)
-        yield at_least(excess, 0.0)
-
-
-def _on_host_when_issued(v: HorizonVariables, other: Cell, cell: Cell) -> Iterator[Constraint]:
-    """Another copy is there unless it is issued later or its backward has started before."""
-    x, y = (Action(c[0], ActionType.OFFLOAD, c[1]) for c in (other, cell))
-    gone, there = v.host_pair(other, cell)
-    yield from _gone_only_after_backward(v, other, cell, gone)
-    both = _happens(v, x) + _happens(v, y) - 2.0
-    yield at_least(there - v.goes_first(x, y) - both + gone, 0.0)
-
-
-def _gone_only_after_backward(
-    v: HorizonVariables, other: Cell, cell: Cell, gone: Variable
-) -> Iterator[Constraint]:
-    """A copy is gone from the host only for transfers issued after its backward."""
-    for kind in _BACKWARD:
-        backward = v.items.of_action.get(Action(other[0], kind, other[1]))
-        if backward is not None:
-            gap = v.d2h[cell] - v.start[backward] - backward.duration
-            exists = gone + v.present(backward) - 1.0
-            yield _relaxed(gap, exists, v.top)
+            if other == cell:
+                continue
+            key, name = (other, cell), f"{_name(other)}_{_name(cell)}"
+            gone = v.host_after[key] = v.model.binary(f"host_gone_{name}")
+            there = v.on_host[key] = v.model.continuous(f"on_host_{name}", 0.0, 1.0)
+            for backward in v.backwards(other):
+                gap = v.d2h[cell] - v.start[backward] - backward.duration
+                yield _relaxed(gap, gone + v.present(backward) - 1.0, v.top)
+            x, y = (Action(c[0], ActionType.OFFLOAD, c[1]) for c in key)
+            both = _happens(v, x) + _happens(v, y) - 2.0
+            yield at_least(there - v.goes_first(x, y) - both + gone, 0.0)
+            on_host.append(size[other] * there)
+        yield at_least(peak - total(on_host) + everything * (1.0 - chosen), 0.0)
 
 
 def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
     """RELOADs take no time in the program, so their order needs its own transitivity. (11)."""
-    for device in range(len(v.problem.devices)):
-        row = v.items.by_device[device]
+    for row in v.items.by_device:
         items = [item for item in row if item.action.type is ActionType.RELOAD]
         for a, b, c in combinations(items, 3):
             yield at_least(2.0 - v.before(a, b) - v.before(b, c) - v.before(c, a), 0.0)
@@ -295,123 +464,6 @@ def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
                 yield _relaxed(gap, v.present(item), v.top + after)
 
 
-def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
-    """Return every constraint of the model, family by family."""
-    yield from one_after_another(v)
-    yield from never_together(v)
-    yield from data_arrives(v)
-    yield from shrunk_once(v)
-    yield from transfers_in_turn(v)
-    yield from transfers_share_lanes(v)
-    yield from fits_device_memory(v)
-    yield from release_waits_for_the_copy(v)
-    yield from checkpoint_counts_once_kept(v)
-    yield from fits_host_memory(v)
-    yield from reloads_have_one_order(v)
-    yield from ends_within_length(v)
-    yield from loads(v)
-    yield from no_order_with_the_absent(v)
-
-
-def _happens(v: HorizonVariables, transfer: Action) -> Linear:
-    return v.chosen(HorizonChoice.OFFLOADED, transfer.stage, transfer.microbatch)
-
-
-def _device(v: HorizonVariables, transfer: Action) -> int:
-    return v.problem.stages[transfer.stage].device
-
-
-def _transfer_ms(v: HorizonVariables, transfer: Action) -> float:
-    if transfer.type is ActionType.OFFLOAD:
-        return v.problem.offload_ms(transfer.stage)
-    return v.problem.reload_ms(transfer.stage)
-
-
-# --- Device memory: a sum over orders, never over times; numbers are those of ``docs/milp.md``.
-
-_LEAST_WEIGHT = 1e-6
-"""HiGHS drops coefficients below 1e-9, and those near its tolerance decide nothing."""
-
-
-def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """At every item that takes bytes, what stands before it and itself fit the device. (8)."""
-    for device, row in enumerate(v.items.by_device):
-        if not v.items.tight[device]:
-            continue
-        limit = v.problem.room_bytes(device)
-        unit = max([1, *(abs(item.delta) for item in row), *(item.extra for item in row)])
-        for item in row:
-            if item.extra > 0:
-                used = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
-                yield at_least(limit / unit - used, 0.0)
-
-
-def _held_before(
-    v: HorizonVariables, row: list[HorizonItem], item: HorizonItem, unit: int
-) -> Linear:
-    terms: list[Linear] = []
-    for other in row:
-        if other is item or other.delta == 0:
-            continue
-        terms.append(_weighed(other.delta / unit, v.before(other, item)))
-        stage, kind, j, *_ = other.action
-        if kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
-            saved = _checkpoint_saving(v, stage, unit)
-            terms.append(_weighed(-saved, _checkpointed(v, other, item)))
-    for cell in v.items.open_cells(item.device, ActionType.RELEASE):
-        forward = v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]
-        if forward is item or v.items.implied(item, forward):
-            continue
-        moved = v.problem.stages[cell[0]].offload_bytes / unit
-        terms.append(_weighed(-moved, v.releases(cell, item)))
-    return total(terms)
-
-
-def _taken_by(v: HorizonVariables, item: HorizonItem, unit: int) -> Linear:
-    stage, kind, j, *_ = item.action
-    taken = _weighed(item.extra / unit, v.present(item))
-    if kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
-        saved = _checkpoint_saving(v, stage, unit)
-        taken = taken + _weighed(-saved, v.chosen(HorizonChoice.RECOMPUTED, stage, j))
-    return taken
-
-
-def _weighed(weight: float, flag: Linear) -> Linear:
-    """Return weight x flag, or the least that can be where HiGHS might take the weight for zero.
-
-    So a device with one tiny stage is relaxed, never proven to fail.
-    """
-    if abs(weight) >= _LEAST_WEIGHT:
-        return weight * flag
-    return min(weight, 0.0)
-
-
-def _checkpoint_saving(v: HorizonVariables, s: int, unit: int) -> float:
-    stage = v.problem.stages[s]
-    return (stage.activation_bytes - (stage.checkpoint_bytes or 0)) / unit
-
-
-def _checkpointed(v: HorizonVariables, forward: HorizonItem, item: HorizonItem) -> Linear:
-    """Return 1 only where the forward stands before the item and keeps just its checkpoint."""
-    key = ((forward.action.stage, forward.action.microbatch), item)
-    if key not in v.checkpointed:
-        v.checkpointed[key] = v.model.continuous(
-            f"checkpointed_{forward.action}_{item.action}", 0.0, 1.0
-        )
-    return v.checkpointed[key]
-
-
-def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
-    """The saving of a recomputed forward counts only where the forward stands before. (9)."""
-    for ((stage, j), item), saved in v.checkpointed.items():
-        forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
-        yield at_least(v.chosen(HorizonChoice.RECOMPUTED, stage, j) - saved, 0.0)
-        yield at_least(v.before(forward, item) - saved, 0.0)
-
-
-# --- Rows that cut off no schedule but much of the linear relaxation; numbers as in `constraints`.
-
-
 def loads(v: HorizonVariables) -> Iterator[Constraint]:
     """An item starts after all that stands before it, and the length covers all behind it. (13).
 
@@ -422,21 +474,13 @@ def loads(v: HorizonVariables) -> Iterator[Constraint]:
     """
     for row in v.items.by_device:
         compute = [item for item in row if item.duration > 0]
-        if not compute:
-            continue
-        head = min(item.earliest for item in compute)
-        for b in compute:
-            if b.presence is None:
-                before = total([a.duration * v.before(a, b) for a in compute if a is not b])
-                yield at_least(v.start[b] - before, head)
-        if v.problem.objective == "makespan":
-            yield from _behind(v, compute)
-
-
-def _behind(v: HorizonVariables, row: list[HorizonItem]) -> Iterator[Constraint]:
-    tail = min(v.items.tail(item) for item in row)
-    for b in row:
-        if b.presence is None:
-            behind = total([a.duration * v.before(b, a) for a in row if a is not b])
-            yield at_least(v.length - v.start[b] - behind, b.duration + tail)
-            yield at_least(v.length - v.start[b], b.duration + v.items.tail(b))
+        head = min((item.earliest for item in compute), default=0.0)
+        tail = min((v.items.tail(item) for item in compute), default=0.0)
+        for b in (item for item in compute if item.presence is None):
+            others = [item for item in compute if item is not b]
+            before = total([a.duration * v.before(a, b) for a in others])
+            yield at_least(v.start[b] - before, head)
+            if v.problem.objective == "makespan":
+                behind = total([a.duration * v.before(b, a) for a in others])
+                yield at_least(v.length - v.start[b] - behind, b.duration + tail)
+                yield at_least(v.length - v.start[b], b.duration + v.items.tail(b))

@@ -15,9 +15,8 @@ from optpipe.schedule import OPTIMAL_GAP, Action, ActionType
 from optpipe_solver.feasibility import exact_parts_know, fifo_loses_nothing, refuse_unless
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
-from optpipe_solver.milp.horizon.constraints import all_constraints
-from optpipe_solver.milp.horizon.orders import HorizonChoice, HorizonItems, num_order_pairs
-from optpipe_solver.milp.horizon.variables import HorizonVariables
+from optpipe_solver.milp.horizon.constraints import HorizonVariables, all_constraints
+from optpipe_solver.milp.horizon.items import HorizonChoice, HorizonItems, num_order_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
     from optpipe_solver.milp.highs import Linear, Variable
-    from optpipe_solver.milp.horizon.orders import Cell, HorizonItem
+    from optpipe_solver.milp.horizon.items import Cell, HorizonItem
 
     Values = Mapping[Variable, float]
 
@@ -76,9 +75,7 @@ class HorizonModel:
         self.problem = problem
         # A schedule of that length must stay inside its own windows, which come from sums in
         # another order; a relative 1e-9 covers their rounding.
-        self.items = HorizonItems(
-            problem, horizon_ms * (1 + 1e-9), fifo=fifo, should_stop=should_stop
-        )
+        self.items = HorizonItems(problem, horizon_ms * (1 + 1e-9), fifo=fifo)
         self.model = MilpModel("horizon")
         self.is_complete = False
         if self.items.is_empty or should_stop():
@@ -216,17 +213,10 @@ def _offloads(
         at = max(at, position[v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]])
         for (other, later), gone in v.host_after.items():
             if later == cell and other in cells and _is_one(gone, values):
-                at = max(at, _backward_position(v, other, position))
+                ends = [position[item] for item in v.backwards(other) if item in position]
+                at = max(at, ends[0] if ends else 0)
         behind.setdefault(at, []).append(Action(cell[0], ActionType.OFFLOAD, cell[1]))
     return behind
-
-
-def _backward_position(v: HorizonVariables, cell: Cell, position: dict[HorizonItem, int]) -> int:
-    for kind in (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD):
-        item = v.items.of_action.get(Action(cell[0], kind, cell[1]))
-        if item is not None and item in position:
-            return position[item]
-    return 0
 
 
 def _is_one(expression: Linear, values: Values) -> bool:
