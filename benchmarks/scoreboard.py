@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from optpipe.planning.step import StepEstimate
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "data" / "published" / "published_runs.json"
+SETTINGS = PUBLISHED.with_name("settings.json")
 FITTED = ("matmul", "narrow", "attention", "memory")
 _ERROR_UNIT, _PRIOR_UNIT = 0.10, 0.15
 _APART = 0.05
@@ -95,12 +96,27 @@ _SCHEDULES = {
 
 _AT_LEAST = {
     **dict.fromkeys(("num_gpus", "global_batch", "micro_batch", "sequence", "layers"), 1),
-    **dict.fromkeys(("tp", "pp", "data_parallel", "microbatches", "lora_rank"), 1),
+    **dict.fromkeys(("tp", "pp", "etp", "data_parallel", "microbatches", "lora_rank"), 1),
     "packed_length": 1,
     **dict.fromkeys(("cp", "ep", "vp", "fsdp", "offloaded_layers"), 0),
 }  # fmt: skip
 _MEASURED = ("step_s", "step_ms", "tokens_per_s_per_gpu", "peak_gib")
 _TEXTS = ("model", "gpu", "precision", "schedule", "source", "container", "note", "dispatcher")
+
+
+def _with_settings(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with what its recipe sets and its source does not print."""
+    for rule in _rules():
+        patterns = rule["where"].items()
+        if all(re.search(pattern, str(row.get(name) or "")) for name, pattern in patterns):
+            row = row | rule["set"]
+    return row
+
+
+@lru_cache(maxsize=1)
+def _rules() -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = json.loads(SETTINGS.read_text(encoding="utf-8"))["rules"]
+    return rules
 
 
 def _check(row: dict[str, Any]) -> None:
@@ -142,6 +158,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     InputError
         If the row leaves out what an estimate needs, or has what no estimate can be asked for.
     """
+    row = _with_settings(row)
     _check(row)
     needed = ("model", "gpu", "num_gpus", "precision", "global_batch", "micro_batch", "sequence")
     missing = [name for name in (*needed, "tp", "pp") if row.get(name) is None]
@@ -195,7 +212,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
         source=_source(row),
         model=row["model"],
         shape=shape,
-        hardware=find_gpu(row["gpu"]),
+        hardware=find_gpu(row["gpu"]).on_network(row.get("network")),
         training=training,
         pipeline=pipeline,
         step_s=step_s,
@@ -246,9 +263,9 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
     said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
     once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
-    is_torch = "torchtitan" in str(row.get("source"))
+    is_torch = row.get("kernels") == "torch"
     overlap_all = "no overlap" not in own
-    if is_torch:  # its collectives of tensor parallelism are asynchronous only where a row says so
+    if is_torch:  # collectives of tensor parallelism are asynchronous only where a row says so
         overlap_all = re.search(r"(?<!without )\basync\b", own) is not None
     return {
         "kernels": "torch" if is_torch else "megatron",
@@ -258,7 +275,8 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         "dispatcher": "deduplicated" if once else "alltoall",
         "offloaded_layers": row.get("offloaded_layers") or 0,
         "overlap": overlap_all,
-        "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
+        "sequence_parallel": row.get("sequence_parallel", "full = without" not in own),
+        "etp": row.get("etp") or 1,
     }
 
 
