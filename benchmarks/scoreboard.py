@@ -41,7 +41,7 @@ from optpipe.planning.accelerators import PRIORS, Efficiency, find_gpu
 from optpipe.planning.catalogue import find_model
 from optpipe.planning.estimate import error_class
 from optpipe.planning.machine import Machine
-from optpipe.planning.shape import Lora, Training
+from optpipe.planning.shape import Lora, Routing, Training
 from optpipe.planning.step import PipelineCut, step_estimate
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     batch = row["micro_batch"] * dp
     if row["global_batch"] % batch:
         raise InputError(f"global batch {row['global_batch']} is no multiple of {batch}")
+    if "switches of this release not found" in note and ep > 1:
+        raise InputError("cuda_graphs, dispatcher: not printed, and the recipe was not found")
     shape = _shape(row, note)  # dropped out scores are older than flash attention
     training = Training(
         micro_batch=row["micro_batch"], sequence=row["sequence"], tp=tp, cp=cp, ep=ep, dp=dp,
@@ -262,7 +264,7 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
     if overlap is None:
         overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
     said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
-    once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
+    once = re.search("one copy|HybridEP|DeepEP|flex", said, re.IGNORECASE) is not None
     is_torch = row.get("kernels") == "torch"
     overlap_all = "no overlap" not in own
     if is_torch:  # collectives of tensor parallelism are asynchronous only where a row says so
@@ -277,6 +279,9 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         "overlap": overlap_all,
         "sequence_parallel": row.get("sequence_parallel", "full = without" not in own),
         "etp": row.get("etp") or 1,
+        "routing": Routing(
+            capacity=row.get("expert_capacity"), is_padded=bool(row.get("pad_experts"))
+        ),
     }
 
 

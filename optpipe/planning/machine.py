@@ -262,7 +262,9 @@ class Machine(NamedTuple):
         if self.training.cuda_graphs:
             return times
         forward_ms, backward_ms = self.launches_ms(shape, kind)
-        waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
+        training = self.training
+        counts_tokens = training.dispatcher == "alltoall" and not training.routing.is_padded
+        waits = counts_tokens and not training.ep_overlap
         least = _SYNCHRONOUS_SHARE if kind.is_moe and waits else 0.0
         sums = times.sums
         ahead = max(forward_ms - sums.forward_ms, least * forward_ms)
