@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, explain
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
-from optpipe.planning.accelerators import PRIORS, Hardware
+from optpipe.planning.accelerators import Hardware
+from optpipe.planning.accuracy import find_accuracy
 from optpipe.planning.costs import checkpoint_bytes, model_flops
 from optpipe.planning.layer_profile import profile_layers
 from optpipe.planning.machine import Machine
@@ -43,70 +44,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.planning.accelerators import Efficiency
+    from optpipe.planning.accuracy import Accuracy
     from optpipe.planning.layer_profile import LayerProfile
-    from optpipe.planning.shape import ModelShape, Precision, Training
+    from optpipe.planning.shape import ModelShape, Training
     from optpipe.problem import Problem
 
 __all__ = [
-    "ERROR_BANDS",
-    "WIDE_BANDS",
-    "ErrorBand",
     "Estimate",
     "SlicedCut",
     "check_can_be",
-    "error_band",
-    "error_class",
     "estimate",
     "utilisation",
 ]
 
 _DIGITS = 5
-
-
-class ErrorBand(NamedTuple):
-    """How far estimates of a class were from published runs: median and worst, of so many rows.
-
-    Leave one model out: no row is estimated with efficiencies fitted to its model.
-    """
-
-    median: float
-    worst: float
-    num_rows: int
-
-
-ERROR_BANDS = {
-    "dense": ErrorBand(0.060, 0.195, 17),
-    "experts, NVLink-72": ErrorBand(0.011, 0.095, 5),
-    "experts, other": ErrorBand(0.072, 0.433, 8),
-}
-"""The result of ``python -m benchmarks.scoreboard``, by class; a test compares the two.
-
-Dense rows are all in FP8 or MXFP8."""
-WIDE_BANDS = {
-    "dense": ErrorBand(0.106, 0.385, 51),
-    "experts, other": ErrorBand(0.155, 0.864, 20),
-}
-"""The same for runs of other sources (``more_runs.json``), which compute in BF16 or FP16.
-
-Their rows of these classes all do."""
-_WIDE = ("bf16", "fp16", "fp32")
-
-
-def error_class(shape: ModelShape, hardware: Hardware) -> str:
-    """Return the class of an estimate in `ERROR_BANDS`."""
-    if shape.experts is None:
-        return "dense"
-    return "experts, NVLink-72" if hardware.gpus_per_node >= 64 else "experts, other"
-
-
-def error_band(
-    shape: ModelShape, kinds: Sequence[Hardware], precision: Precision
-) -> ErrorBand | None:
-    """Return how far estimates of its class were; None where a kind was never compared."""
-    if any(kind.generation not in PRIORS for kind in kinds):
-        return None
-    name = error_class(shape, kinds[0])
-    return WIDE_BANDS.get(name, ERROR_BANDS[name]) if precision in _WIDE else ERROR_BANDS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +82,8 @@ class Estimate:
     byte_factor
         What multiplies all bytes but static ones: 1, or by ``measured_peak_gib``.
     error
-        How far estimates of its class were from published runs; None where none of its kind of
-        accelerator were compared.
+        The errors of the configuration's class, with the interval of the step. None if runs on such
+        accelerators were never compared, or if ``measured_step_s`` or ``mfu`` says the times.
     notes
         What to know before using it; ``str()`` of each is plain text.
     """
@@ -145,7 +96,7 @@ class Estimate:
     mfu: float
     factor: float
     byte_factor: float
-    error: ErrorBand | None
+    error: Accuracy | None
     notes: tuple[FieldSentence, ...]
 
 
@@ -294,6 +245,11 @@ def estimate(
     if pairs:
         problem = with_pairs(shape, machines, problem, step.sizes)
         model = with_hidden(shape, machines, model)
+    error = None
+    if measured_step_s is None and mfu is None:
+        error = find_accuracy(shape, ranks, training)
+    if error is not None and time_factor is not None:
+        error = error.calibrated()
     return Estimate(
         model=model,
         placement=pipeline.stages,
@@ -303,8 +259,8 @@ def estimate(
         mfu=utilisation(shape, machines),
         factor=factor,
         byte_factor=byte_factor,
-        error=error_band(shape, ranks, training.precision),
-        notes=tuple(_notes(shape, training.routing, problem, step)),
+        error=error,
+        notes=tuple(_notes(shape, training.routing, problem, step, error)),
     )
 
 
@@ -727,11 +683,17 @@ def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
 
 
 def _notes(
-    shape: ModelShape, routing: Routing, problem: Problem, step: StepEstimate
+    shape: ModelShape,
+    routing: Routing,
+    problem: Problem,
+    step: StepEstimate,
+    error: Accuracy | None,
 ) -> Iterator[FieldSentence]:
     yield FieldSentence(
         ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
     )
+    if error is not None and error.warning:
+        yield FieldSentence((error.warning,))
     if shape.experts is not None and routing == Routing():
         text = "Routing is assumed to be balanced over the experts; change it with "
         yield FieldSentence((text, FieldRef("expert_imbalance"), "."))
