@@ -286,7 +286,7 @@ def _headline(result: TuneResult, current: Configuration | None) -> str:
     if error is None:
         band = " Estimates of this kind were compared with no published run."
     elif best is not None:
-        band = f" The best takes {format_ms(best.step_ms)} ms, {error.text(best.step_ms)}."
+        band = f" Step of the best: {error.text(best.step_ms)}."
     return f"{verdict[0].upper()}{verdict[1:]}.{band}"
 
 

@@ -98,8 +98,12 @@ def _kind(shape: ModelShape, training: Training) -> str:
 def find_accuracy(
     shape: ModelShape, kinds: Sequence[Hardware], training: Training
 ) -> Accuracy | None:
-    """Return the errors of a configuration's class; None if a generation was never compared."""
-    if any(kind.generation not in _GENERATIONS for kind in kinds):
+    """Return the errors of a configuration's class.
+
+    None if no run on such accelerators was compared, nor any on several generations together.
+    """
+    generations = {kind.generation for kind in kinds}
+    if len(generations) > 1 or not generations <= _GENERATIONS:
         return None
     names = class_names(shape, kinds[0], training)
     return Accuracy(
@@ -216,7 +220,7 @@ class Accuracy:
 
     @property
     def warning(self) -> str:
-        """The aims that the class misses, as a sentence; empty if it meets them."""
+        """The aims that the class misses, without a last full stop; empty if it meets them."""
         if self.is_calibrated:
             return ""
         median, worst = _AIMS[self.kind]
@@ -229,5 +233,5 @@ class Accuracy:
             return ""
         return (
             f"Estimates of the class {error.name!r} miss their aims: {' and '.join(missed)}. "
-            "Measure a step before you rely on this one."
+            "Measure a step before you rely on this one"
         )

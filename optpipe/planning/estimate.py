@@ -693,7 +693,7 @@ def _notes(
         ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
     )
     if error is not None and error.warning:
-        yield FieldSentence((error.warning,))
+        yield FieldSentence((f"{error.warning}.",))
     if shape.experts is not None and routing == Routing():
         text = "Routing is assumed to be balanced over the experts; change it with "
         yield FieldSentence((text, FieldRef("expert_imbalance"), "."))

@@ -140,7 +140,9 @@ def test_a_class_is_of_kind_kernels_generation_and_products() -> None:
     assert (narrow.wanted, narrow.error.name) == ("experts, ampere, wide products", "experts")
     assert "'experts, ampere, wide products' has fewer than 10 published runs" in narrow.text(1e3)
     assert "fewer than" not in accuracy().text(1e3)
-    assert find_accuracy(LLAMA, [H100, find_gpu("mi300x")], Training()) is None
+    assert find_accuracy(LLAMA, [find_gpu("mi300x")], Training()) is None
+    assert find_accuracy(LLAMA, [H100, find_gpu("h200")], Training()) is not None
+    assert find_accuracy(LLAMA, [H100, find_gpu("a100")], Training()) is None
 
 
 def test_an_interval_is_around_the_step_and_grows_with_it() -> None:
