@@ -70,7 +70,7 @@ def error_row(score: Score) -> ErrorRow:
     run = score.run
     training, model = run.training, family(run.model)
     return ErrorRow(
-        error=-float(np.log1p(score.time_error)),
+        error=-float(np.log1p(score.time_error or 0.0)),
         model=model,
         classes=run.classes,
         generation=run.hardware.generation,

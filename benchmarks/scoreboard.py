@@ -41,8 +41,8 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.planning.accelerators import PRIORS, Efficiency, find_gpu
-from optpipe.planning.catalogue import find_model
 from optpipe.planning.accuracy import class_names
+from optpipe.planning.catalogue import find_model
 from optpipe.planning.machine import Machine
 from optpipe.planning.shape import Lora, Routing, Training
 from optpipe.planning.step import PipelineCut, step_estimate
@@ -201,8 +201,6 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     batch = row["micro_batch"] * dp
     if row["global_batch"] % batch:
         raise InputError(f"global batch {row['global_batch']} is no multiple of {batch}")
-    if "switches of this release not found" in note and ep > 1:
-        raise InputError("cuda_graphs, dispatcher: not printed, and the recipe was not found")
     shape = _shape(row, note)  # dropped out scores are older than flash attention
     training = Training(
         micro_batch=row["micro_batch"], sequence=row["sequence"], tp=tp, cp=cp, ep=ep, dp=dp,
@@ -270,6 +268,8 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
     A row's own note comes first, then those of its source's other rows.
     """
     own = str(row.get("note") or "")
+    if "switches of this release not found" in own and (row.get("ep") or 1) > 1:
+        raise InputError("cuda_graphs, dispatcher: not printed, and the recipe was not found")
     dispatcher = str(row.get("dispatcher") or "")
     graphs, overlap = row.get("cuda_graphs"), row.get("ep_overlap")
     if graphs is None:
@@ -566,9 +566,7 @@ def fitted_runs() -> tuple[PublishedRun, ...]:
     for file in FILES:
         for run in read_runs(published(file))[0]:
             is_hopper = run.hardware.generation == "hopper"
-            if run.step_s is not None and (
-                file == PUBLISHED if is_hopper else run.kind == "dense"
-            ):
+            if run.step_s is not None and (file == PUBLISHED if is_hopper else run.kind == "dense"):
                 found.append(run)
     return tuple(found)
 

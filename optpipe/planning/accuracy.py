@@ -8,10 +8,10 @@ writes the file. docs/estimate.md says how, and what an interval does not cover.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from math import exp, log
+from math import exp, log, sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import ModelShape, Training
 
-__all__ = ["ERRORS", "MIN_MODELS", "MIN_ROWS", "SHARE", "Accuracy", "ErrorClass", "class_names", "find_accuracy"]
+__all__ = [
+    "ERRORS",
+    "MIN_MODELS",
+    "MIN_ROWS",
+    "SHARE",
+    "Accuracy",
+    "ErrorClass",
+    "class_names",
+    "find_accuracy",
+]
 
 SHARE = 0.8
 """Share of runs that an interval covers."""
@@ -96,9 +105,13 @@ def _kind(shape: ModelShape, training: Training) -> str:
 
 
 def find_accuracy(
-    shape: ModelShape, kinds: Sequence[Hardware], training: Training
+    shape: ModelShape,
+    kinds: Sequence[Hardware],
+    training: Training,
+    *,
+    is_calibrated: bool = False,
 ) -> Accuracy | None:
-    """Return the errors of a configuration's class.
+    """Return the errors of a configuration's class, or of one whose times were calibrated.
 
     None if no run on such accelerators was compared, nor any on several generations together.
     """
@@ -110,6 +123,7 @@ def find_accuracy(
         wanted=names[0],
         error=next(ERRORS[name] for name in names if name in ERRORS),
         kind=_kind(shape, training),
+        is_calibrated=is_calibrated,
     )
 
 
@@ -153,7 +167,7 @@ class Accuracy:
     @property
     def difference(self) -> float:
         """The standard deviation of the difference of two errors of one model on one GPU."""
-        return self.error.spread * (2 * (1 - _PAIRS[self.kind].correlation)) ** 0.5
+        return self.error.spread * sqrt(2 * (1 - _PAIRS[self.kind].correlation))
 
     @cached_property
     def factors(self) -> tuple[float, float]:
@@ -162,10 +176,6 @@ class Accuracy:
             half = _NINTH * self.difference
             return exp(-half), exp(half)
         return exp(self.error.low), exp(self.error.high)
-
-    def calibrated(self) -> Accuracy:
-        """Return the accuracy after one configuration of this model and GPU was measured."""
-        return replace(self, is_calibrated=True)
 
     def interval_ms(self, step_ms: float) -> tuple[float, float]:
         """Return the two ends of the interval of a measured step."""
@@ -180,7 +190,7 @@ class Accuracy:
         normal one: large differences are more frequent than in a normal distribution.
         """
         x = log(current_ms / best_ms) / (_NINTH * self.difference) * _STUDENT_NINTH
-        return 0.5 + x / (2 * (2 + x * x) ** 0.5)
+        return 0.5 + x / (2 * sqrt(2 + x * x))
 
     def advises_measuring(self, probability: float) -> bool:
         """Return whether a gain of this probability should be measured before a change."""

@@ -245,11 +245,11 @@ def estimate(
     if pairs:
         problem = with_pairs(shape, machines, problem, step.sizes)
         model = with_hidden(shape, machines, model)
-    error = None
-    if measured_step_s is None and mfu is None:
-        error = find_accuracy(shape, ranks, training)
-    if error is not None and time_factor is not None:
-        error = error.calibrated()
+    has_times = measured_step_s is not None or mfu is not None
+    is_calibrated = time_factor is not None
+    error = (
+        None if has_times else find_accuracy(shape, ranks, training, is_calibrated=is_calibrated)
+    )
     return Estimate(
         model=model,
         placement=pipeline.stages,

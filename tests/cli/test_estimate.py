@@ -133,7 +133,9 @@ def test_nvidias_recipe_of_qwen3_is_typed_in(optpipe, tmp_path) -> None:
     accuracy = " ".join(out.split("accuracy: ")[1].split())
     assert re.match(r"80% between [\d.]+ and [\d.]+ s \(66 published runs of 7 models", accuracy)
     assert "The class 'experts, hopper, narrow products' has fewer than 10 published" in accuracy
-    assert "Estimates of the class 'experts, hopper' miss their aims: worst" in " ".join(out.split())
+    assert "Estimates of the class 'experts, hopper' miss their aims: worst" in " ".join(
+        out.split()
+    )
     assert "of it: experts" in out
     for kind in ("weights", "gradients", "optimizer", "activations", "buffers", "reserved"):
         assert kind in out

@@ -24,7 +24,9 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     first = " ".join(done.out.split())
     assert re.match(r"\d+\.\d % less time per step than what you run; the gain", first), done.out
     assert re.search(r"; the gain is real with a probability of (more than )?\d\d%\. ", first)
-    assert re.search(r"Step of the best: 80% between [\d.]+ and [\d.]+ s \(67 published runs", first)
+    assert re.search(
+        r"Step of the best: 80% between [\d.]+ and [\d.]+ s \(67 published runs", first
+    )
     assert "miss their aims" in first
     assert re.search(r"Change .*- recompute full, schedule 1f1b → ", first), done.out
     assert "today: TP 2 PP 4 DP 1 MBS 1 recompute full" in done.out

@@ -23,9 +23,9 @@ from optpipe.planning import (
     find_gpu,
     find_model,
 )
-from optpipe.planning.accelerators import PRIORS, Efficiency
-from optpipe.planning.costs import model_flops
+from optpipe.planning.accelerators import Efficiency
 from optpipe.planning.accuracy import ERRORS
+from optpipe.planning.costs import model_flops
 from optpipe.planning.parameters import (
     RankParameters,
     layer_parameters,

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.scoreboard import PUBLISHED, stored_fit, published, scores
+from benchmarks.scoreboard import PUBLISHED, published, scores, stored_fit
 from optpipe.errors import FieldError, RequestError
 from optpipe.planning import MODELS, LayerForm, Machine, Training, find_gpu, find_model
 from optpipe.planning.costs import embedding_costs, head_costs, layer_costs, model_flops, mtp_costs

@@ -19,7 +19,6 @@ from benchmarks.scoreboard import (
     fitted_runs,
     order,
     published,
-    read_run,
     scores,
     stored_fit,
     summary,
@@ -94,7 +93,7 @@ def test_a_rows_efficiencies_never_saw_its_model(fit) -> None:
     """Had all rows of a model been twice as fast, its own efficiencies would be what they are."""
     runs = [run for run in fitted_runs() if run.hardware.generation == "blackwell-300"]
     model = "llama3-70b"
-    halved = [replace(r, step_s=r.step_s / 2) if r.model == model else r for r in runs]
+    halved = [replace(r, step_s=(r.step_s or 0) / 2) if r.model == model else r for r in runs]
     anew, changed = EfficiencyFit(runs), EfficiencyFit(halved)
     of_model, of_other = (next(r for r in runs if (r.model == model) == is_it) for is_it in (1, 0))
     assert anew.of(of_model) == changed.of(of_model)

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from optpipe.planning import PipelineCut, StepEstimate
-    from optpipe.planning.configuration import Configuration
     from optpipe.planning.accuracy import Accuracy
+    from optpipe.planning.configuration import Configuration
     from optpipe.planning.shape import Training
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.bounds import LayerTable
@@ -931,10 +931,12 @@ class _TuneSearch:
     def _error(self) -> Accuracy | None:
         """Return the errors of the question's class."""
         question = self.question
-        found = find_accuracy(question.shape, question.all_kinds, question.training)
-        if found is None or question.time_factor == 1:
-            return found
-        return found.calibrated()
+        return find_accuracy(
+            question.shape,
+            question.all_kinds,
+            question.training,
+            is_calibrated=question.time_factor != 1,
+        )
 
     def result(self) -> TuneResult:
         """Return the rows and what is proven."""
