@@ -148,9 +148,15 @@ def test_a_measured_step_calibrates_and_its_factor_is_said(optpipe) -> None:
     assert code == 0, err
     assert "a step with 1F1B: 1.000 s" in out
     factor = out.split("--time-factor ")[1].split()[0]
+    assert "accuracy" not in out
     code, out, err = optpipe("estimate", *SMALL, "--time-factor", factor)
     assert code == 0, err
     assert "a step with 1F1B: 1.000 s" in out
+    command = ("estimate", "--model", "llama3-8b", "--gpu", "h100", "--pp", 4)
+    _, out, _ = optpipe(*command, "--time-factor", 1.1)
+    accuracy = " ".join(out.split("accuracy: ")[1].split())
+    assert "pairs of published runs of one model on one GPU" in accuracy
+    assert "miss their aims" not in out
 
 
 def test_two_kinds_of_accelerators(optpipe, tmp_path) -> None:
