@@ -4,17 +4,20 @@
 
 reads runs of the form of ``published_runs.json`` or ``more_runs.json``, and prints of each what was
 published, ours and the error. *Ours* is honest about the fit: the at most four efficiencies of a
-GPU generation (Hopper, Blackwell 200, Blackwell 300) are fitted anew for every model, to the rows
-of ``published_runs.json`` that are of other models (leave one model out). So a row is never
-estimated with efficiencies that saw its model, in whichever file it stands; other generations have
-the catalogue's assumptions. The fit minimises squared logarithms of ours over theirs in units of
-10 %, plus squared logarithms of each efficiency over its prior in units of 15 %, none above 1. It
-is deterministic. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
+GPU generation (Hopper, Blackwell 200, Blackwell 300) are fitted anew for every model, to rows of
+other models (leave one model out). So a row is never estimated with efficiencies that saw its
+model, in whichever file it stands; other generations have the catalogue's assumptions. Hopper is
+fitted to ``published_runs.json``, Blackwell to the rows without experts of all files. The fit
+minimises squared logarithms of ours over theirs in units of 10 %, plus squared logarithms of each
+efficiency over its prior in units of 15 %, none above 1. It is deterministic. ``python -m
+benchmarks.errors --write`` fits, and stores the result in ``results/left_out.json``, which is read
+here. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
 
 Fields that an estimate needs are not guessed: a row without one is shown as *not stated*, with the
-reason. Rows of fine-tuning have ``lora_rank``, ``lora_targets`` and ``packed_length`` too. Memory
-is compared with what the allocator says at its peak. A source with several rows is *calibrated*
-too: the factor of its first row's error multiplies the others.
+reason. ``settings.json`` has what a recipe sets and a source does not print, each with its source.
+Rows of fine-tuning have ``lora_rank``, ``lora_targets`` and ``packed_length`` too. Memory is
+compared with what the allocator says at its peak. A source with several rows is *calibrated* too:
+the factor of its first row's error multiplies the others.
 
 The last line is "N rows, median X %, worst Y %, order Z of W": rows with a time; order counts pairs
 of rows of one file, model and GPU whose published rates are more than 5 % apart.
@@ -38,20 +41,27 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.planning.accelerators import PRIORS, Efficiency, find_gpu
+from optpipe.planning.accuracy import class_names
 from optpipe.planning.catalogue import find_model
-from optpipe.planning.estimate import error_class
 from optpipe.planning.machine import Machine
-from optpipe.planning.shape import Lora, Training
+from optpipe.planning.shape import Lora, Routing, Training
 from optpipe.planning.step import PipelineCut, step_estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import ModelShape
     from optpipe.planning.step import StepEstimate
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "data" / "published" / "published_runs.json"
+SETTINGS = PUBLISHED.with_name("settings.json")
+FILES = tuple(
+    PUBLISHED.with_name(f"{name}.json")
+    for name in ("published_runs", "archive_runs", "more_runs", "runs_2026")
+)
+"""Every published row once: those of ``fine_tuning_runs.json`` are in ``runs_2026.json``."""
+LEFT_OUT = Path(__file__).with_name("results") / "left_out.json"
 FITTED = ("matmul", "narrow", "attention", "memory")
 _ERROR_UNIT, _PRIOR_UNIT = 0.10, 0.15
 _APART = 0.05
@@ -76,9 +86,14 @@ class PublishedRun:
     peak_gib: float | None
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of its error, the narrowest first."""
+        return class_names(self.shape, self.hardware, self.training)
+
+    @property
     def kind(self) -> str:
-        """The class whose median error stands for it: dense, or with experts by network."""
-        return error_class(self.shape, self.hardware)
+        """The widest class but one: dense, experts or fine-tuning."""
+        return self.classes[-2]
 
     def estimated(self, efficiency: Efficiency) -> StepEstimate:
         """Return ours."""
@@ -95,12 +110,27 @@ _SCHEDULES = {
 
 _AT_LEAST = {
     **dict.fromkeys(("num_gpus", "global_batch", "micro_batch", "sequence", "layers"), 1),
-    **dict.fromkeys(("tp", "pp", "data_parallel", "microbatches", "lora_rank"), 1),
+    **dict.fromkeys(("tp", "pp", "etp", "data_parallel", "microbatches", "lora_rank"), 1),
     "packed_length": 1,
     **dict.fromkeys(("cp", "ep", "vp", "fsdp", "offloaded_layers"), 0),
 }  # fmt: skip
 _MEASURED = ("step_s", "step_ms", "tokens_per_s_per_gpu", "peak_gib")
 _TEXTS = ("model", "gpu", "precision", "schedule", "source", "container", "note", "dispatcher")
+
+
+def _with_settings(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with what its recipe sets and its source does not print."""
+    for rule in _rules():
+        patterns = rule["where"].items()
+        if all(re.search(pattern, str(row.get(name) or "")) for name, pattern in patterns):
+            row = row | rule["set"]
+    return row
+
+
+@lru_cache(maxsize=1)
+def _rules() -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = json.loads(SETTINGS.read_text(encoding="utf-8"))["rules"]
+    return rules
 
 
 def _check(row: dict[str, Any]) -> None:
@@ -142,6 +172,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     InputError
         If the row leaves out what an estimate needs, or has what no estimate can be asked for.
     """
+    row = _with_settings(row)
     _check(row)
     needed = ("model", "gpu", "num_gpus", "precision", "global_batch", "micro_batch", "sequence")
     missing = [name for name in (*needed, "tp", "pp") if row.get(name) is None]
@@ -195,7 +226,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
         source=_source(row),
         model=row["model"],
         shape=shape,
-        hardware=find_gpu(row["gpu"]),
+        hardware=find_gpu(row["gpu"]).on_network(row.get("network")),
         training=training,
         pipeline=pipeline,
         step_s=step_s,
@@ -237,6 +268,8 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
     A row's own note comes first, then those of its source's other rows.
     """
     own = str(row.get("note") or "")
+    if "switches of this release not found" in own and (row.get("ep") or 1) > 1:
+        raise InputError("cuda_graphs, dispatcher: not printed, and the recipe was not found")
     dispatcher = str(row.get("dispatcher") or "")
     graphs, overlap = row.get("cuda_graphs"), row.get("ep_overlap")
     if graphs is None:
@@ -245,10 +278,10 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
     if overlap is None:
         overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
     said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
-    once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
-    is_torch = "torchtitan" in str(row.get("source"))
+    once = re.search("one copy|HybridEP|DeepEP|flex", said, re.IGNORECASE) is not None
+    is_torch = row.get("kernels") == "torch"
     overlap_all = "no overlap" not in own
-    if is_torch:  # its collectives of tensor parallelism are asynchronous only where a row says so
+    if is_torch:  # collectives of tensor parallelism are asynchronous only where a row says so
         overlap_all = re.search(r"(?<!without )\basync\b", own) is not None
     return {
         "kernels": "torch" if is_torch else "megatron",
@@ -258,7 +291,11 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
         "dispatcher": "deduplicated" if once else "alltoall",
         "offloaded_layers": row.get("offloaded_layers") or 0,
         "overlap": overlap_all,
-        "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
+        "sequence_parallel": row.get("sequence_parallel", "full = without" not in own),
+        "etp": row.get("etp") or 1,
+        "routing": Routing(
+            capacity=row.get("expert_capacity"), is_padded=bool(row.get("pad_experts"))
+        ),
     }
 
 
@@ -329,17 +366,44 @@ def _efficiency(prior: Efficiency, at: np.ndarray) -> Efficiency:
 
 
 class EfficiencyFit:
-    """Efficiencies by generation and left-out model, fitted to the published rows once each."""
+    """Efficiencies by generation and left-out model, stored or fitted once each.
 
-    def __init__(self, runs: Sequence[PublishedRun]) -> None:
+    Parameters
+    ----------
+    runs
+        The runs to fit to.
+    stored
+        Efficiencies of `FITTED` by generation and left-out model (empty: none is left out), which
+        are not fitted again.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[PublishedRun],
+        stored: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+    ) -> None:
         self._runs = runs
-        self.without = lru_cache(maxsize=None)(self._without)
+        self._stored = stored or {}
+        self._fitted = lru_cache(maxsize=None)(self._fit)
 
-    def _without(self, generation: str, model: str | None) -> Efficiency:
+    def models(self, generation: str) -> list[str]:
+        """Return the models whose rows a generation is fitted to."""
+        of = {family(run.model) for run in self._runs if run.hardware.generation == generation}
+        return sorted(of)
+
+    def without(self, generation: str, model: str | None) -> Efficiency:
+        """Return the efficiencies of a generation that saw no row of a model."""
+        left_out = model if model in self.models(generation) else ""
+        stored = self._stored.get(generation, {}).get(left_out or "")
+        if stored is not None:
+            return replace(PRIORS[generation], **stored)
+        return self._fitted(generation, left_out)
+
+    def _fit(self, generation: str, model: str) -> Efficiency:
         seen = [
             run
             for run in self._runs
-            if run.hardware.generation == generation and _family(run.model) != model
+            if run.hardware.generation == generation and family(run.model) != model
         ]
         return fitted(seen, generation)
 
@@ -348,10 +412,10 @@ class EfficiencyFit:
         generation = run.hardware.generation
         if generation not in PRIORS:
             return run.hardware.efficiency
-        return self.without(generation, _family(run.model))
+        return self.without(generation, family(run.model))
 
 
-def _family(model: str) -> str:
+def family(model: str) -> str:
     """Return the model whose rows are left out together: with and without prediction modules."""
     return find_model(model.removesuffix("-mtp")).name
 
@@ -368,8 +432,8 @@ class Score(NamedTuple):
     memory_error: float | None
 
 
-def scores(rows: Iterable[dict[str, Any]], fit: EfficiencyFit) -> tuple[list[Score], list[str]]:
-    """Return every row that can be stated, and a line for each that cannot."""
+def read_runs(rows: Iterable[dict[str, Any]]) -> tuple[list[PublishedRun], list[str]]:
+    """Return every row of a file that can be stated, and a line for each that cannot."""
     found, left = [], []
     rows = list(rows)
     notes: dict[str, set[str]] = defaultdict(set)
@@ -378,18 +442,30 @@ def scores(rows: Iterable[dict[str, Any]], fit: EfficiencyFit) -> tuple[list[Sco
     for index, row in enumerate(rows):
         try:
             run = read_run(row, index=index, notes="; ".join(sorted(notes[_source(row)])))
-            estimate = run.estimated(fit.of(run))
+            run.estimated(run.hardware.efficiency)
         except InputError as error:
             left.append(f"{index:3} {row.get('model')} {row.get('gpu')}: not stated: {error}")
             continue
-        time = memory = None
-        if run.step_s is not None:
-            time = estimate.step_ms / 1e3 / run.step_s - 1
-        if run.peak_gib is not None:
-            allocated = max(rank.allocated for rank in estimate.memory)
-            memory = allocated / 2**30 / run.peak_gib - 1
-        found.append(Score(run, estimate, time, memory))
+        found.append(run)
     return found, left
+
+
+def scores(rows: Iterable[dict[str, Any]], fit: EfficiencyFit) -> tuple[list[Score], list[str]]:
+    """Return the score of every row that can be stated, and a line for each that cannot."""
+    runs, left = read_runs(rows)
+    return [score_of(run, fit) for run in runs], left
+
+
+def score_of(run: PublishedRun, fit: EfficiencyFit) -> Score:
+    """Return a row with ours."""
+    estimate = run.estimated(fit.of(run))
+    time = memory = None
+    if run.step_s is not None:
+        time = estimate.step_ms / 1e3 / run.step_s - 1
+    if run.peak_gib is not None:
+        allocated = max(rank.allocated for rank in estimate.memory)
+        memory = allocated / 2**30 / run.peak_gib - 1
+    return Score(run, estimate, time, memory)
 
 
 def calibrated(found: Iterable[Score]) -> list[float]:
@@ -479,9 +555,26 @@ def published(file: Path = PUBLISHED) -> list[dict[str, Any]]:
     return rows
 
 
-def fit_of_published() -> EfficiencyFit:
-    """Return the fit to the published rows."""
-    return EfficiencyFit([read_run(row, index=index) for index, row in enumerate(published())])
+@lru_cache(maxsize=1)
+def fitted_runs() -> tuple[PublishedRun, ...]:
+    """Return the runs to which efficiencies are fitted.
+
+    Those of ``published_runs.json`` on Hopper, and those without experts of all files on Blackwell.
+    On other rows of Hopper a fit was no better for models that it had not seen.
+    """
+    found = []
+    for file in FILES:
+        for run in read_runs(published(file))[0]:
+            is_hopper = run.hardware.generation == "hopper"
+            if run.step_s is not None and (file == PUBLISHED if is_hopper else run.kind == "dense"):
+                found.append(run)
+    return tuple(found)
+
+
+def stored_fit() -> EfficiencyFit:
+    """Return the stored fit to the published rows."""
+    stored = json.loads(LEFT_OUT.read_text(encoding="utf-8"))["generations"]
+    return EfficiencyFit(fitted_runs(), stored)
 
 
 def main() -> None:
@@ -490,7 +583,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, metavar="FILE", default=PUBLISHED)
     parser.add_argument("--fit", action="store_true", help="print what fits all rows, and stop")
     options = parser.parse_args()
-    fit = fit_of_published()
+    fit = stored_fit()
     if options.fit:
         for generation in PRIORS:
             best = fit.without(generation, None)

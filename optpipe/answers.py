@@ -602,11 +602,20 @@ class TunedCounts(Answer):
 
 
 class ScoreboardError(Answer):
-    """The error of such estimates against published runs, as shares."""
+    """The errors of a class of estimates against published runs, as shares of the measured step.
+
+    * ``error_class``: the narrowest class of the configuration that has at least ten runs.
+    * ``low``, ``high``: 80% of measured steps are between these multiples of the estimated step.
+    * ``text``: the interval in words, with the class and its number of runs.
+    """
 
     median: float
     worst: float
     num_rows: int
+    error_class: str
+    low: float
+    high: float
+    text: str
 
 
 class ScalingView(Answer):
@@ -661,8 +670,11 @@ class Tuned(Answer):
     * ``verdict``: the gain in words, or why there is none.
     * ``changes``: from ``current`` to the fastest row, such as ``TP 8 → 4``; empty without
       ``current``, or if that row is not faster.
+    * ``gain_probability``: that the fastest row is faster than ``current`` if both are measured.
+      Null without a gain, or without ``error``.
     * ``error``: null if no such estimate was compared with published runs.
     * ``costs_from``: source of what the layers cost: formulas, or a trace of the model's own code.
+    * ``interval_ms``: 80% interval of the measured step of the fastest row; null without ``error``.
     * ``memory_bytes``: of a device; configurations use at most ``usable_bytes`` of it. With several
       kinds of devices, of the smallest.
     * ``stopped_by``: null while the tune runs; else `optimal`, `gap`, `time_limit`, `work_limit`,
@@ -682,7 +694,9 @@ class Tuned(Answer):
     bound_ms: float | None
     gap: float | None
     gain: float | None
+    gain_probability: float | None = None
     error: ScoreboardError | None
+    interval_ms: tuple[float, float] | None = None
     costs_from: CostSource = "formula"
     counts: TunedCounts
     memory_bytes: int
@@ -838,7 +852,9 @@ class EstimateView(VariantView):
     * ``sizes``: layers of each stage; embedding and head count as layers.
     * ``step_ms``: of 1F1B (interleaved 1F1B with several chunks), with the work after the pipeline.
     * ``byte_factor``: multiplies activations, workspaces and buffers; 1 without a measured peak.
-    * ``median_error``: of such estimates against published runs; null if none were compared.
+    * ``error``: null if no such estimate was compared with published runs, or if a measured step
+      or a utilisation was given.
+    * ``interval_ms``: 80% interval of the measured step; null without ``error``.
     * ``costs_from``: source of what the layers cost: formulas, or a trace of the model's own code.
     """
 
@@ -848,7 +864,8 @@ class EstimateView(VariantView):
     tokens_per_s_per_gpu: float
     time_factor: float
     byte_factor: float
-    median_error: float | None
+    error: ScoreboardError | None
+    interval_ms: tuple[float, float] | None
     costs_from: CostSource
     sizes: list[int]
     notes: list[str]

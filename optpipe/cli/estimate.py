@@ -193,7 +193,7 @@ def _pairs_line(problem: Problem) -> str:
 
 
 def _step_lines(found: Estimate) -> Iterator[str]:
-    """Yield the duration of a step, and the error of such estimates on published runs."""
+    """Yield the duration of a step, and its interval."""
     step, error = found.step, found.error
     interleaved = "interleaved " if len(found.sizes) > len(found.problem.devices) else ""
     yield (
@@ -212,15 +212,11 @@ def _step_lines(found: Estimate) -> Iterator[str]:
             f"calibrated: every time is {found.factor:.4g} times the formulas'; --time-factor "
             f"{found.factor:.4g} carries that to other configurations"
         )
-    elif error is None:
+    if error is not None:
+        yield f"accuracy: {error.text(step.step_ms)}"
+    elif found.factor == 1:
         what = "such accelerators" if found.costs_from == "formula" else "a traced model"
         yield f"accuracy: not known; no published run of {what} was compared"
-    else:
-        yield (
-            f"accuracy: published runs of this class were met within {format_share(error.median)} "
-            f"(median of {error.num_rows}, the worst {format_share(error.worst)}; "
-            "python -m benchmarks.scoreboard)"
-        )
 
 
 def _spent_line(step: StepEstimate) -> str:

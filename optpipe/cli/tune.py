@@ -285,13 +285,12 @@ def _headline(result: TuneResult, current: Configuration | None) -> str:
         if current is not None:
             why = "the current configuration is too large to simulate"
         verdict = f"{format_ms(best.step_ms)} ms per step; {why}"
-    band = (
-        "Estimates of this kind were compared with no published run"
-        if error is None
-        else f"Estimates of this kind are {error.median:.0%} off in the median, at worst "
-        f"{error.worst:.0%} ({error.num_rows} published runs)"
-    )
-    return f"{verdict[0].upper()}{verdict[1:]}. {band}."
+    band = ""
+    if error is None:
+        band = " Estimates of this kind were compared with no published run."
+    elif best is not None:
+        band = f" Step of the best: {error.text(best.step_ms)}."
+    return f"{verdict[0].upper()}{verdict[1:]}.{band}"
 
 
 def _rows(result: TuneResult) -> Table:

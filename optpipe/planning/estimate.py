@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, explain
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
-from optpipe.planning.accelerators import PRIORS, Hardware
+from optpipe.planning.accelerators import Hardware
+from optpipe.planning.accuracy import find_accuracy
 from optpipe.planning.costs import checkpoint_bytes, model_flops
 from optpipe.planning.layer_profile import profile_layers
 from optpipe.planning.machine import Machine
@@ -43,73 +44,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.planning.accelerators import Efficiency
+    from optpipe.planning.accuracy import Accuracy
     from optpipe.planning.layer_profile import LayerProfile
-    from optpipe.planning.shape import CostSource, ModelShape, Precision, Training
+    from optpipe.planning.shape import CostSource, ModelShape, Training
     from optpipe.problem import Problem
 
 __all__ = [
-    "ERROR_BANDS",
-    "WIDE_BANDS",
-    "ErrorBand",
     "Estimate",
     "SlicedCut",
     "check_can_be",
-    "error_band",
-    "error_class",
     "estimate",
     "utilisation",
 ]
 
 _DIGITS = 5
-
-
-class ErrorBand(NamedTuple):
-    """How far estimates of a class were from published runs: median and worst, of so many rows.
-
-    Leave one model out: no row is estimated with efficiencies fitted to its model.
-    """
-
-    median: float
-    worst: float
-    num_rows: int
-
-
-ERROR_BANDS = {
-    "dense": ErrorBand(0.060, 0.195, 17),
-    "experts, NVLink-72": ErrorBand(0.011, 0.095, 5),
-    "experts, other": ErrorBand(0.072, 0.433, 8),
-}
-"""The result of ``python -m benchmarks.scoreboard``, by class; a test compares the two.
-
-Dense rows are all in FP8 or MXFP8."""
-WIDE_BANDS = {
-    "dense": ErrorBand(0.106, 0.385, 51),
-    "experts, other": ErrorBand(0.155, 0.864, 20),
-}
-"""The same for runs of other sources (``more_runs.json``), which compute in BF16 or FP16.
-
-Their rows of these classes all do."""
-_WIDE = ("bf16", "fp16", "fp32")
-
-
-def error_class(shape: ModelShape, hardware: Hardware) -> str:
-    """Return the class of an estimate in `ERROR_BANDS`."""
-    if shape.experts is None:
-        return "dense"
-    return "experts, NVLink-72" if hardware.gpus_per_node >= 64 else "experts, other"
-
-
-def error_band(
-    shape: ModelShape, kinds: Sequence[Hardware], precision: Precision
-) -> ErrorBand | None:
-    """Return how far estimates of its class were; None where a kind was never compared.
-
-    Estimates from traces were not compared with published runs.
-    """
-    if shape.trace is not None or any(kind.generation not in PRIORS for kind in kinds):
-        return None
-    name = error_class(shape, kinds[0])
-    return WIDE_BANDS.get(name, ERROR_BANDS[name]) if precision in _WIDE else ERROR_BANDS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +82,8 @@ class Estimate:
     byte_factor
         What multiplies all bytes but static ones: 1, or by ``measured_peak_gib``.
     error
-        How far estimates of its class were from published runs; None where none of its kind of
-        accelerator were compared.
+        The errors of the configuration's class, with the interval of the step. None if runs on such
+        accelerators were never compared, or if ``measured_step_s`` or ``mfu`` says the times.
     costs_from
         ``formula`` or ``trace``: the source of what its layers cost.
     notes
@@ -150,7 +98,7 @@ class Estimate:
     mfu: float
     factor: float
     byte_factor: float
-    error: ErrorBand | None
+    error: Accuracy | None
     costs_from: CostSource
     notes: tuple[FieldSentence, ...]
 
@@ -300,6 +248,11 @@ def estimate(
     if pairs:
         problem = with_pairs(shape, machines, problem, step.sizes)
         model = with_hidden(shape, machines, model)
+    has_times = measured_step_s is not None or mfu is not None
+    is_calibrated = time_factor is not None
+    error = (
+        None if has_times else find_accuracy(shape, ranks, training, is_calibrated=is_calibrated)
+    )
     return Estimate(
         model=model,
         placement=pipeline.stages,
@@ -309,9 +262,9 @@ def estimate(
         mfu=utilisation(shape, machines),
         factor=factor,
         byte_factor=byte_factor,
-        error=error_band(shape, ranks, training.precision),
+        error=error,
         costs_from=shape.costs_from,
-        notes=tuple(_notes(shape, training, problem, step)),
+        notes=tuple(_notes(shape, training, problem, step, error)),
     )
 
 
@@ -736,12 +689,18 @@ def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
 
 
 def _notes(
-    shape: ModelShape, training: Training, problem: Problem, step: StepEstimate
+    shape: ModelShape,
+    training: Training,
+    problem: Problem,
+    step: StepEstimate,
+    error: Accuracy | None,
 ) -> Iterator[FieldSentence]:
     source = "sizes" if shape.trace is None else "the model's own code"
     yield FieldSentence(
         (f"Estimated from {source} and data sheets, not measured: optpipe profile measures.",)
     )
+    if error is not None and error.warning:
+        yield FieldSentence((f"{error.warning}.",))
     if shape.trace is not None and training.is_narrow:
         yield FieldSentence(
             (

@@ -270,8 +270,10 @@ class Machine(NamedTuple):
         if self.training.cuda_graphs:
             return times
         forward_ms, backward_ms = self.launches_ms(shape, kind)
-        waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
-        if shape.trace is not None and self.training.ep == 1:
+        training = self.training
+        counts_tokens = training.dispatcher == "alltoall" and not training.routing.is_padded
+        waits = counts_tokens and not training.ep_overlap
+        if shape.trace is not None and training.ep == 1:
             waits = False  # experts of a rank of its own need no counts from other ranks
         least = _SYNCHRONOUS_SHARE if kind.is_moe and waits else 0.0
         sums = times.sums

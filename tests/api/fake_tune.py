@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from optpipe.planning.estimate import error_band
+from optpipe.planning.accuracy import find_accuracy
 from optpipe_solver.tune import TuneCounts, TuneResult, judge
 from optpipe_solver.tune.judge import Look, Looks
 
@@ -84,6 +84,6 @@ def _result(
         current=current,
         bound_ms=0.9 * rows[0].step_ms if rows else float("inf"),
         counts=counts,
-        error=error_band(question.shape, (question.hardware,), question.training.precision),
+        error=find_accuracy(question.shape, (question.hardware,), question.training),
         seconds=0.5,
     )

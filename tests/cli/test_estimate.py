@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 
@@ -129,7 +130,12 @@ def test_nvidias_recipe_of_qwen3_is_typed_in(optpipe, tmp_path) -> None:
     assert problem.context is not None
     assert problem.context.parallelism["dp"] == 16
     assert "tokens/s/GPU on 256 GPUs" in out
-    assert "accuracy: published runs of this class were met within 7.2 % (median of 8" in out
+    accuracy = " ".join(out.split("accuracy: ")[1].split())
+    assert re.match(r"80% between [\d.]+ and [\d.]+ s \(66 published runs of 7 models", accuracy)
+    assert "The class 'experts, hopper, narrow products' has fewer than 10 published" in accuracy
+    assert "Estimates of the class 'experts, hopper' miss their aims: worst" in " ".join(
+        out.split()
+    )
     assert "of it: experts" in out
     for kind in ("weights", "gradients", "optimizer", "activations", "buffers", "reserved"):
         assert kind in out
@@ -142,9 +148,15 @@ def test_a_measured_step_calibrates_and_its_factor_is_said(optpipe) -> None:
     assert code == 0, err
     assert "a step with 1F1B: 1.000 s" in out
     factor = out.split("--time-factor ")[1].split()[0]
+    assert "accuracy" not in out
     code, out, err = optpipe("estimate", *SMALL, "--time-factor", factor)
     assert code == 0, err
     assert "a step with 1F1B: 1.000 s" in out
+    command = ("estimate", "--model", "llama3-8b", "--gpu", "h100", "--pp", 4)
+    _, out, _ = optpipe(*command, "--time-factor", 1.1)
+    accuracy = " ".join(out.split("accuracy: ")[1].split())
+    assert "pairs of published runs of one model on one GPU" in accuracy
+    assert "miss their aims" not in out
 
 
 def test_two_kinds_of_accelerators(optpipe, tmp_path) -> None:

@@ -22,8 +22,12 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     done = optpipe(*SMALL, *TODAY, "-o", schedule, "--problem-out", problem)
     assert done.code == 0, done.err
     first = " ".join(done.out.split())
-    assert re.match(r"\d+\.\d % less time per step than what you run[.,:]", first), done.out
-    assert "published runs" in first
+    assert re.match(r"\d+\.\d % less time per step than what you run; the gain", first), done.out
+    assert re.search(r"; the gain is real with a probability of (more than )?\d\d%\. ", first)
+    assert re.search(
+        r"Step of the best: 80% between [\d.]+ and [\d.]+ s \(67 published runs", first
+    )
+    assert "miss their aims" in first
     assert re.search(r"Change .*- recompute full, schedule 1f1b → ", first), done.out
     assert "today: TP 2 PP 4 DP 1 MBS 1 recompute full" in done.out
     assert "less memory costs time" in done.out
@@ -49,7 +53,11 @@ def test_json_has_every_row_with_its_layers(optpipe) -> None:
     assert "- recompute full" in found["changes"]
     assert best["tflops_per_gpu"] == pytest.approx(best["mfu"] * 989.4, rel=1e-3)
     assert found["bound_ms"] <= best["step_ms"]
-    assert found["error"]["num_rows"] == 51
+    error, (low, high) = found["error"], found["interval_ms"]
+    assert (error["num_rows"], error["error_class"]) == (67, "dense, hopper, wide products")
+    assert low == pytest.approx(error["low"] * best["step_ms"])
+    assert low < best["step_ms"] < high
+    assert 0.9 < found["gain_probability"] < 1
     assert best["command"].endswith(' pretrain_gpt.py ${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"')
 
 
@@ -255,7 +263,7 @@ def test_what_runs_today_but_does_not_fit_in_the_model_is_no_baseline(optpipe) -
     first = re.match(
         r"What you run does not fit in this model: pipeline rank 0 needs (\d+\.\d) of 37\.3 GiB, "
         r"(\d+\.\d) GiB more than it has\. No gain is given\. Bytes are estimates too\. "
-        r"The fastest that fits takes [\d,.]+ ms per step\. Estimates of this kind ",
+        r"The fastest that fits takes [\d,.]+ ms per step\. Step of the best: 80% ",
         text,
     )
     assert first, done.out

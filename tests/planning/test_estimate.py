@@ -23,9 +23,9 @@ from optpipe.planning import (
     find_gpu,
     find_model,
 )
-from optpipe.planning.accelerators import PRIORS, Efficiency
+from optpipe.planning.accelerators import Efficiency
+from optpipe.planning.accuracy import ERRORS
 from optpipe.planning.costs import model_flops
-from optpipe.planning.estimate import ERROR_BANDS, WIDE_BANDS
 from optpipe.planning.parameters import (
     RankParameters,
     layer_parameters,
@@ -203,7 +203,6 @@ def test_two_kinds_of_accelerators_share_a_pipeline() -> None:
     ]
     assert max(cells_ms(found)) < max(cells_ms(estimated(gpu=a100)))
     assert found.problem.devices[1].host != found.problem.devices[2].host
-    assert found.error is None
     with pytest.raises(FieldError, match="3 accelerators for 4 pipeline ranks"):
         estimated(gpu=[H100, H100, a100])
 
@@ -223,15 +222,19 @@ def test_experts_fold_over_all_ranks_of_a_stage() -> None:
     assert found.step.memory[3].weights > 2 * per_rank
 
 
-def test_an_estimate_says_how_far_its_class_was_off() -> None:
-    """By generation, class and precision; nothing where nothing was compared."""
-    assert estimated().error == WIDE_BANDS["dense"]
-    assert estimated(training=Training(precision="fp8")).error == ERROR_BANDS["dense"]
+def test_an_estimate_has_the_errors_of_its_class() -> None:
+    """By kind, generation and precision; nothing where nothing was compared or times are given."""
+    assert estimated().error.error == ERRORS["dense, hopper, wide products"]
+    fp8 = estimated(training=Training(precision="fp8")).error
+    assert fp8.error == ERRORS["dense, hopper, narrow products"]
     moe = find_model("qwen3-30b-a3b")
-    assert estimated(moe).error == WIDE_BANDS["experts, other"]
-    assert estimated(moe, find_gpu("gb200")).error == ERROR_BANDS["experts, NVLink-72"]
-    assert estimated(gpu=find_gpu("a100")).error is None
-    assert {GPUS[name].generation for name in ("h200", "gb200", "b300")} == set(PRIORS)
+    assert estimated(moe).error.wanted == "experts, hopper, wide products"
+    assert estimated(moe, find_gpu("gb200")).error.kind == "experts"
+    assert estimated(gpu=find_gpu("mi300x")).error is None
+    assert estimated(gpu=[H100, H100, H100, find_gpu("a100")]).error is None
+    assert estimated(measured_step_s=9.0).error is None
+    assert estimated(mfu=0.4).error is None
+    assert estimated(time_factor=1.1).error.is_calibrated
 
 
 def test_slower_networks_make_slower_steps() -> None:

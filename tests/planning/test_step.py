@@ -145,7 +145,7 @@ def test_experts_travel_by_nvlink_where_its_domain_is_large() -> None:
 
 def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
     """8 ms and 0.2 ms for each of four local experts, half as much again in fp8; waiting for the
-    counts of tokens adds to what the device computes."""
+    counts of tokens adds to what the device computes, unless experts are padded."""
     training = Training(sequence=256, dp=32, ep=32, precision="fp8", dispatcher="deduplicated")
     shape = find_model("qwen3-235b-a22b")
 
@@ -158,6 +158,11 @@ def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
     large = layer(sequence=32768, dispatcher="alltoall")
     assert large.host == pytest.approx(0.5 * 1.5 * (8 + 0.2 * 4))
     assert layer(sequence=32768, dispatcher="alltoall", ep_overlap=True).host == 0
+    routing = {
+        name: Routing(capacity=1.0, is_padded=name == "padded") for name in ("padded", "cut")
+    }
+    assert layer(sequence=32768, dispatcher="alltoall", routing=routing["padded"]).host == 0
+    assert layer(sequence=32768, dispatcher="alltoall", routing=routing["cut"]).host == large.host
 
 
 def test_profiles_of_single_stages_are_met() -> None:

@@ -412,15 +412,17 @@ def read_estimate(body: bytes, trace: str | None = None) -> str:
     """
     wanted = _traced(EstimateRequest.parse(decode_json(body, takes_constants=True)), trace)
     found = wanted.estimate()
+    error, step_ms = found.error, found.step.step_ms
     view = EstimateView(
         **_view_fields(found.problem, wanted.values),
         parameters=total_parameters(wanted.shape),
         mfu=found.mfu,
-        step_ms=found.step.step_ms,
+        step_ms=step_ms,
         tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
         time_factor=found.factor,
         byte_factor=found.byte_factor,
-        median_error=None if found.error is None else found.error.median,
+        error=None if error is None else error.as_json(step_ms),
+        interval_ms=None if error is None else error.interval_ms(step_ms),
         costs_from=found.costs_from,
         sizes=list(found.sizes),
         notes=list(map(str, found.notes)),

@@ -56,7 +56,14 @@ function factsOf(view) {
   ];
   if (view.parameters) found.push(fact("Parameters", billions(view.parameters)));
   if (view.mfu) found.push(fact("Compute", `${share(view.mfu)} of peak`));
+  if (view.step_ms) found.push(fact("Step, 1F1B", stepOf(view), { id: "problem-step" }));
   return found;
+}
+
+/** The estimated step, with its interval if such estimates were compared with published runs. */
+function stepOf({ step_ms: step, interval_ms: interval }) {
+  const [low, high] = interval?.map(ms) ?? [];
+  return interval ? `${ms(step)} ms, 80 % between ${low} and ${high}` : `${ms(step)} ms`;
 }
 
 function saveProblem(problem) {

@@ -94,13 +94,12 @@ export class Tuned {
     if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  /** The gain, or why there is none, and how far such estimates are off. */
+  /** The gain, or why there is none, and the interval of the fastest step. */
   headline() {
     const { verdict, changes, error } = this.result;
     const band = error === null
       ? "Estimates of this kind were compared with no published run."
-      : `Estimates of this kind are ${share(error.median)} off in the median, at worst `
-        + `${share(error.worst)} (${error.num_rows} published runs).`;
+      : error.text && `Step of the fastest: ${sentence(error.text)}`;
     return [el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")),
       ...(changes?.length ? [el("p", { id: "changes" }, `Change ${changes.join(", ")}.`)] : []), el("p", { class: "hint" }, band)];
   }

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from optpipe.errors import InputError
 from optpipe.planning import step_estimate
-from optpipe.planning.estimate import error_band
+from optpipe.planning.accuracy import find_accuracy
 from optpipe.planning.step import in_flight
 from optpipe.units import format_ms, format_share
 from optpipe_solver.budget import Limits, Stop
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from optpipe.planning import PipelineCut, StepEstimate
+    from optpipe.planning.accuracy import Accuracy
     from optpipe.planning.configuration import Configuration
-    from optpipe.planning.estimate import ErrorBand
     from optpipe.planning.shape import Training
     from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.bounds import LayerTable
@@ -87,6 +87,7 @@ _NUM_ROWS = 11
 _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
 """The best and the ten next; of the limit, and at least and at most in units, to fill them up."""
 
+_MOST_CHANCE = 0.99  # above which the probability of a gain is not a number
 _ROUND = 4
 _MOST_PRICES = 40
 """Relaxed programs of one order from which the bounds of others are taken."""
@@ -186,7 +187,7 @@ class TuneResult:
     current: TuneRow | None
     bound_ms: float
     counts: TuneCounts
-    error: ErrorBand | None
+    error: Accuracy | None
     seconds: float
     work: float = 0.0
     stopped_by: TuneEnd | None = None
@@ -224,6 +225,18 @@ class TuneResult:
         return 1 - best.step_ms / current.step_ms if is_answered else None
 
     @property
+    def gain_probability(self) -> float | None:
+        """The probability that the best row is faster than today's run if both are measured.
+
+        None without a gain, and for accelerators on which no published run was compared.
+        """
+        if not self.gain or self.gain < 0 or self.error is None:
+            return None
+        if self.current is None or self.best is None:
+            return None
+        return self.error.gain_probability(self.current.step_ms, self.best.step_ms)
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """The changes from today's run to the best row; empty if that row is not faster.
 
@@ -259,11 +272,12 @@ class TuneResult:
         if self.gain <= 0:
             return f"{fastest}: nothing was found that is faster than what you run"
         said = f"{format_share(self.gain)} less time per step than what you run"
-        if error is not None and self.gain < error.median:
-            return f"{said}: smaller than the estimate's error. Measure before you change"
-        if error is not None and self.gain < error.worst:
-            return f"{said}, which the worst error would undo. Measure before you change"
-        return said
+        chance = self.gain_probability
+        if error is None or chance is None:
+            return said
+        number = "more than 99%" if chance > _MOST_CHANCE else f"{chance:.0%}"
+        said = f"{said}; the gain is real with a probability of {number}"
+        return f"{said}. Measure before you change" if error.advises_measuring(chance) else said
 
     def __repr__(self) -> str:
         """Return verdict and certificate: rows hold whole problems and programs."""
@@ -305,6 +319,8 @@ class TuneResult:
             found += _beside(self.question, self.current.configuration.training)
         if self.question.training.lora is not None:
             found += ("no pasted script has LoRA: set its rank and targets in your recipe",)
+        if self.error is not None and self.error.warning:
+            found += (self.error.warning,)
         if self.not_modelled:
             found += (f"set in your script, not in this estimate: {', '.join(self.not_modelled)}",)
         if self.best is not None and self.best.configuration.pipeline.pairs:
@@ -327,6 +343,14 @@ class TuneResult:
             found += switch_gains(self.question, self.current, "current")
         return tuple(found)
 
+    def _error_fields(self) -> dict[str, Any]:
+        """Return the errors of the class, and the interval of the best row, as JSON values."""
+        if self.error is None:
+            return {"error": None, "interval_ms": None}
+        step_ms = None if self.best is None else self.best.step_ms
+        interval = None if step_ms is None else list(self.error.interval_ms(step_ms))
+        return {"error": self.error.as_json(step_ms), "interval_ms": interval}
+
     def as_json(self) -> dict[str, Any]:
         """Return all fields except problems and programs as JSON values."""
         shown = self.question.framework, self.question.price_per_gpu_hour
@@ -337,8 +361,9 @@ class TuneResult:
             "bound_ms": None if self.bound_ms == inf else self.bound_ms,
             "gap": self.gap,
             "gain": self.gain,
-            "error": None if self.error is None else self.error._asdict(),
             "costs_from": self.question.shape.costs_from,
+            "gain_probability": self.gain_probability,
+            **self._error_fields(),
             "counts": asdict(self.counts),
             "notes": list(self.notes),
             "scaling": [row.as_json() for row in self.scaling],
@@ -906,6 +931,16 @@ class _TuneSearch:
             return _distinct([*rows, *self.known, current])
         return _distinct([*rows, *self.known])
 
+    def _error(self) -> Accuracy | None:
+        """Return the errors of the question's class."""
+        question = self.question
+        return find_accuracy(
+            question.shape,
+            question.all_kinds,
+            question.training,
+            is_calibrated=question.time_factor != 1,
+        )
+
     def result(self) -> TuneResult:
         """Return the rows and what is proven."""
         rows = self._rows()
@@ -926,9 +961,7 @@ class _TuneSearch:
             not_modelled=self.not_modelled,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
-            error=error_band(
-                self.question.shape, self.question.all_kinds, self.question.training.precision
-            ),
+            error=self._error(),
             seconds=self.stop.seconds(),
             work=self.stop.spent,
             stopped_by=self._why(best_ms, bound_ms) if self.ended_by else None,

@@ -141,6 +141,23 @@ def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
     assert holds(expected.problem)
 
 
+def test_an_estimate_has_its_interval_unless_its_step_was_measured(http) -> None:
+    """80 % of the measured steps of its class; a step that was measured needs none."""
+    body = {"model": "llama3-8b", "gpu": "h100", "pp": 4}
+    view = http.post("/v1/estimates", json=body).json()
+    low, high = view["interval_ms"]
+    error, step = view["error"], view["step_ms"]
+    assert low == pytest.approx(error["low"] * step)
+    assert high == pytest.approx(error["high"] * step)
+    assert (error["error_class"], error["num_rows"]) == ("dense, hopper, wide products", 67)
+    assert error["text"].startswith("80% between ")
+    assert any("miss their aims" in note for note in view["notes"])
+    for given in ({"measured_step_s": 9.0}, {"gpu": "mi300x"}):
+        view = http.post("/v1/estimates", json=body | given).json()
+        assert (view["error"], view["interval_ms"]) == (None, None)
+        assert not any("miss their aims" in note for note in view["notes"])
+
+
 def test_an_estimate_of_fine_tuning_is_that_of_python(http) -> None:
     """LoRA on the attention of packed sequences."""
     body = {"model": "llama3-8b", "gpu": "h100", "pp": 4, "lora_rank": 8}
