@@ -32,6 +32,8 @@ __all__ = ["Tracer", "read_trace_question"]
 _MODULE = "optpipe.runtime.measuring.trace_model"
 _NEEDED = ("torch", "transformers")
 _REFUSED = 2
+_NO_MEMORY = ("MemoryError", "allocate", "failed to map segment")
+"""Words in the last line of a process whose address space is full."""
 _MAX_RUNNING = 1
 _MAX_KEPT = 32
 
@@ -124,7 +126,7 @@ class Tracer:
         if child.returncode == _REFUSED:
             raise FieldError(FieldRef("config"), f": {lines[-1].removeprefix('config: ')}")
         if child.returncode != 0:
-            if child.returncode < 0 or "Memory" in lines[-1] or "alloc" in lines[-1]:
+            if child.returncode < 0 or any(words in lines[-1] for words in _NO_MEMORY):
                 raise self._over_limits()
             raise FieldError(
                 FieldRef("config"), f": could not be traced: {lines[-1][:300]}; send a trace"
