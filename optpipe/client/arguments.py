@@ -97,7 +97,7 @@ class EstimateArguments(TypedDict, total=False):
     config: dict[str, Any] | None
     # Traced model (optpipe/trace/v1), instead of a config. `python -m
     # optpipe.runtime.measuring.trace_model` writes one.
-    trace: TracedModel | None
+    trace: dict[str, Any] | None
     # Costs of the layers of config: formula (Megatron's kernels), or trace (the model's own code
     # in transformers). By default formula if its model_type has one.
     costs_from: Literal["formula", "trace"] | None
@@ -269,7 +269,7 @@ class TuneArguments(TypedDict, total=False):
     config: dict[str, Any] | None
     # Traced model (optpipe/trace/v1), instead of a config. `python -m
     # optpipe.runtime.measuring.trace_model` writes one.
-    trace: TracedModel | None
+    trace: dict[str, Any] | None
     # Costs of the layers of config: formula (Megatron's kernels), or trace (the model's own code
     # in transformers). By default formula if its model_type has one.
     costs_from: Literal["formula", "trace"] | None

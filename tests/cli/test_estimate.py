@@ -238,13 +238,13 @@ def test_a_config_is_traced_if_asked_and_says_so(optpipe, tmp_path: Path) -> Non
         "num_attention_heads": 4, "num_key_value_heads": 2,
     }  # fmt: skip
     path.write_text(json.dumps(tiny))
-    asked = ("estimate", "--config", path, "--gpu", "h100", "--pp", 2, "--sequence", 128)
-    code, out, err = optpipe(*asked, "--from", "trace")
+    command = ("estimate", "--config", path, "--gpu", "h100", "--pp", 2, "--sequence", 128)
+    code, out, err = optpipe(*command, "--from", "trace")
     assert code == 0, err
     assert "costs from a trace (traced: llama, transformers" in out
     assert "traced llama in" in err
     assert "Megatron-Core:" not in out
-    code, by_formula, err = optpipe(*asked)
+    code, by_formula, err = optpipe(*command)
     assert code == 0, err
     assert "costs from a formula (config.json, model_type llama)" in by_formula
     assert by_formula.splitlines()[0].split(",")[0] == out.splitlines()[0].split(",")[0]

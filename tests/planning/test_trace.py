@@ -60,9 +60,9 @@ def assert_same(one: Estimate, two: Estimate) -> None:
     assert two.mfu == near(one.mfu)
     for a, b in zip(one.step.memory, two.step.memory, strict=True):
         assert tuple(b) == pytest.approx(tuple(a), rel=1e-9)
-    for a, b in zip(one.problem.stages, two.problem.stages, strict=True):
-        found = b.model_dump()
-        for field, value in a.model_dump().items():
+    for stage, other in zip(one.problem.stages, two.problem.stages, strict=True):
+        found = other.model_dump()
+        for field, value in stage.model_dump().items():
             assert found[field] == (near(value) if isinstance(value, float) else value), field
     assert [pair.hidden_ms for pair in two.problem.pairs] == near(
         [pair.hidden_ms for pair in one.problem.pairs]

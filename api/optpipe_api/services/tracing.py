@@ -99,7 +99,7 @@ class Tracer:
 
     async def _run_child(self, question: str) -> str:
         limits = {"seconds": self._seconds, "memory_bytes": self._memory_bytes}
-        asked = json.dumps({**json.loads(question), **limits}).encode()
+        question_text = json.dumps({**json.loads(question), **limits}).encode()
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryDirectory() as folder:  # so that no module is found by accident
             child = await asyncio.create_subprocess_exec(
@@ -114,7 +114,7 @@ class Tracer:
             try:
                 # Waiting for a core costs no processor time, so that this limit is longer.
                 output, said = await asyncio.wait_for(
-                    child.communicate(asked), 2 * self._seconds + 10
+                    child.communicate(question_text), 2 * self._seconds + 10
                 )
             except TimeoutError:
                 raise self._over_limits() from None
@@ -126,7 +126,8 @@ class Tracer:
         if child.returncode == _REFUSED:
             raise FieldError(FieldRef("config"), f": {lines[-1].removeprefix('config: ')}")
         if child.returncode != 0:
-            if child.returncode < 0 or any(words in lines[-1] for words in _NO_MEMORY):
+            is_killed = child.returncode is not None and child.returncode < 0
+            if is_killed or any(words in lines[-1] for words in _NO_MEMORY):
                 raise self._over_limits()
             raise FieldError(
                 FieldRef("config"), f": could not be traced: {lines[-1][:300]}; send a trace"

@@ -130,7 +130,7 @@ def read_question(request: TuneRequest) -> AskedTune:
         check_starts(one, question.framework, *_OF_DEGREES)
         if question.shape.trace is not None:
             names = question.fixed.keys() & set(Training.__dataclass_fields__)
-            wanted = {name: question.fixed[name] for name in names}
+            wanted: dict[str, Any] = {name: question.fixed[name] for name in names}
             replace(question.training, dp=question.num_gpus, **wanted).check_divides(question.shape)
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
