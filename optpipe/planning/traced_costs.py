@@ -1,7 +1,7 @@
 """The costs of layers from a trace instead of formulas, in a training's micro-batch and degrees.
 
-`optpipe.planning.costs` calls these functions for a shape with a trace. What a trace does not say
-is refused by `optpipe.planning.shape.Training.check_divides`.
+`optpipe.planning.costs` calls these functions for a shape with a trace.
+`optpipe.planning.shape.Training.check_divides` refuses what a trace does not say.
 """
 
 from __future__ import annotations
