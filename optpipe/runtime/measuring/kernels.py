@@ -2,7 +2,7 @@
 
 A leaf kernel is one operator, ``optpipe::leaf``: it reads tensors, writes tensors, and has FLOPs. It
 computes nothing, so it runs on "meta" only. `LEAF_FUNCTIONS` maps the name of a function in a
-model's Python module to its replacement, and `FUSED_MODULES` the end of a class name. Users may add
+model's Python module to its replacement, and `LEAF_MODULES` the end of a class name. Users may add
 entries: a replacement takes the function's arguments and returns what `run_leaf` returns.
 
 Sources of the tensors that kernels keep:
@@ -45,6 +45,7 @@ __all__ = [
     "FUSED_FUNCTIONS",
     "FUSED_MODULES",
     "LEAF_FUNCTIONS",
+    "LEAF_MODULES",
     "BalancedRouting",
     "LeafWork",
     "register_attention",
@@ -492,9 +493,29 @@ def _causal_convolution(
     return found
 
 
-def _no_packing(*_: Any) -> None:
-    """Replace the search for packed sequences in positions: there are none."""
+def _find_nothing(*_: Any) -> None:
+    """Replace a look at the values of tokens or positions: nothing is packed or padded."""
 
+
+def _route_to_few(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the forward of Llama 4's experts, which sends every token to every expert.
+
+    Each token goes to its ``top_k`` experts by grouped products.
+    """
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, logits = module.router(rows)
+    experts = module.experts
+    copies = rows.shape[0] * module.top_k
+    token = torch.empty(copies, dtype=torch.int64, device="meta")
+    ends = torch.empty(module.num_experts, dtype=torch.int32, device="meta")
+    routed = rows[token] * scores[token, token].unsqueeze(1)
+    gate, up = functional.grouped_mm(routed, experts.gate_up_proj, offs=ends).chunk(2, dim=-1)
+    made = functional.grouped_mm(up * experts.act_fn(gate), experts.down_proj, offs=ends)
+    return module.shared_expert(rows).index_add(0, token, made), logits
+
+
+LEAF_MODULES: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _route_to_few}
+"""End of a class name -> a forward that replaces its own in every trace; it takes the module too."""
 
 LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_convolution,
@@ -610,7 +631,7 @@ class BalancedRouting(TorchFunctionMode):
                 return self._indices(given, as_tuple=func is torch.where or bool(
                     kwargs.get("as_tuple", len(args) > 1 and args[1])))
             if func is Tensor.__bool__ and given.numel() == 1:
-                return False
+                return False  # no expert is left out
         return func(*args, **kwargs)
 
     def _sizes(self) -> list[int]:
@@ -647,22 +668,25 @@ def with_leaf_kernels(model: nn.Module, kernels: str, num_experts: int) -> Itera
     if kernels not in ("torch", "fused"):
         raise InputError(f"kernels = {kernels!r}: must be torch or fused; choose one of them")
     functions = LEAF_FUNCTIONS | (FUSED_FUNCTIONS if kernels == "fused" else {})
-    import transformers.masking_utils  # noqa: PLC0415
+    from transformers import PreTrainedModel, masking_utils  # noqa: PLC0415
 
+    modules = LEAF_MODULES | (FUSED_MODULES if kernels == "fused" else {})
     with ExitStack() as stack:
         stack.callback(_spans.clear)
-        masks = transformers.masking_utils
-        stack.enter_context(patch.object(masks, "find_packed_sequence_indices", _no_packing))
+        for place, name in (
+            (masking_utils, "find_packed_sequence_indices"),
+            (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+        ):
+            stack.enter_context(patch.object(place, name, _find_nothing))
         for name in sorted({type(one).__module__ for one in model.modules()}):
             home = sys.modules[name]
             for function, leaf in functions.items():
                 if hasattr(home, function) and name.startswith("transformers."):
                     stack.enter_context(patch.object(home, function, leaf))
-        if kernels == "fused":
-            for one in model.modules():
-                for kind, forward in FUSED_MODULES.items():
-                    if _fits(one, kind):
-                        stack.enter_context(patch.object(one, "forward", partial(forward, one)))
+        for one in model.modules():
+            for kind, leaf_forward in modules.items():
+                if _fits(one, kind):
+                    stack.enter_context(patch.object(one, "forward", partial(leaf_forward, one)))
         stack.enter_context(map_attention())
         stack.enter_context(BalancedRouting(num_experts))
         yield
