@@ -4,7 +4,8 @@
     python benchmarks/architectures.py mamba2 qwen3     # some
 
 Each architecture of `list_architectures` is traced in its default configuration, with sequences of
-4,096 tokens, or as many as it has learned positions. The list has decoders of encoder-decoder
+4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
+defaults build no model. The list has decoders of encoder-decoder
 models too (BART, Marian): transformers builds them as language models of their own. A child process
 traces a chunk, because an error in a C extension would end it; each architecture has a time limit.
 
@@ -22,6 +23,17 @@ import subprocess
 import sys
 import time
 import warnings
+
+GIVEN = {
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+"""Fields that default configurations leave open, without which transformers builds no model."""
 
 CHUNK = 16
 SECONDS = 120
@@ -42,7 +54,7 @@ def trace_one(kind: str) -> dict[str, object]:
     try:
         for tokens in (TOKENS, 2048, 1024, 512, 256):
             try:
-                model = trace_config({"model_type": kind}, sequence=tokens)
+                model = trace_config({"model_type": kind, **GIVEN.get(kind, {})}, sequence=tokens)
                 break
             except OptPipeError as error:
                 if "learned positions" not in str(error):

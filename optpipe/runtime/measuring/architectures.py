@@ -67,13 +67,16 @@ def read_config(data: dict[str, Any]) -> tuple[Any, str]:
         raise _unknown(data.get("model_type"))
     fields = {key: value for key, value in data.items() if key not in _NOT_READ}
     try:
-        config = CONFIG_MAPPING[kind](**fields)
-        config = config.get_text_config(decoder=True)
+        whole = CONFIG_MAPPING[kind](**fields)
+        config = whole.get_text_config(decoder=True)
     except Exception as error:
         raise InputError(
             f"config: transformers {_version()} refuses it as {kind}: {_first_line(error)}; give "
             "the fields that its configuration class expects, or use --from formula"
         ) from error
+    given = data.get("text_config") or {}
+    if config is not whole and "tie_word_embeddings" not in given:
+        config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     if hasattr(config, "is_decoder"):
         # Encoders such as BERT are language models only with a causal mask.
         config.is_decoder = True

@@ -87,7 +87,7 @@ register_operator_cost(torch.ops.optpipe.leaf, _cost_of_leaf)
 class LeafWork(NamedTuple):
     """FLOPs of one pass of a leaf kernel: products with and without a mask, and attention's.
 
-    ``unmasked_flops`` are ``attention_flops`` as if nothing were masked.
+    ``unmasked_flops`` are ``attention_flops`` as if each query saw as many keys as the last one.
     """
 
     matmul_flops: float = 0.0
@@ -251,11 +251,13 @@ def attend(
             extra.append(attention_mask)
     chunk = getattr(config, "attention_chunk_size", None)
     is_chunk = size is not None and size == chunk and sliding_window is None
-    pairs = _visible_pairs(tokens, keys, causal=causal, size=size, is_chunk=is_chunk)
-    products = 2.0 * batch * heads
-    flops, unmasked = (
-        products * count * (width + value_width) for count in (pairs, float(tokens) * keys)
-    )
+    span = float(keys if size is None else min(size, keys))
+    seen = span
+    if causal:
+        # Half of a chunk, or of the triangle at the beginning of a window.
+        seen = span / 2 if is_chunk else span - span * span / (2 * keys)
+    products = 2.0 * batch * heads * tokens * (width + value_width)
+    flops, unmasked = products * seen, products * span
     back = (3 * width + 2 * value_width) / (width + value_width)
     output = _empty(batch, tokens, heads, value_width, like=query)
     statistics = _empty(batch, heads, tokens, like=query, dtype=torch.float32)
@@ -274,18 +276,6 @@ def _picked_keys(options: dict[str, Any]) -> int | None:
     """Return how many keys an indexer has picked for each query, None without one."""
     picked = options.get("indices")
     return picked.shape[-1] if isinstance(picked, Tensor) else None
-
-
-def _visible_pairs(
-    tokens: int, keys: int, *, causal: bool, size: int | None, is_chunk: bool
-) -> float:
-    """Return the pairs of query and key that a mask leaves, half of the diagonal included."""
-    span = float(keys if size is None else min(size, keys))
-    if not causal:
-        return tokens * span
-    if is_chunk:
-        return tokens * span / 2
-    return tokens * (span - span * span / (2 * keys))
 
 
 # --- Recurrent layers.
@@ -640,9 +630,11 @@ class BalancedRouting(TorchFunctionMode):
 
     def _indices(self, mask: Tensor, *, as_tuple: bool) -> Any:
         """Return where a mask is set: each expert, or the copies of one of them."""
-        if mask.dim() == 1 and mask.numel() == self._num_experts:
-            rows = self._num_experts
-        elif self._num_experts in mask.shape:
+        if mask.dim() == 1 and mask.numel() in (self._num_experts, self._num_experts + 1):
+            # Experts by number, so that code can choose their weights.
+            experts = torch.arange(self._num_experts, device="cpu")
+            return (experts,) if as_tuple else experts.unsqueeze(1)
+        if self._num_experts in mask.shape:
             rows = self._copies
         else:
             rows = self._copies // self._num_experts

@@ -194,7 +194,9 @@ class _Count:
         self.active_experts = count_active(config)
         self.experts: set[int] = set()
         self.routers: set[tuple[int, ...]] = set()
-        self.expert_parts = [one for one in model.modules() if self._holds_experts(one)]
+        self.expert_parts = [
+            one for name, one in model.named_modules() if self._holds_experts(name, one)
+        ]
         for one in self.expert_parts:
             self.experts |= {id(parameter) for parameter in one.parameters()}
         own = list(model.parameters())
@@ -209,10 +211,12 @@ class _Count:
                 if one.dim() == 2 and one.shape[0] == self.num_experts
             }
 
-    def _holds_experts(self, module: nn.Module) -> bool:
+    def _holds_experts(self, name: str, module: nn.Module) -> bool:
         """Whether a module is a list of routed experts, or holds their stacked matrices."""
         if self.num_experts < 2:
             return False
+        if name.endswith(".experts"):
+            return True
         if isinstance(module, nn.ModuleList):
             kinds = {type(one) for one in module}
             has_parts = any(list(one.children()) for one in module)
@@ -292,8 +296,8 @@ class _Log(OperatorLog):
     Attributes
     ----------
     products, scores
-        FLOPs of all products but those of adapters and attention's, and of attention as if nothing
-        were masked.
+        FLOPs of all products but those of adapters and attention's, and those of attention as if
+        each query saw as many keys as the last one.
     """
 
     def __init__(self, narrow: Iterable[Tensor], adapters: Iterable[Tensor]) -> None:
@@ -538,7 +542,7 @@ class _Trace:
     hidden, vocab
         Columns of what the first block takes, and of the logits.
     model_flops
-        FLOPs of F of the micro-batch: of products, and of attention as if nothing were masked.
+        FLOPs of F of the micro-batch: `_Log.products` and `_Log.scores`.
     tied_parameters
         Parameters of the head that the embedding has too.
     """
