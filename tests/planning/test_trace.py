@@ -297,6 +297,25 @@ def test_transformers_refuses_what_its_layers_do_not_have(
         read_question(TuneRequest.parse(given))
 
 
+@pytest.mark.parametrize(
+    ("source", "fixed", "sentence"),
+    [
+        ("formula", {"tp": 2}, "which only a trace has"),
+        ("trace", {"tp": 4}, "was traced with tp 1, 2"),
+        ("trace", {"cp": 2}, "whole sequences"),
+        ("trace", {"ep": 2}, "all experts on each rank"),
+    ],
+)
+def test_a_fixed_degree_that_cannot_be_is_refused_with_its_reason(
+    source: str, fixed: dict[str, int], sentence: str
+) -> None:
+    name = "qwen3-30b-a3b"
+    document = traced_like(find_model(name), Training(kernels="torch", compiled=True), (1, 2))
+    model = {"model": name} if source == "formula" else {"trace": document.model_dump()}
+    with pytest.raises(InputError, match=sentence):
+        read_question(TuneRequest.parse({**model, **asked("huggingface"), "fixed": fixed}))
+
+
 def test_a_script_of_megatron_says_nothing_of_a_traced_model() -> None:
     document = traced_like(find_model("llama3-8b"), Training()).model_dump()
     with pytest.raises(InputError, match="train no model that only a trace describes"):
