@@ -1,4 +1,4 @@
-"""What a layer costs on one device: FLOPs and bytes by pass, bytes kept, parameters.
+"""The costs of a layer on one device: FLOPs and bytes by pass, bytes kept, parameters.
 
 `optpipe.planning.costs` fills these values by formulas, `optpipe.planning.traced_costs` from a
 trace of the model's own code.
