@@ -155,7 +155,7 @@ def test_an_estimate_is_a_problem_and_its_step(client) -> None:
     assert len(estimated.problem.devices) == 2
     assert estimated.problem.num_microbatches == 4
     assert estimated.step_ms > 0
-    with pytest.raises(RequestRefusedError, match="give either model or config"):
+    with pytest.raises(RequestRefusedError, match="give one of model, config and trace"):
         client.estimate(gpu="h100")
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import unasync
 
+from optpipe.planning import TracedModel
 from optpipe.requests import (
     CurrentRun,
     EstimateRequest,
@@ -116,6 +117,8 @@ def argument_type(annotation: Any) -> str:
         return "CurrentDegrees"
     if annotation is FixedDegrees:
         return "Mapping[str, int]"
+    if annotation is TracedModel:
+        return "dict[str, Any]"
     if origin in (tuple, frozenset, list, collections.abc.Sequence):
         return f"Sequence[{argument_type(inner[0])}]"
     if origin is dict:

@@ -95,7 +95,13 @@ class EstimateArguments(TypedDict, total=False):
     model: str | None
     # Hugging Face config.json, instead of a model of the catalogue.
     config: dict[str, Any] | None
-    # Display name of the model in config.
+    # Traced model (optpipe/trace/v1), instead of a config. `python -m
+    # optpipe.runtime.measuring.trace_model` writes one.
+    trace: dict[str, Any] | None
+    # Costs of the layers of config: formula (Megatron's kernels), or trace (the model's own code
+    # in transformers). By default formula if its model_type has one.
+    costs_from: Literal["formula", "trace"] | None
+    # Display name of the model in config or trace.
     name: str | None
     # Accelerator of the catalogue, and how many, such as h100:64. Of several kinds
     # (h100:32,a100:32) each is a part of the pipeline.
@@ -261,7 +267,13 @@ class TuneArguments(TypedDict, total=False):
     model: str | None
     # Hugging Face config.json, instead of a model of the catalogue.
     config: dict[str, Any] | None
-    # Display name of the model in config.
+    # Traced model (optpipe/trace/v1), instead of a config. `python -m
+    # optpipe.runtime.measuring.trace_model` writes one.
+    trace: dict[str, Any] | None
+    # Costs of the layers of config: formula (Megatron's kernels), or trace (the model's own code
+    # in transformers). By default formula if its model_type has one.
+    costs_from: Literal["formula", "trace"] | None
+    # Display name of the model in config or trace.
     name: str | None
     # Accelerator of the catalogue, and how many, such as h100:64. Of several kinds
     # (h100:32,a100:32) each is a part of the pipeline.
@@ -342,8 +354,9 @@ class TuneArguments(TypedDict, total=False):
     gpu_counts: Sequence[int] | Literal["auto"] | None
     # Sequences per step, over all replicas.
     global_batch: int | None
-    # Framework that runs the schedule: megatron, torchtitan, or any (the optpipe runtime).
-    framework: Literal["any", "megatron", "torchtitan"] | None
+    # Framework that runs the schedule: megatron, torchtitan, huggingface (transformers in the
+    # optpipe runtime), or any (the optpipe runtime).
+    framework: Literal["any", "megatron", "torchtitan", "huggingface"] | None
     # Current configuration, e.g. tp=4,pp=8,chunks=5,micro_batch=1. The gain is relative to it.
     current: CurrentDegrees | None
     # Current configuration as the text of Megatron arguments or YAML, or of a torchtitan config;

@@ -23,7 +23,8 @@ from optpipe.planning.shape import (
     Training,
 )
 from optpipe.planning.step import PipelineCut, StepEstimate, step_estimate
-from optpipe.planning.trace import TracedModel, shape_of_trace
+from optpipe.planning.trace import TracedModel
+from optpipe.planning.traced_costs import shape_of_trace
 
 __all__ = [
     "GPUS",

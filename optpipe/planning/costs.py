@@ -27,7 +27,7 @@ A layer is a list of parts (`layer_parts`). A part has its FLOPs, the bytes that
 and the modules whose recomputation runs it again. Times, bytes and recomputation follow from it.
 
 A shape with a trace (`ModelShape.trace`) has no parts: `layer_costs`, `embedding_costs`,
-`head_costs` and `model_flops` then return what `optpipe.planning.trace` counted.
+`head_costs` and `model_flops` then return the costs of `optpipe.planning.traced_costs`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ from optpipe.planning.parameters import (
     vocab_slice,
 )
 from optpipe.planning.shape import NARROW
+from optpipe.planning.traced_costs import (
+    traced_embedding_costs,
+    traced_head_costs,
+    traced_layer_costs,
+)
+from optpipe.planning.work import Kept, LayerCosts, PassCost, PassCosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -91,15 +97,6 @@ class Tensor(NamedTuple):
     stays: bool = False
 
 
-class Kept(NamedTuple):
-    """Bytes that one layer keeps per micro-batch, as a `Stage` has them."""
-
-    activation_bytes: int
-    weight_context_bytes: int
-    offload_bytes: int
-    checkpoint_bytes: int
-
-
 class LayerPart(NamedTuple):
     """One module of a layer on one device.
 
@@ -136,65 +133,6 @@ class LayerPart(NamedTuple):
     is_narrow: bool = True
     moved_weight_bytes: float = 0.0
     is_frozen: bool = False
-
-
-class PassCost(NamedTuple):
-    """The work of one pass of one part on one device: FLOPs of products, bytes moved.
-
-    ``narrow_flops`` are those of products in the narrow precision, ``matmul_flops`` of all other
-    products with weights. ``weight_bytes`` are read while products run, ``moved_bytes`` by
-    everything else but the casts of ``cast_elements`` to the narrow precision. ``gradient_bytes``
-    are read and written where W's products add to gradients.
-    """
-
-    matmul_flops: float = 0.0
-    narrow_flops: float = 0.0
-    attention_flops: float = 0.0
-    weight_bytes: float = 0.0
-    moved_bytes: float = 0.0
-    cast_elements: float = 0.0
-    gradient_bytes: float = 0.0
-
-    def plus(self, other: PassCost) -> PassCost:
-        """Return the sums."""
-        return PassCost(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class PassCosts(NamedTuple):
-    """The work of F, I and W."""
-
-    forward: PassCost = PassCost()
-    backward_input: PassCost = PassCost()
-    backward_weight: PassCost = PassCost()
-
-    def plus(self, other: PassCosts) -> PassCosts:
-        """Return the sums."""
-        return PassCosts(*(a.plus(b) for a, b in zip(self, other, strict=True)))
-
-
-class LayerCosts(NamedTuple):
-    """The costs of one layer, or embedding, head or multi-token prediction, on one device.
-
-    Parameters
-    ----------
-    work
-        FLOPs and bytes moved of F, I and W.
-    kept
-        Bytes per micro-batch between F and the backward.
-    parameters
-        Parameters of the layer on this device.
-    experts
-        The part of ``work`` behind the router: the router, the order of copies, all experts.
-    forward_workspace_bytes, backward_workspace_bytes
-        Bytes that a pass needs only while it runs.
-    """
-
-    work: PassCosts
-    kept: Kept
-    parameters: RankParameters
-    experts: PassCosts = PassCosts()
-    forward_workspace_bytes: int = 0
-    backward_workspace_bytes: int = 0
 
 
 # --- A layer as a list of modules.
@@ -628,7 +566,7 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> LayerCosts:
     """Return what one transformer layer costs; recomputation is in I, and W adds to gradients."""
     if shape.trace is not None:
-        return shape.trace.layer_costs(training, kind)
+        return traced_layer_costs(shape.trace, training, kind)
     parts = layer_parts(shape, training, kind)
     parameters = rank_parameters(shape, training, kind)
     kept = _layer_kept(shape, training, kind, parts)
@@ -813,7 +751,7 @@ def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
     It keeps the token numbers (int64). W needs the gradient of its output. With LoRA it is frozen.
     """
     if shape.trace is not None:
-        return shape.trace.embedding_costs(training)
+        return traced_embedding_costs(shape.trace, training)
     row = float(training.tokens * shape.hidden)
     size = training.element_bytes
     numbers = training.tokens * 8
@@ -853,7 +791,7 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
     With LoRA the head is frozen: W does nothing, and the norm's output is not kept.
     """
     if shape.trace is not None:
-        return shape.trace.head_costs(training, owns_matrix=owns_matrix)
+        return traced_head_costs(shape.trace, training, owns_matrix=owns_matrix)
     entries = float(vocab_slice(shape, training.tp) * shape.hidden)
     flops = 2.0 * training.tokens * entries
     size = training.element_bytes

@@ -294,7 +294,7 @@ class Machine(NamedTuple):
         if self.training.cuda_graphs:
             return 0.0, 0.0
         if shape.trace is not None:
-            layer = shape.trace.layer(self.training, kind)
+            layer = shape.trace.layer(self.training.tp, kind.traced)
             again = layer.forward_launches if "full" in self.training.recompute else 0.0
             each_ms = self.factor * TRACED_LAUNCH_MS * self._launches
             return each_ms * layer.forward_launches, each_ms * (layer.backward_launches + again)
@@ -334,7 +334,7 @@ class Machine(NamedTuple):
         if training.tp == 1:
             return 0.0, 0.0
         if shape.trace is not None:
-            layer = shape.trace.layer(training, kind)
+            layer = shape.trace.layer(training.tp, kind.traced)
             sent = layer.forward_sent_bytes, layer.backward_sent_bytes
             return float(sent[0].at(training.micro_batch)), float(sent[1].at(training.micro_batch))
         share = training.tokens * shape.hidden * (training.tp - 1) / training.tp

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from optpipe.planning.shape import LayerForm, ModelShape, Training
+    from optpipe.planning.trace import TracedParameters
 
 __all__ = [
     "RankParameters",
@@ -36,6 +37,7 @@ __all__ = [
     "static_bytes",
     "tied_parameters",
     "total_parameters",
+    "traced_parameters",
     "vocab_slice",
 ]
 
@@ -316,10 +318,18 @@ def adapted_matrices(
     return tuple(one for one in found if one.name in training.lora.targets)
 
 
+def traced_parameters(counts: TracedParameters, ep: int) -> RankParameters:
+    """Return the parameters of a traced layer on one of ``ep`` expert-parallel ranks."""
+    return RankParameters(
+        counts.common, counts.experts // ep, counts.frozen_common, counts.frozen_experts // ep
+    )
+
+
 def rank_parameters(shape: ModelShape, training: Training, kind: LayerForm) -> RankParameters:
     """Return the parameters of a layer on one device: with LoRA only its adapters are trained."""
     if shape.trace is not None:
-        return shape.trace.layer(training, kind).parameters.on_rank(training.ep)
+        layer = shape.trace.layer(training.tp, kind.traced)
+        return traced_parameters(layer.parameters, training.ep)
     whole = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
     if training.lora is None:
         return whole

@@ -6,7 +6,7 @@ layer of each kind, with one and with two sequences. So every cost is linear in 
 
 All numbers are those of one device of a tensor-parallel group, in bf16, with whole sequences and
 flash attention. Routing is balanced, all experts are on the device, and nothing is recomputed.
-`optpipe.planning.costs` reads the document instead of its formulas if a shape has one
+`optpipe.planning.traced_costs` reads the document instead of formulas if a shape has one
 (`ModelShape.trace`).
 """
 
@@ -20,19 +20,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from optpipe.errors import FieldError, FieldRef, ModelError, rule_broken
 from optpipe.model import MAX_LAYERS
-from optpipe.planning.costs import Kept, LayerCosts, PassCost, PassCosts
-from optpipe.planning.parameters import RankParameters
-from optpipe.planning.shape import Experts, ModelShape, Routing
 from optpipe.problem import FileValue
 from optpipe.stage import Count, Flag, Flops, FrozenValue, Index, Name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from optpipe.planning.shape import Kernels, LayerForm, Training
-
-    _Refusal = tuple[bool, str, object, str]
-    """Whether it holds, the field, its value, and why."""
+    from collections.abc import Mapping
 
 __all__ = [
     "TRAINING_KERNELS",
@@ -45,7 +37,6 @@ __all__ = [
     "TracedParameters",
     "TracedRank",
     "TracedWork",
-    "shape_of_trace",
 ]
 
 TracedKernels = Literal["torch", "fused", "compiled"]
@@ -109,26 +100,6 @@ class LinearWork(FrozenValue):
             _check_linear(name, getattr(self.fixed, name), getattr(self.each, name))
         return self
 
-    def at(self, training: Training, *, load: float = 1.0, weights: float = 1.0) -> PassCost:
-        """Return the work of a micro-batch of the training.
-
-        ``load`` multiplies what grows with the micro-batch, ``weights`` the bytes that do not.
-        """
-        each = load * training.micro_batch
-
-        def total(name: str, share: float = 1.0) -> float:
-            return float(share * getattr(self.fixed, name) + each * getattr(self.each, name))
-
-        wide, narrow = total("matmul_flops"), total("narrow_flops")
-        return PassCost(
-            wide if training.is_narrow else wide + narrow,
-            narrow if training.is_narrow else 0.0,
-            total("attention_flops"),
-            total("weight_bytes", weights),
-            total("moved_bytes"),
-            total("cast_elements") if training.is_narrow else 0.0,
-        )
-
 
 class LinearBytes(FrozenValue):
     """Bytes with a micro-batch of b sequences: ``fixed_bytes + b * each_bytes``."""
@@ -162,12 +133,6 @@ class TracedParameters(FrozenValue):
     experts: Total = 0
     frozen_common: Total = 0
     frozen_experts: Total = 0
-
-    def on_rank(self, ep: int) -> RankParameters:
-        """Return those of one of ``ep`` expert-parallel ranks."""
-        return RankParameters(
-            self.common, self.experts // ep, self.frozen_common, self.frozen_experts // ep
-        )
 
 
 class TracedLayer(FrozenValue):
@@ -386,8 +351,6 @@ class TracedModel(FileValue):
         torch = f"torch {self.torch}" if self.torch else "torch"
         return f"traced: {self.model_type}, {versions}{torch}, {self.kernels} kernels"
 
-    # --- The costs that a training has; `optpipe.planning.costs` calls these.
-
     def rank(self, tp: int) -> TracedRank:
         """Return what a device of so many tensor-parallel ranks has.
 
@@ -402,204 +365,17 @@ class TracedModel(FileValue):
             "one of these, or trace it with others",
         )
 
-    def layer(self, training: Training, kind: LayerForm) -> TracedLayer:
-        """Return the traced layer of a kind, on a device of the training."""
-        return self.rank(training.tp).kinds[kind.traced or 0]
-
-    def layer_costs(self, training: Training, kind: LayerForm) -> LayerCosts:
-        """Return what a layer costs; recomputation of all of it is in I."""
-        return _costs(self.layer(training, kind), training)
-
-    def embedding_costs(self, training: Training) -> LayerCosts:
-        """Return what the embedding costs; its scatter-add into gradients is work of its own."""
-        found = _costs(self.rank(training.tp).embedding, training, is_layer=False)
-        weight = found.work.backward_weight._replace(gradient_bytes=0.0)
-        return found._replace(work=found.work._replace(backward_weight=weight))
-
-    def head_costs(self, training: Training, *, owns_matrix: bool) -> LayerCosts:
-        """Return what last norm, head and loss cost; ``owns_matrix`` is false for a tied head."""
-        rank = self.rank(training.tp)
-        found = _costs(rank.head, training, is_layer=False)
-        if owns_matrix:
-            return found
-        counts = found.parameters
-        frozen = min(counts.frozen_common, rank.tied_parameters)
-        trained = rank.tied_parameters - frozen
-        counts = counts._replace(
-            common=counts.common - trained, frozen_common=counts.frozen_common - frozen
-        )
-        return found._replace(parameters=counts)
-
-    def check_training(self, training: Training, name: str) -> None:
-        """Refuse a training for which the document says nothing; ``name`` is the model's.
-
-        Raises `FieldError`.
-        """
-        rank = self.rank(training.tp)
-        for is_other, field, value, text in (
-            *self._other_work(training),
-            *self._other_ranks(training, rank),
-        ):
-            if is_other:
-                raise FieldError(FieldRef(field, value), f": {name!r} was traced {text}")
-
-    def _other_work(self, training: Training) -> Iterator[_Refusal]:
-        """Yield each reason why the training has other work than the traced one."""
-        lengths, sequence = training.lengths, training.sequence
-        whole = "with whole sequences"
-        yield bool(lengths), "packed_lengths", lengths[:3], f"{whole}; leave them out"
-        yield (
-            sequence != self.sequence,
-            "sequence",
-            sequence,
-            f"with {self.sequence} tokens; choose that, or trace it with {sequence}",
-        )
-        for name in ("cp", "slices"):
-            degree = getattr(training, name)
-            yield degree > 1, name, degree, f"{whole}, which are not divided; choose 1"
-        modules = sorted(training.recompute - {"full"})
-        layers = "by whole layers, which are recomputed as a whole"
-        yield bool(modules), "recompute", ",".join(modules), f"{layers}; choose full, or none"
-        yield training.lean, "lean", None, f"{layers}; leave it out"
-        yield not training.flash, "flash", None, "with flash attention; leave it on"
-        precision = training.precision
-        yield precision == "fp32", "precision", precision, "in bf16; choose it, or a narrower one"
-        optimizer = training.optimizer.name
-        yield (
-            optimizer == "muon",
-            "optimizer",
-            optimizer,
-            "without the sizes of its matrices, which Muon needs; choose adam or sgd",
-        )
-        yield (
-            training.routing != Routing(),
-            "expert_imbalance",
-            training.routing.imbalance[:3],
-            "with balanced routing; leave load and capacities out",
-        )
-        lora = training.lora
-        asked = None if lora is None else (lora.rank, lora.targets)
-        own = None if self.lora is None else (self.lora.rank, frozenset(self.lora.targets))
-        traced = "without adapters"
-        if self.lora is not None:
-            traced = f"with rank {self.lora.rank} on {', '.join(sorted(self.lora.targets))}"
-        yield (
-            asked != own,
-            "lora_rank",
-            None if lora is None else lora.rank,
-            f"{traced}; choose that, or trace it again",
-        )
-        kernels, compiled = TRAINING_KERNELS[self.kernels]
-        yield (
-            (training.kernels, training.compiled) != (kernels, compiled),
-            "kernels",
-            training.kernels,
-            f"with {self.kernels} kernels; choose {kernels}{' and compiled' * compiled}, or trace "
-            "it again",
-        )
-
-    def _other_ranks(self, training: Training, rank: TracedRank) -> Iterator[_Refusal]:
-        """Yield each reason why the training divides the model otherwise than the traced one."""
-        yield (
-            training.etp != rank.expert_tp,
-            "etp",
-            training.etp,
-            f"with tp {rank.tp} and each expert over {rank.expert_tp} ranks; choose "
-            f"{rank.expert_tp}",
-        )
-        yield (
-            training.ep > 1 < rank.expert_tp,
-            "ep",
-            training.ep,
-            f"with experts divided over tp = {rank.tp} ranks; choose 1, or tp 1",
-        )
-        yield (
-            rank.tp > 1 and training.sequence_parallel != rank.sequence_parallel,
-            "sequence_parallel",
-            training.sequence_parallel,
-            f"{'with' if rank.sequence_parallel else 'without'} it; choose the same",
-        )
+    def layer(self, tp: int, kind: int | None) -> TracedLayer:
+        """Return a kind of layer on a device of so many tensor-parallel ranks."""
+        return self.rank(tp).kinds[kind or 0]
 
     def __repr__(self) -> str:
         return f"TracedModel({self.model_type!r}, {self.digest[:12]})"
 
 
-TRAINING_KERNELS: Mapping[TracedKernels, tuple[Kernels, bool]] = {
+TRAINING_KERNELS: Mapping[TracedKernels, tuple[Literal["megatron", "torch"], bool]] = {
     "torch": ("torch", False),
     "compiled": ("torch", True),
     "fused": ("megatron", False),
 }
 """Kernels of a trace -> ``kernels`` and ``compiled`` of a training."""
-
-
-def _costs(layer: TracedLayer, training: Training, *, is_layer: bool = True) -> LayerCosts:
-    """Return what a traced layer costs in a training."""
-    b, ep = training.micro_batch, training.ep
-    parameters = layer.parameters.on_rank(ep)
-    passes = (layer.forward, layer.backward_input, layer.backward_weight)
-    experts = (
-        layer.experts_forward,
-        layer.experts_backward_input,
-        layer.experts_backward_weight,
-    )
-    routed = PassCosts(*(work.at(training, weights=1 / ep) for work in experts))
-    whole = PassCosts(
-        *(
-            _without_remote(work.at(training), one, training)
-            for work, one in zip(passes, experts, strict=True)
-        )
-    )
-    forward, back, weight = whole
-    added = 2.0 * training.gradient_bytes
-    weight = weight._replace(gradient_bytes=added * parameters.total)
-    if layer.is_moe:
-        routed = routed._replace(
-            backward_weight=routed.backward_weight._replace(
-                gradient_bytes=added * parameters.experts
-            )
-        )
-    saved, checkpoint = layer.saved_bytes.at(b), layer.checkpoint_bytes.at(b)
-    workspace = layer.backward_workspace_bytes.at(b)
-    kept = Kept(saved, layer.weight_context_bytes.at(b), layer.offload_bytes.at(b), checkpoint)
-    if is_layer and "full" in training.recompute:
-        back = back.plus(forward)
-        workspace += saved - checkpoint
-        kept = kept._replace(activation_bytes=checkpoint, offload_bytes=checkpoint)
-    return LayerCosts(
-        PassCosts(forward, back, weight),
-        kept,
-        parameters,
-        experts=routed,
-        forward_workspace_bytes=layer.forward_workspace_bytes.at(b),
-        backward_workspace_bytes=workspace,
-    )
-
-
-def _without_remote(work: PassCost, experts: LinearWork, training: Training) -> PassCost:
-    """Return the work without the weights of experts that are on other expert-parallel ranks."""
-    remote = (1 - 1 / training.ep) * experts.fixed.weight_bytes
-    return work._replace(weight_bytes=work.weight_bytes - remote)
-
-
-def shape_of_trace(trace: TracedModel, name: str = "") -> ModelShape:
-    """Return a traced model as a shape, from which estimates and tunes begin.
-
-    Its sizes of heads and MLPs are 1: no formula reads them.
-    """
-    experts = None
-    if trace.num_experts:
-        experts = Experts(num=trace.num_experts, active=trace.active_experts, ffn=1)
-    return ModelShape(
-        name=name or trace.model_type,
-        num_layers=len(trace.layers),
-        hidden=trace.hidden,
-        num_heads=1,
-        num_kv_heads=1,
-        ffn=1,
-        vocab=trace.vocab,
-        tied=any(rank.tied_parameters for rank in trace.ranks),
-        experts=experts,
-        source=trace.source,
-        left_out=trace.left_out,
-        trace=trace,
-    )

@@ -3,13 +3,15 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from optpipe import load_problem, load_schedule
 from optpipe.formats.json import load_model
-from optpipe.planning import GPUS, MODELS
+from optpipe.planning import GPUS, MODELS, Training, find_model
 from tests.planning.test_catalogue import LLAMA3_8B
+from tests.planning.traces import traced_like
 
 LLAMA70 = ("--model", "llama3-70b", "--gpu", "h100", "--pp", 8, "--tp", 8,
            "--sequence", 8192, "--microbatches", 64)  # fmt: skip
@@ -238,6 +240,38 @@ def test_a_config_is_read(optpipe, tmp_path, file) -> None:
     code, out, err = optpipe("estimate", "--config", path, "--gpu", "h100")
     assert code == 0, err
     assert "my-llama: 8.03 billion parameters" in out
+
+
+def test_a_config_is_traced_if_asked_and_says_so(optpipe, tmp_path: Path) -> None:
+    """Its parameters are those of the formula."""
+    path = tmp_path / "tiny.json"
+    tiny = LLAMA3_8B | {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "vocab_size": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    path.write_text(json.dumps(tiny))
+    command = ("estimate", "--config", path, "--gpu", "h100", "--pp", 2, "--sequence", 128)
+    code, out, err = optpipe(*command, "--from", "trace")
+    assert code == 0, err
+    assert "costs from a trace (traced: llama, transformers" in out
+    assert "traced llama in" in err
+    assert "Megatron-Core:" not in out
+    code, by_formula, err = optpipe(*command)
+    assert code == 0, err
+    assert "costs from a formula (config.json, model_type llama)" in by_formula
+    assert by_formula.splitlines()[0].split(",")[0] == out.splitlines()[0].split(",")[0]
+
+
+def test_a_file_with_a_trace_stands_instead_of_a_config(optpipe, tmp_path: Path) -> None:
+    path = tmp_path / "traced-llama.json"
+    path.write_text(traced_like(find_model("llama3.2-1b"), Training()).model_dump_json())
+    code, out, err = optpipe("estimate", "--trace", path, "--gpu", "h100", "--pp", 2)
+    assert code == 0, err
+    assert "traced-llama: 1.24 billion parameters" in out
+    path.write_text("[]")
+    code, _, err = optpipe("estimate", "--trace", path, "--gpu", "h100")
+    assert code == 2
+    assert "must be a traced model" in err
 
 
 def test_the_list_names_everything_with_sources(optpipe) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from optpipe.cli import options
+from optpipe.planning import Training, find_model
 from optpipe.requests import (
     CompareOptions,
     EstimateRequest,
@@ -20,8 +21,10 @@ from optpipe.requests import (
     SweepRequest,
     TuneRequest,
 )
+from tests.planning.traces import traced_like
 
 CONFIG = {"model_type": "llama", "max": 1}
+TRACE = traced_like(find_model("llama3.2-1b"), Training())
 COMMANDS = [
     ("solve", SubmitOptions, ["problem.json"]),
     ("plan", PlanOptions, ["model.json"]),
@@ -51,6 +54,7 @@ WRITTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "recompute": (["mlp,moe"], {"recompute": ["mlp", "moe"]}),
     "lora_targets": (["linear_fc1,linear_qkv"], {"lora_targets": ["linear_fc1", "linear_qkv"]}),
     "model": (["x"], {"model": "x"}),
+    "trace": (["t.json"], {"trace": TRACE, "name": "t"}),
     "range_pattern": (["F=a", "B=b"], {"range_pattern": ["F=a", "B=b"]}),
 }  # fmt: skip
 
@@ -96,6 +100,7 @@ def test_every_option_reaches_the_request(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.json").write_text(json.dumps(CONFIG))
     (tmp_path / "l.json").write_text("[7, [3, 4]]")
+    (tmp_path / "t.json").write_text(TRACE.model_dump_json())
     seen: list[dict[str, Any]] = []
 
     class StoppedError(Exception):

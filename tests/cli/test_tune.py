@@ -162,7 +162,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--current", "pp=8,recompute=norms"], "is none of full, core_attn"),
         (["--current", "pp=8,layers=4+x"], "must be numbers with +"),
         (["--current", "pp=2,tp=4,layers=20+15"], "and together the 34 layers"),
-        (["--framework", "deepspeed"], "must be 'any', 'megatron' or 'torchtitan'"),
+        (["--framework", "deepspeed"], "must be 'any', 'megatron', 'torchtitan' or 'huggingface'"),
         (["--measured-step-s", "3"], "of a step of --current; give both or none"),
         (["--headroom", "1.5"], "--headroom 1.5: must be < 1"),
         (["--gpu", "abacus"], "abacus"),

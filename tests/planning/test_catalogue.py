@@ -304,7 +304,7 @@ def test_qwens_text_is_read_in_both_forms_of_its_config() -> None:
 
 def test_linear_attention_is_refused_by_name() -> None:
     """No formula costs it."""
-    with pytest.raises(InputError, match=r"qwen3_next.*linear attention.*by its layers instead"):
+    with pytest.raises(InputError, match=r"qwen3_next.*linear attention.*trace of its code"):
         shape_from_config(json.dumps({"model_type": "qwen3_next", "hidden_size": 2048}))
 
 

@@ -60,9 +60,9 @@ def assert_same(one: Estimate, two: Estimate) -> None:
     assert two.mfu == near(one.mfu)
     for a, b in zip(one.step.memory, two.step.memory, strict=True):
         assert tuple(b) == pytest.approx(tuple(a), rel=1e-9)
-    for a, b in zip(one.problem.stages, two.problem.stages, strict=True):
-        found = b.model_dump()
-        for field, value in a.model_dump().items():
+    for stage, other in zip(one.problem.stages, two.problem.stages, strict=True):
+        found = other.model_dump()
+        for field, value in stage.model_dump().items():
             assert found[field] == (near(value) if isinstance(value, float) else value), field
     assert [pair.hidden_ms for pair in two.problem.pairs] == near(
         [pair.hidden_ms for pair in one.problem.pairs]
@@ -295,6 +295,25 @@ def test_transformers_refuses_what_its_layers_do_not_have(
     given = {"trace": document.model_dump(), **asked("huggingface"), **changes}
     with pytest.raises(InputError, match=sentence):
         read_question(TuneRequest.parse(given))
+
+
+@pytest.mark.parametrize(
+    ("source", "fixed", "sentence"),
+    [
+        ("formula", {"tp": 2}, "which only a trace has"),
+        ("trace", {"tp": 4}, "was traced with tp 1, 2"),
+        ("trace", {"cp": 2}, "whole sequences"),
+        ("trace", {"ep": 2}, "all experts on each rank"),
+    ],
+)
+def test_a_fixed_degree_that_cannot_be_is_refused_with_its_reason(
+    source: str, fixed: dict[str, int], sentence: str
+) -> None:
+    name = "qwen3-30b-a3b"
+    document = traced_like(find_model(name), Training(kernels="torch", compiled=True), (1, 2))
+    model = {"model": name} if source == "formula" else {"trace": document.model_dump()}
+    with pytest.raises(InputError, match=sentence):
+        read_question(TuneRequest.parse({**model, **asked("huggingface"), "fixed": fixed}))
 
 
 def test_a_script_of_megatron_says_nothing_of_a_traced_model() -> None:

@@ -32,6 +32,8 @@ __all__ = ["Tracer", "read_trace_question"]
 _MODULE = "optpipe.runtime.measuring.trace_model"
 _NEEDED = ("torch", "transformers")
 _REFUSED = 2
+_NO_MEMORY = ("MemoryError", "allocate", "failed to map segment")
+"""Words in the last line of a process whose address space is full."""
 _MAX_RUNNING = 1
 _MAX_KEPT = 32
 
@@ -97,7 +99,7 @@ class Tracer:
 
     async def _run_child(self, question: str) -> str:
         limits = {"seconds": self._seconds, "memory_bytes": self._memory_bytes}
-        asked = json.dumps({**json.loads(question), **limits}).encode()
+        question_text = json.dumps({**json.loads(question), **limits}).encode()
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryDirectory() as folder:  # so that no module is found by accident
             child = await asyncio.create_subprocess_exec(
@@ -112,7 +114,7 @@ class Tracer:
             try:
                 # Waiting for a core costs no processor time, so that this limit is longer.
                 output, said = await asyncio.wait_for(
-                    child.communicate(asked), 2 * self._seconds + 10
+                    child.communicate(question_text), 2 * self._seconds + 10
                 )
             except TimeoutError:
                 raise self._over_limits() from None
@@ -124,7 +126,8 @@ class Tracer:
         if child.returncode == _REFUSED:
             raise FieldError(FieldRef("config"), f": {lines[-1].removeprefix('config: ')}")
         if child.returncode != 0:
-            if child.returncode < 0 or "Memory" in lines[-1] or "alloc" in lines[-1]:
+            is_killed = child.returncode is not None and child.returncode < 0
+            if is_killed or any(words in lines[-1] for words in _NO_MEMORY):
                 raise self._over_limits()
             raise FieldError(
                 FieldRef("config"), f": could not be traced: {lines[-1][:300]}; send a trace"

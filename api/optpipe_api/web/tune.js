@@ -7,7 +7,7 @@ import { askJson } from "./http.js";
 import { go } from "./link.js";
 
 /** Titles of the frameworks, where they differ from the names. */
-export const FRAMEWORKS = { megatron: "Megatron-Core" };
+export const FRAMEWORKS = { megatron: "Megatron-Core", huggingface: "Hugging Face" };
 /** The fields: name, short label, and what differs on purpose from the request. */
 export const TUNE = [
   ["num_gpus", "GPUs"], ["global_batch", "Batch", { start: "" }],

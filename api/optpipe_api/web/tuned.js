@@ -13,6 +13,7 @@ const GIB = 2 ** 30, MOST_ROWS = 11, SOON_MS = 200;
 const PASTES = {
   megatron: [["arguments", "Megatron-LM arguments", "arguments.sh"], ["yaml", "Megatron-Core YAML", "megatron.yaml"]],
   torchtitan: [["python", "torchtitan config", "optpipe_config.py"], ["csv", "Schedule, CSV", "schedule.csv"]],
+  huggingface: [],
   any: [],
 };
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });

@@ -434,13 +434,14 @@ HUGGINGFACE_RULES = (
     _R("tensor parallelism", HF_PLANS, lambda s, t, p: t.tp > 1 and s.trace is None,
        "tp = {t.tp}: which layers transformers splits is in its own plan of {s.name!r}, which only "
        "a trace has; choose costs_from trace, or tp 1", lambda s, t, p: {
-           "tp": 1, "etp": 1, "dp": t.dp * t.tp} if p.num_microbatches % t.tp == 0 else {}),
+           "tp": 1, "etp": 1, "dp": t.dp * t.tp, "num_microbatches": p.num_microbatches // t.tp
+       } if p.num_microbatches % t.tp == 0 else {}),
     _R("context parallelism", ABSENT, lambda s, t, p: t.cp > 1,
        "cp = {t.cp}: stages of transformers in the optpipe runtime have whole sequences",
        _one_rank("cp")),
-    _R("experts", ABSENT, lambda s, t, p: t.ep > 1,
-       "ep = {t.ep}: stages of transformers in the optpipe runtime have all experts on each rank",
-       _to(ep=1)),
+    _R("experts", ABSENT, lambda s, t, p: t.ep > 1 or (s.trace is None and t.etp > 1),
+       "ep = {t.ep}, etp = {t.etp}: stages of transformers in the optpipe runtime have all experts "
+       "on each rank", lambda s, t, p: {"ep": 1, "etp": t.etp if s.trace else 1}),
     _R("sharding", ABSENT, lambda s, t, p: t.zero not in (0, 3),
        "zero = {t.zero}: FSDP2 spreads weights, gradients and optimizer, or nothing",
        _to(zero=3)),

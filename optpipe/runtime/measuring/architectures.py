@@ -42,8 +42,8 @@ def list_architectures() -> tuple[str, ...]:
     return tuple(_causal_names())
 
 
-def read_config(data: dict[str, Any]) -> Any:
-    """Return the configuration of the text model that a ``config.json`` describes.
+def read_config(data: dict[str, Any]) -> tuple[Any, str]:
+    """Return the configuration, and its model type, of the text model that a ``config.json`` describes.
 
     A model type that transformers does not know is read as the architecture that the file names
     (``architectures``), if transformers has that one.
@@ -67,27 +67,30 @@ def read_config(data: dict[str, Any]) -> Any:
         raise _unknown(data.get("model_type"))
     fields = {key: value for key, value in data.items() if key not in _NOT_READ}
     try:
-        config = CONFIG_MAPPING[kind](**fields)
-        config = config.get_text_config(decoder=True)
+        whole = CONFIG_MAPPING[kind](**fields)
+        config = whole.get_text_config(decoder=True)
     except Exception as error:
         raise InputError(
             f"config: transformers {_version()} refuses it as {kind}: {_first_line(error)}; give "
             "the fields that its configuration class expects, or use --from formula"
         ) from error
+    given = data.get("text_config") or {}
+    if config is not whole and "tie_word_embeddings" not in given:
+        config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     if hasattr(config, "is_decoder"):
         # Encoders such as BERT are language models only with a causal mask.
         config.is_decoder = True
     if getattr(config, "is_encoder_decoder", False):
         config.is_encoder_decoder = False
     config.use_cache = False
-    return config
+    return config, kind
 
 
 _NOT_READ = frozenset({"auto_map", "quantization_config", "transformers_version", "model_type"})
 """Fields that say how a checkpoint is stored, or name code that is not run."""
 
 
-def build_model(config: Any) -> nn.Module:
+def build_model(config: Any, model_type: str) -> nn.Module:
     """Return the causal language model of a configuration, on "meta", in bf16 and in training mode.
 
     Raises
@@ -95,15 +98,23 @@ def build_model(config: Any) -> nn.Module:
     InputError
         If its class cannot build it.
     """
+    import transformers  # noqa: PLC0415
     from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415
 
     register_attention()
-    is_causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001
-    maker = AutoModelForCausalLM if is_causal else AutoModel
-    classes = maker._model_mapping  # noqa: SLF001
-    if type(config) not in classes:
-        raise _unknown(config.model_type)
-    kind = classes[type(config)]
+    causal = AutoModelForCausalLM._model_mapping  # noqa: SLF001
+    named = getattr(transformers, _causal_names().get(model_type, ""), None)
+    if type(config) in causal:
+        maker: Any = AutoModelForCausalLM
+        kind = causal[type(config)]
+    elif getattr(named, "config_class", None) is type(config):
+        maker = kind = named
+    elif type(config) in AutoModel._model_mapping:  # noqa: SLF001
+        maker = AutoModel
+        kind = AutoModel._model_mapping[type(config)]  # noqa: SLF001
+    else:
+        raise _unknown(model_type)
+    make = getattr(maker, "from_config", None) or maker._from_config  # noqa: SLF001
     kind = kind[0] if isinstance(kind, tuple) else kind
     for name, supported in (
         (ATTENTION, kind._supports_attention_backend or kind._supports_flash_attn),  # noqa: SLF001
@@ -114,21 +125,29 @@ def build_model(config: Any) -> nn.Module:
             continue
         try:
             with torch.device("meta"):
-                model: Any = maker.from_config(
-                    config, dtype=torch.bfloat16, attn_implementation=name
-                )
+                model: Any = make(config, dtype=torch.bfloat16, attn_implementation=name)
         except KeyError as error:
             if error.args == (name,):
                 continue  # classes of attention by name
             raise _not_built(config, error) from error
         except Exception as error:
             raise _not_built(config, error) from error
-        if not is_causal:
+        if maker is AutoModel:
             model = _WithHead(model)
+        _move_rest(model)
         if callable(getattr(model, "set_default_language", None)):
             model.set_default_language(config.languages[0])
         return model.train()  # type: ignore[no-any-return]
     raise AssertionError(name)
+
+
+def _move_rest(model: nn.Module) -> None:
+    """Move parameters to "meta" that code has made elsewhere (``torch.normal``), in place."""
+    for module in model.modules():
+        for name, one in module.named_parameters(recurse=False):
+            if not one.is_meta:
+                moved = nn.Parameter(one.to("meta", torch.bfloat16), one.requires_grad)
+                setattr(module, name, moved)
 
 
 class _WithHead(nn.Module):
@@ -207,7 +226,7 @@ class LayerKinds:
             kept = tuple(
                 (place, value)
                 for place, value in found.items()
-                if place not in numbering and place[1] not in _NUMBERS
+                if place not in numbering and not place[1].endswith(_NUMBERS)
             )
             shapes = tuple(
                 (name, tuple(one.shape), one.dtype, one.requires_grad, id(one) in seen)
@@ -226,7 +245,8 @@ class LayerKinds:
         return (*self._kinds[block], call, again)
 
 
-_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"})
+_NUMBERS = ("_idx", "_id", "_number", "_index")
+"""Ends of names of settings that count the layers."""
 
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:

@@ -2,7 +2,7 @@
 
 A leaf kernel is one operator, ``optpipe::leaf``: it reads tensors, writes tensors, and has FLOPs. It
 computes nothing, so it runs on "meta" only. `LEAF_FUNCTIONS` maps the name of a function in a
-model's Python module to its replacement, and `FUSED_MODULES` the end of a class name. Users may add
+model's Python module to its replacement, and `LEAF_MODULES` the end of a class name. Users may add
 entries: a replacement takes the function's arguments and returns what `run_leaf` returns.
 
 Sources of the tensors that kernels keep:
@@ -45,6 +45,7 @@ __all__ = [
     "FUSED_FUNCTIONS",
     "FUSED_MODULES",
     "LEAF_FUNCTIONS",
+    "LEAF_MODULES",
     "BalancedRouting",
     "LeafWork",
     "register_attention",
@@ -86,7 +87,7 @@ register_operator_cost(torch.ops.optpipe.leaf, _cost_of_leaf)
 class LeafWork(NamedTuple):
     """FLOPs of one pass of a leaf kernel: products with and without a mask, and attention's.
 
-    ``unmasked_flops`` are ``attention_flops`` as if nothing were masked.
+    ``unmasked_flops`` are ``attention_flops`` as if each query saw as many keys as the last one.
     """
 
     matmul_flops: float = 0.0
@@ -250,11 +251,13 @@ def attend(
             extra.append(attention_mask)
     chunk = getattr(config, "attention_chunk_size", None)
     is_chunk = size is not None and size == chunk and sliding_window is None
-    pairs = _visible_pairs(tokens, keys, causal=causal, size=size, is_chunk=is_chunk)
-    products = 2.0 * batch * heads
-    flops, unmasked = (
-        products * count * (width + value_width) for count in (pairs, float(tokens) * keys)
-    )
+    span = float(keys if size is None else min(size, keys))
+    seen = span
+    if causal:
+        # Half of a chunk, or of the triangle at the beginning of a window.
+        seen = span / 2 if is_chunk else span - span * span / (2 * keys)
+    products = 2.0 * batch * heads * tokens * (width + value_width)
+    flops, unmasked = products * seen, products * span
     back = (3 * width + 2 * value_width) / (width + value_width)
     output = _empty(batch, tokens, heads, value_width, like=query)
     statistics = _empty(batch, heads, tokens, like=query, dtype=torch.float32)
@@ -273,18 +276,6 @@ def _picked_keys(options: dict[str, Any]) -> int | None:
     """Return how many keys an indexer has picked for each query, None without one."""
     picked = options.get("indices")
     return picked.shape[-1] if isinstance(picked, Tensor) else None
-
-
-def _visible_pairs(
-    tokens: int, keys: int, *, causal: bool, size: int | None, is_chunk: bool
-) -> float:
-    """Return the pairs of query and key that a mask leaves, half of the diagonal included."""
-    span = float(keys if size is None else min(size, keys))
-    if not causal:
-        return tokens * span
-    if is_chunk:
-        return tokens * span / 2
-    return tokens * (span - span * span / (2 * keys))
 
 
 # --- Recurrent layers.
@@ -492,9 +483,29 @@ def _causal_convolution(
     return found
 
 
-def _no_packing(*_: Any) -> None:
-    """Replace the search for packed sequences in positions: there are none."""
+def _find_nothing(*_: Any) -> None:
+    """Replace a look at the values of tokens or positions: nothing is packed or padded."""
 
+
+def _route_to_few(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the forward of Llama 4's experts, which sends every token to every expert.
+
+    Each token goes to its ``top_k`` experts by grouped products.
+    """
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, logits = module.router(rows)
+    experts = module.experts
+    copies = rows.shape[0] * module.top_k
+    token = torch.empty(copies, dtype=torch.int64, device="meta")
+    ends = torch.empty(module.num_experts, dtype=torch.int32, device="meta")
+    routed = rows[token] * scores[token, token].unsqueeze(1)
+    gate, up = functional.grouped_mm(routed, experts.gate_up_proj, offs=ends).chunk(2, dim=-1)
+    made = functional.grouped_mm(up * experts.act_fn(gate), experts.down_proj, offs=ends)
+    return module.shared_expert(rows).index_add(0, token, made), logits
+
+
+LEAF_MODULES: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _route_to_few}
+"""End of a class name -> a forward that replaces its own in every trace; it takes the module too."""
 
 LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_convolution,
@@ -610,7 +621,7 @@ class BalancedRouting(TorchFunctionMode):
                 return self._indices(given, as_tuple=func is torch.where or bool(
                     kwargs.get("as_tuple", len(args) > 1 and args[1])))
             if func is Tensor.__bool__ and given.numel() == 1:
-                return False
+                return False  # no expert is left out
         return func(*args, **kwargs)
 
     def _sizes(self) -> list[int]:
@@ -619,9 +630,11 @@ class BalancedRouting(TorchFunctionMode):
 
     def _indices(self, mask: Tensor, *, as_tuple: bool) -> Any:
         """Return where a mask is set: each expert, or the copies of one of them."""
-        if mask.dim() == 1 and mask.numel() == self._num_experts:
-            rows = self._num_experts
-        elif self._num_experts in mask.shape:
+        if mask.dim() == 1 and mask.numel() in (self._num_experts, self._num_experts + 1):
+            # Experts by number, so that code can choose their weights.
+            experts = torch.arange(self._num_experts, device="cpu")
+            return (experts,) if as_tuple else experts.unsqueeze(1)
+        if self._num_experts in mask.shape:
             rows = self._copies
         else:
             rows = self._copies // self._num_experts
@@ -647,22 +660,25 @@ def with_leaf_kernels(model: nn.Module, kernels: str, num_experts: int) -> Itera
     if kernels not in ("torch", "fused"):
         raise InputError(f"kernels = {kernels!r}: must be torch or fused; choose one of them")
     functions = LEAF_FUNCTIONS | (FUSED_FUNCTIONS if kernels == "fused" else {})
-    import transformers.masking_utils  # noqa: PLC0415
+    from transformers import PreTrainedModel, masking_utils  # noqa: PLC0415
 
+    modules = LEAF_MODULES | (FUSED_MODULES if kernels == "fused" else {})
     with ExitStack() as stack:
         stack.callback(_spans.clear)
-        masks = transformers.masking_utils
-        stack.enter_context(patch.object(masks, "find_packed_sequence_indices", _no_packing))
+        for place, name in (
+            (masking_utils, "find_packed_sequence_indices"),
+            (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+        ):
+            stack.enter_context(patch.object(place, name, _find_nothing))
         for name in sorted({type(one).__module__ for one in model.modules()}):
             home = sys.modules[name]
             for function, leaf in functions.items():
                 if hasattr(home, function) and name.startswith("transformers."):
                     stack.enter_context(patch.object(home, function, leaf))
-        if kernels == "fused":
-            for one in model.modules():
-                for kind, forward in FUSED_MODULES.items():
-                    if _fits(one, kind):
-                        stack.enter_context(patch.object(one, "forward", partial(forward, one)))
+        for one in model.modules():
+            for kind, leaf_forward in modules.items():
+                if _fits(one, kind):
+                    stack.enter_context(patch.object(one, "forward", partial(leaf_forward, one)))
         stack.enter_context(map_attention())
         stack.enter_context(BalancedRouting(num_experts))
         yield

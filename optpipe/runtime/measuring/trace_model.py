@@ -18,6 +18,7 @@ import json
 import resource
 import sys
 import traceback
+from collections import UserDict
 from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
@@ -100,8 +101,8 @@ def trace_config(
         raise InputError(
             f"tps = {list(tps)}: models of transformers are traced on one device; choose 1"
         )
-    text = read_config(config)
-    model = build_model(text)
+    text, model_type = read_config(config)
+    model = build_model(text, model_type)
     _check_positions(model, text, sequence)
     count = _Count(model, text)
     if lora is not None:
@@ -118,7 +119,7 @@ def trace_config(
     has_experts = any(one.is_moe for one in kinds)
     products, scores = first.model_flops
     return TracedModel(
-        model_type=text.model_type,
+        model_type=model_type,
         sequence=sequence,
         hidden=first.hidden,
         vocab=first.vocab,
@@ -155,13 +156,18 @@ def _left_out(data: dict[str, Any], text: Any) -> tuple[str, ...]:
 
 def _check_positions(model: nn.Module, config: Any, sequence: int) -> None:
     """Refuse a sequence that is longer than the table of learned positions."""
-    most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int) or sequence <= most:
-        return
-    for name, one in model.named_modules():
-        if isinstance(one, nn.Embedding) and most <= one.num_embeddings <= most + _OFFSET:
+    for field in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        most = getattr(config, field, None)
+        if not isinstance(most, int) or sequence <= most:
+            continue
+        has_table = any(
+            isinstance(one, nn.Embedding) and most <= one.num_embeddings <= most + _OFFSET
+            for one in model.modules()
+        )
+        if has_table or field == "max_seq_len":
             raise InputError(
-                f"sequence = {sequence}: {name} has {most} learned positions; make it at most that"
+                f"sequence = {sequence}: the model has {most} learned positions ({field}); make it "
+                "at most that"
             )
 
 
@@ -188,7 +194,9 @@ class _Count:
         self.active_experts = count_active(config)
         self.experts: set[int] = set()
         self.routers: set[tuple[int, ...]] = set()
-        self.expert_parts = [one for one in model.modules() if self._holds_experts(one)]
+        self.expert_parts = [
+            one for name, one in model.named_modules() if self._holds_experts(name, one)
+        ]
         for one in self.expert_parts:
             self.experts |= {id(parameter) for parameter in one.parameters()}
         own = list(model.parameters())
@@ -203,10 +211,12 @@ class _Count:
                 if one.dim() == 2 and one.shape[0] == self.num_experts
             }
 
-    def _holds_experts(self, module: nn.Module) -> bool:
+    def _holds_experts(self, name: str, module: nn.Module) -> bool:
         """Whether a module is a list of routed experts, or holds their stacked matrices."""
         if self.num_experts < 2:
             return False
+        if name.endswith(".experts"):
+            return True
         if isinstance(module, nn.ModuleList):
             kinds = {type(one) for one in module}
             has_parts = any(list(one.children()) for one in module)
@@ -286,8 +296,8 @@ class _Log(OperatorLog):
     Attributes
     ----------
     products, scores
-        FLOPs of all products but those of adapters and attention's, and of attention as if nothing
-        were masked.
+        FLOPs of all products but those of adapters and attention's, and those of attention as if
+        each query saw as many keys as the last one.
     """
 
     def __init__(self, narrow: Iterable[Tensor], adapters: Iterable[Tensor]) -> None:
@@ -532,7 +542,7 @@ class _Trace:
     hidden, vocab
         Columns of what the first block takes, and of the logits.
     model_flops
-        FLOPs of F of the micro-batch: of products, and of attention as if nothing were masked.
+        FLOPs of F of the micro-batch: `_Log.products` and `_Log.scores`.
     tied_parameters
         Parameters of the head that the embedding has too.
     """
@@ -643,11 +653,17 @@ class _Trace:
 
         own_args, own_kwargs = tree_map(cut, (args, kwargs))
         given = _tensors((own_args, own_kwargs))
-        shared = [one for one in given if not one.requires_grad]
-        for one in shared:
-            self._shared.add(one)
+        stores = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UserDict)]
+        for store in stores:
+            # Keys and values of earlier layers, which these have saved.
+            store.data = tree_map(cut, store.data)
+            given += _tensors(store.data)
+        for one in given:
+            if not one.requires_grad:
+                self._shared.add(one)
         resident = [*self._model.parameters(), *self._model.buffers()]
-        saved = _Saved([*resident, *shared])
+        kept = [one for store in stores for one in _tensors(store.data)]
+        saved = _Saved([*resident, *kept, *(one for one in given if not one.requires_grad)])
         log, gradients = self._log, self._gradients
         with ExitStack() as stack:
             experts = _Experts(block, self._count, log, gradients, stack)
@@ -662,6 +678,8 @@ class _Trace:
             workspace = peak - meter.live_bytes()
             back = self._backward(_trained(output), meter)
             experts.end()
+        for store in stores:
+            store.data = tree_map(_detached, store.data)
         checkpoint = _Saved(())
         for one in inputs.values():
             checkpoint.add(one)

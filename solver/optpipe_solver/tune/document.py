@@ -121,17 +121,19 @@ def read_question(request: TuneRequest) -> AskedTune:
             question=question, current=None, gpu_counts=tuple(map(int, counts)), is_auto=is_auto
         )
     if next(candidates(question), None) is None:
+        training = question.training
+        if question.shape.trace is not None or question.framework == "huggingface":
+            names = question.fixed.keys() & set(Training.__dataclass_fields__)
+            wanted: dict[str, Any] = {name: question.fixed[name] for name in names}
+            training = replace(training, **({"dp": question.num_gpus} | wanted))
+            training.check_divides(question.shape)
         one = Configuration(
             shape=question.shape,
             hardware=question.hardware,
-            training=question.training,
+            training=training,
             pipeline=PipelineCut(),
         )
         check_starts(one, question.framework, *_OF_DEGREES)
-        if question.shape.trace is not None:
-            names = question.fixed.keys() & set(Training.__dataclass_fields__)
-            wanted = {name: question.fixed[name] for name in names}
-            replace(question.training, dp=question.num_gpus, **wanted).check_divides(question.shape)
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
             f": no configuration of so many GPUs splits {question.shape.name} and a global batch "

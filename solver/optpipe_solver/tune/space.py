@@ -314,6 +314,10 @@ def _has_order(pp: int, chunks: int, *, pairs: bool, slices: int) -> bool:
 def left_out(question: TuneQuestion) -> tuple[str, ...]:
     """Return options that are not searched although they may be faster, each with its reason."""
     found = []
+    trace = question.shape.trace
+    if trace is not None and "tp" not in question.fixed:
+        degrees = " and ".join(map(str, trace.degrees))
+        found.append(f"other degrees of tensor parallelism than {degrees} are not traced")
     if question.shape.experts is not None:
         if question.training.ep_overlap:
             found.append(
@@ -330,7 +334,7 @@ def left_out(question: TuneQuestion) -> tuple[str, ...]:
                 "pairs of a forward and a backward are not searched: stages of transformers have "
                 "all experts on each rank, so that there is no exchange to hide"
             )
-    if question.training.sequence >= _LONG and question.shape.trace is not None:
+    if question.training.sequence >= _LONG and trace is not None:
         found.append("slices of sequences are not searched: a trace has whole sequences")
     elif question.training.sequence >= _LONG and question.framework != "any":
         found.append(

@@ -36,6 +36,7 @@ REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
         {
             *("config", "expert_imbalance", "recompute", "lengths", "values", "lora_targets"),
             "packed_lengths",
+            "trace",
         },
     ),
     "tune": (
@@ -53,6 +54,7 @@ REQUESTS: dict[str, tuple[type[BaseModel], dict[str, Any], set[str]]] = {
                 "lora_targets",
             ),
             "packed_lengths",
+            "trace",
         },
     ),
     "current": (CurrentRun, {}, {"recompute", "layers"}),
@@ -202,7 +204,7 @@ def test_a_config_stands_for_a_model(http) -> None:
         ({"pp": 4000}, "input.invalid", "lower pp or chunks", "/pp"),
         ({"chunks": 2, "placement": "linear"}, "input.invalid", "placement = 'linear'",
          "/placement"),
-        ({"config": {}}, "request.invalid", "give either model or config", "/model"),
+        ({"config": {}}, "request.invalid", "give one of model, config and trace", "/model"),
         ({"model": ..., "config": {"model_type": "x"}}, "input.invalid", "'x'", "/config"),
         ({"colour": 1}, "request.invalid", "colour", "/colour"),
         ({"pairs": True}, "input.invalid", "experts", "/pairs"),

@@ -270,7 +270,7 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
     [
         ({"model": "llama9"}, "/model", "the catalogue has none of that name"),
         ({"model": None}, "/model", "model or config = null: is neither"),
-        ({"config": {"model_type": "llama"}}, "/model", "give either model or config"),
+        ({"config": {"model_type": "llama"}}, "/model", "give one of model, config and trace"),
         ({"gpu": "h9"}, "/gpu", "gpu = 'h9'"),
         ({"num_gpus": 0}, "/num_gpus", "must be >= 1"),
         ({"num_gpus": 1e9}, "/num_gpus", "= 1000000000.0: must be a whole number; write it in dig"),

@@ -1,0 +1,135 @@
+"""Which decoder architectures of the installed transformers can be traced, and how fast.
+
+    python benchmarks/architectures.py                  # all, in child processes
+    python benchmarks/architectures.py mamba2 qwen3     # some
+
+Each architecture of `list_architectures` is traced in its default configuration, with sequences of
+4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
+defaults build no model. The list has decoders of encoder-decoder
+models too (BART, Marian): transformers builds them as language models of their own. A child process
+traces a chunk, because an error in a C extension would end it; each architecture has a time limit.
+
+Prints a row of the table in RESULTS.md for each architecture: parameters, GB that one micro-batch of
+one sequence keeps between F and the backward in all layers, embedding and head, TFLOP of F, I and W,
+and seconds. The other architectures are listed with their reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+GIVEN = {
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+"""Fields that default configurations leave open, without which transformers builds no model."""
+
+CHUNK = 16
+SECONDS = 120
+TOKENS = 4096
+
+
+def trace_one(kind: str) -> dict[str, object]:
+    """Return a row of an architecture: numbers, or the reason why it has none."""
+    from optpipe.errors import OptPipeError
+    from optpipe.runtime.measuring.trace_model import trace_config
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    start = time.perf_counter()
+    try:
+        for tokens in (TOKENS, 2048, 1024, 512, 256):
+            try:
+                model = trace_config({"model_type": kind, **GIVEN.get(kind, {})}, sequence=tokens)
+                break
+            except OptPipeError as error:
+                if "learned positions" not in str(error):
+                    return {"name": kind, "reason": str(error)}
+        else:
+            return {"name": kind, "reason": "fewer than 256 learned positions"}
+    except TimeoutError:
+        return {"name": kind, "reason": f"takes more than {SECONDS} s"}
+    except Exception as error:  # noqa: BLE001 - reported as the row
+        return {"name": kind, "reason": f"ERROR {type(error).__name__}: {error}"}
+    finally:
+        signal.alarm(0)
+    rank = model.ranks[0]
+    parts = [rank.embedding, *(rank.kinds[index] for index in model.layers), rank.head]
+    flops = 0.0
+    for part in parts:
+        for work in (part.forward, part.backward_input, part.backward_weight):
+            for cost in (work.fixed, work.each):
+                flops += cost.matmul_flops + cost.narrow_flops + cost.attention_flops
+    return {
+        "name": kind,
+        "seconds": time.perf_counter() - start,
+        "tokens": tokens,
+        "layers": len(model.layers),
+        "kinds": len(rank.kinds),
+        "parameters": model.parameters,
+        "gb": sum(part.saved_bytes.at(1) for part in parts) / 1e9,
+        "tflop": flops / 1e12,
+    }
+
+
+def trace_chunk(kinds: list[str]) -> list[dict[str, object]]:
+    """Return the rows of some architectures, traced in one child process."""
+    command = [sys.executable, "-W", "ignore", __file__, "--child", *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if len(rows) == len(kinds):
+        return rows
+    reason = f"ends the process: {done.stderr.strip().splitlines()[-1:]}"
+    rows.append({"name": kinds[len(rows)], "reason": reason})
+    return rows + (trace_chunk(kinds[len(rows) :]) if len(rows) < len(kinds) else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*")
+    parser.add_argument("--child", action="store_true")
+    given = parser.parse_args()
+    if given.child:
+        warnings.simplefilter("ignore")
+        for kind in given.kinds:
+            print("ROW " + json.dumps(trace_one(kind)), flush=True)
+        return
+    from optpipe.runtime.measuring.architectures import list_architectures
+
+    kinds = given.kinds or list(list_architectures())
+    rows = []
+    print("| architecture | layers (kinds) | tokens | parameters, 10^9 | GB | TFLOP | s |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for start in range(0, len(kinds), CHUNK):
+        for row in trace_chunk(kinds[start : start + CHUNK]):
+            rows.append(row)
+            if "reason" not in row:
+                print(
+                    "| {name} | {layers} ({kinds}) | {tokens} | {billions:.3f} | {gb:.2f} | "
+                    "{tflop:.2f} | {seconds:.1f} |".format(
+                        billions=row["parameters"] / 1e9, **row
+                    ),
+                    flush=True,
+                )
+    refused = [row for row in rows if "reason" in row]
+    print(f"\nTraced: {len(rows) - len(refused)} of {len(rows)}. Not traced:\n")
+    for row in refused:
+        print(f"* {row['name']}: {row['reason']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Models of transformers traced from their config.json, against real runs, formulas and cards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from optpipe.errors import InputError
+from optpipe.planning.catalogue import shape_from_config
+from optpipe.planning.costs import model_flops
+from optpipe.planning.parameters import total_parameters
+from optpipe.planning.shape import Lora, Training
+from optpipe.runtime.measuring.architectures import find_blocks, list_architectures, read_config
+from optpipe.runtime.measuring.kernels import LEAF_FUNCTIONS, run_leaf
+from optpipe.runtime.measuring.trace_model import trace_config
+from optpipe.runtime.passes import WeightGradients, split_linears
+from optpipe.runtime.torch_names import tree_leaves, tree_map
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+DATA = Path(__file__).parent.parent / "data" / "huggingface"
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "vocab_size": 128,
+}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32}  # fmt: skip
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 8,
+          "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+          "num_key_value_heads": 4}  # fmt: skip
+MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+         "chunk_size": 32, "hybrid_override_pattern": "M*-", "conv_kernel": 4}  # fmt: skip
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 16, "layer_types": ["linear_attention", "linear_attention",
+         "full_attention"], "shared_expert_intermediate_size": 32}  # fmt: skip
+
+CONFIGS = {
+    "dense": {"model_type": "llama", **SMALL},
+    "dense with biases and norms of queries": {"model_type": "qwen3", **SMALL},
+    "sliding windows": {"model_type": "gemma2", **SMALL, "sliding_window": 64},
+    "experts": {"model_type": "mixtral", **SMALL, **EXPERTS},
+    "experts after dense layers": {"model_type": "qwen3_moe", **SMALL, **EXPERTS},
+    "sinks": {"model_type": "gpt_oss", **SMALL, **EXPERTS, "sliding_window": 32},
+    "latent attention": {"model_type": "deepseek_v3", **SMALL, **LATENT},
+    "mamba-2 and attention": {"model_type": "nemotron_h", **SMALL, **MAMBA},
+    "gated delta rule": {"model_type": "qwen3_next", **SMALL, **EXPERTS, **DELTA},
+    "tied head": {"model_type": "llama", **SMALL, "tie_word_embeddings": True},
+    "learned positions": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
+                          "vocab_size": 128},  # fmt: skip
+    "wrapper": {"model_type": "qwen3_vl_moe", "text_config": {**SMALL, **EXPERTS}},
+}
+"""One small model for each mechanism."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_mechanism_is_traced_with_all_parameters(name):
+    model = trace_config(CONFIGS[name], sequence=64)
+    rank = model.ranks[0]
+    parts = [rank.embedding, *(rank.kinds[index] for index in model.layers), rank.head]
+    counted = sum(one.parameters.common + one.parameters.experts for one in parts)
+    assert counted - rank.tied_parameters == model.parameters
+    is_tied = name in {"tied head", "learned positions", "sliding windows"}
+    assert rank.tied_parameters == (8192 if is_tied else 0)
+    for one in rank.kinds:
+        work = one.forward.each
+        assert work.narrow_flops + work.matmul_flops > 0
+        # GPT-2's layers are no nn.Linear, so the runtime does not split them.
+        assert (one.weight_context_bytes.at(1) > 0) == (name != "learned positions")
+
+
+SAME_KERNELS = ["dense", "dense with biases and norms of queries", "experts",
+                "experts after dense layers", "tied head", "learned positions"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_KERNELS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_saved_bytes_of_layers_are_those_of_a_real_run(name, batch):
+    traced = trace_config(CONFIGS[name], sequence=64)
+    found = [traced.ranks[0].kinds[index].saved_bytes.at(batch) for index in traced.layers]
+    assert found == saved_by_layers(CONFIGS[name], batch, 64)
+
+
+def saved_by_layers(config: dict, batch: int, tokens: int) -> list[int]:
+    """Run a model on the CPU, split as the runtime does, and return what each layer saves."""
+    from transformers import AutoModelForCausalLM
+
+    text, _ = read_config(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16).train()
+    split_linears(model, WeightGradients())
+    parameters = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    sizes = []
+
+    def call(forward, *args, **kwargs):
+        def cut(one):
+            is_input = isinstance(one, Tensor) and one.requires_grad
+            return one.detach().requires_grad_() if is_input else one
+
+        args, kwargs = tree_map(cut, (args, kwargs))
+        given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        outside = {one.untyped_storage().data_ptr() for one in given if not one.requires_grad}
+        saved = {}
+
+        def pack(one):
+            storage = one.untyped_storage()
+            if storage.data_ptr() not in parameters | outside:
+                saved[storage.data_ptr()] = storage
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            output = forward(*args, **kwargs)
+        sizes.append(sum(one.nbytes() for one in saved.values()))
+        return output
+
+    ids = torch.randint(text.vocab_size, (batch, tokens))
+    with ExitStack() as stack:
+        for block in find_blocks(model):
+            stack.enter_context(patch.object(block, "forward", partial(call, block.forward)))
+        model(input_ids=ids, use_cache=False)
+    return sizes
+
+
+def test_balanced_routing_in_python_loops_is_that_of_a_balanced_run():
+    # Every token goes to both experts, so the real run is balanced too.
+    config = {"model_type": "jetmoe", **SMALL, "kv_channels": 16, "num_local_experts": 2,
+              "num_experts_per_tok": 2}  # fmt: skip
+    traced = trace_config(config, sequence=64)
+    found = [traced.ranks[0].kinds[index].saved_bytes.at(2) for index in traced.layers]
+    assert found == saved_by_layers(config, 2, 64)
+
+
+def test_routed_experts_share_the_copies_of_all_tokens():
+    model = trace_config(CONFIGS["experts after dense layers"], sequence=64)
+    (kind,) = model.ranks[0].kinds
+    router = 2 * 64 * 64 * 8
+    routed = 2 * 64 * 2 * (3 * 64 * 32)  # tokens x active experts x entries of an expert
+    work = kind.experts_forward.each
+    assert (work.matmul_flops, work.narrow_flops) == (router, routed)
+    assert kind.experts_backward_weight.each.narrow_flops == routed
+    assert kind.parameters.experts == 8 * 3 * 64 * 32
+    assert (model.num_experts, model.active_experts) == (8, 2)
+    idle = 3 * 6 * 3 * 64 * 32  # in three layers, six experts
+    assert model.active_parameters == model.parameters - idle
+
+
+def test_windows_and_masks_leave_fewer_flops_of_attention():
+    model = trace_config(CONFIGS["sliding windows"], sequence=256)
+    window, full = (one.forward.each.attention_flops for one in model.ranks[0].kinds)
+    per_pair = 2 * 4 * (16 + 16)
+    assert full == per_pair * 256 * 256 / 2
+    assert window == per_pair * 256 * (64 - 64 * 64 / (2 * 256))
+
+
+def test_values_narrower_than_keys_are_counted_as_they_are():
+    model = trace_config(CONFIGS["latent attention"], sequence=64)
+    for kind in model.ranks[0].kinds:
+        pairs = 2 * 4 * 64 * 64 / 2
+        assert kind.forward.each.attention_flops == pairs * (24 + 16)
+        assert kind.backward_input.each.attention_flops == pairs * (3 * 24 + 2 * 16)
+
+
+def test_recurrent_layers_are_one_kernel():
+    model = trace_config(CONFIGS["mamba-2 and attention"], sequence=64)
+    mamba = model.ranks[0].kinds[0]
+    # The kernel's own product and the scan; in_proj is a linear layer.
+    tokens, heads, width, groups, state, chunk = 64, 8, 16, 2, 16, 32
+    scores = 2 * tokens * chunk * state * groups
+    states = 2 * tokens * heads * width * state
+    scan = scores + tokens * chunk * heads * width + 2 * states
+    assert mamba.forward.each.matmul_flops == scan + 2 * tokens * (heads * width) * 64
+    assert mamba.forward_launches < 25
+    delta = trace_config(CONFIGS["gated delta rule"], sequence=64).ranks[0].kinds[0]
+    assert delta.forward_launches < 120
+
+
+REAL = json.loads((DATA / "configs.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", [name for name, one in REAL.items() if one["billions"]])
+def test_parameters_of_real_configurations_are_those_published(name):
+    model = trace_config(REAL[name]["config"], sequence=128)
+    assert model.parameters / 1e9 == pytest.approx(REAL[name]["billions"], rel=0.01)
+    if active := REAL[name]["active_billions"]:
+        assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.15)
+
+
+def test_what_transformers_does_not_know_is_refused_with_near_ones():
+    with pytest.raises(InputError, match="among the .* near ones are .*llama"):
+        read_config({"model_type": "lama"})
+    with pytest.raises(InputError, match="step3p7"):
+        read_config(REAL["step-3.7-flash"]["config"])
+    assert len(list_architectures()) > 100
+
+
+FORMULAS = json.loads((DATA / "published.json").read_text("utf-8"))
+FORMULAS |= json.loads((DATA / "transformers_5_24.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS))
+def test_formula_and_trace_agree(name):
+    config = FORMULAS[name]
+    shape = shape_from_config(json.dumps(config))
+    model = trace_config(config, sequence=1024)
+    assert model.parameters == total_parameters(shape)
+    assert model.active_parameters == total_parameters(shape, active=True)
+    training = Training(micro_batch=1, sequence=1024)
+    assert model.sequence_flops == pytest.approx(model_flops(shape, training), rel=0.01)
+
+
+def test_adapters_are_trained_and_the_model_is_frozen():
+    lora = Lora(rank=4, targets=frozenset({"linear_qkv", "linear_fc2"}))
+    model = trace_config(CONFIGS["dense"], sequence=64, lora=lora)
+    full = trace_config(CONFIGS["dense"], sequence=64)
+    (kind,), (whole,) = model.ranks[0].kinds, full.ranks[0].kinds
+    assert kind.parameters.common == 4 * (3 * 64 + 64 + 32 + 32 + 96 + 64)
+    assert kind.parameters.frozen_common == whole.parameters.common
+    assert kind.forward.each.narrow_flops == whole.forward.each.narrow_flops
+    adapters = 2 * 64 * kind.parameters.common
+    assert kind.backward_weight.each.matmul_flops == adapters
+    assert kind.backward_weight.each.narrow_flops == 0
+    assert kind.saved_bytes.at(1) < whole.saved_bytes.at(1)
+    assert model.parameters == full.parameters
+    assert model.sequence_flops < full.sequence_flops
+
+
+def test_fused_kernels_keep_less():
+    plain, fused = (
+        trace_config(CONFIGS["dense"], sequence=64, kernels=one).ranks[0]
+        for one in ("torch", "fused")
+    )
+    assert fused.kinds[0].saved_bytes.at(1) < plain.kinds[0].saved_bytes.at(1)
+    assert fused.head.saved_bytes.at(1) < plain.head.saved_bytes.at(1)
+    assert fused.kinds[0].forward.each.narrow_flops == plain.kinds[0].forward.each.narrow_flops
+    assert fused.kinds[0].forward_launches < plain.kinds[0].forward_launches
+
+
+def test_a_layer_that_cannot_run_is_refused_with_its_module_and_line():
+    with pytest.raises(InputError, match=r"model.patcher \(BltPatcher\).*item.*LEAF_FUNCTIONS"):
+        trace_config({"model_type": "blt"}, sequence=64)
+    with pytest.raises(InputError, match="learned positions"):
+        trace_config(CONFIGS["learned positions"], sequence=4096)
+
+
+def test_users_can_add_leaf_kernels(monkeypatch):
+    def rotate(query, key, *_):
+        return run_leaf("mine", [query, key], [torch.empty_like(query), torch.empty_like(key)])
+
+    plain = trace_config(CONFIGS["dense"], sequence=64).ranks[0].kinds[0]
+    monkeypatch.setitem(LEAF_FUNCTIONS, "apply_rotary_pos_emb", rotate)
+    mine = trace_config(CONFIGS["dense"], sequence=64).ranks[0].kinds[0]
+    assert mine.forward_launches < plain.forward_launches
+
+
+def test_a_child_process_answers_a_question():
+    def ask(question):
+        return subprocess.run(
+            [sys.executable, "-m", "optpipe.runtime.measuring.trace_model"],
+            input=json.dumps(question), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    limits = {"memory_bytes": 16 * 2**30, "seconds": 120}
+    done = ask({"config": CONFIGS["dense"], "sequence": 64, **limits})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == trace_config(
+        CONFIGS["dense"], sequence=64
+    ).model_dump(mode="json")
+    refused = ask({"config": {"model_type": "lama"}, "sequence": 64, **limits})
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "near ones" in refused.stderr
