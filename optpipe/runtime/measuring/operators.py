@@ -28,7 +28,6 @@ from optpipe.runtime.torch_names import (
     TorchDispatchMode,
     group_size,
     storage_identity,
-    tree_leaves,
 )
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def _operator(
     cost_of = _COSTS.get(func.overloadpacket)
     if cost_of is None and (func.is_view or name.startswith(_FREE_PREFIXES)):
         return None
-    tensors = _tensors((args, kwargs))
+    tensors = tensors_in(args, kwargs)
     if cost_of is not None:
         cost = cost_of(args, kwargs, result)
     elif func.overloadpacket in flop_registry:
@@ -234,8 +233,17 @@ def _operator(
     return Operator(str(func), cost, _PRECISIONS.get(dtype, str(dtype)))
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results; faster than `tree_leaves`."""
+    found = list[Tensor]()
+    for one in values:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            found += tensors_in(*one)
+        elif isinstance(one, dict):
+            found += tensors_in(*one.values())
+    return found
 
 
 # --- Bytes.
@@ -257,7 +265,7 @@ def _regions(tensors: Iterable[Tensor]) -> dict[tuple[Any, ...], int]:
 
 def _count_bytes(*values: Any) -> int:
     """Return the bytes of the distinct regions in each value, added up over the values."""
-    return sum(sum(_regions(_tensors(value)).values()) for value in values)
+    return sum(sum(_regions(tensors_in(value)).values()) for value in values)
 
 
 def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -267,7 +275,7 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         return _count_bytes((args[1:], kwargs), result, result)
     if name.rstrip("_") in _SCATTERS:
         indices_and_source = (args[1:], kwargs)
-        added = _tensors(indices_and_source)[-1:]
+        added = tensors_in(indices_and_source)[-1:]
         copied = 0 if name.endswith("_") else _count_bytes(args[0], result)
         return copied + _count_bytes(indices_and_source, added, added)
     read = [args, {key: value for key, value in kwargs.items() if key != "out"}]
@@ -285,7 +293,7 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
 def _product(flops: float, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> PassCost:
     """Return the work of a matrix product with these FLOPs."""
     num_bytes = _count_bytes((args, kwargs), result)
-    is_narrow = any(_PRECISIONS.get(one.dtype) == "fp8" for one in _tensors(args))
+    is_narrow = any(_PRECISIONS.get(one.dtype) == "fp8" for one in tensors_in(args))
     name = "narrow_flops" if is_narrow else "matmul_flops"
     return PassCost(weight_bytes=num_bytes, **{name: float(flops)})
 

@@ -24,7 +24,7 @@ from optpipe.planning.machine import PEER_LATENCY_MS
 from optpipe.planning.step import reserved_bytes
 from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.measuring.operators import OperatorLog, operator_ms
+from optpipe.runtime.measuring.operators import OperatorLog, operator_ms, tensors_in
 from optpipe.runtime.measuring.times import Bandwidths, Instruments, KnownDevice, Rate
 from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import describe
@@ -32,7 +32,6 @@ from optpipe.runtime.torch_names import (
     TorchDispatchMode,
     parts_with_memory,
     storage_identity,
-    tree_leaves,
     tree_map,
 )
 
@@ -88,7 +87,8 @@ def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) 
             "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
             f"{shares}. Attention is FlashAttention.",
         ),
-        running=clock.running,
+        running=_running,
+        timing=partial(OperatorLog, clock.add),
     )
 
 
@@ -105,11 +105,16 @@ def _message_ms(
     return latency_ms + num_bytes / (rate * reached.network * 1e6)
 
 
-class TracedClock:
-    """Adds up the times of the operators that run inside `running`.
+@contextmanager
+def _running() -> Iterator[None]:
+    with KnownValues(), map_attention():
+        yield
 
-    The host launches operators one after another, and the device runs each when it is launched and
-    all earlier ones have ended. So the slower of the two decides.
+
+class TracedClock:
+    """Adds up the times of operators, on the device and on the host that launches them.
+
+    The slower of the two decides between two marks: before each pass the host is far enough ahead.
     """
 
     def __init__(self, hardware: Hardware, efficiency: Efficiency) -> None:
@@ -118,27 +123,22 @@ class TracedClock:
         self._host_ms = 0.0
         self._device_ms = 0.0
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Time the operators inside the context."""
-        with KnownValues(), OperatorLog(self._add), map_attention():
-            yield
-
-    def _add(self, operator: Operator) -> None:
+    def add(self, operator: Operator) -> None:
+        """Launch an operator."""
         self._host_ms += HOST_LAUNCH_MS
-        start = max(self._host_ms, self._device_ms)
-        self._device_ms = start + operator_ms(operator, self._hardware, self._efficiency)
+        self._device_ms += operator_ms(operator, self._hardware, self._efficiency)
 
     def mark(self) -> float:
         """Return the ms at which all operators so far have ended."""
-        return max(self._host_ms, self._device_ms)
+        self._host_ms = self._device_ms = max(self._host_ms, self._device_ms)
+        return self._device_ms
 
     def mark_after(self, fence: Fence, lane: int) -> float:  # noqa: ARG002 - rates are known
         """Return the same: copies are not timed."""
         return self.mark()
 
     def ms_between(self, start: float, end: float) -> float:
-        """Return the difference, rounded to a femtosecond."""
+        """Return the difference, rounded to a femtosecond: equal passes take equal times."""
         return round(end - start, 12)
 
 
@@ -166,8 +166,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        are_known = all(one in self._values or not one.is_meta for one in given)
+        given = tensors_in(args, kwargs)
+        are_known = all(one in self._values for one in given if one.is_meta)
         if torch.Tag.data_dependent_output in func.tags and given and given[0].is_meta:
             if not are_known:
                 raise InputError(
@@ -177,13 +177,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             return func(*self._on_host(args), **kwargs)
         result = func(*args, **kwargs)
-        results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        if are_known and results and all(map(_may_be_known, results)) and _is_repeatable(func):
+        results = tensors_in(result) if are_known else []
+        if results and all(map(_may_be_known, results)) and _is_repeatable(func):
             on_host = self._on_host(kwargs) | ({"device": "cpu"} if "device" in kwargs else {})
-            values = tree_leaves(func(*self._on_host(args), **on_host))
-            known = (one for one in values if isinstance(one, Tensor))
-            self._values.update(zip(results, known, strict=True))
-        elif torch.Tag.inplace in func.tags:
+            values = tensors_in(func(*self._on_host(args), **on_host))
+            self._values.update(zip(results, values, strict=True))
+        elif torch.Tag.inplace in func.tags and given[0] in self._values:
             self._forget(given[0])
         return result
 
