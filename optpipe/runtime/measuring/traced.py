@@ -34,6 +34,7 @@ from optpipe.runtime.torch_names import (
     storage_identity,
     tree_map,
 )
+from optpipe.runtime.treatments import declare_for_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -230,26 +231,34 @@ def without_data(value: Value) -> Value:
     InputError
         If something in a module cannot be copied.
     """
-    if all(one.is_meta for one in _tensors_of(value)):
+    if all(
+        tensor.is_meta
+        for one in _parts_of(value)
+        for tensor in ([one] if isinstance(one, Tensor) else [*one.parameters(), *one.buffers()])
+    ):
         return value
+    copies: dict[int, Any] = {}
     with _Bare():
         try:
-            return copy.deepcopy(value)
+            copied = copy.deepcopy(value, copies)
         except Exception as error:
             raise InputError(
                 f"the stages cannot be copied to trace them: {describe(error)}; make them without "
                 'data, inside of `with torch.device("meta"):`'
             ) from error
+    for module in _parts_of(value):
+        if isinstance(module, nn.Module):
+            declare_for_copy(module, lambda part: copies[id(part)])
+    return copied
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def _parts_of(value: Any) -> Iterator[Tensor | nn.Module]:
+    """Yield the tensors and modules of nested lists and tuples."""
+    if isinstance(value, Tensor | nn.Module):
         yield value
-    elif isinstance(value, nn.Module):
-        yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _tensors_of(one)
+            yield from _parts_of(one)
 
 
 class _Bare(TorchFunctionMode):
