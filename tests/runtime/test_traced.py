@@ -7,7 +7,10 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from benchmarks.gpu import alone
@@ -24,8 +27,9 @@ from optpipe.runtime.measuring import (
     instruments_of,
     measure,
     trace_instruments,
+    use_fake_ranks,
 )
-from optpipe.runtime.measuring.operators import OperatorLog
+from optpipe.runtime.measuring.operators import Collective, OperatorLog
 from optpipe.runtime.measuring.traced import TRACED, TracedClock, without_data
 from optpipe.schedule import ActionType
 
@@ -145,6 +149,43 @@ def test_bytes_and_menus_are_those_of_real_tensors(name, monkeypatch) -> None:
         assert one.menu.groups == other.menu.groups
         assert one.menu.modes == other.menu.modes
     assert len(found.results[0].menu.modes) > 3
+
+
+class Mlp(nn.Module):
+    """Two linear layers around a GELU, the first cut by columns and the second by rows."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def forward(self, states: Tensor) -> Tensor:
+        reduced: Tensor = self.down(functional.gelu(self.up(states)))
+        return states + reduced
+
+
+def test_one_of_four_tensor_parallel_ranks_is_traced(monkeypatch) -> None:
+    """Its bytes are those of real tensors. Its products are a quarter, its exchanges counted."""
+    with use_fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        sample = torch.randn(2, 8, WIDTH)
+        with TRACED:
+            stages: list[nn.Module] = [nn.Sequential(Mlp(mesh), Mlp(mesh)) for _ in range(2)]
+        found = traced(stages, sample, modes=4)
+        with OperatorLog() as log:
+            stages[1](torch.empty(2, 8, WIDTH, device=TRACED, requires_grad=True)).sum().backward()
+        real: list[nn.Module] = [nn.Sequential(Mlp(mesh), Mlp(mesh)) for _ in range(2)]
+        alone_here = dist.new_group([0])
+        expected = on_cpu(real, sample, monkeypatch, modes=4, group=alone_here)
+    for one, other in zip(found.results, expected.results, strict=True):
+        assert (one.footprint, one.memory) == (other.footprint, other.memory)
+        assert one.menu.modes == other.menu.modes
+    # Four products of each layer's, in F, I and W; a reduction in each F and I.
+    tokens, layers = 16, 2
+    flops = sum(one.cost.matmul_flops for one in log.work)
+    assert flops == layers * 3 * 2 * (2 * tokens * WIDTH * 4 * WIDTH) / 4
+    exchanged = [one.collective for one in log.work if one.collective is not None]
+    assert exchanged == [Collective("all_reduce", 4 * tokens * WIDTH, 4)] * 4
 
 
 def test_flash_attention_keeps_a_seed_more_than_the_kernel_of_the_cpu(monkeypatch) -> None:

@@ -127,7 +127,9 @@ class OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        found = _operator(func, args, kwargs, result)
+        # DTensor finds the shape of a result by fake tensors.
+        is_fake = any(kind.__name__ == "FakeTensor" for kind in types)
+        found = None if is_fake else _operator(func, args, kwargs, result)
         if found is not None:
             self._notify(found)
         return result
@@ -372,18 +374,16 @@ def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> boo
 
 
 def _collective(args: tuple[Any, ...], result: Any, name: str) -> Collective | None:
-    """Return a collective of torch, None for what moves nothing."""
-    if name in _NOT_MOVING:
-        return None
+    """Return a collective of torch, None for operators of its library that move nothing."""
     group = [one for one in args if isinstance(one, (str, torch.ScriptObject, dist.ProcessGroup))]
-    # A reduction's name comes before the group's.
+    if not group or "barrier" in name:
+        return None
+    # The name of a reduction comes before the group's.
     ranks = group_size(group[-1] if isinstance(group[-1], str) else group[0])
     sizes = [_count_bytes(value) for value in (*args, result)]
     kind = next(kind for part, kind in _KINDS.items() if part in name)
     return Collective(kind, max(sizes), ranks)
 
-
-_NOT_MOVING = frozenset({"barrier", "wait_tensor", "monitored_barrier_"})
 
 _KINDS = {
     "allreduce": "all_reduce",

@@ -611,7 +611,9 @@ class MeasuringRanks:
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self.are_many = dist.is_initialized() and dist.get_world_size(group) > 1
+        # One process traces a stage of all ranks.
+        is_traced = device.type == "meta"
+        self.are_many = not is_traced and dist.is_initialized() and dist.get_world_size(group) > 1
         self.num_ranks = dist.get_world_size(group) if self.are_many else None
         """None if one process measures for all devices."""
 

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from optpipe.errors import InputError
 from optpipe.planning.machine import PEER_LATENCY_MS
 from optpipe.planning.step import reserved_bytes
+from optpipe.runtime.launch import leave_ranks
 from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.operators import OperatorLog, operator_ms, tensors_in
@@ -30,6 +31,7 @@ from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import describe
 from optpipe.runtime.torch_names import (
     TorchDispatchMode,
+    join_fake_ranks,
     parts_with_memory,
     storage_identity,
     tree_map,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring.times import DevicePair
     from optpipe.runtime.offload import Fence
 
-__all__ = ["TRACED", "TracedClock", "trace_instruments", "without_data"]
+__all__ = ["TRACED", "TracedClock", "trace_instruments", "use_fake_ranks", "without_data"]
 
 TRACED = torch.device("meta")
 """The device of a traced stage's tensors."""
@@ -107,6 +109,20 @@ def _message_ms(
 
 
 @contextmanager
+def use_fake_ranks(count: int) -> Iterator[None]:
+    """Be the first of so many ranks inside the context; the others are not there.
+
+    Stages that share their tensors with these ranks (``parallelize_module``, ``fully_shard``) are
+    traced as this rank's part. They must be made on "meta".
+    """
+    join_fake_ranks(count)
+    try:
+        yield
+    finally:
+        leave_ranks()
+
+
+@contextmanager
 def _running() -> Iterator[None]:
     with KnownValues(), map_attention():
         yield
@@ -166,6 +182,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
+        if func.namespace == "_c10d_functional" and "_wrap_tensor" in func.overloadpacket.__name__:
+            # It wraps the result of a collective; on "meta" torch would take new memory for it.
+            return args[0]
         kwargs = kwargs or {}
         given = tensors_in(args, kwargs)
         are_known = all(one in self._values for one in given if one.is_meta)
@@ -223,21 +242,16 @@ Value = TypeVar("Value")
 def without_data(value: Value) -> Value:
     """Return a copy of modules and tensors with all tensors on "meta"; the originals stay as is.
 
-    Tensors that share memory share it in the copy. If all tensors are on "meta" already, the value
-    itself is returned.
+    Tensors that share memory share it in the copy. Modules and tensors that are on "meta" already
+    are not copied.
 
     Raises
     ------
     InputError
         If something in a module cannot be copied.
     """
-    if all(
-        tensor.is_meta
-        for one in _parts_of(value)
-        for tensor in ([one] if isinstance(one, Tensor) else [*one.parameters(), *one.buffers()])
-    ):
-        return value
-    copies: dict[int, Any] = {}
+    # `copy.deepcopy` returns these for the parts, by their identity.
+    copies: dict[int, Any] = {id(one): one for one in _parts_of(value) if _is_bare(one)}
     with _Bare():
         try:
             copied = copy.deepcopy(value, copies)
@@ -248,7 +262,7 @@ def without_data(value: Value) -> Value:
             ) from error
     for module in _parts_of(value):
         if isinstance(module, nn.Module):
-            declare_for_copy(module, lambda part: copies[id(part)])
+            declare_for_copy(module, lambda part: copies.get(id(part), part))
     return copied
 
 
@@ -259,6 +273,11 @@ def _parts_of(value: Any) -> Iterator[Tensor | nn.Module]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _parts_of(one)
+
+
+def _is_bare(part: Tensor | nn.Module) -> bool:
+    tensors = [part] if isinstance(part, Tensor) else [*part.parameters(), *part.buffers()]
+    return bool(tensors) and all(one.is_meta for one in tensors)
 
 
 class _Bare(TorchFunctionMode):
