@@ -64,11 +64,11 @@ def test_a_gpu_that_is_not_there(profile, tmp_path) -> None:
     assert code == 0, err
     assert "3 stages on H100 SXM 80GB, traced" in out
     assert "Traced: no pass ran on a GPU" in out
-    assert "matmul 0.72" in out
+    assert "matmul 0.735" in out
     problem = load_problem(path.read_text())
     assert [device.memory_bytes for device in problem.devices] == [85520809984] * 3
     assert all(stage.forward_ms > 0 for stage in problem.stages)
-    assert {link.latency_ms for link in problem.links} == {pytest.approx(0.02, rel=0.01)}
+    assert all(link.latency_ms == pytest.approx(0.02, rel=0.01) for link in problem.links)
 
 
 def test_an_unknown_device_is_refused_with_the_near_ones(profile) -> None:

@@ -257,7 +257,7 @@ MEASURED_MB = {
 
 def test_every_mode_of_a_menu_takes_the_bytes_of_an_h100() -> None:
     """Part (h): eight micro-batches in flight, within 1%."""
-    profile = llama(2, 4096, modes=8)
+    profile = llama(2, 4096, modes=16)
     problem = profile.problem(alone.MANY)
     (stage,), (result,) = problem.stages, profile.results
     again = Mode(
@@ -267,7 +267,7 @@ def test_every_mode_of_a_menu_takes_the_bytes_of_an_h100() -> None:
         recompute_ms=1.0,
         forward_workspace_bytes=result.memory.without_graph_bytes,
     )
-    # Times decide what a menu has. This one lacks a mode that the H100's has.
+    # Times decide what a menu has, so this one is longer. It may lack the whole recomputation.
     known = [mode for mode in stage.modes if mode.name in MEASURED_MB.keys() - {"recompute"}]
     modes = (*known, again)
     assert {mode.name for mode in modes} == MEASURED_MB.keys()
