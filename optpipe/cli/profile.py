@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -109,6 +110,7 @@ def profile(
         load_stages,
         measure_layers,
         select_instruments,
+        use_fake_ranks,
         use_process_group,
         use_threads,
     )
@@ -125,8 +127,17 @@ def profile(
     if request.overlap is not None:
         settings["overlap"] = load_function("--overlap", request.overlap)
     device, instruments = select_instruments(request.device)
+    if instruments.known is None and request.ranks > 1:
+        raise FieldError(
+            FieldRef("ranks", request.ranks),
+            f" needs a traced device, and {device} is here; start ranks with torchrun instead, or "
+            "name a GPU of the catalogue as --device",
+        )
     settings |= {"device": device, "instruments": instruments}
-    with use_threads(request.threads), use_process_group(device):
+    with ExitStack() as contexts:
+        contexts.enter_context(use_threads(request.threads))
+        if request.ranks > 1:
+            contexts.enter_context(use_fake_ranks(request.ranks))
         if request.model is not None:
             given = load_model(
                 request.model,
@@ -135,10 +146,12 @@ def profile(
                 sequence=request.sequence,
             )
             num_devices = request.num_devices or 1
+            contexts.enter_context(use_process_group(device))
             layers = measure_layers(given, num_devices=num_devices, **settings)
             measured = layers.profile
         else:
             found = load_stages(request.stages or "", microbatch=request.microbatch)
+            contexts.enter_context(use_process_group(device))
             measured = measure_stages(
                 found.stages,
                 found.sample,

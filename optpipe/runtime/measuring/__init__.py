@@ -22,7 +22,7 @@ from optpipe.runtime.measuring.stages import (
     load_stages,
 )
 from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
-from optpipe.runtime.measuring.traced import trace_instruments
+from optpipe.runtime.measuring.traced import trace_instruments, use_fake_ranks
 
 __all__ = [
     "Effort",
@@ -42,6 +42,7 @@ __all__ = [
     "select_device",
     "select_instruments",
     "trace_instruments",
+    "use_fake_ranks",
     "use_process_group",
     "use_threads",
 ]
