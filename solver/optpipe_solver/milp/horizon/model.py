@@ -8,7 +8,6 @@ micro-batches are restricted to first-in-first-out where that loses something.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, Action, ActionType
@@ -250,50 +249,34 @@ def improve_by_milp(best: Incumbent, stop: Stop) -> None:
         return
     loses_nothing = fifo_loses_nothing(problem)
     fifo = loses_nothing or num_order_pairs(problem, fifo=False) > _MAX_FREE_PAIRS
-    run = _Runs(best=best, fifo=fifo, proves=loses_nothing or not fifo)
-    first_ms = run.once(stop.turn(_FIRST if run.proves else 1.0))
-    # A run that denied a schedule that exists by now was wrong, and confirms nothing.
-    is_wrong = first_ms > best.objective_ms * (1 + OPTIMAL_GAP)
-    if run.proves and first_ms > best.bound_ms and not is_wrong and not stop.is_over():
-        run.once(stop.turn(seed=stop.seed + 1), confirms_ms=first_ms)
+    proves = loses_nothing or not fifo
+    name = "milp" if proves else "milp-fifo"
 
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs of one model, each below the best schedule known by then."""
-
-    best: Incumbent
-    fifo: bool
-    proves: bool
-
-    @property
-    def name(self) -> str:
-        """The method that schedules and bounds are offered as."""
-        return "milp" if self.proves else "milp-fifo"
-
-    def once(self, stop: Stop, confirms_ms: float = 0.0) -> float:
-        """Return the bound in ms, 0 where there is none.
-
-        What this run and the one before (``confirms_ms``) both prove is offered while it runs.
-        """
-        best = self.best
+    def run(turn: Stop, confirms_ms: float = 0.0) -> float:
+        """Return the bound in ms, 0 without one; offer what it and ``confirms_ms`` both prove."""
         scale = scale_for(best.objective_ms)
 
         def prove(bound_ms: float) -> None:
             agreed_ms = min(bound_ms / scale, confirms_ms, best.objective_ms)
             if agreed_ms > 0:
-                best.offer_bound(agreed_ms, self.name)
+                best.offer_bound(agreed_ms, name)
 
         bound_ms = solve_horizon(
-            scaled(best.problem, scale),
+            scaled(problem, scale),
             best.objective_ms * scale,
-            stop,
-            on_programs=lambda found: best.offer(found, self.name),
+            turn,
+            on_programs=lambda found: best.offer(found, name),
             on_bound=prove,
-            fifo=self.fifo,
+            fifo=fifo,
             floor_ms=best.bound_ms * scale,
         )
         prove(bound_ms)
-        if not stop.spent:
-            stop.spend(1)
+        if not turn.spent:
+            turn.spend(1)
         return bound_ms / scale
+
+    first_ms = run(stop.turn(_FIRST if proves else 1.0))
+    # A run that denied a schedule that exists by now was wrong, and confirms nothing.
+    is_wrong = first_ms > best.objective_ms * (1 + OPTIMAL_GAP)
+    if proves and first_ms > best.bound_ms and not is_wrong and not stop.is_over():
+        run(stop.turn(seed=stop.seed + 1), confirms_ms=first_ms)
