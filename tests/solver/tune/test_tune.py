@@ -198,7 +198,7 @@ def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
     assert result.best.method == "seq1f1b"
     assert result.bound_ms <= result.best.step_ms
     assert _of_search(result) == []
-    said = tune(replace(question, framework="megatron"), time_limit_s=1).notes
+    said = _of_search(tune(replace(question, framework="megatron"), time_limit_s=1))
     assert [one.partition(":")[0] for one in said] == ["slices of sequences are not searched"]
 
 
