@@ -211,8 +211,8 @@ class Accuracy:
         )
         if self.error.name != self.wanted:
             said += (
-                f". The class {self.wanted!r} has fewer than {MIN_ROWS} published runs or "
-                f"{MIN_MODELS} models, so the interval is that of the next wider class"
+                f". The class {self.wanted!r} has fewer than {MIN_ROWS} published runs, or runs of "
+                f"fewer than {MIN_MODELS} models, so the interval is that of the next wider class"
             )
         return said
 

@@ -143,6 +143,9 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
     measured = json.loads(done.out)
     assert measured["current"]["step_ms"] == pytest.approx(8000, rel=0.03)
     assert measured["gain"] == pytest.approx(plain["gain"], abs=0.02)
+    widths = [found["error"]["high"] / found["error"]["low"] for found in (plain, measured)]
+    assert widths[1] < widths[0]
+    assert "pairs of published runs" in measured["error"]["text"]
 
 
 @pytest.mark.parametrize(

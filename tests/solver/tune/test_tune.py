@@ -109,6 +109,11 @@ def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
     return asked(shape, hardware=small, kinds=((small, 2), (big, 2)), **fields)
 
 
+def _of_search(result: TuneResult) -> list[str]:
+    """Return the notes without that of the class of the estimates."""
+    return [note for note in result.notes if "miss their aims" not in note]
+
+
 @pytest.mark.parametrize(
     ("question", "threads"),
     [
@@ -155,7 +160,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
         fastest_ms * (1 - 1e-6) <= result.best.step_ms <= fastest_ms / (1 - result.gap) * 1.000001
     )
     has_notes = question.training.lora is not None or result.best.configuration.pipeline.pairs
-    assert bool(result.notes) == has_notes
+    assert bool(_of_search(result)) == has_notes
     assert {one.pairs for one in best_of} == {False, question.shape.experts is not None}
     counts = result.counts
     assert counts.total == len(best_of)
@@ -192,8 +197,8 @@ def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
     assert result.best.label.endswith("slices 4")
     assert result.best.method == "seq1f1b"
     assert result.bound_ms <= result.best.step_ms
-    assert result.notes == ()
-    said = tune(replace(question, framework="megatron"), time_limit_s=1).notes
+    assert _of_search(result) == []
+    said = _of_search(tune(replace(question, framework="megatron"), time_limit_s=1))
     assert [one.partition(":")[0] for one in said] == ["slices of sequences are not searched"]
 
 
