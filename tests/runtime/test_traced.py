@@ -31,6 +31,7 @@ from optpipe.runtime.measuring import (
 )
 from optpipe.runtime.measuring.operators import Collective, OperatorLog
 from optpipe.runtime.measuring.traced import TRACED, TracedClock, without_data
+from optpipe.runtime.passes import WeightGradients
 from optpipe.schedule import ActionType
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -312,6 +313,14 @@ def test_the_stages_stay_as_they_are() -> None:
     for parameter, earlier in zip(stages[0].parameters(), before, strict=True):
         assert parameter.equal(earlier)
         assert parameter.grad is None
+
+
+def test_deferred_gradients_without_data_are_counted_by_storage() -> None:
+    """Every tensor on "meta" has the address 0."""
+    gradients = WeightGradients()
+    first, second = torch.empty(3, device=TRACED), torch.empty(5, device=TRACED)
+    gradients.put_aside(lambda: None, [first, first[1:], second])
+    assert gradients.pending_bytes() == 4 * (3 + 5)
 
 
 class Chooses(nn.Module):
