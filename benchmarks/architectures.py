@@ -3,15 +3,15 @@
     python benchmarks/architectures.py                  # all, in child processes
     python benchmarks/architectures.py mamba2 qwen3     # some
 
-Each architecture of `list_architectures` is traced in its default configuration, with sequences of
-4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
-defaults build no model. The list has decoders of encoder-decoder
-models too (BART, Marian): transformers builds them as language models of their own. A child process
-traces a chunk, because an error in a C extension would end it; each architecture has a time limit.
+Each architecture of `list_architectures` is traced in its default configuration, with sequences
+of 4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
+defaults build no model. The list has decoders of encoder-decoder models too (BART, Marian):
+transformers builds them as language models of their own. A child process traces a chunk, because an
+error in a C extension would end it. Each architecture has a time limit.
 
-Prints a row of the table in RESULTS.md for each architecture: parameters, GB that one micro-batch of
-one sequence keeps between F and the backward in all layers, embedding and head, TFLOP of F, I and W,
-and seconds. The other architectures are listed with their reasons.
+Prints a row of the table in RESULTS.md for each architecture: parameters, TFLOP of F, I and W of
+one sequence, GB that it keeps between F and the backward in embedding, layers and head, and seconds.
+The other architectures are listed with their reasons.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def trace_one(kind: str) -> dict[str, object]:
 def trace_chunk(kinds: list[str]) -> list[dict[str, object]]:
     """Return the rows of some architectures, traced in one child process."""
     command = [sys.executable, "-W", "ignore", __file__, "--child", *kinds]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if len(rows) == len(kinds):
         return rows
@@ -120,9 +120,7 @@ def main() -> None:
             if "reason" not in row:
                 print(
                     "| {name} | {layers} ({kinds}) | {tokens} | {billions:.3f} | {gb:.2f} | "
-                    "{tflop:.2f} | {seconds:.1f} |".format(
-                        billions=row["parameters"] / 1e9, **row
-                    ),
+                    "{tflop:.2f} | {seconds:.1f} |".format(billions=row["parameters"] / 1e9, **row),
                     flush=True,
                 )
     refused = [row for row in rows if "reason" in row]

@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +30,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 DATA = Path(__file__).parent.parent / "data" / "huggingface"
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
@@ -50,7 +51,7 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
          "linear_value_head_dim": 16, "layer_types": ["linear_attention", "linear_attention",
          "full_attention"], "shared_expert_intermediate_size": 32}  # fmt: skip
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", **SMALL},
     "dense with biases and norms of queries": {"model_type": "qwen3", **SMALL},
     "sliding windows": {"model_type": "gemma2", **SMALL, "sliding_window": 64},
@@ -61,8 +62,14 @@ CONFIGS = {
     "mamba-2 and attention": {"model_type": "nemotron_h", **SMALL, **MAMBA},
     "gated delta rule": {"model_type": "qwen3_next", **SMALL, **EXPERTS, **DELTA},
     "tied head": {"model_type": "llama", **SMALL, "tie_word_embeddings": True},
-    "learned positions": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
-                          "vocab_size": 128},  # fmt: skip
+    "learned positions": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "vocab_size": 128,
+        "attn_pdrop": 0.0,
+    },
     "wrapper": {"model_type": "qwen3_vl_moe", "text_config": {**SMALL, **EXPERTS}},
 }
 """One small model for each mechanism."""
@@ -96,11 +103,11 @@ def test_saved_bytes_of_layers_are_those_of_a_real_run(name, batch):
     assert found == saved_by_layers(CONFIGS[name], batch, 64)
 
 
-def saved_by_layers(config: dict, batch: int, tokens: int) -> list[int]:
+def saved_by_layers(config: dict[str, Any], batch: int, tokens: int) -> list[int]:
     """Run a model on the CPU, split as the runtime does, and return what each layer saves."""
     from transformers import AutoModelForCausalLM
 
-    text, _ = read_config(config)
+    text = read_config(config).text
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16).train()
     split_linears(model, WeightGradients())
@@ -197,14 +204,19 @@ def test_parameters_of_real_configurations_are_those_published(name):
     model = trace_config(REAL[name]["config"], sequence=128)
     assert model.parameters / 1e9 == pytest.approx(REAL[name]["billions"], rel=0.01)
     if active := REAL[name]["active_billions"]:
-        assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.15)
+        assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.2)  # rounded
+
+
+def test_a_wrapper_whose_file_has_the_fields_of_its_text_beside_it_is_read():
+    model = trace_config({"model_type": "qwen2_5_vl", **SMALL, "vision_config": {}}, sequence=64)
+    assert (len(model.layers), model.hidden, model.vocab) == (3, 64, 128)
+    with pytest.raises(InputError, match="sliding_window"):
+        trace_config(REAL["step-3.7-flash"]["config"], sequence=64)
 
 
 def test_what_transformers_does_not_know_is_refused_with_near_ones():
-    with pytest.raises(InputError, match="among the .* near ones are .*llama"):
+    with pytest.raises(InputError, match=r"among the .* near ones are .*llama"):
         read_config({"model_type": "lama"})
-    with pytest.raises(InputError, match="step3p7"):
-        read_config(REAL["step-3.7-flash"]["config"])
     assert len(list_architectures()) > 100
 
 
@@ -227,7 +239,10 @@ def test_adapters_are_trained_and_the_model_is_frozen():
     lora = Lora(rank=4, targets=frozenset({"linear_qkv", "linear_fc2"}))
     model = trace_config(CONFIGS["dense"], sequence=64, lora=lora)
     full = trace_config(CONFIGS["dense"], sequence=64)
-    (kind,), (whole,) = model.ranks[0].kinds, full.ranks[0].kinds
+    # The first layer gives no gradient to the frozen embedding.
+    (first, kind), (whole,) = model.ranks[0].kinds, full.ranks[0].kinds
+    assert model.layers == (0, 1, 1)
+    assert first.backward_input.each.narrow_flops < kind.backward_input.each.narrow_flops
     assert kind.parameters.common == 4 * (3 * 64 + 64 + 32 + 32 + 96 + 64)
     assert kind.parameters.frozen_common == whole.parameters.common
     assert kind.forward.each.narrow_flops == whole.forward.each.narrow_flops
@@ -277,9 +292,9 @@ def test_a_child_process_answers_a_question():
     limits = {"memory_bytes": 16 * 2**30, "seconds": 120}
     done = ask({"config": CONFIGS["dense"], "sequence": 64, **limits})
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == trace_config(
-        CONFIGS["dense"], sequence=64
-    ).model_dump(mode="json")
+    assert json.loads(done.stdout) == trace_config(CONFIGS["dense"], sequence=64).model_dump(
+        mode="json"
+    )
     refused = ask({"config": {"model_type": "lama"}, "sequence": 64, **limits})
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "near ones" in refused.stderr

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from optpipe.runtime.measuring.kernels import ATTENTION, register_attention
 from optpipe.runtime.torch_names import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "LayerKinds",
+    "TextConfig",
     "build_model",
     "count_active",
     "count_experts",
@@ -42,8 +43,16 @@ def list_architectures() -> tuple[str, ...]:
     return tuple(_causal_names())
 
 
-def read_config(data: dict[str, Any]) -> tuple[Any, str]:
-    """Return the configuration, and its model type, of the text model that a ``config.json`` describes.
+class TextConfig(NamedTuple):
+    """The configuration of a text model, and the model type and configuration of its file."""
+
+    text: Any
+    model_type: str
+    whole: Any
+
+
+def read_config(data: dict[str, Any]) -> TextConfig:
+    """Return the configuration of the text model that a ``config.json`` describes.
 
     A model type that transformers does not know is read as the architecture that the file names
     (``architectures``), if transformers has that one.
@@ -69,12 +78,22 @@ def read_config(data: dict[str, Any]) -> tuple[Any, str]:
     try:
         whole = CONFIG_MAPPING[kind](**fields)
         config = whole.get_text_config(decoder=True)
+        if config is not whole and "text_config" not in data and _differs(config, data):
+            # Early files of wrappers have the text's fields beside those of images.
+            text = {key: value for key, value in fields.items() if not key.endswith("_config")}
+            whole = CONFIG_MAPPING[kind](text_config=text)
+            config = whole.get_text_config(decoder=True)
     except Exception as error:
         raise InputError(
             f"config: transformers {_version()} refuses it as {kind}: {_first_line(error)}; give "
             "the fields that its configuration class expects, or use --from formula"
         ) from error
-    given = data.get("text_config") or {}
+    given = data.get("text_config") or data
+    if _differs(config, given):
+        raise InputError(
+            f"config: transformers {_version()} does not take num_hidden_layers or hidden_size of "
+            f"this file as {kind}; give them in the form that its configuration class writes"
+        )
     if config is not whole and "tie_word_embeddings" not in given:
         config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     if hasattr(config, "is_decoder"):
@@ -83,14 +102,22 @@ def read_config(data: dict[str, Any]) -> tuple[Any, str]:
     if getattr(config, "is_encoder_decoder", False):
         config.is_encoder_decoder = False
     config.use_cache = False
-    return config, kind
+    return TextConfig(config, kind, whole)
+
+
+def _differs(config: Any, data: dict[str, Any]) -> bool:
+    """Whether a configuration has another size than the file says."""
+    return any(
+        isinstance(data.get(name), int) and getattr(config, name, None) != data[name]
+        for name in ("num_hidden_layers", "hidden_size")
+    )
 
 
 _NOT_READ = frozenset({"auto_map", "quantization_config", "transformers_version", "model_type"})
 """Fields that say how a checkpoint is stored, or name code that is not run."""
 
 
-def build_model(config: Any, model_type: str) -> nn.Module:
+def build_model(given: TextConfig) -> nn.Module:
     """Return the causal language model of a configuration, on "meta", in bf16 and in training mode.
 
     Raises
@@ -98,24 +125,8 @@ def build_model(config: Any, model_type: str) -> nn.Module:
     InputError
         If its class cannot build it.
     """
-    import transformers  # noqa: PLC0415
-    from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415
-
     register_attention()
-    causal = AutoModelForCausalLM._model_mapping  # noqa: SLF001
-    named = getattr(transformers, _causal_names().get(model_type, ""), None)
-    if type(config) in causal:
-        maker: Any = AutoModelForCausalLM
-        kind = causal[type(config)]
-    elif getattr(named, "config_class", None) is type(config):
-        maker = kind = named
-    elif type(config) in AutoModel._model_mapping:  # noqa: SLF001
-        maker = AutoModel
-        kind = AutoModel._model_mapping[type(config)]  # noqa: SLF001
-    else:
-        raise _unknown(model_type)
-    make = getattr(maker, "from_config", None) or maker._from_config  # noqa: SLF001
-    kind = kind[0] if isinstance(kind, tuple) else kind
+    config, make, kind = _choose_class(given)
     for name, supported in (
         (ATTENTION, kind._supports_attention_backend or kind._supports_flash_attn),  # noqa: SLF001
         ("sdpa", kind._supports_sdpa),  # noqa: SLF001
@@ -132,13 +143,38 @@ def build_model(config: Any, model_type: str) -> nn.Module:
             raise _not_built(config, error) from error
         except Exception as error:
             raise _not_built(config, error) from error
-        if maker is AutoModel:
+        if config is not given.text:
+            model = model.get_decoder()
+        if not model.get_output_embeddings():
             model = _WithHead(model)
         _move_rest(model)
         if callable(getattr(model, "set_default_language", None)):
             model.set_default_language(config.languages[0])
         return model.train()  # type: ignore[no-any-return]
     raise AssertionError(name)
+
+
+def _choose_class(given: TextConfig) -> tuple[Any, Any, Any]:
+    """Return the configuration to build, the function that builds it, and the model's class."""
+    import transformers  # noqa: PLC0415
+
+    config, model_type, whole = given
+    causal, base = transformers.AutoModelForCausalLM, transformers.AutoModel
+    named = getattr(transformers, _causal_names().get(model_type, ""), None)
+    if getattr(named, "config_class", None) is type(config) and type(config) not in _classes(
+        causal
+    ):
+        return config, named._from_config, named  # noqa: SLF001
+    for maker, one in ((causal, config), (base, config), (base, whole)):
+        if type(one) in _classes(maker):
+            kind = _classes(maker)[type(one)]
+            return one, maker.from_config, kind[0] if isinstance(kind, tuple) else kind
+    raise _unknown(model_type)
+
+
+def _classes(maker: Any) -> Any:
+    """Return the classes of models by the class of their configuration."""
+    return maker._model_mapping  # noqa: SLF001
 
 
 def _move_rest(model: nn.Module) -> None:
@@ -238,8 +274,11 @@ class LayerKinds:
     def of(self, block: nn.Module, values: Any, *, again: bool) -> tuple[Any, ...]:
         """Return the kind of a call of a block, given all arguments; ``again`` if it ran before."""
         call = tuple(
-            (tuple(one.shape), one.dtype, one.requires_grad) if isinstance(one, Tensor)
-            else one if isinstance(one, bool | str | None) else type(one)
+            (tuple(one.shape), one.dtype, one.requires_grad)
+            if isinstance(one, Tensor)
+            else one
+            if isinstance(one, bool | str | None)
+            else type(one)
             for one in tree_leaves(values)
         )
         return (*self._kinds[block], call, again)

@@ -1,7 +1,7 @@
 """Leaf kernels: fused GPU kernels that take the place of a model's own Python code in a trace.
 
-A leaf kernel is one operator, ``optpipe::leaf``: it reads tensors, writes tensors, and has FLOPs. It
-computes nothing, so it runs on "meta" only. `LEAF_FUNCTIONS` maps the name of a function in a
+A leaf kernel is one operator, ``optpipe::leaf``: it reads tensors, writes tensors, and has FLOPs.
+It computes nothing, so it runs on "meta" only. `LEAF_FUNCTIONS` maps the name of a function in a
 model's Python module to its replacement, and `LEAF_MODULES` the end of a class name. Users may add
 entries: a replacement takes the function's arguments and returns what `run_leaf` returns.
 
@@ -9,8 +9,9 @@ Sources of the tensors that kernels keep:
 
 * attention: FlashAttention-2 (arXiv 2307.08691): q, k, v, the output, and 4 bytes per query and
   head. Values may be narrower than keys, as in FlashAttention-3 and cuDNN.
-* Mamba-2: ``MambaSplitConv1dScanCombinedFn`` and ``MambaChunkScanCombinedFn`` of state-spaces/mamba,
-  commit e9594ce. Mamba-1: ``SelectiveScanFn`` and ``MambaInnerFn`` (``checkpoint_lvl=1``) there.
+* Mamba-2: ``MambaSplitConv1dScanCombinedFn`` and ``MambaChunkScanCombinedFn`` of the repository
+  state-spaces/mamba, commit e9594ce. Mamba-1: ``SelectiveScanFn`` and ``MambaInnerFn``
+  (``checkpoint_lvl=1``) there.
 * gated delta rule: ``ChunkGatedDeltaRuleFunction`` and ``ChunkKDAFunction`` of
   fla-org/flash-linear-attention, commit bc3b101, in chunks of 64 tokens.
 * causal convolution: ``CausalConv1dFn`` of Dao-AILab/causal-conv1d: input and weights.
@@ -56,7 +57,7 @@ __all__ = [
 ATTENTION = "optpipe"
 """Name under which transformers finds `attend` (``attn_implementation``)."""
 
-_library = torch.library.Library("optpipe", "FRAGMENT")
+_library: Any = torch.library.Library("optpipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "leaf(str name, Tensor[] read, Tensor[] written, float matmul_flops, float attention_flops, "
     "float unmasked_flops) -> ()"
@@ -99,14 +100,17 @@ class LeafWork(NamedTuple):
         return LeafWork(*(factor * one for one in self))
 
 
+_NO_PRODUCTS = LeafWork()
+
+
 def run_leaf(
     name: str,
     read: Sequence[Tensor | None],
     written: Sequence[Tensor],
     *,
     saved: Sequence[Tensor | None] = (),
-    forward: LeafWork = LeafWork(),
-    backward: LeafWork = LeafWork(),
+    forward: LeafWork = _NO_PRODUCTS,
+    backward: LeafWork = _NO_PRODUCTS,
 ) -> tuple[Tensor, ...]:
     """Run a leaf kernel on "meta" and return what it writes.
 
@@ -133,17 +137,10 @@ def run_leaf(
 
 class _Leaf(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        name: str,
-        written: list[Tensor],
-        saved: list[Tensor],
-        forward: LeafWork,
-        backward: LeafWork,
-        *read: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        name, written, saved, forward, backward, *read = given
         own = [one for one in saved if all(one is not other for other in written)]
-        torch.ops.optpipe.leaf(name, list(read), [*written, *_of_kernel(own, read)], *forward)
+        torch.ops.optpipe.leaf(name, read, [*written, *_of_kernel(own, read)], *forward)
         ctx.save_for_backward(*saved)
         ctx.name, ctx.work = name, backward
         ctx.like = [(one.shape, one.dtype) for one in read]
@@ -208,11 +205,15 @@ _spans = _Spans()
 
 
 def _make_mask(
-    batch_size: int, q_length: int, kv_length: int, *_: Any, local_size: int | None = None, **__: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *_: Any,
+    local_size: int | None = None,
+    **__: Any,
 ) -> Tensor:
     """Return a mask of all queries and keys that stands for a causal one, a window or chunks."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined] # noqa: SLF001
-        mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     _spans.note(mask, local_size)
     return mask
 
@@ -230,7 +231,7 @@ def attend(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return what flash attention returns; shapes (b, heads, tokens, width) -> (b, tokens, heads, v).
+    """Return (b, tokens, heads, width of values) for queries of (b, heads, tokens, width).
 
     A mask that the model has changed, and a bias of positions, are read and kept, and hide nothing
     from the FLOPs. An indexer that picks keys (``indices``) leaves as many as it picks.
@@ -340,11 +341,11 @@ def _ssd_work(
 def _mamba2_scan(
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803 - the model's names
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     **_: Any,
@@ -373,8 +374,8 @@ def _mamba2_layer(
     conv1d_weight: Tensor,
     conv1d_bias: Tensor | None,
     dt_bias: Tensor,
-    A: Tensor,  # noqa: N803
-    D: Tensor,  # noqa: N803
+    A: Tensor,
+    D: Tensor,
     chunk_size: int,
     rmsnorm_weight: Tensor | None = None,
     outproj_weight: Tensor | None = None,
@@ -383,8 +384,8 @@ def _mamba2_layer(
     ngroups: int = 1,
     **_: Any,
 ) -> Tensor:
-    """Replace ``mamba_split_conv1d_scan_combined``, which makes all but its input and scan again."""
-    batch, tokens, _ = zxbcdt.shape
+    """Replace ``mamba_split_conv1d_scan_combined``; it makes all but its input and scan again."""
+    batch, tokens = zxbcdt.shape[:2]
     heads = dt_bias.shape[0]
     width = headdim or D.shape[-1]
     inner = heads * width
@@ -412,20 +413,18 @@ def _mamba2_layer(
 def _mamba_scan(
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Replace ``selective_scan_fn``; (b, width, tokens) -> the same. It has no products: bytes only."""
+    """Replace ``selective_scan_fn``; (b, width, tokens) -> the same. It has bytes, no products."""
     batch, width, tokens = hidden_states.shape
-    states = _empty(
-        batch, width, -(-tokens // 2048), 2 * A.shape[-1], like=A, dtype=torch.float32
-    )
+    states = _empty(batch, width, -(-tokens // 2048), 2 * A.shape[-1], like=A, dtype=torch.float32)
     output = _empty(*hidden_states.shape, like=hidden_states)
     read = [hidden_states, dt, A, B, C, D, z, delta_bias]
     gated = [] if z is None else [_empty(*hidden_states.shape, like=hidden_states)]
@@ -441,10 +440,10 @@ def _mamba_layer(
     delta_proj_weight: Tensor,
     out_proj_weight: Tensor,
     out_proj_bias: Tensor | None,
-    A: Tensor,  # noqa: N803
-    B: Tensor | None = None,  # noqa: N803
-    C: Tensor | None = None,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
     delta_bias: Tensor | None = None,
     **norms: Any,
 ) -> Tensor:
@@ -453,9 +452,7 @@ def _mamba_layer(
     state = A.shape[-1]
     projected = _empty(batch * tokens, x_proj_weight.shape[0], like=xz)
     gates = [_empty(batch, 1, state, tokens, like=xz) for given in (B, C) if given is None]
-    states = _empty(
-        batch, double // 2, -(-tokens // 2048), 2 * state, like=A, dtype=torch.float32
-    )
+    states = _empty(batch, double // 2, -(-tokens // 2048), 2 * state, like=A, dtype=torch.float32)
     scanned = _empty(batch, double // 2, tokens, like=xz)
     weights = [conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight]
     more = [one for one in norms.values() if isinstance(one, Tensor)]
@@ -505,7 +502,7 @@ def _route_to_few(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LEAF_MODULES: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _route_to_few}
-"""End of a class name -> a forward that replaces its own in every trace; it takes the module too."""
+"""End of a class name -> a forward that replaces its own; it takes the module too."""
 
 LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_convolution,
@@ -534,7 +531,7 @@ def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__:
 
 def _norm(module: nn.Module, hidden_states: Tensor, *_: Any) -> Tensor:
     """Replace the forward of a norm: it keeps its input and one or two numbers of each row."""
-    weights = [one for one in module.parameters(recurse=False)]
+    weights = list(module.parameters(recurse=False))
     numbers = _empty(*hidden_states.shape[:-1], like=hidden_states, dtype=torch.float32)
     (found,) = run_leaf(
         "norm",
@@ -554,7 +551,7 @@ def _gated_mlp(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def fused_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy in one kernel, which keeps the gradient in the place of the logits."""
+    """Return the cross-entropy by one kernel, which keeps the gradient in place of the logits."""
     (found,) = run_leaf(
         "cross-entropy",
         [logits, labels],
@@ -589,8 +586,8 @@ def _fits(module: nn.Module, kind: str) -> bool:
 class BalancedRouting(TorchFunctionMode):
     """Lets code that reads which expert got which token see balanced experts.
 
-    The number of copies is that of the last ``topk``. Sizes of experts read by ``tolist`` are equal,
-    the indices of a mask of one expert are as many as its copies, and every expert has some.
+    The number of copies is that of the last ``topk``. Sizes of experts, as ``tolist`` reads them,
+    are equal. The indices of a mask of one expert are as many as its copies. Every expert has some.
 
     Parameters
     ----------
@@ -618,8 +615,11 @@ class BalancedRouting(TorchFunctionMode):
             if func is Tensor.tolist and given.numel() == self._num_experts:
                 return self._sizes()
             if func in (torch.nonzero, Tensor.nonzero) or (func is torch.where and len(args) == 1):
-                return self._indices(given, as_tuple=func is torch.where or bool(
-                    kwargs.get("as_tuple", len(args) > 1 and args[1])))
+                return self._indices(
+                    given,
+                    as_tuple=func is torch.where
+                    or bool(kwargs.get("as_tuple", len(args) > 1 and args[1])),
+                )
             if func is Tensor.__bool__ and given.numel() == 1:
                 return False  # no expert is left out
         return func(*args, **kwargs)

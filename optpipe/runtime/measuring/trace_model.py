@@ -101,8 +101,9 @@ def trace_config(
         raise InputError(
             f"tps = {list(tps)}: models of transformers are traced on one device; choose 1"
         )
-    text, model_type = read_config(config)
-    model = build_model(text, model_type)
+    read = read_config(config)
+    text = read.text
+    model = build_model(read)
     _check_positions(model, text, sequence)
     count = _Count(model, text)
     if lora is not None:
@@ -119,7 +120,7 @@ def trace_config(
     has_experts = any(one.is_moe for one in kinds)
     products, scores = first.model_flops
     return TracedModel(
-        model_type=model_type,
+        model_type=read.model_type,
         sequence=sequence,
         hidden=first.hidden,
         vocab=first.vocab,
@@ -149,7 +150,9 @@ def _left_out(data: dict[str, Any], text: Any) -> tuple[str, ...]:
     found = []
     if "text_config" in data or "vision_config" in data:
         found.append("what reads images or sound")
-    if any(getattr(text, name, 0) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+    if any(
+        getattr(text, name, 0) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    ):
         found.append("the multi-token prediction module")
     return tuple(found)
 
@@ -290,7 +293,7 @@ class _Adapted(nn.Module):
 # --- Work.
 
 
-class _Log(OperatorLog):
+class _Log(OperatorLog):  # type: ignore[no-untyped-call]
     """Operators; products that a narrow precision makes narrow are ``narrow_flops``.
 
     Attributes
@@ -428,9 +431,7 @@ class _Gradients(WeightGradients):
         self.experts: list[Operator] = []
         """Operators of W that belong to experts."""
 
-    def put_aside(
-        self, make: Callable[[], None], tensors: Sequence[Tensor], *others: Any
-    ) -> None:
+    def put_aside(self, make: Callable[[], None], tensors: Sequence[Tensor], *others: Any) -> None:
         """Defer a gradient; see `WeightGradients`."""
         if self.in_experts:
             make = partial(self._run_noted, make)
@@ -443,10 +444,10 @@ class _Gradients(WeightGradients):
 
 
 class _Saved:
-    """Storages that autograd saves, each once, without parameters and what is ``outside``."""
+    """Storages that autograd saves, each once, without those ``outside``."""
 
-    def __init__(self, outside: Iterable[Tensor]) -> None:
-        self._outside = {weak_storage(one) for one in outside}
+    def __init__(self, outside: frozenset[Any] = frozenset()) -> None:
+        self._outside = outside
         # Weak references, so that a backward can free what it has read.
         self._sizes: dict[Any, int] = {}
 
@@ -464,11 +465,15 @@ class _Saved:
     def merge(self, *others: _Saved) -> None:
         """Note what others have noted."""
         for one in others:
-            self._sizes |= one._sizes
+            self._sizes |= one._sizes  # noqa: SLF001 - of the same class
 
     def count(self, least: int = 0) -> int:
         """Return the bytes of storages that have at least so many."""
         return sum(size for size in self._sizes.values() if size >= least)
+
+
+def _storages(tensors: Iterable[Tensor]) -> frozenset[Any]:
+    return frozenset(weak_storage(one) for one in tensors)
 
 
 class _Experts:
@@ -503,13 +508,13 @@ class _Experts:
         self._start = self._log.mark()
         for one in _trained((args, kwargs)):
             self._waiting += 1
-            one.register_hook(self._leave_backward)
+            one.register_hook(self._leave_backward)  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         self.forward += self._log.since(self._start)
         for one in _trained(output):
-            one.register_hook(self._enter_backward)
+            one.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
 
     def _enter_backward(self, gradient: Tensor) -> None:
         del gradient
@@ -547,9 +552,7 @@ class _Trace:
         Parameters of the head that the embedding has too.
     """
 
-    def __init__(
-        self, model: Any, count: _Count, kernels: str, shape: tuple[int, int]
-    ) -> None:
+    def __init__(self, model: Any, count: _Count, kernels: str, shape: tuple[int, int]) -> None:
         self._model = model
         self._count = count
         self._kernels = kernels
@@ -574,11 +577,12 @@ class _Trace:
         self._known: dict[Any, tuple[int, Any]] = {}
         self._layers: list[_Measured] = []
         self._flops: list[tuple[float, float]] = []
-        self._shared = _Saved(model.parameters())
+        self._weights = _storages([*model.parameters(), *model.buffers()])
+        self._shared = _Saved(self._weights)
         self._tokens = torch.empty(shape, dtype=torch.int64, device=_META)
         self._ran: set[nn.Module] = set()
         self._segments: list[tuple[int, int, _Saved]] = []
-        self._saved = _Saved(model.parameters())
+        self._saved = _Saved(self._weights)
         self._start = 0
         self._entries: list[Tensor] = []
         self._homes: dict[int, set[int]] = {}
@@ -604,9 +608,7 @@ class _Trace:
         self.hidden = 0
         self._ran.clear()
         self._begin_segment()
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._saved.pack(tensor), lambda tensor: tensor
-        )
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         with hooks:
             logits = _logits_of(self._model(input_ids=self._tokens, use_cache=False))
             self.vocab = logits.shape[-1]
@@ -614,8 +616,11 @@ class _Trace:
         self._end_segment()
         return loss
 
+    def _pack(self, tensor: Tensor) -> Tensor:
+        return self._saved.pack(tensor)
+
     def _begin_segment(self) -> None:
-        self._saved = _Saved(self._model.parameters())
+        self._saved = _Saved(self._weights)
         self._start = self._log.mark()
 
     def _end_segment(self) -> None:
@@ -663,7 +668,8 @@ class _Trace:
                 self._shared.add(one)
         resident = [*self._model.parameters(), *self._model.buffers()]
         kept = [one for store in stores for one in _tensors(store.data)]
-        saved = _Saved([*resident, *kept, *(one for one in given if not one.requires_grad)])
+        known = [*kept, *(one for one in given if not one.requires_grad)]
+        saved = _Saved(self._weights | _storages(known))
         log, gradients = self._log, self._gradients
         with ExitStack() as stack:
             experts = _Experts(block, self._count, log, gradients, stack)
@@ -680,7 +686,7 @@ class _Trace:
             experts.end()
         for store in stores:
             store.data = tree_map(_detached, store.data)
-        checkpoint = _Saved(())
+        checkpoint = _Saved()
         for one in inputs.values():
             checkpoint.add(one)
         measured = _Measured(
@@ -749,7 +755,7 @@ class _Trace:
             first = self._backward(self._entries, meter)
         *before, (start, end, after) = self._segments
         homes = {id(one): self._homes.get(id(one), {0}) for one in outside}
-        saved = _Saved(())
+        saved = _Saved()
         saved.merge(*(one for _, _, one in before), self._shared)
         saved.add(self._tokens)
         ids = self._tokens.nbytes
@@ -871,8 +877,8 @@ def main() -> int:
     """Answer the question on standard input, and return the exit status: 0, or 2 if refused.
 
     The question is a JSON object with ``config`` and ``sequence``, and maybe ``tps``, ``kernels``,
-    ``lora`` (``rank``, ``targets``), ``memory_bytes`` and ``seconds`` (of CPU time). The answer is a
-    traced model. A refusal is one line on standard error.
+    ``lora`` (``rank``, ``targets``), ``memory_bytes`` and ``seconds`` (of CPU time). The answer is
+    a traced model. A refusal is one line on standard error.
     """
     from optpipe.planning.shape import Lora  # noqa: PLC0415
 
