@@ -216,7 +216,7 @@ def measure(
             _measure_stage, stage, crossing, device, effort,
             min_bytes=min_offload_bytes, modes=modes, recompute=recompute,
         )  # fmt: skip
-        with instruments.running():
+        with instruments.running(module):
             result, crossing = ranks.run_on(home, run)
         results.append(result)
     transfers = _transfers(ranks, homes, results, instruments, effort) if links else ()

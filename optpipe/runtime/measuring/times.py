@@ -129,14 +129,14 @@ class Instruments:
     known
         Facts that are not measured, of a device that is not there.
     running, timing
-        Return a context around everything that is measured, and around what is timed.
+        Return a context around everything that is measured of a stage, and around what is timed.
     """
 
     clock: Clock
     meter_for: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
     copies: Copies
     known: KnownDevice | None = None
-    running: Callable[[], AbstractContextManager[Any]] = nullcontext
+    running: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
     timing: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 

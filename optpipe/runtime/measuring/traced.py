@@ -23,7 +23,9 @@ from optpipe.errors import InputError
 from optpipe.planning.machine import PEER_LATENCY_MS
 from optpipe.planning.step import reserved_bytes
 from optpipe.runtime.launch import leave_ranks
+from optpipe.runtime.measuring.architectures import count_experts
 from optpipe.runtime.measuring.attention import map_attention
+from optpipe.runtime.measuring.kernels import with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.operators import OperatorLog, operator_ms, tensors_in
 from optpipe.runtime.measuring.times import Bandwidths, Instruments, KnownDevice, Rate
@@ -88,7 +90,8 @@ def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) 
             message_ms=partial(_message_ms, hardware, reached),
             note=f"Traced: no pass ran on a GPU. Times are those of a {hardware.title}, computed "
             "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
-            f"{shares}. Attention is FlashAttention.",
+            f"{shares}. Attention is FlashAttention; scans, delta rules and experts of transformers "
+            "are their fused kernels.",
         ),
         running=_running,
         timing=partial(OperatorLog, clock.add),
@@ -123,8 +126,14 @@ def use_fake_ranks(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _running() -> Iterator[None]:
-    with KnownValues(), map_attention():
+def _running(module: nn.Module) -> Iterator[None]:
+    """Run a stage as a GPU would: with flash attention, and models of transformers by its kernels."""
+    names = {type(one).__module__ for one in module.modules()}
+    kernels = map_attention()
+    if any(name.startswith("transformers.") for name in names):
+        num_experts = count_experts(getattr(module, "config", None))
+        kernels = with_leaf_kernels(module, "torch", num_experts)
+    with KnownValues(), kernels:
         yield
 
 
