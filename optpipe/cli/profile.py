@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe.measurements import LinkFit, MeasuredAction
-    from optpipe.runtime.measuring import Profile, RepeatedLayer
+    from optpipe.runtime.measuring import ModelProfile, Profile, RepeatedLayer
     from optpipe.runtime.measuring.memory import StageMenu
 
 __all__ = ["import_measurements", "profile"]
@@ -103,29 +103,41 @@ def profile(
     links = Given(
         link_latency_ms=request.link_latency_ms, link_gb_per_s=request.link_gb_per_s or None
     )
+    measured, layers = _measure(request, has_links=links != Given())
+    if os.environ.get("RANK", "0") != "0":
+        return
+    num_devices = request.num_devices or len(measured.measurements.devices)
+    count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
+    # Show and write the measurements first: they are kept even if they make no problem.
+    _show(measured)
+    if layers is not None:
+        _show_layers(layers.layers)
+    if samples_out is not None:
+        samples = measured.with_reserved(count).model_dump_json(indent=1) + "\n"
+        write_output(samples_out, samples, "samples")
+    if layers is not None:
+        file, kind = dump_model(layers.model(num_devices, count, links)), "model"
+    else:
+        file, kind = dump_problem(measured.problem(count, links)), "problem"
+    if output is not None:
+        write_output(output, file, kind)
+
+
+def _measure(request: ProfileRequest, *, has_links: bool) -> tuple[Profile, ModelProfile | None]:
+    """Return the measurements of stages; of a model, also its layers."""
     from optpipe.runtime.measuring import (
         Effort,
         load_function,
         load_model,
         load_stages,
+        measure,
         measure_layers,
         select_instruments,
         use_fake_ranks,
         use_process_group,
         use_threads,
     )
-    from optpipe.runtime.measuring import measure as measure_stages
 
-    settings: dict[str, Any] = {
-        "effort": Effort(request.repeats, request.warmups),
-        "state_copies": request.state_copies,
-        "memory_bytes": request.memory_bytes,
-        "recompute": request.recompute,
-        "modes": request.modes,
-        "links": links.link_latency_ms is None and links.link_gb_per_s is None,
-    }
-    if request.overlap is not None:
-        settings["overlap"] = load_function("--overlap", request.overlap)
     device, instruments = select_instruments(request.device)
     if instruments.known is None and request.ranks > 1:
         raise FieldError(
@@ -133,52 +145,32 @@ def profile(
             f" needs a traced device, and {device} is here; start ranks with torchrun instead, or "
             "name a GPU of the catalogue as --device",
         )
-    settings |= {"device": device, "instruments": instruments}
+    settings: dict[str, Any] = {
+        "device": device,
+        "instruments": instruments,
+        "effort": Effort(request.repeats, request.warmups),
+        "state_copies": request.state_copies,
+        "memory_bytes": request.memory_bytes,
+        "recompute": request.recompute,
+        "modes": request.modes,
+        "links": not has_links,
+    }
+    if request.overlap is not None:
+        settings["overlap"] = load_function("--overlap", request.overlap)
     with ExitStack() as contexts:
         contexts.enter_context(use_threads(request.threads))
         if request.ranks > 1:
             contexts.enter_context(use_fake_ranks(request.ranks))
+        sizes = {"microbatch": request.microbatch, "sequence": request.sequence}
         if request.model is not None:
-            given = load_model(
-                request.model,
-                request.blocks,
-                microbatch=request.microbatch,
-                sequence=request.sequence,
-            )
-            num_devices = request.num_devices or 1
+            model = load_model(request.model, request.blocks, **sizes)
             contexts.enter_context(use_process_group(device))
-            layers = measure_layers(given, num_devices=num_devices, **settings)
-            measured = layers.profile
-        else:
-            found = load_stages(request.stages or "", microbatch=request.microbatch)
-            contexts.enter_context(use_process_group(device))
-            measured = measure_stages(
-                found.stages,
-                found.sample,
-                loss_fn=found.loss_fn,
-                target=found.target,
-                placement=request.placement,
-                **settings,
-            )
-            num_devices = len(measured.measurements.devices)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
-    # Show and write the measurements first: they are kept even if they make no problem.
-    _show(measured)
-    if request.model is not None:
-        _show_layers(layers.layers)
-    if samples_out is not None:
-        samples = measured.with_reserved(count).model_dump_json(indent=1) + "\n"
-        write_output(samples_out, samples, "samples")
-    if request.model is not None:
-        model = layers.model(num_devices, count, links)
-        if output is not None:
-            write_output(output, dump_model(model), "model")
-        return
-    problem = measured.problem(count, links)
-    if output is not None:
-        write_output(output, dump_problem(problem), "problem")
+            layers = measure_layers(model, num_devices=request.num_devices or 1, **settings)
+            return layers.profile, layers
+        found = load_stages(request.stages or "", microbatch=request.microbatch)
+        contexts.enter_context(use_process_group(device))
+        settings |= {"loss_fn": found.loss_fn, "target": found.target}
+        return measure(found.stages, found.sample, placement=request.placement, **settings), None
 
 
 def _show_layers(layers: Iterable[RepeatedLayer]) -> None:

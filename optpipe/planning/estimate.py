@@ -688,12 +688,8 @@ def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
     return f"{shape.name}-{kinds}-pp{pp}{more}"
 
 
-def _notes(
-    shape: ModelShape,
-    training: Training,
-    problem: Problem,
-    step: StepEstimate,
-    error: Accuracy | None,
+def _notes_on_costs(
+    shape: ModelShape, training: Training, error: Accuracy | None
 ) -> Iterator[FieldSentence]:
     source = "sizes" if shape.trace is None else "the model's own code"
     yield FieldSentence(
@@ -713,6 +709,16 @@ def _notes(
         yield FieldSentence((text, FieldRef("expert_imbalance"), "."))
     for part in shape.left_out:
         yield FieldSentence((f"Left out: {part}.",))
+
+
+def _notes(
+    shape: ModelShape,
+    training: Training,
+    problem: Problem,
+    step: StepEstimate,
+    error: Accuracy | None,
+) -> Iterator[FieldSentence]:
+    yield from _notes_on_costs(shape, training, error)
     degrees = (FieldRef("pp"), ", ", FieldRef("tp"), ", ", FieldRef("ep"), " or ", FieldRef("dp"))
     for index, device in enumerate(problem.devices):
         static = problem.static_bytes_of(index)

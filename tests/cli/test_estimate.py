@@ -145,8 +145,7 @@ def test_nvidias_recipe_of_qwen3_is_typed_in(optpipe, tmp_path) -> None:
 
 def test_a_measured_step_calibrates_and_its_factor_is_said(optpipe) -> None:
     """To be given to other configurations."""
-    command = ("estimate", *SMALL, "--measured-step-s")
-    code, out, err = optpipe(*command, 1)
+    code, out, err = optpipe("estimate", *SMALL, "--measured-step-s", 1)
     assert code == 0, err
     assert "a step with 1F1B: 1.000 s" in out
     factor = out.split("--time-factor ")[1].split()[0]

@@ -90,8 +90,8 @@ def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) 
             message_ms=partial(_message_ms, hardware, reached),
             note=f"Traced: no pass ran on a GPU. Times are those of a {hardware.title}, computed "
             "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
-            f"{shares}. Attention is FlashAttention; scans, delta rules and experts of transformers "
-            "are their fused kernels.",
+            f"{shares}. Attention is FlashAttention. Scans and delta rules of transformers are fused "
+            "kernels.",
         ),
         running=_running,
         timing=partial(OperatorLog, clock.add),
@@ -127,7 +127,7 @@ def use_fake_ranks(count: int) -> Iterator[None]:
 
 @contextmanager
 def _running(module: nn.Module) -> Iterator[None]:
-    """Run a stage as a GPU would: with flash attention, and models of transformers by its kernels."""
+    """Run a stage with the kernels of a GPU: flash attention, and those of transformers' models."""
     names = {type(one).__module__ for one in module.modules()}
     kernels = map_attention()
     if any(name.startswith("transformers.") for name in names):
