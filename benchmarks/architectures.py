@@ -1,17 +1,17 @@
 """Which decoder architectures of the installed transformers can be traced, and how fast.
 
-    python benchmarks/architectures.py                  # all, in child processes
-    python benchmarks/architectures.py mamba2 qwen3     # some
+    python benchmarks/architectures.py                # all, in child processes
+    python benchmarks/architectures.py mamba2 qwen3   # some
 
-Each architecture of `list_architectures` is traced in its default configuration, with sequences
-of 4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
-defaults build no model. The list has decoders of encoder-decoder models too (BART, Marian):
+Each architecture of `list_architectures` is traced in its default configuration, with sequences of
+4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
+defaults build no model. The list has decoders of encoder-decoder models too (BART, Marian), since
 transformers builds them as language models of their own. A child process traces a chunk, because an
 error in a C extension would end it. Each architecture has a time limit.
 
 Prints a row of the table in RESULTS.md for each architecture: parameters, TFLOP of F, I and W of
-one sequence, GB that it keeps between F and the backward in embedding, layers and head, and seconds.
-The other architectures are listed with their reasons.
+one sequence, GB that it keeps between F and the backward, and seconds. GB are those of embedding,
+layers and head. The other architectures are listed with their reasons.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ GIVEN = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "conv", "full_attention"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
 }
@@ -52,7 +53,7 @@ def trace_one(kind: str) -> dict[str, object]:
     signal.alarm(SECONDS)
     start = time.perf_counter()
     try:
-        for tokens in (TOKENS, 2048, 1024, 512, 256):
+        for tokens in (TOKENS, 2048, 1024, 512, 128):
             try:
                 model = trace_config({"model_type": kind, **GIVEN.get(kind, {})}, sequence=tokens)
                 break
@@ -60,7 +61,7 @@ def trace_one(kind: str) -> dict[str, object]:
                 if "learned positions" not in str(error):
                     return {"name": kind, "reason": str(error)}
         else:
-            return {"name": kind, "reason": "fewer than 256 learned positions"}
+            return {"name": kind, "reason": "fewer than 128 learned positions"}
     except TimeoutError:
         return {"name": kind, "reason": f"takes more than {SECONDS} s"}
     except Exception as error:  # noqa: BLE001 - reported as the row

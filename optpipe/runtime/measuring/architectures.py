@@ -160,7 +160,7 @@ def _choose_class(given: TextConfig) -> tuple[Any, Any, Any]:
 
     config, model_type, whole = given
     causal, base = transformers.AutoModelForCausalLM, transformers.AutoModel
-    named = getattr(transformers, _causal_names().get(model_type, ""), None)
+    named: Any = getattr(transformers, _causal_names().get(model_type, ""), None)
     if getattr(named, "config_class", None) is type(config) and type(config) not in _classes(
         causal
     ):

@@ -14,6 +14,7 @@ Sources of the tensors that kernels keep:
   (``checkpoint_lvl=1``) there.
 * gated delta rule: ``ChunkGatedDeltaRuleFunction`` and ``ChunkKDAFunction`` of
   fla-org/flash-linear-attention, commit bc3b101, in chunks of 64 tokens.
+* RWKV: ``RwkvLinearAttention`` of transformers: its inputs and its output.
 * causal convolution: ``CausalConv1dFn`` of Dao-AILab/causal-conv1d: input and weights.
 * fused norms, activations, rotary embeddings and loss: Liger Kernel (arXiv 2410.10989).
 """
@@ -470,6 +471,16 @@ def _mamba_layer(
     return found
 
 
+def _rwkv(
+    time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Replace RWKV's attention; (b, tokens, width) -> the same. It has bytes, no products."""
+    output = torch.empty_like(key)
+    read = [time_decay, time_first, key, value]
+    (found,) = run_leaf("rwkv attention", read, [output], saved=[*read, output])
+    return found, None
+
+
 def _causal_convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
@@ -512,6 +523,7 @@ LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _mamba2_layer,
     "mamba_selective_scan": _mamba_scan,
     "mamba_inner_fn": _mamba_layer,
+    "rwkv_linear_attention": _rwkv,
 }
 """Function of a model's Python module -> what replaces it in every trace."""
 
