@@ -90,8 +90,8 @@ def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) 
             message_ms=partial(_message_ms, hardware, reached),
             note=f"Traced: no pass ran on a GPU. Times are those of a {hardware.title}, computed "
             "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
-            f"{shares}. Attention is FlashAttention. Scans and delta rules of transformers are fused "
-            "kernels.",
+            f"{shares}. Attention is FlashAttention. Scans and delta rules of transformers are "
+            "fused kernels.",
         ),
         running=_running,
         timing=partial(OperatorLog, clock.add),
