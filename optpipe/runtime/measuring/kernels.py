@@ -151,14 +151,14 @@ class _Leaf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[5:]
-        gradients = [
+        results = [
             torch.empty(shape, dtype=dtype, device="meta") if is_needed else None
             for is_needed, (shape, dtype) in zip(needed, ctx.like, strict=True)
         ]
         given = [one for one in gradients if one is not None]
-        written = [one for one in gradients if one is not None]
+        written = [one for one in results if one is not None]
         torch.ops.optpipe.leaf(ctx.name, [*ctx.saved_tensors, *given], written, *ctx.work)
-        return (None,) * 5 + tuple(gradients)
+        return (None,) * 5 + tuple(results)
 
 
 def _of_kernel(saved: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
