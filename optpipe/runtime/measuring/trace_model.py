@@ -381,7 +381,7 @@ def _work(ahead: list[Operator], back: _Backward) -> dict[str, PassCost]:
     }
 
 
-class _Measured(NamedTuple):
+class _PartCosts(NamedTuple):
     """A part of a model with one micro-batch; fields are those of `TracedLayer`."""
 
     name: str
@@ -393,7 +393,7 @@ class _Measured(NamedTuple):
     backward_launches: int
 
 
-def _join(one: _Measured, two: _Measured) -> TracedLayer:
+def _join(one: _PartCosts, two: _PartCosts) -> TracedLayer:
     """Return the costs as lines through those with one and with two sequences."""
     work = {}
     for name, cost in one.work.items():
@@ -575,7 +575,7 @@ class _Trace:
         split_linears(model, self._gradients)
         self._counted: set[int] = set()
         self._known: dict[Any, tuple[int, Any]] = {}
-        self._layers: list[_Measured] = []
+        self._layers: list[_PartCosts] = []
         self._flops: list[tuple[float, float]] = []
         self._weights = _storages([*model.parameters(), *model.buffers()])
         self._shared = _Saved(self._weights)
@@ -647,7 +647,7 @@ class _Trace:
 
     def _measure(
         self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[_Measured, Any]:
+    ) -> tuple[_PartCosts, Any]:
         """Return the costs of a block, and what it returned, without a graph."""
         inputs: dict[int, Tensor] = {}
 
@@ -689,7 +689,7 @@ class _Trace:
         checkpoint = _Saved()
         for one in inputs.values():
             checkpoint.add(one)
-        measured = _Measured(
+        measured = _PartCosts(
             name=type(block).__name__,
             is_moe=any(id(one) in self._count.experts for one in block.parameters()),
             parameters=self._parameters(
@@ -721,7 +721,7 @@ class _Trace:
         if not roots:
             return _Backward([], [], 0, 0)
         given = [torch.empty_like(one) for one in roots]
-        held = meter.live_bytes()
+        start_bytes = meter.live_bytes()
         mark = self._log.mark()
         with self._gradients.collect():
             _, peak = meter.watch(partial(self._gradients.run_backward, roots, given))
@@ -732,9 +732,9 @@ class _Trace:
         make()
         for one in self._model.parameters():
             one.grad = None
-        return _Backward(ahead, self._log.since(mark), context, max(0, peak - held))
+        return _Backward(ahead, self._log.since(mark), context, max(0, peak - start_bytes))
 
-    def _around_blocks(self) -> Iterator[_Measured]:
+    def _around_blocks(self) -> Iterator[_PartCosts]:
         """Yield the embedding, the layers, and the head with the loss."""
         in_blocks = {id(one) for block in self._blocks for one in block.parameters()}
         outside = [one for one in self._model.parameters() if id(one) not in in_blocks]
@@ -763,7 +763,7 @@ class _Trace:
         self.tied_parameters = sum(
             one.numel() for one in outside if min(homes[id(one)]) < last == max(homes[id(one)])
         )
-        yield _Measured(
+        yield _PartCosts(
             name="embedding",
             is_moe=False,
             parameters=self._parameters(one for one in outside if min(homes[id(one)]) < last),
@@ -779,7 +779,7 @@ class _Trace:
         )
         yield from self._layers
         ahead = self._log.work[start:end]
-        yield _Measured(
+        yield _PartCosts(
             name="head",
             is_moe=False,
             parameters=self._parameters(one for one in outside if max(homes[id(one)]) == last),
