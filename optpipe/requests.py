@@ -1260,6 +1260,11 @@ class ProfileRequest(Request):
         description="Device: cuda or cpu, by default cuda if there is one; or a GPU that need not "
         "be here, such as h100 or b200, for which the stages are traced.",
     )
+    ranks: AtLeastOne = Field(
+        1,
+        description="Ranks that share each traced stage, as tensor-parallel or FSDP; the function "
+        "finds that many in torch.distributed. The first one is traced.",
+    )
     memory_bytes: Annotated[
         Annotated[int, Field(ge=1, le=2**53, strict=True)] | None, Option(metavar="BYTES")
     ] = Field(None, description="Memory of each device. By default the measured device's.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -100,6 +101,7 @@ def profile(
         load_function,
         load_stages,
         select_instruments,
+        use_fake_ranks,
         use_process_group,
         use_threads,
     )
@@ -108,9 +110,19 @@ def profile(
     run_pairs = None
     if request.overlap is not None:
         run_pairs = load_function("--overlap", request.overlap)
-    found = load_stages(request.stages, request.microbatch)
     where, instruments = select_instruments(request.device)
-    with use_threads(request.threads), use_process_group(where):
+    if instruments.known is None and request.ranks > 1:
+        raise FieldError(
+            FieldRef("ranks", request.ranks),
+            f" needs a traced device, and {where} is here; start ranks with torchrun instead, or "
+            "name a GPU of the catalogue as --device",
+        )
+    with ExitStack() as contexts:
+        contexts.enter_context(use_threads(request.threads))
+        if request.ranks > 1:
+            contexts.enter_context(use_fake_ranks(request.ranks))
+        found = load_stages(request.stages, request.microbatch)
+        contexts.enter_context(use_process_group(where))
         measured = measure_stages(
             found.stages,
             found.sample,

@@ -66,6 +66,7 @@ __all__ = [
     "is_grouped_product",
     "is_profiled",
     "is_transformed",
+    "join_fake_ranks",
     "makes_gradient",
     "note_accumulator_hooks",
     "parts_with_memory",
@@ -132,6 +133,8 @@ PRIVATE_NAMES: Final = {
     "_get_default_group": "whether a device is bound to the group of messages; instead: messages of"
     " a rank wait for each other over NCCL",
     "_process_group_name": "groups that some ranks make; instead: all ranks make them together",
+    "torch.testing._internal.distributed.fake_pg": "ranks that are not there, of a traced stage;"
+    " instead: no traced tensor-parallel stages",
     "_resolve_process_group": "ranks of a group of which only the name is given; instead: no traced"
     " tensor-parallel stages",
     "_get_root_mesh": "the mesh that a mesh is a part of; instead: `mesh=` names it",
@@ -548,6 +551,14 @@ def group_size(group: Any) -> int:
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return int(group.size())
+
+
+def join_fake_ranks(count: int) -> None:
+    """Be the first of so many ranks that are not there: collectives move nothing."""
+    # Few need this module, which is slow to import.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

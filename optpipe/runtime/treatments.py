@@ -58,6 +58,7 @@ __all__ = [
     "OutputChecks",
     "Treatment",
     "compiled_parts",
+    "declare_for_copy",
     "groups",
     "groups_of",
     "modes",
@@ -210,6 +211,16 @@ def groups(stage: nn.Module, declared: Mapping[str, Sequence[str | nn.Module]]) 
         parts = [part for one in wanted for part in _matching(stage, one)]
         found[name] = [weakref.ref(part) for part in _outermost(parts)]
     _declared[stage] = found
+
+
+def declare_for_copy(stage: nn.Module, copy_of: Callable[[nn.Module], nn.Module]) -> None:
+    """Declare for a copy of a stage the groups of the stage; ``copy_of`` returns a part's copy."""
+    for part in stage.modules():
+        if part in _declared:
+            _declared[copy_of(part)] = {
+                name: [weakref.ref(copy_of(one)) for ref in refs if (one := ref()) is not None]
+                for name, refs in _declared[part].items()
+            }
 
 
 def modes(stage: nn.Module, meanings: Mapping[str, str]) -> None:

@@ -55,6 +55,32 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
     assert read.spreads[3, "W"].num_samples == 2
 
 
+def test_a_gpu_that_is_not_there(profile, tmp_path) -> None:
+    """The report says that it is traced and by which shares; memory and rates are the GPU's."""
+    path = tmp_path / "problem.json"
+    code, out, err = profile(
+        "tests.runtime.measured:three_perceptrons", "--device", "H100", "-o", path
+    )
+    assert code == 0, err
+    assert "3 stages on H100 SXM 80GB, traced" in out
+    assert "Traced: no pass ran on a GPU" in out
+    assert "matmul 0.735" in out
+    problem = load_problem(path.read_text())
+    assert [device.memory_bytes for device in problem.devices] == [85520809984] * 3
+    assert all(stage.forward_ms > 0 for stage in problem.stages)
+    assert all(link.latency_ms == pytest.approx(0.02, rel=0.01) for link in problem.links)
+
+
+def test_an_unknown_device_is_refused_with_the_near_ones(profile) -> None:
+    code, _, err = profile(TINY, "--device", "h10")
+    assert code == 2
+    assert "--device h10: gpu = 'h10'" in err
+    assert "did you mean h100?" in err
+    code, _, err = profile(TINY, "--device", "cpu", "--ranks", 4)
+    assert code == 2
+    assert "needs a traced device, and cpu is here" in err.replace("\n", " ")
+
+
 def test_options_reach_the_problem(profile, tmp_path) -> None:
     path = tmp_path / "problem.json"
     code, _, err = profile(
@@ -104,7 +130,8 @@ def test_ranks_write_one_file_together(tmp_path: Path) -> None:
         ("tests.runtime.measured:misfits", (), "stage 1 cannot run on inputs of size [(2, 3)]"),
         (TINY, ("--placement", "0,x"), "--placement 0,x: must be whole numbers with commas"),
         (TINY, ("--placement", "0,1"), "must name a device for each of 4 stages"),
-        (TINY, ("--device", "abacus"), "torch knows no such device; write cuda or cpu"),
+        (TINY, ("--device", "abacus"), "the catalogue has none of that name; it has a100-40gb"),
+        (TINY, ("--device", "cuda:x"), "torch knows no such device; write cuda or cpu"),
         (TINY, ("-o", "/nowhere/p.json"), "there is no folder"),
     ],
 )

@@ -10,7 +10,7 @@ from optpipe.runtime.measuring.measure import (
 )
 from optpipe.runtime.measuring.stages import StageSet, load_function, load_stages
 from optpipe.runtime.measuring.times import select_device, use_process_group, use_threads
-from optpipe.runtime.measuring.traced import trace_instruments
+from optpipe.runtime.measuring.traced import trace_instruments, use_fake_ranks
 
 __all__ = [
     "Effort",
@@ -24,6 +24,7 @@ __all__ = [
     "select_device",
     "select_instruments",
     "trace_instruments",
+    "use_fake_ranks",
     "use_process_group",
     "use_threads",
 ]

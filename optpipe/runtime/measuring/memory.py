@@ -773,9 +773,10 @@ def _time_groups(
         samples: list[dict[nn.Module, float]] = []
         for _ in range(warmups + repeats):
             marks.clear()
-            with calls.running({name}):
-                result = stage.forward(stage.receive())
-            stage.backward(result)
+            with stage.instruments.timing():
+                with calls.running({name}):
+                    result = stage.forward(stage.receive())
+                stage.backward(result)
             samples.append(dict.fromkeys(calls.groups[name], 0.0))
             for part, start, end in marks:
                 samples[-1][part] += clock.ms_between(start, end)

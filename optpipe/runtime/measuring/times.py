@@ -128,15 +128,16 @@ class Instruments:
         Copies between the device and its host.
     known
         Facts that are not measured, of a device that is not there.
-    running
-        Returns a context around everything that is measured.
+    running, timing
+        Return a context around everything that is measured, and around what is timed.
     """
 
     clock: Clock
     meter_for: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
     copies: Copies
     known: KnownDevice | None = None
-    running: Callable[[], AbstractContextManager[None]] = nullcontext
+    running: Callable[[], AbstractContextManager[Any]] = nullcontext
+    timing: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,15 +339,16 @@ def time_passes(stage: StageUnderTest, *, repeats: int, warmups: int, can_split:
         marks.append((kind, start, clock.mark()))
         return result
 
-    for _ in range(warmups + repeats):
-        result = timed(ActionType.FORWARD, partial(stage.forward, stage.receive()))
-        with stage.gradients.collect():
-            timed(ActionType.BACKWARD_INPUT, partial(stage.backward, result))
-            make_weight_gradients = stage.gradients.take()
-        timed(ActionType.BACKWARD_WEIGHT, make_weight_gradients)
-        again = partial(stage.forward, stage.receive())
-        result = timed(ActionType.RECOMPUTE, again, save_random_state(stage.device))
-        timed(ActionType.FULL_BACKWARD, partial(stage.backward, result))
+    with stage.instruments.timing():
+        for _ in range(warmups + repeats):
+            result = timed(ActionType.FORWARD, partial(stage.forward, stage.receive()))
+            with stage.gradients.collect():
+                timed(ActionType.BACKWARD_INPUT, partial(stage.backward, result))
+                make_weight_gradients = stage.gradients.take()
+            timed(ActionType.BACKWARD_WEIGHT, make_weight_gradients)
+            again = partial(stage.forward, stage.receive())
+            result = timed(ActionType.RECOMPUTE, again, save_random_state(stage.device))
+            timed(ActionType.FULL_BACKWARD, partial(stage.backward, result))
     # Read after all rounds, so that no pass waits for another's end.
     samples: dict[ActionType, list[float]] = {}
     for kind, start, end in marks:
@@ -609,7 +611,9 @@ class MeasuringRanks:
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self.are_many = dist.is_initialized() and dist.get_world_size(group) > 1
+        # One process traces a stage of all ranks.
+        is_traced = device.type == "meta"
+        self.are_many = not is_traced and dist.is_initialized() and dist.get_world_size(group) > 1
         self.num_ranks = dist.get_world_size(group) if self.are_many else None
         """None if one process measures for all devices."""
 

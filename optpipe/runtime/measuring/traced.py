@@ -22,19 +22,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from optpipe.errors import InputError
 from optpipe.planning.machine import PEER_LATENCY_MS
 from optpipe.planning.step import reserved_bytes
+from optpipe.runtime.launch import leave_ranks
 from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.measuring.operators import OperatorLog, operator_ms
+from optpipe.runtime.measuring.operators import OperatorLog, operator_ms, tensors_in
 from optpipe.runtime.measuring.times import Bandwidths, Instruments, KnownDevice, Rate
 from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import describe
 from optpipe.runtime.torch_names import (
     TorchDispatchMode,
+    join_fake_ranks,
     parts_with_memory,
     storage_identity,
-    tree_leaves,
     tree_map,
 )
+from optpipe.runtime.treatments import declare_for_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring.times import DevicePair
     from optpipe.runtime.offload import Fence
 
-__all__ = ["TRACED", "TracedClock", "trace_instruments", "without_data"]
+__all__ = ["TRACED", "TracedClock", "trace_instruments", "use_fake_ranks", "without_data"]
 
 TRACED = torch.device("meta")
 """The device of a traced stage's tensors."""
@@ -88,7 +90,8 @@ def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) 
             "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
             f"{shares}. Attention is FlashAttention.",
         ),
-        running=clock.running,
+        running=_running,
+        timing=partial(OperatorLog, clock.add),
     )
 
 
@@ -105,11 +108,30 @@ def _message_ms(
     return latency_ms + num_bytes / (rate * reached.network * 1e6)
 
 
-class TracedClock:
-    """Adds up the times of the operators that run inside `running`.
+@contextmanager
+def use_fake_ranks(count: int) -> Iterator[None]:
+    """Be the first of so many ranks inside the context; the others are not there.
 
-    The host launches operators one after another, and the device runs each when it is launched and
-    all earlier ones have ended. So the slower of the two decides.
+    Stages that share their tensors with these ranks (``parallelize_module``, ``fully_shard``) are
+    traced as this rank's part. They must be made on "meta".
+    """
+    join_fake_ranks(count)
+    try:
+        yield
+    finally:
+        leave_ranks()
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    with KnownValues(), map_attention():
+        yield
+
+
+class TracedClock:
+    """Adds up the times of operators, on the device and on the host that launches them.
+
+    The slower of the two decides between two marks: before each pass the host is far enough ahead.
     """
 
     def __init__(self, hardware: Hardware, efficiency: Efficiency) -> None:
@@ -118,27 +140,22 @@ class TracedClock:
         self._host_ms = 0.0
         self._device_ms = 0.0
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Time the operators inside the context."""
-        with KnownValues(), OperatorLog(self._add), map_attention():
-            yield
-
-    def _add(self, operator: Operator) -> None:
+    def add(self, operator: Operator) -> None:
+        """Launch an operator."""
         self._host_ms += HOST_LAUNCH_MS
-        start = max(self._host_ms, self._device_ms)
-        self._device_ms = start + operator_ms(operator, self._hardware, self._efficiency)
+        self._device_ms += operator_ms(operator, self._hardware, self._efficiency)
 
     def mark(self) -> float:
         """Return the ms at which all operators so far have ended."""
-        return max(self._host_ms, self._device_ms)
+        self._host_ms = self._device_ms = max(self._host_ms, self._device_ms)
+        return self._device_ms
 
     def mark_after(self, fence: Fence, lane: int) -> float:  # noqa: ARG002 - rates are known
         """Return the same: copies are not timed."""
         return self.mark()
 
     def ms_between(self, start: float, end: float) -> float:
-        """Return the difference, rounded to a femtosecond."""
+        """Return the difference, rounded to a femtosecond: equal passes take equal times."""
         return round(end - start, 12)
 
 
@@ -165,9 +182,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
+        if func.namespace == "_c10d_functional" and "_wrap_tensor" in func.overloadpacket.__name__:
+            # It wraps the result of a collective; on "meta" torch would take new memory for it.
+            return args[0]
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        are_known = all(one in self._values or not one.is_meta for one in given)
+        given = tensors_in(args, kwargs)
+        are_known = all(one in self._values for one in given if one.is_meta)
         if torch.Tag.data_dependent_output in func.tags and given and given[0].is_meta:
             if not are_known:
                 raise InputError(
@@ -177,13 +197,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             return func(*self._on_host(args), **kwargs)
         result = func(*args, **kwargs)
-        results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        if are_known and results and all(map(_may_be_known, results)) and _is_repeatable(func):
+        results = tensors_in(result) if are_known else []
+        if results and all(map(_may_be_known, results)) and _is_repeatable(func):
             on_host = self._on_host(kwargs) | ({"device": "cpu"} if "device" in kwargs else {})
-            values = tree_leaves(func(*self._on_host(args), **on_host))
-            known = (one for one in values if isinstance(one, Tensor))
-            self._values.update(zip(results, known, strict=True))
-        elif torch.Tag.inplace in func.tags:
+            values = tensors_in(func(*self._on_host(args), **on_host))
+            self._values.update(zip(results, values, strict=True))
+        elif torch.Tag.inplace in func.tags and given[0] in self._values:
             self._forget(given[0])
         return result
 
@@ -223,34 +242,42 @@ Value = TypeVar("Value")
 def without_data(value: Value) -> Value:
     """Return a copy of modules and tensors with all tensors on "meta"; the originals stay as is.
 
-    Tensors that share memory share it in the copy. If all tensors are on "meta" already, the value
-    itself is returned.
+    Tensors that share memory share it in the copy. Modules and tensors that are on "meta" already
+    are not copied.
 
     Raises
     ------
     InputError
         If something in a module cannot be copied.
     """
-    if all(one.is_meta for one in _tensors_of(value)):
-        return value
+    # `copy.deepcopy` returns these for the parts, by their identity.
+    copies: dict[int, Any] = {id(one): one for one in _parts_of(value) if _is_bare(one)}
     with _Bare():
         try:
-            return copy.deepcopy(value)
+            copied = copy.deepcopy(value, copies)
         except Exception as error:
             raise InputError(
                 f"the stages cannot be copied to trace them: {describe(error)}; make them without "
                 'data, inside of `with torch.device("meta"):`'
             ) from error
+    for module in _parts_of(value):
+        if isinstance(module, nn.Module):
+            declare_for_copy(module, lambda part: copies.get(id(part), part))
+    return copied
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def _parts_of(value: Any) -> Iterator[Tensor | nn.Module]:
+    """Yield the tensors and modules of nested lists and tuples."""
+    if isinstance(value, Tensor | nn.Module):
         yield value
-    elif isinstance(value, nn.Module):
-        yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _tensors_of(one)
+            yield from _parts_of(one)
+
+
+def _is_bare(part: Tensor | nn.Module) -> bool:
+    tensors = [part] if isinstance(part, Tensor) else [*part.parameters(), *part.buffers()]
+    return bool(tensors) and all(one.is_meta for one in tensors)
 
 
 class _Bare(TorchFunctionMode):
