@@ -151,14 +151,14 @@ class _Leaf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[5:]
-        results = [
+        input_gradients = [
             torch.empty(shape, dtype=dtype, device="meta") if is_needed else None
             for is_needed, (shape, dtype) in zip(needed, ctx.like, strict=True)
         ]
         given = [one for one in gradients if one is not None]
-        written = [one for one in results if one is not None]
+        written = [one for one in input_gradients if one is not None]
         torch.ops.optpipe.leaf(ctx.name, [*ctx.saved_tensors, *given], written, *ctx.work)
-        return (None,) * 5 + tuple(results)
+        return (None,) * 5 + tuple(input_gradients)
 
 
 def _of_kernel(saved: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
@@ -508,8 +508,8 @@ def _route_to_few(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.empty(module.num_experts, dtype=torch.int32, device="meta")
     routed = rows[token] * scores[token, token].unsqueeze(1)
     gate, up = functional.grouped_mm(routed, experts.gate_up_proj, offs=ends).chunk(2, dim=-1)
-    products = functional.grouped_mm(up * experts.act_fn(gate), experts.down_proj, offs=ends)
-    return module.shared_expert(rows).index_add(0, token, products), logits
+    rows_out = functional.grouped_mm(up * experts.act_fn(gate), experts.down_proj, offs=ends)
+    return module.shared_expert(rows).index_add(0, token, rows_out), logits
 
 
 LEAF_MODULES: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _route_to_few}

@@ -721,7 +721,7 @@ class _Trace:
         if not roots:
             return _Backward([], [], 0, 0)
         given = [torch.empty_like(one) for one in roots]
-        held_bytes = meter.live_bytes()
+        start_bytes = meter.live_bytes()
         mark = self._log.mark()
         with self._gradients.collect():
             _, peak = meter.watch(partial(self._gradients.run_backward, roots, given))
@@ -732,7 +732,7 @@ class _Trace:
         make()
         for one in self._model.parameters():
             one.grad = None
-        return _Backward(ahead, self._log.since(mark), context, max(0, peak - held_bytes))
+        return _Backward(ahead, self._log.since(mark), context, max(0, peak - start_bytes))
 
     def _around_blocks(self) -> Iterator[_PartCosts]:
         """Yield the embedding, the layers, and the head with the loss."""
