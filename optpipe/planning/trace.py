@@ -149,7 +149,7 @@ class TracedLayer(FrozenValue):
     experts_forward, experts_backward_input, experts_backward_weight
         The part of that work after the router: router, order of copies, all experts.
     saved_bytes
-        What F keeps for the backward, its input included.
+        What autograd keeps between F and the backward. The layer's input counts if it is kept.
     weight_context_bytes
         What W needs after I.
     offload_bytes

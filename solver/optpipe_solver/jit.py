@@ -11,6 +11,15 @@ it is negative; with that, and with what `_Whole` tells the optimiser, annealing
 time. ``NUMBA_BOUNDSCHECK=1``, with a ``NUMBA_CACHE_DIR`` of its own, makes every place that is not
 in its array an error.
 
+Plain ``numba.njit(cache=True, nogil=True, error_model="numpy")`` in the place of both was measured
+on 2026-11-29 (AMD EPYC, 2 busy cores, numba 0.68.1, CPU time):
+
+* On ``6.2b-p8-m16-4.0a`` `simulate.length` takes 804 ns per action instead of 29, annealing 1,259
+  instead of 54.
+* `warm_up` of a new environment takes 384 CPU seconds instead of 148.
+
+So this module stays, although it subclasses numba's internals.
+
 And random numbers, which compiled code draws from a state that it is given.
 """
 

@@ -541,17 +541,23 @@ def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__:
     )
 
 
-def _norm(module: nn.Module, hidden_states: Tensor, *_: Any) -> Tensor:
-    """Replace the forward of a norm: it keeps its input and one or two numbers of each row."""
+def _norm(module: nn.Module, hidden_states: Tensor, *gates: Any) -> Tensor:
+    """Replace the forward of a norm: it keeps its input and one or two numbers of each row.
+
+    A norm with a gate is no leaf kernel: it runs its own code.
+    """
+    if any(isinstance(one, Tensor) for one in gates):
+        found: Tensor = type(module).forward(module, hidden_states, *gates)
+        return found
     weights = list(module.parameters(recurse=False))
     numbers = _empty(*hidden_states.shape[:-1], like=hidden_states, dtype=torch.float32)
-    (found,) = run_leaf(
+    (normalised,) = run_leaf(
         "norm",
         [hidden_states, *weights],
         [torch.empty_like(hidden_states)],
         saved=[hidden_states, *weights, numbers],
     )
-    return found
+    return normalised
 
 
 def _gated_mlp(module: Any, hidden_states: Tensor) -> Tensor:

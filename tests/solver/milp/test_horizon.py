@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from optpipe import Problem, check, simulate
 from optpipe_solver import SolveStatus, solve
 from optpipe_solver.budget import Stop
+from optpipe_solver.families.classic import build_serial
 from optpipe_solver.milp.highs import (
     STATUS_OF,
     LinearProgram,
@@ -277,6 +278,19 @@ def test_every_legal_schedule_is_a_solution_of_the_model(case: Case) -> None:
     again = simulate(case.problem, lowered).objective_ms(case.problem.objective)
     if not shares_lanes(case.problem):
         assert again <= objective * (1 + 1e-9)
+
+
+def test_under_span_other_devices_may_end_after_the_horizon() -> None:
+    """Device 1 begins 1 ms after device 0 and works on for 12: no clock shows more than 12 ms."""
+    given = problem([stage(0, 1, 1, 0), stage(1, 1, 1, 10)], m=1, objective="span")
+    rows = build_serial(given)
+    run = simulate(given, rows)
+    assert (run.span_ms, run.makespan_ms) == (12, 13)
+    model = HorizonModel(given, 12.0, fifo=False)
+    assert not model.items.is_empty
+    values = values_of(model.variables, rows)
+    assert values is not None
+    assert not broken(model.model, values)
 
 
 def _knapsack(n: int) -> MilpModel:
