@@ -33,6 +33,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
 @pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
 def test_a_how_to_runs_as_it_stands(page, tmp_path) -> None:
     folder = make_workplace(tmp_path, "tiny-gpt-pp4.json")
+    (folder / "examples").symlink_to(ROOT / "examples")
     for step in steps(page.read_text("utf-8")):
         printed = run_step(step, folder, seconds=1)
         assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
