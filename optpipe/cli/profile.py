@@ -80,7 +80,7 @@ def profile(
     ] = None,
     samples_out: SamplesOut = None,
 ) -> None:
-    """Measure stages or a model, also for a GPU that is not there; write the problem or model file.
+    """Measure or trace stages or a model, and write the problem or model.
 
     Durations, bytes, copies and links are measured. The menu of each stage is made from measured
     bytes and recompute times of groups of modules. One process measures all stages on one device;
