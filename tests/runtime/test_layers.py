@@ -87,6 +87,24 @@ def test_a_layer_number_makes_no_kind_and_a_setting_does() -> None:
     assert all(a != b for a, b in pairwise(map(layer_kind, (two, frozen, other))))
 
 
+class _Numbered(nn.Module):
+    """A layer whose number decides how much it does."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 + self.layer_idx % 2):
+            given = self.linear(given)
+        return given
+
+
+def test_a_layer_that_reads_its_number_is_of_its_own_kind() -> None:
+    assert layer_kind(_Numbered(0)) != layer_kind(_Numbered(1))
+
+
 def test_blocks_are_the_longest_outer_list() -> None:
     name, blocks = find_blocks(measured.Mixed((16, 16, 32)))
     assert (name, len(blocks)) == ("blocks", 3)

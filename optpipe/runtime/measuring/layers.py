@@ -7,6 +7,7 @@ The model is split into its embedding, one stage per block, and its head, which 
 from __future__ import annotations
 
 from itertools import groupby
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.model import DefaultLink, Layer, Model, ModelDevice
@@ -164,7 +165,8 @@ def layer_kind(layer: nn.Module) -> Hashable:
     """Return what is equal for layers of equal cost: classes, parameters, settings.
 
     Settings are the numbers, texts and flags among the attributes of its modules, without those
-    that only number the layer (``layer_idx``).
+    that only number the layer (``layer_idx``). A number counts if a method reads it, because the
+    layer may then do other work: each such layer is of its own kind.
     """
     found = []
     for name, part in layer.named_modules():
@@ -173,7 +175,7 @@ def layer_kind(layer: nn.Module) -> Hashable:
             for key, value in sorted(vars(part).items())
             if isinstance(value, bool | int | float | str)
             and not key.startswith("_")
-            and key.rpartition("_")[2] not in _PLACE_NAMES
+            and (key.rpartition("_")[2] not in _PLACE_NAMES or _reads(type(part), key))
         ]
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -182,3 +184,21 @@ def layer_kind(layer: nn.Module) -> Hashable:
         ]
         found.append((name, type(part), tuple(settings), tuple(tensors)))
     return tuple(found)
+
+
+_NO_WORK = frozenset({"__init__", "__repr__", "extra_repr"})
+"""Methods that run in no pass."""
+
+
+def _reads(kind: type, attribute: str) -> bool:
+    """Return whether a method of a class that does work reads an attribute.
+
+    Methods of torch and transformers do not count: their layers find their cache by its number.
+    """
+    return any(
+        attribute in method.__code__.co_names
+        for owner in kind.__mro__
+        if not owner.__module__.startswith(("torch.", "transformers."))
+        for name, method in vars(owner).items()
+        if isinstance(method, FunctionType) and name not in _NO_WORK
+    )
