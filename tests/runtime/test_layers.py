@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optpipe import Model
+from optpipe.errors import InputError
 from optpipe.formats.json import load_model as read_model
 from optpipe.model import fuse
 from optpipe.runtime import PreflightError
@@ -190,3 +191,20 @@ def test_bad_input_leaves_with_2(optpipe, arguments, message) -> None:
     code, _, err = optpipe("profile", "--device", "cpu", *arguments)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+class _Outside(measured.Mixed):
+    """A model whose forward does work outside of its modules."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            given = torch.sin(given)
+        found: torch.Tensor = super().forward(given)
+        return found
+
+
+def test_a_model_without_values_whose_stages_repeat_work_is_refused() -> None:
+    with torch.device("meta"):
+        model = _Outside((16, 16))
+    with pytest.raises(InputError, match="outside of modules"):
+        measure_layers(ModelToMeasure(model, torch.ones(5, 8)), num_devices=2, **SETTINGS)

@@ -10,17 +10,23 @@ from itertools import groupby
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from optpipe.errors import InputError
 from optpipe.model import DefaultLink, Layer, Model, ModelDevice
 from optpipe.problem import StageLayers
+from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.measure import Profile, measure
+from optpipe.runtime.measuring.operators import OperatorLog
+from optpipe.runtime.measuring.traced import KnownValues, without_data
 from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.preflight import describe
 from optpipe.runtime.trainers import huggingface
-from optpipe.runtime.trainers.split import find_blocks, split
+from optpipe.runtime.trainers.split import chain_stages, find_blocks, split
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
-    import torch
     from torch import nn
 
     from optpipe.measurements import Given
@@ -149,12 +155,48 @@ def measure_layers(
 
 
 def _split(given: ModelToMeasure, name: str, num_blocks: int) -> Sequence[nn.Module]:
-    """Return embedding, blocks and head as stages, compared with a model that has values."""
+    """Return embedding, blocks and head as stages, compared with the model."""
     sizes = [0, *[1] * num_blocks, 0]
     has_values = not any(parameter.is_meta for parameter in given.model.parameters())
     if huggingface.is_language_model(given.model):
         return huggingface.split(given.model, sizes, check=False)
-    return split(given.model, sizes, blocks=name, sample=given.sample, check=has_values)
+    stages = split(given.model, sizes, blocks=name, sample=given.sample, check=has_values)
+    if not has_values:
+        _check_work(given, stages)
+    return stages
+
+
+_MORE_WORK = 1.02
+"""Ratio of bytes above which chained stages repeat work; a table of positions may be repeated."""
+
+
+def _check_work(given: ModelToMeasure, stages: Sequence[nn.Module]) -> None:
+    """Refuse stages without values that, chained, move more bytes in F than the model."""
+    sample = given.sample if isinstance(given.sample, tuple) else (given.sample,)
+    bare = without_data(sample)
+    name = type(given.model).__name__
+    try:
+        whole = _moved_bytes(lambda: given.model(*bare))
+        chained = _moved_bytes(lambda: chain_stages(stages, bare, {}))
+    except Exception as error:
+        raise InputError(
+            f"{name} or its stages cannot run on the sample without data: {describe(error)}; "
+            "correct the model or the sample, or give --stages"
+        ) from error
+    if chained > _MORE_WORK * whole:
+        raise InputError(
+            f"the stages of {name}, chained, move {chained:.4g} bytes in F, and the model "
+            f"{whole:.4g}: each stage runs the model's forward, so it repeats what forward does "
+            "outside of modules; move that into a module of its own, or give --stages"
+        )
+
+
+def _moved_bytes(run: Callable[[], Any]) -> float:
+    """Return the bytes that all operators of a run read and write."""
+    log = OperatorLog()
+    with torch.no_grad(), map_attention(), KnownValues(), log:
+        run()
+    return sum(one.cost.weight_bytes + one.cost.moved_bytes for one in log.work)
 
 
 _PLACE_NAMES = frozenset({"idx", "id", "index", "number"})
