@@ -611,7 +611,14 @@ def _backward_workspace_bytes(parts: Sequence[LayerPart], kept: Kept) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
-    """Return the bytes of a layer's input: all that full recomputation needs."""
+    """Return the bytes of a layer's input: all that full recomputation needs.
+
+    Layers of a traced model may take several tensors. The largest input of them counts, because
+    any layer can be the first one of a stage.
+    """
+    if shape.trace is not None:
+        kinds = shape.trace.rank(training.tp).kinds
+        return max(kind.checkpoint_bytes.at(training.micro_batch) for kind in kinds)
     return training.residual_tokens * shape.hidden * training.element_bytes
 
 

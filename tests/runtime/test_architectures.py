@@ -17,12 +17,24 @@ from torch import Tensor
 
 from optpipe.errors import InputError
 from optpipe.planning.catalogue import shape_from_config
-from optpipe.planning.costs import model_flops
+from optpipe.planning.costs import checkpoint_bytes, model_flops
 from optpipe.planning.parameters import total_parameters
 from optpipe.planning.shape import Lora, Training
-from optpipe.runtime.measuring.architectures import find_blocks, list_architectures, read_config
-from optpipe.runtime.measuring.kernels import LEAF_FUNCTIONS, run_leaf
-from optpipe.runtime.measuring.trace_model import trace_config
+from optpipe.planning.traced_costs import shape_of_trace
+from optpipe.runtime.measuring.architectures import (
+    LayerKinds,
+    find_blocks,
+    list_architectures,
+    read_config,
+)
+from optpipe.runtime.measuring.attention import map_attention
+from optpipe.runtime.measuring.kernels import (
+    LEAF_FUNCTIONS,
+    _make_mask,
+    run_leaf,
+    with_leaf_kernels,
+)
+from optpipe.runtime.measuring.trace_model import _Log, trace_config
 from optpipe.runtime.passes import WeightGradients, split_linears
 from optpipe.runtime.torch_names import tree_leaves, tree_map
 
@@ -240,6 +252,65 @@ def test_formula_and_trace_agree(name):
     assert model.sequence_flops == pytest.approx(model_flops(shape, training), rel=0.01)
 
 
+@pytest.mark.parametrize("sequence", [64, 96])
+def test_a_head_is_wide_also_if_its_gradient_has_the_shape_of_a_layer_s_matrix(sequence):
+    """With as many tokens as columns, the gradient of the head's input looks like q_proj."""
+    config = {"model_type": "llama", **SMALL}
+    head = trace_config(config, sequence=sequence).ranks[0].head
+    assert head.backward_input.each.matmul_flops == 2 * sequence * 64 * 128
+    assert head.backward_input.fixed.matmul_flops == 0
+    assert head.backward_input.each.narrow_flops == head.backward_input.fixed.narrow_flops == 0
+
+
+def test_an_input_that_is_part_of_a_tensor_counts_alone():
+    """Gemma 3n gives each layer its part of one tensor, next to four residual streams."""
+    model = trace_config(
+        {
+            "model_type": "gemma3n_text",
+            **SMALL,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.0] * 3,
+            "layer_types": ["full_attention"] * 3,
+        },
+        sequence=64,
+    )
+    (kind,) = model.ranks[0].kinds
+    assert kind.checkpoint_bytes.at(1) == 64 * 2 * (4 * 64 + 32)
+    assert model.hidden == 64
+    training = Training(micro_batch=2, sequence=64, kernels="torch")
+    assert checkpoint_bytes(shape_of_trace(model), training) == 2 * kind.checkpoint_bytes.at(1)
+
+
+def test_layers_with_other_windows_in_their_masks_are_of_other_kinds():
+    blocks = [torch.nn.Linear(2, 2)] * 2
+    kinds = LayerKinds(blocks)
+    with with_leaf_kernels(blocks[0], "torch", 0):
+        masks = [_make_mask(1, 8, 8, local_size=size) for size in (None, 4, 4)]
+        every, window, again = (kinds.of(blocks[0], (mask,), again=False) for mask in masks)
+    assert every != window
+    assert window == again
+
+
+def test_attention_with_a_mask_counts_once():
+    """The memory-efficient kernel has a flag that is true, and is not causal."""
+    log = _Log([], [], [])
+    query = torch.empty(1, 2, 8, 4, device="meta", requires_grad=True)
+    mask = torch.empty(1, 1, 8, 8, dtype=torch.bool, device="meta")
+    for options in ({"attn_mask": mask}, {}, {"is_causal": True}):
+        before = log.scores
+        with log, map_attention():
+            torch.nn.functional.scaled_dot_product_attention(query, query, query, **options)
+        assert log.scores - before == 2 * 2 * 8 * 8 * (4 + 4)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "hubert"])
+def test_a_model_of_images_or_sound_is_refused(model_type):
+    with pytest.raises(InputError, match=r"vocabulary|cannot be traced"):
+        trace_config({"model_type": model_type}, sequence=64)
+
+
 def test_adapters_are_trained_and_the_model_is_frozen():
     lora = Lora(rank=4, targets=frozenset({"linear_qkv", "linear_fc2"}))
     model = trace_config(CONFIGS["dense"], sequence=64, lora=lora)
@@ -257,6 +328,8 @@ def test_adapters_are_trained_and_the_model_is_frozen():
     assert kind.saved_bytes.at(1) < whole.saved_bytes.at(1)
     assert model.parameters == full.parameters
     assert model.sequence_flops < full.sequence_flops
+    one = {**CONFIGS["dense"], "num_hidden_layers": 1}
+    assert trace_config(one, sequence=64, lora=lora).hidden == 64
 
 
 def test_fused_kernels_keep_less():

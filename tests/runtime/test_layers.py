@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optpipe import Model
+from optpipe.errors import InputError
 from optpipe.formats.json import load_model as read_model
 from optpipe.model import fuse
 from optpipe.runtime import PreflightError
@@ -85,6 +86,24 @@ def test_a_layer_number_makes_no_kind_and_a_setting_does() -> None:
     other.sliding_window = 8  # type: ignore[assignment]
     assert layer_kind(one) == layer_kind(two)
     assert all(a != b for a, b in pairwise(map(layer_kind, (two, frozen, other))))
+
+
+class _Numbered(nn.Module):
+    """A layer whose number decides how much it does."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 + self.layer_idx % 2):
+            given = self.linear(given)
+        return given
+
+
+def test_a_layer_that_reads_its_number_is_of_its_own_kind() -> None:
+    assert layer_kind(_Numbered(0)) != layer_kind(_Numbered(1))
 
 
 def test_blocks_are_the_longest_outer_list() -> None:
@@ -172,3 +191,20 @@ def test_bad_input_leaves_with_2(optpipe, arguments, message) -> None:
     code, _, err = optpipe("profile", "--device", "cpu", *arguments)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+class _Outside(measured.Mixed):
+    """A model whose forward does work outside of its modules."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            given = torch.sin(given)
+        found: torch.Tensor = super().forward(given)
+        return found
+
+
+def test_a_model_without_values_whose_stages_repeat_work_is_refused() -> None:
+    with torch.device("meta"):
+        model = _Outside((16, 16))
+    with pytest.raises(InputError, match="outside of modules"):
+        measure_layers(ModelToMeasure(model, torch.ones(5, 8)), num_devices=2, **SETTINGS)

@@ -91,6 +91,8 @@ class Tracer:
                 ", which optpipe estimate and tune make on your machine",
             )
         async with self._limiter:
+            if question in self._kept:  # another request has traced it meanwhile
+                return self._kept[question]
             answer = await self._run_child(question)
         self._kept[question] = answer
         if len(self._kept) > _MAX_KEPT:
@@ -123,16 +125,16 @@ class Tracer:
                     child.kill()
                     await child.wait()
         lines = said.decode(errors="replace").strip().splitlines() or [""]
+        if child.returncode == 0:
+            return output.decode()
+        is_killed = child.returncode is not None and child.returncode < 0
+        if is_killed or any(words in lines[-1] for words in _NO_MEMORY):
+            raise self._over_limits()
         if child.returncode == _REFUSED:
             raise FieldError(FieldRef("config"), f": {lines[-1].removeprefix('config: ')}")
-        if child.returncode != 0:
-            is_killed = child.returncode is not None and child.returncode < 0
-            if is_killed or any(words in lines[-1] for words in _NO_MEMORY):
-                raise self._over_limits()
-            raise FieldError(
-                FieldRef("config"), f": could not be traced: {lines[-1][:300]}; send a trace"
-            )
-        return output.decode()
+        raise FieldError(
+            FieldRef("config"), f": could not be traced: {lines[-1][:300]}; send a trace"
+        )
 
     def _over_limits(self) -> FieldError:
         return FieldError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, MissingExtraError
-from optpipe.runtime.measuring.kernels import ATTENTION, register_attention
+from optpipe.runtime.measuring.kernels import ATTENTION, register_attention, window_of
 from optpipe.runtime.torch_names import tree_leaves
 
 if TYPE_CHECKING:
@@ -146,6 +146,11 @@ def build_model(given: TextConfig) -> nn.Module:
         if config is not given.text:
             model = model.get_decoder()
         if not model.get_output_embeddings():
+            if not isinstance(getattr(model.config, "vocab_size", None), int):
+                raise InputError(
+                    f"config: model_type = {given.model_type!r} has no vocabulary (vocab_size); "
+                    "give the config.json of a language model"
+                )
             model = _WithHead(model)
         _move_rest(model)
         if callable(getattr(model, "set_default_language", None)):
@@ -198,7 +203,7 @@ class _WithHead(nn.Module):
             self.lm_head = nn.Linear(
                 config.hidden_size, config.vocab_size, bias=False, dtype=torch.bfloat16
             )
-        if config.tie_word_embeddings:
+        if getattr(config, "tie_word_embeddings", False):
             self.lm_head.weight = model.get_input_embeddings().weight
 
     def forward(self, input_ids: Tensor, **options: Any) -> Tensor:
@@ -274,7 +279,7 @@ class LayerKinds:
     def of(self, block: nn.Module, values: Any, *, again: bool) -> tuple[Any, ...]:
         """Return the kind of a call of a block, given all arguments; ``again`` if it ran before."""
         call = tuple(
-            (tuple(one.shape), one.dtype, one.requires_grad)
+            (tuple(one.shape), one.dtype, one.requires_grad, window_of(one))
             if isinstance(one, Tensor)
             else one
             if isinstance(one, bool | str | None)

@@ -52,6 +52,7 @@ __all__ = [
     "LeafWork",
     "register_attention",
     "run_leaf",
+    "window_of",
     "with_leaf_kernels",
 ]
 
@@ -217,6 +218,11 @@ def _make_mask(
     mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     _spans.note(mask, local_size)
     return mask
+
+
+def window_of(mask: Tensor) -> int | None:
+    """Return how many keys a query sees through a mask of `ATTENTION`; None if all or unknown."""
+    return _spans.size(mask) if _spans.known(mask) else None
 
 
 def attend(

@@ -7,19 +7,26 @@ The model is split into its embedding, one stage per block, and its head, which 
 from __future__ import annotations
 
 from itertools import groupby
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from optpipe.errors import InputError
 from optpipe.model import DefaultLink, Layer, Model, ModelDevice
 from optpipe.problem import StageLayers
+from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.measure import Profile, measure
+from optpipe.runtime.measuring.operators import OperatorLog
+from optpipe.runtime.measuring.traced import KnownValues, without_data
 from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.preflight import describe
 from optpipe.runtime.trainers import huggingface
-from optpipe.runtime.trainers.split import find_blocks, split
+from optpipe.runtime.trainers.split import chain_stages, find_blocks, split
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
-    import torch
     from torch import nn
 
     from optpipe.measurements import Given
@@ -148,12 +155,48 @@ def measure_layers(
 
 
 def _split(given: ModelToMeasure, name: str, num_blocks: int) -> Sequence[nn.Module]:
-    """Return embedding, blocks and head as stages, compared with a model that has values."""
+    """Return embedding, blocks and head as stages, compared with the model."""
     sizes = [0, *[1] * num_blocks, 0]
     has_values = not any(parameter.is_meta for parameter in given.model.parameters())
     if huggingface.is_language_model(given.model):
         return huggingface.split(given.model, sizes, check=False)
-    return split(given.model, sizes, blocks=name, sample=given.sample, check=has_values)
+    stages = split(given.model, sizes, blocks=name, sample=given.sample, check=has_values)
+    if not has_values:
+        _check_work(given, stages)
+    return stages
+
+
+_MORE_WORK = 1.02
+"""Ratio of bytes above which chained stages repeat work; a table of positions may be repeated."""
+
+
+def _check_work(given: ModelToMeasure, stages: Sequence[nn.Module]) -> None:
+    """Refuse stages without values that, chained, move more bytes in F than the model."""
+    sample = given.sample if isinstance(given.sample, tuple) else (given.sample,)
+    bare = without_data(sample)
+    name = type(given.model).__name__
+    try:
+        whole = _moved_bytes(lambda: given.model(*bare))
+        chained = _moved_bytes(lambda: chain_stages(stages, bare, {}))
+    except Exception as error:
+        raise InputError(
+            f"{name} or its stages cannot run on the sample without data: {describe(error)}; "
+            "correct the model or the sample, or give --stages"
+        ) from error
+    if chained > _MORE_WORK * whole:
+        raise InputError(
+            f"the stages of {name}, chained, move {chained:.4g} bytes in F, and the model "
+            f"{whole:.4g}: each stage runs the model's forward, so it repeats what forward does "
+            "outside of modules; move that into a module of its own, or give --stages"
+        )
+
+
+def _moved_bytes(run: Callable[[], Any]) -> float:
+    """Return the bytes that all operators of a run read and write."""
+    log = OperatorLog()
+    with torch.no_grad(), map_attention(), KnownValues(), log:
+        run()
+    return sum(one.cost.weight_bytes + one.cost.moved_bytes for one in log.work)
 
 
 _PLACE_NAMES = frozenset({"idx", "id", "index", "number"})
@@ -164,7 +207,8 @@ def layer_kind(layer: nn.Module) -> Hashable:
     """Return what is equal for layers of equal cost: classes, parameters, settings.
 
     Settings are the numbers, texts and flags among the attributes of its modules, without those
-    that only number the layer (``layer_idx``).
+    that only number the layer (``layer_idx``). A number counts if a method reads it, because the
+    layer may then do other work: each such layer is of its own kind.
     """
     found = []
     for name, part in layer.named_modules():
@@ -173,7 +217,7 @@ def layer_kind(layer: nn.Module) -> Hashable:
             for key, value in sorted(vars(part).items())
             if isinstance(value, bool | int | float | str)
             and not key.startswith("_")
-            and key.rpartition("_")[2] not in _PLACE_NAMES
+            and (key.rpartition("_")[2] not in _PLACE_NAMES or _reads(type(part), key))
         ]
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -182,3 +226,21 @@ def layer_kind(layer: nn.Module) -> Hashable:
         ]
         found.append((name, type(part), tuple(settings), tuple(tensors)))
     return tuple(found)
+
+
+_NO_WORK = frozenset({"__init__", "__repr__", "extra_repr"})
+"""Methods that run in no pass."""
+
+
+def _reads(kind: type, attribute: str) -> bool:
+    """Return whether a method of a class that does work reads an attribute.
+
+    Methods of torch and transformers do not count: their layers find their cache by its number.
+    """
+    return any(
+        attribute in method.__code__.co_names
+        for owner in kind.__mro__
+        if not owner.__module__.startswith(("torch.", "transformers."))
+        for name, method in vars(owner).items()
+        if isinstance(method, FunctionType) and name not in _NO_WORK
+    )

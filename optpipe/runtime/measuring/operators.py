@@ -41,6 +41,7 @@ __all__ = [
     "Operator",
     "OperatorCost",
     "OperatorLog",
+    "is_causal",
     "operator_ms",
     "register_operator_cost",
 ]
@@ -364,6 +365,13 @@ def _attention_of_any_layout(operator: Any, causal: int | None) -> OperatorCost:
         return PassCost(attention_flops=flops, weight_bytes=_count_bytes((args, kwargs), result))
 
     return cost
+
+
+def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of an attention operator of torch is causal."""
+    name = func.overloadpacket.__name__
+    place = _ATTENTION[name][2] if name in _ATTENTION else _ATTENTION_OF_ANY_LAYOUT.get(name)
+    return place is not None and _is_causal(args, kwargs, place)
 
 
 def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:

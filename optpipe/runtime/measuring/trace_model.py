@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import FieldError, FieldRef, InputError, OptPipeError
 from optpipe.planning.costs import PassCost
 from optpipe.planning.trace import (
     LinearBytes,
@@ -51,7 +51,7 @@ from optpipe.runtime.measuring.architectures import (
 )
 from optpipe.runtime.measuring.kernels import fused_loss, with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.measuring.operators import Operator, OperatorLog
+from optpipe.runtime.measuring.operators import Operator, OperatorLog, is_causal
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, weak_storage
 from optpipe.runtime.passes import WeightGradients, split_linears
 from optpipe.runtime.torch_names import storage_identity, tree_leaves, tree_map
@@ -97,9 +97,9 @@ def trace_config(
     """
     if sequence < 1:
         raise InputError(f"sequence = {sequence}: must be at least 1; raise it")
-    if set(tps) != {1}:
-        raise InputError(
-            f"tps = {list(tps)}: models of transformers are traced on one device; choose 1"
+    if more := [tp for tp in tps if tp != 1]:
+        raise FieldError(
+            FieldRef("tp", more[0]), ": models of transformers are traced on one device; choose 1"
         )
     read = read_config(config)
     text = read.text
@@ -296,6 +296,9 @@ class _Adapted(nn.Module):
 class _Log(OperatorLog):  # type: ignore[no-untyped-call]
     """Operators; products that a narrow precision makes narrow are ``narrow_flops``.
 
+    Those read a narrow weight, or read no weight and return a tensor of the shape of a narrow one:
+    its gradient.
+
     Attributes
     ----------
     products, scores
@@ -303,9 +306,12 @@ class _Log(OperatorLog):  # type: ignore[no-untyped-call]
         each query saw as many keys as the last one.
     """
 
-    def __init__(self, narrow: Iterable[Tensor], adapters: Iterable[Tensor]) -> None:
+    def __init__(
+        self, narrow: Iterable[Tensor], adapters: Iterable[Tensor], weights: Iterable[Tensor]
+    ) -> None:
         super().__init__()
         matrices = list(narrow)
+        self._weights = {_home(one) for one in weights}
         self._narrow = {_home(one) for one in matrices}
         self._shapes = {tuple(one.shape) for one in matrices}
         self._shapes |= {tuple(one.mT.shape) for one in matrices}
@@ -322,7 +328,7 @@ class _Log(OperatorLog):  # type: ignore[no-untyped-call]
             self.scores += args[-1]
         elif cost.attention_flops:
             # Torch's kernels do half where they are causal.
-            self.scores += cost.attention_flops * (2 if any(one is True for one in args) else 1)
+            self.scores += cost.attention_flops * (2 if is_causal(func, args, kwargs or {}) else 1)
         elif cost.matmul_flops:
             self._narrow_product(cost, _tensors(args), result)
             return result
@@ -334,7 +340,9 @@ class _Log(OperatorLog):  # type: ignore[no-untyped-call]
         if not self._adapters.isdisjoint(homes):
             return
         self.products += cost.matmul_flops
-        if self._narrow.isdisjoint(homes) and tuple(result.shape) not in self._shapes:
+        if self._narrow.isdisjoint(homes) and not (
+            self._weights.isdisjoint(homes) and tuple(result.shape) in self._shapes
+        ):
             return
         others = [
             one.numel()
@@ -570,6 +578,7 @@ class _Trace:
                 if one.dim() > 1 and id(one) not in wide and tuple(one.shape) not in count.routers
             ),
             adapters,
+            model.parameters(),
         )
         self._gradients = _Gradients(self._log)
         split_linears(model, self._gradients)
@@ -633,7 +642,10 @@ class _Trace:
         self._end_segment()
         taken = _trained((args, kwargs))
         self._entries += [one for one in taken if one.grad_fn is not None]
-        self.hidden = self.hidden or (taken[0].shape[-1] if taken else 0)
+        if not self.hidden:
+            self.hidden = next(
+                (one.shape[-1] for one in _tensors((args, kwargs)) if one.is_floating_point()), 0
+            )
         key = self._kinds.of(block, (args, kwargs), again=block in self._ran)
         self._ran.add(block)
         if key not in self._known:
@@ -654,7 +666,9 @@ class _Trace:
         def cut(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
-            return inputs.setdefault(id(value), value.detach().requires_grad_())
+            is_part = value.untyped_storage().nbytes() > value.nbytes
+            own = torch.empty_like(value) if is_part else value.detach()
+            return inputs.setdefault(id(value), own.requires_grad_())
 
         own_args, own_kwargs = tree_map(cut, (args, kwargs))
         given = _tensors((own_args, own_kwargs))
