@@ -611,7 +611,7 @@ def replaced(copies: Mapping[BufferPlace, Tensor]) -> Iterator[None]:
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Leave all modes that see operators, inside the context."""
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         yield
 
 

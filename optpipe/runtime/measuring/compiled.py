@@ -6,10 +6,11 @@ partitioner chooses what the forward keeps. The two graphs then run operator by 
 * A product, and a leaf kernel such as attention, is a kernel of its own.
 * All other operators between products are fused. Those that depend on the same products, and read
   each other's results or the same tensor in full, are one kernel. It reads each tensor once, and
-  writes what other kernels or the caller need. It computes an elementwise operator again if it has
-  what that one reads. This stands for Inductor, whose own choices are not asked.
-* Gradients of weights that are products run in W. The others, as of norms and biases, run in I. As
-  in `optpipe.runtime.passes`, I copies both factors of each product for W.
+  writes what other kernels or the caller need. It computes elementwise operators again instead of
+  reading their result if what they read is no more bytes. This is a model of Inductor, whose own
+  choices are not asked.
+* Gradients of the weights of linear layers run in W. The others, as of norms, biases and experts,
+  run in I. As in `optpipe.runtime.passes`, I copies both factors of each product for W.
 """
 
 from __future__ import annotations
