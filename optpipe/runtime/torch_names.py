@@ -25,7 +25,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.library import custom_op
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ __all__ = [
     "has_accumulator_hooks",
     "has_gradient_hooks",
     "in_backward",
+    "inductor_decompositions",
     "is_compiled",
     "is_grouped_product",
     "is_profiled",
@@ -89,6 +94,7 @@ __all__ = [
     "version_of",
     "versions_of",
     "viewed",
+    "without_modes",
 ]
 
 
@@ -96,7 +102,8 @@ PRIVATE_NAMES: Final = {
     # Modules and tensors.
     "torch.utils._pytree": "tensors in nested values; instead: the package optree",
     "torch.utils._python_dispatch": "operators that a pass calls, and the parts of wrapped tensors;"
-    " instead: no measured memory inside of a pass, and no DTensors",
+    " instead: no measured memory inside of a pass, no DTensors,"
+    " and no compiled layers in a trace",
     "_version": "changes in place; documented, but named like a private name",
     "_base": "what a tensor is a view of; instead: weights that are views are not split",
     "_unsafe_view": "a tensor without memory that has the graph of an output; instead: outputs stay"
@@ -124,6 +131,8 @@ PRIVATE_NAMES: Final = {
     "torch._C._dynamo": "whether code is being compiled",
     "torch._dynamo.decorators": "functions that compiled code calls as they are",
     "torch._library.effects": "operators with an effect keep their order",
+    "torch._inductor.decomposition": "into what torch.compile takes operators apart; instead: in"
+    " traces, compiled layers with a LayerNorm or a softmax keep a sixth too much",
     # Data parallelism. Without these, a stage under DDP or FSDP2 gets fused B.
     "_get_ddp_logging_data": "how many parameters DDP reduces",
     "_module_parameters": "which parameters DDP knows",
@@ -597,3 +606,18 @@ def replaced(copies: Mapping[BufferPlace, Tensor]) -> Iterator[None]:
     finally:
         for place, buffer in buffers.items():
             setattr(*place, buffer)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Leave all modes that see operators, inside the context."""
+    with _disable_current_modes():
+        yield
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return into what operators ``torch.compile`` takes others apart."""
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
+
+    found: dict[Any, Callable[..., Any]] = select_decomp_table()
+    return found

@@ -343,6 +343,70 @@ def test_fused_kernels_keep_less():
     assert fused.kinds[0].forward_launches < plain.kinds[0].forward_launches
 
 
+COMPILED = ["dense", "dense with biases and norms of queries", "experts", "sinks",
+            "latent attention", "mamba-2 and attention", "gated delta rule",
+            "learned positions"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_keep_less_and_have_the_same_products(name):
+    plain, compiled = (
+        trace_config(CONFIGS[name], sequence=64, kernels=one).ranks[0].kinds
+        for one in ("torch", "compiled")
+    )
+    for eager, one in zip(plain, compiled, strict=True):
+        assert 0 < one.saved_bytes.at(1) < eager.saved_bytes.at(1)
+        assert one.forward_launches < eager.forward_launches
+        assert one.backward_launches < eager.backward_launches
+        passes = ["forward"], ["backward_input", "backward_weight"]
+        for kind in ("", "experts_") if name != "gated delta rule" else ():
+            for names in passes:
+                assert flops(one, kind, names) == flops(eager, kind, names)
+        # As in the runtime: W computes no gradients of experts in a compiled layer.
+        if eager.is_moe and name not in {"latent attention", "gated delta rule"}:
+            assert flops(one, "experts_", ["backward_weight"]) == 0
+    if name == "gated delta rule":
+        # Inductor makes no product of one with a vector: the gate of the shared expert.
+        assert flops(compiled[0], "", passes[0]) == pytest.approx(
+            flops(plain[0], "", passes[0]), rel=0.01
+        )
+
+
+def flops(layer, kind: str, names: list[str]) -> float:
+    """Return the FLOPs of passes, of the whole layer or of experts ("experts_")."""
+    lines = [getattr(layer, kind + name) for name in names]
+    work = [one for line in lines for one in (line.fixed, line.each)]
+    return float(sum(one.matmul_flops + one.narrow_flops + one.attention_flops for one in work))
+
+
+@pytest.mark.parametrize(("sequence", "gigabytes"), [(4096, 2.252), (8192, 4.505)])
+def test_four_compiled_layers_of_llama_keep_what_an_h100_kept(sequence, gigabytes):
+    """Rows "compiled" of (e) in benchmarks/gpu/RESULTS.md, within 3%."""
+    model = trace_config(FORMULAS["llama3-8b"], sequence=sequence, kernels="compiled")
+    (kind,) = model.ranks[0].kinds
+    assert 4e-9 * kind.saved_bytes.at(1) == pytest.approx(gigabytes, rel=0.03)
+
+
+def test_adapters_are_compiled_with_the_layer():
+    lora = Lora(rank=4, targets=frozenset({"linear_qkv", "linear_fc2"}))
+    plain, compiled = (
+        trace_config(CONFIGS["dense"], sequence=64, lora=lora, kernels=one).ranks[0].kinds[0]
+        for one in ("torch", "compiled")
+    )
+    for name in ("forward", "backward_input", "backward_weight"):
+        assert flops(compiled, "", [name]) == flops(plain, "", [name])
+    assert compiled.saved_bytes.at(1) < plain.saved_bytes.at(1)
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
+    def rotate(query, key, *_):
+        return (query, key) if query.sum() > 0 else (key, query)
+
+    monkeypatch.setitem(LEAF_FUNCTIONS, "apply_rotary_pos_emb", rotate)
+    with pytest.raises(InputError, match=r"model.layers.0.* as compiled \(kernels torch"):
+        trace_config(CONFIGS["dense"], sequence=64, kernels="compiled")
+
+
 def test_a_layer_that_cannot_run_is_refused_with_its_module_and_line():
     with pytest.raises(InputError, match=r"model.patcher \(BltPatcher\).*item.*LEAF_FUNCTIONS"):
         trace_config({"model_type": "blt"}, sequence=64)

@@ -31,6 +31,7 @@ from optpipe.runtime.measuring import (
     trace_instruments,
     use_fake_ranks,
 )
+from optpipe.runtime.measuring.compiled import compile_layer
 from optpipe.runtime.measuring.operators import Collective, OperatorLog
 from optpipe.runtime.measuring.traced import TRACED, TracedClock, without_data
 from optpipe.runtime.passes import WeightGradients
@@ -240,6 +241,44 @@ def test_four_layers_of_llama_on_an_h100(sequence, gigabytes, forward, backward)
     assert round(found.results[0].memory.activation_bytes / 1e9, 3) == gigabytes
     assert ms(found, "F") == pytest.approx(forward, rel=0.12)
     assert ms(found, "I", "W") == pytest.approx(backward, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "forward", "backward"), [(4096, 14.08, 29.53), (8192, 28.43, 61.57)]
+)
+def test_four_compiled_layers_of_llama_on_an_h100(sequence, forward, backward) -> None:
+    """Rows "compiled" of (e): times within 12%, with I and W apart."""
+    stage = alone._llama(4, TRACED, tiny=False)
+    with TRACED:
+        received, gradient = alone._llama_sizes(sequence, tiny=False).data(1, TRACED)
+    received.requires_grad_()
+    gradients = WeightGradients()
+    for layer in stage.get_submodule("model.layers").children():
+        split = {one.weight for one in layer.modules() if isinstance(one, nn.Linear)}
+        options = {"gradients": gradients, "split": split}
+        layer.forward = partial(run_compiled, layer, layer.forward, options)
+    instruments = trace_instruments(H100)
+    clock = instruments.clock
+    assert isinstance(clock, TracedClock)
+    with instruments.running(nn.Identity()), OperatorLog(clock.add):
+        start = clock.mark()
+        output = stage(received)
+        end = clock.mark()
+        with gradients.collect():
+            gradients.run_backward([output], [gradient])
+            run_weight = gradients.take()
+        between = clock.mark()
+        run_weight()
+        last = clock.mark()
+    assert clock.ms_between(start, end) == pytest.approx(forward, rel=0.12)
+    assert clock.ms_between(end, last) == pytest.approx(backward, rel=0.12)
+    # W has a third of the products of F, I and W, without attention's.
+    assert 0.3 * backward < clock.ms_between(between, last) < 0.4 * backward
+
+
+def run_compiled(layer, forward, options, *args, **kwargs):
+    """Run a layer's forward as compiled."""
+    return compile_layer(layer, forward, args, kwargs, **options)()
 
 
 def test_long_attention_on_an_h200() -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from unittest.mock import patch
 
 import torch
@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from optpipe.errors import InputError
 from optpipe.planning.costs import PassCost
+from optpipe.planning.trace import TracedKernels
 from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.operators import register_operator_cost
 from optpipe.runtime.torch_names import storage_identity
@@ -50,8 +51,10 @@ __all__ = [
     "LEAF_MODULES",
     "BalancedRouting",
     "LeafWork",
+    "is_known_mask",
     "register_attention",
     "run_leaf",
+    "trace_leaves",
     "window_of",
     "with_leaf_kernels",
 ]
@@ -65,6 +68,15 @@ _library.define(
     "float unmasked_flops) -> ()"
 )
 _library.impl("leaf", lambda *_: None, "CompositeExplicitAutograd")
+_library.define(
+    "traced_leaf(str name, Tensor[] read, Tensor[] like, float matmul_flops, float "
+    "attention_flops, float unmasked_flops) -> Tensor[]"
+)
+_library.impl(
+    "traced_leaf",
+    lambda _, __, like, *___: [torch.empty_like(one) for one in like],
+    "CompositeExplicitAutograd",
+)
 
 
 def _cost_of_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> PassCost:
@@ -137,16 +149,52 @@ def run_leaf(
     return found
 
 
+class _Tracing:
+    """Whether leaf kernels are traced into a graph, which knows them by what they return."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def trace_leaves() -> Iterator[None]:
+    """Let leaf kernels be ``optpipe::traced_leaf`` inside the context.
+
+    It returns what ``optpipe::leaf`` writes: tensors as those of ``like``. So a graph keeps it.
+    """
+    _tracing.is_on = True
+    try:
+        yield
+    finally:
+        _tracing.is_on = False
+
+
+def _call_leaf(
+    name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: LeafWork
+) -> list[Tensor]:
+    """Call the operator of a leaf kernel and return what it writes."""
+    if _tracing.is_on:
+        found: list[Tensor] = torch.ops.optpipe.traced_leaf(name, read, written, *work)
+        return found
+    torch.ops.optpipe.leaf(name, read, written, *work)
+    return list(written)
+
+
 class _Leaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         name, written, saved, forward, backward, *read = given
         own = [one for one in saved if all(one is not other for other in written)]
-        torch.ops.optpipe.leaf(name, read, [*written, *_of_kernel(own, read)], *forward)
-        ctx.save_for_backward(*saved)
+        templates = [*written, *_of_kernel(own, read)]
+        results = _call_leaf(name, list(read), templates, forward)
+        of_template = {id(one): other for one, other in zip(templates, results, strict=True)}
+        ctx.save_for_backward(*(of_template.get(id(one), one) for one in saved))
         ctx.name, ctx.work = name, backward
         ctx.like = [(one.shape, one.dtype) for one in read]
-        return tuple(written)
+        return tuple(results[: len(written)])
 
     @staticmethod
     @once_differentiable
@@ -158,12 +206,14 @@ class _Leaf(torch.autograd.Function):
         ]
         given = [one for one in gradients if one is not None]
         written = [one for one in input_gradients if one is not None]
-        torch.ops.optpipe.leaf(ctx.name, [*ctx.saved_tensors, *given], written, *ctx.work)
-        return (None,) * 5 + tuple(input_gradients)
+        found = iter(_call_leaf(ctx.name, [*ctx.saved_tensors, *given], written, ctx.work))
+        return (None,) * 5 + tuple(None if one is None else next(found) for one in input_gradients)
 
 
 def _of_kernel(saved: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
     """Return the saved tensors that the kernel writes."""
+    if _tracing.is_on:
+        return [one for one in saved if all(one is not other for other in read)]
     known = {storage_identity(one.untyped_storage()) for one in read}
     return [one for one in saved if storage_identity(one.untyped_storage()) not in known]
 
@@ -204,6 +254,11 @@ class _Spans:
 
 
 _spans = _Spans()
+
+
+def is_known_mask(tensor: Tensor) -> bool:
+    """Whether a mask only says which keys a kernel skips, so that no kernel reads it."""
+    return _spans.known(tensor)
 
 
 def _make_mask(
@@ -674,15 +729,17 @@ def with_leaf_kernels(model: nn.Module, kernels: str, num_experts: int) -> Itera
     Parameters
     ----------
     kernels
-        ``torch`` or ``fused``.
+        ``torch``, ``fused`` or ``compiled``.
 
     Raises
     ------
     InputError
         With other kernels.
     """
-    if kernels not in ("torch", "fused"):
-        raise InputError(f"kernels = {kernels!r}: must be torch or fused; choose one of them")
+    if kernels not in get_args(TracedKernels):
+        raise InputError(
+            f"kernels = {kernels!r}: must be torch, fused or compiled; choose one of them"
+        )
     functions = LEAF_FUNCTIONS | (FUSED_FUNCTIONS if kernels == "fused" else {})
     from transformers import PreTrainedModel, masking_utils  # noqa: PLC0415
 

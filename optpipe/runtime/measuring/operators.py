@@ -41,7 +41,9 @@ __all__ = [
     "Operator",
     "OperatorCost",
     "OperatorLog",
+    "has_flops",
     "is_causal",
+    "is_free",
     "operator_ms",
     "register_operator_cost",
 ]
@@ -217,9 +219,8 @@ def _operator(
     if func.namespace in _COLLECTIVES:
         found = _collective(args, result, func.overloadpacket.__name__)
         return found and Operator(str(func), PassCost(), "", launches=0, collective=found)
-    name = func.overloadpacket.__name__
     cost_of = _COSTS.get(func.overloadpacket)
-    if cost_of is None and (func.is_view or name.startswith(_FREE_PREFIXES)):
+    if is_free(func):
         return None
     tensors = tensors_in(args, kwargs)
     if cost_of is not None:
@@ -234,6 +235,17 @@ def _operator(
     floats = (one.dtype for one in tensors if one.is_floating_point())
     dtype = next(floats, torch.float32)
     return Operator(str(func), cost, _PRECISIONS.get(dtype, str(dtype)))
+
+
+def is_free(func: Any) -> bool:
+    """Whether an operator only makes views, reads metadata or takes memory."""
+    packet = func.overloadpacket
+    return packet not in _COSTS and (func.is_view or packet.__name__.startswith(_FREE_PREFIXES))
+
+
+def has_flops(func: Any) -> bool:
+    """Whether an operator is a product, attention, or has a cost of its own."""
+    return func.overloadpacket in _COSTS or func.overloadpacket in flop_registry
 
 
 def tensors_in(*values: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ import resource
 import sys
 import traceback
 from collections import UserDict
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,11 +49,17 @@ from optpipe.runtime.measuring.architectures import (
     find_blocks,
     read_config,
 )
+from optpipe.runtime.measuring.compiled import Part, compile_layer
 from optpipe.runtime.measuring.kernels import fused_loss, with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.operators import Operator, OperatorLog, is_causal
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, weak_storage
-from optpipe.runtime.passes import WeightGradients, split_linears
+from optpipe.runtime.passes import (
+    SplitLinear,
+    WeightGradients,
+    split_linears,
+    unsplit_linears,
+)
 from optpipe.runtime.torch_names import storage_identity, tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -85,7 +91,8 @@ def trace_config(
     tps
         Degrees of tensor parallelism.
     kernels
-        ``torch`` or ``fused`` (`optpipe.runtime.measuring.kernels`).
+        ``torch`` or ``fused`` (`optpipe.runtime.measuring.kernels`), or ``compiled``: each layer as
+        in `optpipe.runtime.measuring.compiled`, embedding and head as with ``torch``.
     lora
         Adapters, which leave all weights of the model frozen.
 
@@ -489,12 +496,15 @@ class _Experts:
 
     Hooks on inputs and outputs of the module around the experts mark where its part of F, and of
     the backward, begins and ends. A block that holds experts without such a module counts those of
-    the experts alone.
+    the experts alone. A compiled block runs each of their kernels inside of `running`.
+
+    Attributes
+    ----------
+    homes
+        These modules.
     """
 
-    def __init__(
-        self, block: nn.Module, count: _Count, log: _Log, gradients: _Gradients, stack: ExitStack
-    ) -> None:
+    def __init__(self, block: nn.Module, count: _Count, log: _Log, gradients: _Gradients) -> None:
         self._log = log
         self._gradients = gradients
         self._start = 0
@@ -503,13 +513,28 @@ class _Experts:
         self.backward: list[Operator] = []
         parts = [one for one in count.expert_parts if one in set(block.modules())]
         parents = {child: one for one in block.modules() for child in one.children()}
-        homes = {parents[part] if parents[part] is not block else part for part in parts}
-        for home in homes:
+        self.homes = list({parents[one] if parents[one] is not block else one for one in parts})
+
+    def watch(self, stack: ExitStack) -> None:
+        """Note operators by hooks until the stack ends."""
+        for home in self.homes:
             for handle in (
                 home.register_forward_pre_hook(self._enter, with_kwargs=True),
                 home.register_forward_hook(self._leave),
             ):
                 stack.callback(handle.remove)
+
+    @contextmanager
+    def running(self, is_backward: bool) -> Iterator[None]:
+        """Note the operators inside the context, of F or of the backward."""
+        mark = self._log.mark()
+        self._gradients.in_experts = is_backward
+        try:
+            yield
+        finally:
+            self._gradients.in_experts = False
+        found = self.backward if is_backward else self.forward
+        found += self._log.since(mark)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del module
@@ -582,6 +607,12 @@ class _Trace:
         )
         self._gradients = _Gradients(self._log)
         split_linears(model, self._gradients)
+        self._split: set[Tensor] = set()
+        if kernels == "compiled":
+            for block in self._blocks:
+                linears = (one for one in block.modules() if isinstance(one, SplitLinear))
+                self._split.update(one.weight for one in linears)
+                unsplit_linears(block)
         self._counted: set[int] = set()
         self._known: dict[Any, tuple[int, Any]] = {}
         self._layers: list[_PartCosts] = []
@@ -609,7 +640,7 @@ class _Trace:
             except OptPipeError:
                 raise
             except Exception as error:
-                raise _refuse(model, error) from error
+                raise _refuse(model, kernels, error) from error
 
     def _forward(self) -> Tensor:
         """Run the model and its loss, and return the loss."""
@@ -686,13 +717,22 @@ class _Trace:
         saved = _Saved(self._weights | _storages(known))
         log, gradients = self._log, self._gradients
         with ExitStack() as stack:
-            experts = _Experts(block, self._count, log, gradients, stack)
+            experts = _Experts(block, self._count, log, gradients)
             meter = stack.enter_context(meter_for(_META, [*resident, *given]))
+            run: Callable[[], Any] = partial(forward, *own_args, **own_kwargs)
+            if self._kernels == "compiled":
+                part = Part(experts.homes, experts.running)
+                run = compile_layer(
+                    block, forward, own_args, own_kwargs,
+                    gradients=gradients, split=self._split, part=part,
+                )  # fmt: skip
+            else:
+                experts.watch(stack)
             mark = log.mark()
             hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
             before = log.products, log.scores
             with hooks:
-                output, peak = meter.watch(partial(forward, *own_args, **own_kwargs))
+                output, peak = meter.watch(run)
             ahead = log.since(mark)
             self._flops.append((log.products - before[0], log.scores - before[1]))
             workspace = peak - meter.live_bytes()
@@ -868,7 +908,7 @@ def _loss(logits: Tensor, labels: Tensor, kernels: str) -> Tensor:
     return loss
 
 
-def _refuse(model: nn.Module, error: Exception) -> InputError:
+def _refuse(model: nn.Module, kernels: str, error: Exception) -> InputError:
     """Return the error for a model whose code does not run on tensors without data."""
     names = {id(one): name for name, one in model.named_modules()}
     place, line = type(model).__name__, ""
@@ -880,6 +920,8 @@ def _refuse(model: nn.Module, error: Exception) -> InputError:
             code = frame.f_code
             line = f", in {code.co_name}, {code.co_filename.rpartition('/')[-1]}:{number}"
     reason = " ".join(str(error).split())[:300]
+    if kernels == "compiled":
+        line += " as compiled (kernels torch, without --compiled, ask less of it)"
     return InputError(
         f"{place} cannot be traced{line}: {type(error).__name__}: {reason}; register a leaf kernel "
         "for that function (optpipe.runtime.measuring.kernels.LEAF_FUNCTIONS), or use a formula "
