@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from optpipe.runtime.measuring.kernels import (
     run_leaf,
     with_leaf_kernels,
 )
-from optpipe.runtime.measuring.trace_model import _Log, trace_config
+from optpipe.runtime.measuring.trace_model import _Log, main, trace_config
 from optpipe.runtime.passes import WeightGradients, split_linears
 from optpipe.runtime.torch_names import tree_leaves, tree_map
 
@@ -440,3 +441,13 @@ def test_a_child_process_answers_a_question():
     refused = ask({"config": {"model_type": "lama"}, "sequence": 64, **limits})
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "near ones" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [("{", "not JSON"), ("[]", "no config and no sequence"), ('{"config": {}}', "no sequence")],
+)
+def test_a_question_in_another_form_is_refused(monkeypatch, capsys, question, sentence):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(question))
+    assert main() == 2
+    assert sentence in capsys.readouterr().err

@@ -929,6 +929,23 @@ def _refuse(model: nn.Module, kernels: str, error: Exception) -> InputError:
     )
 
 
+def _read_question(text: str) -> dict[str, Any]:
+    """Return a question. Raises `InputError` for other JSON values, and for text that is none."""
+    try:
+        question = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"the question is not JSON: {error}; give a JSON object") from None
+    fields = {"config": dict, "sequence": int}
+    known = question if isinstance(question, dict) else {}
+    wrong = [name for name, kind in fields.items() if not isinstance(known.get(name), kind)]
+    if wrong:
+        raise InputError(
+            f"the question has no {' and no '.join(wrong)}: it must have an object config and a "
+            "whole number sequence; give both"
+        )
+    return known
+
+
 def main() -> int:
     """Answer the question on standard input, and return the exit status: 0, or 2 if refused.
 
@@ -938,12 +955,12 @@ def main() -> int:
     """
     from optpipe.planning.shape import Lora  # noqa: PLC0415
 
-    question = json.load(sys.stdin)
-    for kind, name in ((resource.RLIMIT_AS, "memory_bytes"), (resource.RLIMIT_CPU, "seconds")):
-        if (limit := question.get(name)) is not None:
-            resource.setrlimit(kind, (limit, limit))
-    lora = question.get("lora")
     try:
+        question = _read_question(sys.stdin.read())
+        for kind, name in ((resource.RLIMIT_AS, "memory_bytes"), (resource.RLIMIT_CPU, "seconds")):
+            if (limit := question.get(name)) is not None:
+                resource.setrlimit(kind, (limit, limit))
+        lora = question.get("lora")
         model = trace_config(
             question["config"],
             sequence=question["sequence"],
