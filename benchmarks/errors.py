@@ -1,11 +1,15 @@
 """The errors of estimates by class, from published runs whose model was left out of the fit.
 
-    python -m benchmarks.errors [--write]
+    python -m benchmarks.errors [--from formula|trace] [--write]
 
 prints errors by kind, GPU generation and precision, those of memory, why rows cannot be stated, and
 which share of the rows of a left-out model the intervals cover. ``--write`` fits the efficiencies
 again (minutes) and writes ``benchmarks/results/left_out.json`` and
 ``optpipe/planning/errors.json``, from which answers take their intervals.
+
+``--from trace`` traces the models of `benchmarks.traced_runs` (a minute), and prints the errors of
+the same rows by formula and by trace. With ``--write`` it writes
+``benchmarks/results/traced_runs.json`` and ``optpipe/planning/errors.json``.
 
 An interval is between two quantiles of log(measured / estimated) of a class. Quantiles at 10 and
 90 % cover less than 80 % of the rows of a model that they have not seen, because the rows of one
@@ -38,6 +42,7 @@ from benchmarks.scoreboard import (
     score_of,
     stored_fit,
 )
+from benchmarks.traced_runs import state_runs, stored_rows, write_rows
 from optpipe.planning.accelerators import PRIORS
 from optpipe.planning.accuracy import MIN_MODELS, MIN_ROWS, SHARE
 
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import ArrayLike
+
+    from benchmarks.traced_runs import TracedRow
 
 ERRORS_FILE = Path(__file__).parents[1] / "optpipe" / "planning" / "errors.json"
 _AIMS = {"dense": (0.06, 0.20), "experts": (0.10, 0.35), "fine-tuning": (0.06, 0.20)}
@@ -76,6 +83,11 @@ def error_row(score: Score) -> ErrorRow:
         generation=run.hardware.generation,
         pair=(model, run.shape.num_layers, run.hardware.name, training.precision, run.classes[-3]),
     )
+
+
+def traced_error(row: TracedRow) -> ErrorRow:
+    """Return the error of a row that was stated by trace."""
+    return ErrorRow(row.log_error, row.model, row.classes, row.generation, (row.label,))
 
 
 def read_scores(fit: EfficiencyFit) -> tuple[list[Score], list[str]]:
@@ -216,6 +228,7 @@ def write_errors() -> None:
     """Write the errors with the stored efficiencies."""
     rows = [error_row(one) for one in read_scores(stored_fit())[0] if one.time_error is not None]
     level = find_level(rows)
+    traced = [traced_error(row) for row in stored_rows()]
     data = {
         "about": "Errors of estimated steps, log(measured / estimated), of published runs whose "
         "model was left out of the fit. low and high: the interval. Pairs: two runs of one model, "
@@ -224,7 +237,8 @@ def write_errors() -> None:
         "level": level,
         "aims": _AIMS,
         "generations": sorted({row.generation for row in rows}),
-        "classes": error_classes(rows, level),
+        "traced_generations": sorted({row.generation for row in traced}),
+        "classes": error_classes([*rows, *traced], level),
         "pairs": pair_errors(rows),
     }
     _write(ERRORS_FILE, data)
@@ -268,6 +282,40 @@ def lines() -> Iterable[str]:
         yield f"coverage, {name}: {inside} of {count} left-out rows, {100 * inside / count:.1f} %"
 
 
+def traced_lines(rows: Sequence[TracedRow], left: Sequence[str]) -> Iterable[str]:
+    """Yield the rows that are stated by trace, and their errors by formula and by trace."""
+    yield "| run | kernels | published | formula | trace | shares of operators |"
+    yield "|---|---|--:|--:|--:|--:|"
+    for row in rows:
+        errors = (f"{100 * error:+.1f} %" for error in _three_errors(row))
+        label = " ".join(row.label.split())
+        cells = (label, row.kernels, f"{row.measured_s:.2f} s", *errors)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield "| class | rows | models | formula, median (worst) | trace | trace, shares of operators |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    members = defaultdict(list)
+    for row in rows:
+        for name in (*row.classes, f"{row.classes[0]}, {row.generation}"):
+            members[name].append(row)
+    for name, some in sorted(members.items()):
+        sizes = np.abs([_three_errors(row) for row in some])
+        both = (f"{100 * np.median(one):.1f} % ({100 * max(one):.1f} %)" for one in sizes.T)
+        models = len({row.model for row in some})
+        yield f"| {name} | {len(some)} | {models} | {' | '.join(both)} |"
+    yield f"stated by trace: {len(rows)} of {len(rows) + len(left)} rows of these trainers"
+    for line, count in Counter(_reason(one) for one in left).most_common():
+        yield f"{count:4} not stated: {line}"
+    level = json.loads(ERRORS_FILE.read_text(encoding="utf-8"))["level"]
+    for name, (inside, count) in coverage([traced_error(row) for row in rows], level).items():
+        yield f"coverage, {name}: {inside} of {count} left-out rows, {100 * inside / count:.1f} %"
+
+
+def _three_errors(row: TracedRow) -> tuple[float, float, float]:
+    """Return the errors by formula, by trace, and by trace with the shares of operators."""
+    return row.error(row.formula_s), row.error(row.trace_s), row.error(row.operators_s)
+
+
 def _reason(line: str) -> str:
     """Return why a row cannot be stated, without what is of this row only."""
     reason = line.split("not stated: ", 1)[1]
@@ -279,8 +327,17 @@ def _reason(line: str) -> str:
 def main() -> None:
     """Write the files if that was asked for, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="fit again, and write both files")
-    if parser.parse_args().write:
+    parser.add_argument("--from", dest="source", choices=("formula", "trace"), default="formula")
+    parser.add_argument("--write", action="store_true", help="write the files, too")
+    options = parser.parse_args()
+    if options.source == "trace":
+        rows, left = state_runs(stored_fit())
+        if options.write:
+            write_rows(rows)
+            write_errors()
+        print(*traced_lines(rows, left), sep="\n")
+        return
+    if options.write:
         write()
     print(*lines(), sep="\n")
 

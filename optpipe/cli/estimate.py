@@ -215,8 +215,10 @@ def _step_lines(found: Estimate) -> Iterator[str]:
     if error is not None:
         yield f"accuracy: {error.text(step.step_ms)}"
     elif found.factor == 1:
-        what = "such accelerators" if found.costs_from == "formula" else "a traced model"
-        yield f"accuracy: not known; no published run of {what} was compared"
+        runs = "no published run of such accelerators was compared"
+        if found.costs_from == "trace":
+            runs = "too few published runs of such traced models and accelerators were compared"
+        yield f"accuracy: not known; {runs}"
 
 
 def _spent_line(step: StepEstimate) -> str:

@@ -287,7 +287,7 @@ def _headline(result: TuneResult, current: Configuration | None) -> str:
         verdict = f"{format_ms(best.step_ms)} ms per step; {why}"
     band = ""
     if error is None:
-        band = " Estimates of this kind were compared with no published run."
+        band = " Estimates of this kind were compared with too few published runs, or none."
     elif best is not None:
         band = f" Step of the best: {error.text(best.step_ms)}."
     return f"{verdict[0].upper()}{verdict[1:]}.{band}"

@@ -86,11 +86,17 @@ ERRORS: Mapping[str, ErrorClass] = MappingProxyType(
 _PAIRS = {kind: PairErrors(**numbers) for kind, numbers in _DATA["pairs"].items()}
 _AIMS = {kind: (median, worst) for kind, (median, worst) in _DATA["aims"].items()}
 _GENERATIONS = frozenset(_DATA["generations"])
+_TRACED_GENERATIONS = frozenset(_DATA["traced_generations"])
 
 
 def class_names(shape: ModelShape, hardware: Hardware, training: Training) -> tuple[str, ...]:
-    """Return the names of the classes of a configuration, the narrowest first."""
+    """Return the names of the classes of a configuration, the narrowest first.
+
+    Traces with experts or adapters have no wider class: their errors are not those of dense models.
+    """
     kind = _kind(shape, training)
+    if shape.trace is not None:
+        return (f"trace, {kind}", "trace") if kind == "dense" else (f"trace, {kind}",)
     kernels = f"{kind}, PyTorch" if training.kernels == "torch" else kind
     generation = f"{kernels}, {hardware.generation}"
     products = "narrow" if training.is_narrow else "wide"
@@ -113,16 +119,20 @@ def find_accuracy(
 ) -> Accuracy | None:
     """Return the errors of a configuration's class, or of one whose times were calibrated.
 
-    None if no run on such accelerators was compared, nor any on several generations together.
-    Estimates from traces were not compared with published runs.
+    None if no run on such accelerators was compared, nor any on several generations together. None
+    also for traces with experts or adapters, of which too few runs were compared.
     """
     generations = {kind.generation for kind in kinds}
-    if shape.trace is not None or len(generations) > 1 or not generations <= _GENERATIONS:
+    compared = _GENERATIONS if shape.trace is None else _TRACED_GENERATIONS
+    if len(generations) > 1 or not generations <= compared:
         return None
     names = class_names(shape, kinds[0], training)
+    error = next((ERRORS[name] for name in names if name in ERRORS), None)
+    if error is None:
+        return None
     return Accuracy(
         wanted=names[0],
-        error=next(ERRORS[name] for name in names if name in ERRORS),
+        error=error,
         kind=_kind(shape, training),
         is_calibrated=is_calibrated,
     )

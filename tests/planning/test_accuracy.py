@@ -20,10 +20,12 @@ from benchmarks.errors import (
     find_level,
     pair_errors,
     read_scores,
+    traced_error,
 )
 from benchmarks.scoreboard import FILES, published, read_run, stored_fit
+from benchmarks.traced_runs import stored_rows
 from optpipe.errors import InputError
-from optpipe.planning import Training, find_gpu, find_model
+from optpipe.planning import Training, find_gpu, find_model, shape_of_trace
 from optpipe.planning.accuracy import (
     ERRORS,
     MIN_MODELS,
@@ -33,6 +35,7 @@ from optpipe.planning.accuracy import (
     find_accuracy,
 )
 from optpipe.planning.shape import Lora
+from tests.planning.traces import traced_like
 
 if TYPE_CHECKING:
     from benchmarks.scoreboard import Score
@@ -77,7 +80,9 @@ def test_quantiles_at_10_and_90_percent_would_cover_too_few(rows) -> None:
 
 def test_the_stored_errors_are_those_of_the_rows(rows) -> None:
     """Classes and pairs, to the last digit that is stored."""
-    assert error_classes(rows, STORED["level"]) == STORED["classes"]
+    traced = [traced_error(row) for row in stored_rows()]
+    assert error_classes([*rows, *traced], STORED["level"]) == STORED["classes"]
+    assert {row.generation for row in traced} == set(STORED["traced_generations"])
     assert pair_errors(rows) == STORED["pairs"]
     assert {row.generation for row in rows} == set(STORED["generations"])
 
@@ -145,6 +150,21 @@ def test_a_class_is_of_kind_kernels_generation_and_products() -> None:
     assert find_accuracy(LLAMA, [find_gpu("mi300x")], Training()) is None
     assert find_accuracy(LLAMA, [H100, find_gpu("h200")], Training()) is not None
     assert find_accuracy(LLAMA, [H100, find_gpu("a100")], Training()) is None
+
+
+def test_traces_of_dense_models_have_an_interval_and_those_with_experts_have_none() -> None:
+    """It would cover one of six rows with experts, whose traces are too slow."""
+    covered = coverage([traced_error(row) for row in stored_rows()], STORED["level"])
+    inside, total = covered["trace, dense"]
+    assert inside / total > 0.75
+    assert covered["trace, experts"] == (1, 6)
+    dense, routed = (shape_of_trace(traced_like(one, Training())) for one in (LLAMA, QWEN))
+    found = accuracy(dense)
+    assert (found.wanted, found.error.name) == ("trace, dense", "trace")
+    assert "'trace, dense' has fewer than 10 published runs" in found.text(1e3)
+    assert find_accuracy(dense, [find_gpu("b200")], Training()) is None
+    assert find_accuracy(dense, [H100], Training(lora=Lora())) is None
+    assert find_accuracy(routed, [H100], Training()) is None
 
 
 def test_an_interval_is_around_the_step_and_grows_with_it() -> None:

@@ -99,7 +99,7 @@ export class Tuned {
   headline() {
     const { verdict, changes, error } = this.result;
     const band = error === null
-      ? "Estimates of this kind were compared with no published run."
+      ? "Estimates of this kind were compared with too few published runs, or none."
       : error.text && `Step of the fastest: ${sentence(error.text)}`;
     return [el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")),
       ...(changes?.length ? [el("p", { id: "changes" }, `Change ${changes.join(", ")}.`)] : []), el("p", { class: "hint" }, band)];
