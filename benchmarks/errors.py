@@ -114,7 +114,7 @@ def error_classes(rows: Sequence[ErrorRow], level: float) -> dict[str, dict[str,
             members[name].append(row)
     found = {}
     for name, some in sorted(members.items()):
-        if len(some) < MIN_ROWS or len({row.model for row in some}) < MIN_MODELS:
+        if len(some) < MIN_ROWS or _count_codes(name, some) < MIN_MODELS:
             continue
         errors = np.array([row.error for row in some])
         sizes = np.abs(np.expm1(-errors))
@@ -129,6 +129,14 @@ def error_classes(rows: Sequence[ErrorRow], level: float) -> dict[str, dict[str,
             "spread": round(_spread(errors, np.ones(len(some))), _DIGITS),
         }
     return found
+
+
+def _count_codes(name: str, rows: Sequence[ErrorRow]) -> int:
+    """Return the number of models; in a class of traces all sizes of MPT, one code, are one."""
+    models = {row.model for row in rows}
+    if name.startswith("trace"):
+        models = {"mpt" if model.startswith("mpt-") else model for model in models}
+    return len(models)
 
 
 def coverage(rows: Sequence[ErrorRow], level: float) -> dict[str, tuple[int, int]]:
