@@ -197,8 +197,8 @@ class Accuracy:
         """Return the probability that the second configuration is faster than the first.
 
         Both are estimates of one model on one GPU, whose errors are correlated. Their difference
-        has Student's distribution with two degrees of freedom and the quantiles at 10 and 90% of a
-        normal one: large differences are more frequent than in a normal distribution.
+        has Student's distribution with two degrees of freedom, in which large differences are more
+        frequent than in a normal one. Its quantiles at 10 and 90% are those of a normal one.
         """
         x = log(current_ms / best_ms) / (_NINTH * self.difference) * _STUDENT_NINTH
         return 0.5 + x / (2 * sqrt(2 + x * x))

@@ -79,7 +79,7 @@ def read_config(data: dict[str, Any]) -> TextConfig:
         whole = CONFIG_MAPPING[kind](**fields)
         config = whole.get_text_config(decoder=True)
         if config is not whole and "text_config" not in data and _differs(config, data):
-            # Early files of wrappers have the text's fields beside those of images.
+            # Early files of wrappers have the text's fields next to those of images.
             text = {key: value for key, value in fields.items() if not key.endswith("_config")}
             whole = CONFIG_MAPPING[kind](text_config=text)
             config = whole.get_text_config(decoder=True)

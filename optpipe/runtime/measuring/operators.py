@@ -316,8 +316,8 @@ def _product(flops: float, args: tuple[Any, ...], kwargs: dict[str, Any], result
 def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> PassCost:
     """Return the work of ``_grouped_mm``: each row, or column, is in one group.
 
-    Shapes: (m, k) with (g, k, n); (g, m, k) with (k, n); (g, m, k) with (g, k, n); or, as for
-    gradients of weights, (m, k) with (k, n) and groups along k.
+    Shapes of the factors: (m, k) and (g, k, n); (g, m, k) and (k, n); (g, m, k) and (g, k, n).
+    Gradients of weights have (m, k) and (k, n), with groups along k.
     """
     left, right = args[:2]
     are_columns = left.dim() == 3 and right.dim() == 2

@@ -6,10 +6,10 @@
     python -m optpipe.runtime.measuring.trace_model < question.json > answer.json
 
 The model's own ``forward`` runs on tensors without data, once with one sequence and once with two.
-Each block that is the first of its kind (`LayerKinds`) is run as a stage of its own: F, I and W, as
-the runtime splits them (`optpipe.runtime.passes`). Blocks of a known kind return tensors of the
-right shapes and run nothing. What runs before the last block belongs to the embedding, what runs
-after it, and the loss, to the head.
+The first block of each kind (`LayerKinds`) runs as a stage of its own. F, I and W are those of the
+runtime (`optpipe.runtime.passes`). Other blocks of a known kind only return tensors of the right
+shapes. Operators before the last block belong to the embedding. Operators after it, and the loss,
+belong to the head.
 """
 
 from __future__ import annotations
