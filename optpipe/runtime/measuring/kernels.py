@@ -269,7 +269,7 @@ def _make_mask(
     local_size: int | None = None,
     **__: Any,
 ) -> Tensor:
-    """Return a mask of all queries and keys; its values are those of a mask, window or chunks."""
+    """Return a mask of queries and keys that the kernels know: causal, a window, or chunks."""
     mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     _spans.note(mask, local_size)
     return mask
@@ -359,8 +359,8 @@ def _delta_rule(
     """Replace the gated delta rule; shapes (b, tokens, heads, width), gates of heads or of widths.
 
     FLOPs per token and head, for widths k and v and chunks of c tokens: six products with the state
-    (3 of 2 k v), three of c k, and two of c v. To invert a triangle takes c^2 / 3. The backward does
-    each product twice, and those of the states again.
+    (3 of 2 k v), three of c k, and two of c v. The inverse of a triangle takes c^2 / 3. The
+    backward does each product twice, and those of the states again.
     """
     batch, tokens, heads, v = value.shape
     k = query.shape[-1]
