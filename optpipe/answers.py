@@ -11,7 +11,7 @@ from datetime import datetime
 from enum import StrEnum
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -601,6 +601,10 @@ class TunedCounts(Answer):
     open: int
 
 
+IntervalMs = Annotated[tuple[float, ...], Field(min_length=2, max_length=2)]
+"""The two ends of an interval, in ms."""
+
+
 class ScoreboardError(Answer):
     """The errors of a class of estimates against published runs, as shares of the measured step.
 
@@ -696,7 +700,7 @@ class Tuned(Answer):
     gain: float | None
     gain_probability: float | None = None
     error: ScoreboardError | None
-    interval_ms: tuple[float, float] | None = None
+    interval_ms: IntervalMs | None = None
     costs_from: CostSource = "formula"
     counts: TunedCounts
     memory_bytes: int
@@ -865,7 +869,7 @@ class EstimateView(VariantView):
     time_factor: float
     byte_factor: float
     error: ScoreboardError | None
-    interval_ms: tuple[float, float] | None
+    interval_ms: IntervalMs | None
     costs_from: CostSource
     sizes: list[int]
     notes: list[str]
