@@ -820,7 +820,11 @@ class ModelOnGpus(Request):
         return self.costs_from == "trace" or self.config.get("model_type") not in MODEL_TYPES
 
     def trace_question(self) -> dict[str, Any]:
-        """Return what `optpipe.runtime.measuring.trace_model` traces for this request."""
+        """Return what `optpipe.runtime.measuring.trace_model` traces for this request.
+
+        Raises `FieldError` if a GPU is not known: better before a trace than after it.
+        """
+        _ = self.gpus
         kernels = self.kernels or "torch"
         choice = (kernels, self.compiled)
         traced = next((name for name, one in TRAINING_KERNELS.items() if one == choice), "torch")

@@ -259,6 +259,10 @@ def test_a_config_is_traced_if_asked_and_says_so(optpipe, tmp_path: Path) -> Non
     assert code == 0, err
     assert "costs from a formula (config.json, model_type llama)" in by_formula
     assert by_formula.splitlines()[0].split(",")[0] == out.splitlines()[0].split(",")[0]
+    code, _, err = optpipe("estimate", "--config", path, "--gpu", "h1000", "--from", "trace")
+    assert code == 2
+    assert "h1000" in err
+    assert "traced llama in" not in err
 
 
 def test_a_file_with_a_trace_stands_instead_of_a_config(optpipe, tmp_path: Path) -> None:
