@@ -1,7 +1,6 @@
 """A traced device: bytes of the CPU, and bytes and times that an H100 and an H200 measured."""
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -332,15 +331,14 @@ def test_every_mode_of_a_menu_takes_the_bytes_of_an_h100() -> None:
         assert found / 1e6 == pytest.approx(MEASURED_MB[mode.name], rel=0.01)
 
 
-def test_a_hundred_layers_take_seconds() -> None:
-    """At most 20 s of the processor's time."""
-    config = ModelConfig(hidden=8192, heads=64, blocks=100, sequence=4096, dtype=torch.bfloat16)
+def test_a_model_larger_than_this_machine_is_traced() -> None:
+    """Thirteen GB of weights in bfloat16, of which none is allocated."""
+    config = ModelConfig(hidden=8192, heads=64, blocks=8, sequence=4096, dtype=torch.bfloat16)
     with TRACED:
         stages = make_stages(config, 4)
         tokens = torch.zeros(1, config.sequence, dtype=torch.int64)
-    start = time.process_time()
     found = traced(stages, tokens, loss_fn=token_loss, target=tokens)
-    assert time.process_time() - start < 20
+    assert sum(one.footprint.parameter_bytes for one in found.results) > 12.8e9
     assert found.results[1].memory == found.results[2].memory
 
 
