@@ -15,7 +15,8 @@ from optpipe.formats.json import load_model as read_model
 from optpipe.model import fuse
 from optpipe.runtime import PreflightError
 from optpipe.runtime.demo import whole_gpt
-from optpipe.runtime.measuring import Effort, ModelToMeasure, layer_kind, measure, measure_layers
+from optpipe.runtime.measuring import Effort, ModelToMeasure, measure, measure_layers
+from optpipe.runtime.measuring.architectures import LayerKinds
 from optpipe.runtime.trainers import split
 from optpipe.runtime.trainers.split import find_blocks
 from optpipe.stage import Mode, Stage
@@ -84,8 +85,10 @@ def test_a_layer_number_makes_no_kind_and_a_setting_does() -> None:
     one.layer_idx, two.layer_idx = 0, 1  # type: ignore[assignment]
     next(frozen.parameters()).requires_grad_(False)
     other.sliding_window = 8  # type: ignore[assignment]
-    assert layer_kind(one) == layer_kind(two)
-    assert all(a != b for a, b in pairwise(map(layer_kind, (two, frozen, other))))
+    layers = [one, two, frozen, other]
+    first, second, *others = map(LayerKinds(layers).of, layers)
+    assert first == second
+    assert all(a != b for a, b in pairwise([second, *others]))
 
 
 class _Numbered(nn.Module):
@@ -103,7 +106,9 @@ class _Numbered(nn.Module):
 
 
 def test_a_layer_that_reads_its_number_is_of_its_own_kind() -> None:
-    assert layer_kind(_Numbered(0)) != layer_kind(_Numbered(1))
+    layers = [_Numbered(0), _Numbered(1)]
+    first, second = map(LayerKinds(layers).of, layers)
+    assert first != second
 
 
 def test_blocks_are_the_longest_outer_list() -> None:

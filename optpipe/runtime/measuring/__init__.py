@@ -3,7 +3,6 @@
 from optpipe.runtime.measuring.layers import (
     ModelProfile,
     RepeatedLayer,
-    layer_kind,
     measure_layers,
 )
 from optpipe.runtime.measuring.measure import (
@@ -33,7 +32,6 @@ __all__ = [
     "StageResult",
     "StageSet",
     "instruments_of",
-    "layer_kind",
     "load_function",
     "load_model",
     "load_stages",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 from importlib import metadata
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -244,9 +245,12 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
 class LayerKinds:
     """Decides which blocks of a model do the same work.
 
-    A block's kind is its class, the shapes of its parameters, and its settings: numbers, strings
-    and flags of all modules in it. Settings that only count the layers, and fractions such as a
-    dropout's, are left out. A parameter that an earlier block has counts as shared.
+    A block's kind is its class, the shapes of its parameters and buffers, and its settings. These
+    are the numbers, strings and flags of all modules in it. A parameter that an earlier block has
+    counts as shared. Two settings are left out:
+
+    * a number that only counts the layers, unless a method of the module reads it;
+    * a fraction in a module of torch or transformers, such as a dropout's.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -267,16 +271,20 @@ class LayerKinds:
             kept = tuple(
                 (place, value)
                 for place, value in found.items()
-                if place not in numbering and not place[1].endswith(_NUMBERS)
+                if not (place in numbering or place[1].endswith(_NUMBERS))
+                or _reads(type(block.get_submodule(place[0])), place[1])
             )
             shapes = tuple(
                 (name, tuple(one.shape), one.dtype, one.requires_grad, id(one) in seen)
                 for name, one in block.named_parameters()
             )
             seen |= {id(one) for one in block.parameters()}
-            self._kinds.setdefault(block, (type(block), shapes, kept))
+            buffers = tuple(
+                (name, tuple(one.shape), one.dtype) for name, one in block.named_buffers()
+            )
+            self._kinds.setdefault(block, (type(block), shapes, buffers, kept))
 
-    def of(self, block: nn.Module, values: Any, *, again: bool) -> tuple[Any, ...]:
+    def of(self, block: nn.Module, values: Any = (), *, again: bool = False) -> tuple[Any, ...]:
         """Return the kind of a call of a block, given all arguments; ``again`` if it ran before."""
         call = tuple(
             (tuple(one.shape), one.dtype, one.requires_grad, window_of(one))
@@ -292,17 +300,40 @@ class LayerKinds:
 _NUMBERS = ("_idx", "_id", "_number", "_index")
 """Ends of names of settings that count the layers."""
 
+_LIBRARIES = ("torch.", "transformers.")
+
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for place, module in block.named_modules():
         found[place, "class"] = type(module).__qualname__
+        has_fractions = not type(module).__module__.startswith(_LIBRARIES)
         for name, value in vars(module).items():
-            if isinstance(value, bool | int | str) and name != "training":
+            if (isinstance(value, bool | int | str) and name != "training") or (
+                isinstance(value, float) and has_fractions
+            ):
                 found[place, name] = value
             elif value is None or isinstance(value, tuple):
                 found[place, name] = str(value)
     return found
+
+
+_NO_WORK = frozenset({"__init__", "__repr__", "extra_repr"})
+"""Methods that run in no pass."""
+
+
+def _reads(kind: type, attribute: str) -> bool:
+    """Return whether a method of a class that does work reads an attribute.
+
+    Methods of torch and transformers do not count: their layers find their cache by its number.
+    """
+    return any(
+        attribute in method.__code__.co_names
+        for owner in kind.__mro__
+        if not owner.__module__.startswith(_LIBRARIES)
+        for name, method in vars(owner).items()
+        if isinstance(method, FunctionType) and name not in _NO_WORK
+    )
 
 
 # --- Experts.

@@ -28,9 +28,11 @@ def map_attention() -> Iterator[None]:
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")  # type: ignore[no-untyped-call]
-    yield
-    # Its last reference undoes the registration.
-    del library
+    try:
+        yield
+    finally:
+        # Its last reference undoes the registration, which a traceback must not keep.
+        del library
 
 
 _FLASH = "_scaled_dot_product_flash_attention"

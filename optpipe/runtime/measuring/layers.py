@@ -7,7 +7,6 @@ The model is split into its embedding, one stage per block, and its head, which 
 from __future__ import annotations
 
 from itertools import groupby
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from optpipe.errors import InputError
 from optpipe.model import DefaultLink, Layer, Model, ModelDevice
 from optpipe.problem import StageLayers
+from optpipe.runtime.measuring.architectures import LayerKinds
 from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.measure import Profile, measure
 from optpipe.runtime.measuring.operators import OperatorLog
@@ -25,7 +25,7 @@ from optpipe.runtime.trainers import huggingface
 from optpipe.runtime.trainers.split import chain_stages, find_blocks, split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Stage
     from optpipe.runtime.measuring.stages import ModelToMeasure
 
-__all__ = ["ModelProfile", "RepeatedLayer", "layer_kind", "measure_layers"]
+__all__ = ["ModelProfile", "RepeatedLayer", "measure_layers"]
 
 
 class RepeatedLayer(NamedTuple):
@@ -125,7 +125,8 @@ def measure_layers(
     name, blocks = find_blocks(given.model, given.blocks)
     stages = _split(given, name, len(blocks))
     first, *middle, last = stages
-    kinds = [layer_kind(block) for block in blocks]
+    layer_kinds = LayerKinds(blocks)
+    kinds = [layer_kinds.of(block) for block in blocks]
     numbers = {kind: 1 + number for number, kind in enumerate(dict.fromkeys(kinds))}
     distinct = [middle[kinds.index(kind)] for kind in numbers]
     if memory_bytes is None and str(device) == "cpu":
@@ -197,50 +198,3 @@ def _moved_bytes(run: Callable[[], Any]) -> float:
     with torch.no_grad(), map_attention(), KnownValues(), log:
         run()
     return sum(one.cost.weight_bytes + one.cost.moved_bytes for one in log.work)
-
-
-_PLACE_NAMES = frozenset({"idx", "id", "index", "number"})
-"""Last parts of the names of attributes that number a layer, and do not change its costs."""
-
-
-def layer_kind(layer: nn.Module) -> Hashable:
-    """Return what is equal for layers of equal cost: classes, parameters, settings.
-
-    Settings are the numbers, texts and flags among the attributes of its modules, without those
-    that only number the layer (``layer_idx``). A number counts if a method reads it, because the
-    layer may then do other work: each such layer is of its own kind.
-    """
-    found = []
-    for name, part in layer.named_modules():
-        settings = [
-            (key, value)
-            for key, value in sorted(vars(part).items())
-            if isinstance(value, bool | int | float | str)
-            and not key.startswith("_")
-            and (key.rpartition("_")[2] not in _PLACE_NAMES or _reads(type(part), key))
-        ]
-        tensors = [
-            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for own in (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
-            for key, tensor in own
-        ]
-        found.append((name, type(part), tuple(settings), tuple(tensors)))
-    return tuple(found)
-
-
-_NO_WORK = frozenset({"__init__", "__repr__", "extra_repr"})
-"""Methods that run in no pass."""
-
-
-def _reads(kind: type, attribute: str) -> bool:
-    """Return whether a method of a class that does work reads an attribute.
-
-    Methods of torch and transformers do not count: their layers find their cache by its number.
-    """
-    return any(
-        attribute in method.__code__.co_names
-        for owner in kind.__mro__
-        if not owner.__module__.startswith(("torch.", "transformers."))
-        for name, method in vars(owner).items()
-        if isinstance(method, FunctionType) and name not in _NO_WORK
-    )

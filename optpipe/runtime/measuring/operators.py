@@ -359,7 +359,7 @@ def _attention(products: tuple[int, int], first: int, causal: int) -> OperatorCo
         query, key, value = args[first : first + 3]
         samples, heads, tokens, width = query.shape
         seen: float = key.size(-2)
-        if _is_causal(args, kwargs, causal):
+        if _causal_argument(args, kwargs, causal):
             # The last query sees all keys.
             seen = max(seen - tokens / 2, seen / 2)
         flops = 2.0 * samples * heads * tokens * seen
@@ -372,7 +372,7 @@ def _attention(products: tuple[int, int], first: int, causal: int) -> OperatorCo
 def _attention_of_any_layout(operator: Any, causal: int | None) -> OperatorCost:
     def cost(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> PassCost:
         flops = float(flop_registry[operator](*args, **kwargs, out_val=result))
-        if causal is not None and _is_causal(args, kwargs, causal):
+        if causal is not None and _causal_argument(args, kwargs, causal):
             flops /= 2
         return PassCost(attention_flops=flops, weight_bytes=_count_bytes((args, kwargs), result))
 
@@ -383,10 +383,10 @@ def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of an attention operator of torch is causal."""
     name = func.overloadpacket.__name__
     place = _ATTENTION[name][2] if name in _ATTENTION else _ATTENTION_OF_ANY_LAYOUT.get(name)
-    return place is not None and _is_causal(args, kwargs, place)
+    return place is not None and _causal_argument(args, kwargs, place)
 
 
-def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
+def _causal_argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
