@@ -148,9 +148,9 @@ MILP_PLAN = SearchPlan(once=(Step(_MILP, 1.0),))
 def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     """Return the plan of each thread of a solve: one where it has one thread or limited work.
 
-    The full-horizon model has a turn only where `milp_may_prove`: elsewhere, at 8 units of work, it
-    found none of the 82 schedules of ``benchmarks`` and none of 52 proofs, for 20 to 30 CPU seconds
-    on some (measured).
+    The full-horizon model has a turn only if `milp_may_prove`. On the other problems of
+    ``benchmarks`` it found none of 82 schedules and none of 52 proofs at 8 units of work, and took
+    20 to 30 CPU seconds on some (measured).
     """
     if not problem.is_even:
         part = _RESTRICTED if problem.pairs else _SEARCH
@@ -193,7 +193,7 @@ def _is_tight(problem: Problem) -> bool:
 def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPlan, ...]:
     """Return the plans where all cells of a menu may be searched within seconds.
 
-    What the local search finds at once is mostly the best; so restrictions come behind.
+    The first schedule of the local search is usually the best, so restrictions come later.
     """
     early = Step(_EXACT, 0.3, 8.0)
     less = Step(_RESTRICTED, 0.5, 4.0)
@@ -552,7 +552,7 @@ class _StartBuilder:
         self.is_large = is_large(problem)
 
     def build(self, family: Family, variant: Problem) -> tuple[FamilyStart, Rows | None]:
-        """Return a family's start, made for what is asked, and its programs as integers, if any."""
+        """Return a variant's programs of a family, judged on the problem, and as integers if any."""
         began = time.perf_counter()
         try:
             programs = family.build(variant)
@@ -648,9 +648,9 @@ class Restriction:
 
 
 def restrictions(problem: Problem) -> tuple[Restriction, ...]:
-    """Return the restrictions that have a schedule, the one that allows least first.
+    """Return the restrictions that have a schedule, the strictest first.
 
-    Where v1 cannot say the menus, they are narrower ones, v1's first.
+    If v1 cannot express the menus, the restrictions are narrower menus, v1's first.
     """
     if problem.pairs:
         alone = problem.model_copy(update={"pairs": ()})
@@ -665,7 +665,7 @@ def restrictions(problem: Problem) -> tuple[Restriction, ...]:
 
 
 def _allowed(problem: Problem) -> tuple[str, ...]:
-    """Return what any stage can do beside keeping its activations."""
+    """Return the treatments of activations, other than keeping them, that any stage has."""
     offload = any(problem.can_offload(s) for s in range(len(problem.stages)))
     recompute = any(stage.can_recompute for stage in problem.stages)
     return ("offload",) * offload + ("recompute",) * recompute
@@ -685,9 +685,9 @@ def _without(problem: Problem, forbidden: tuple[str, ...]) -> Restriction:
 def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
     """Look for programs in each restriction that its bound leaves room for.
 
-    Every schedule met there is offered at once, so in the end ``best`` is no longer than any family
-    of these restrictions, nor than anything that ``find`` has found in one, as long as the turn
-    does not end before. That a problem is never worse than its restriction solved alone *for as
+    Every schedule found there is offered immediately. So ``best`` ends no longer than any family of
+    these restrictions, and no longer than any schedule that ``find`` has found in one, unless the
+    turn ends earlier. That a problem is never worse than its restriction solved alone *for as
     long* does not follow, and is not so. Large problems are left alone.
 
     Parameters

@@ -45,8 +45,8 @@ __all__ = ["METHODS", "contributions", "record", "solve"]
 
 
 METHODS = ("auto", "milp", *(family.name for family in FAMILIES))
-"""What ``method`` may be: ``auto`` optimises, ``milp`` lets the full-horizon model alone improve on
-the families, a family's name gives that family's schedule."""
+"""Values of ``method``: ``auto`` optimises, ``milp`` improves on the families by the full-horizon
+model alone, and a family's name gives that family's schedule."""
 
 _OPTIMISE = ("auto", "milp")
 
@@ -56,7 +56,7 @@ _MOST_THREADS = 128
 _LOOK_S = 0.02
 
 _MOMENT_S = 0.2
-"""What a solve that is told to stop may still take to choose among what it has."""
+"""Time in which a stopped solve may still choose among its schedules."""
 
 _GRACE_S = 3.0
 """By how much the choice under noise may be late; then the shortest schedule stays."""
@@ -129,7 +129,7 @@ def solve(
     if feasible.plan is None:
         status = SolveStatus.INFEASIBLE if feasible.needs else SolveStatus.UNKNOWN
         return Result(status, None, message=feasible.message, needs=feasible.needs)
-    # Where work is limited, what is found must not depend on when a part is there.
+    # With limited work, the result must not depend on when a part has been compiled.
     is_warm = ensure_warm(whole=work_limit is not None)
     best = Incumbent(problem, on_progress, pools=robust is not None)
     run = _SolveRun(best, limits, method, should_stop or (lambda: False), is_warm, robust=robust)
@@ -217,7 +217,7 @@ class _SolveRun:
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
 
     def _choose_robust(self, robust: Robust) -> None:
-        """Judge what was met under noise; who is told to stop has a moment for it."""
+        """Choose among the schedules under noise; a stopped solve has a moment for it."""
         left_s = self.limits.time_limit_s - self.best.seconds()
         if self.limits.work_limit is None:
             left_s = min(left_s, _LAST_SHARE * self.limits.time_limit_s)
@@ -240,7 +240,7 @@ class _SolveRun:
         improve(self.best, plan, turn, good_gap=self.limits.good_gap)
 
     def _starts(self) -> None:
-        """Offer a schedule that is made at once, then bounds, then all other starts.
+        """Offer the schedule that is built fastest, then bounds, then all other starts.
 
         Of a large problem the serial one is no answer: what can take long, or wait, comes after a
         better one. And none is begun that would take longer than is left; the first, which loads
@@ -283,8 +283,8 @@ class _SolveRun:
             self.start = start.method, start.objective_ms
 
     def _should_end(self) -> bool:
-        # Where work is limited a thread looks at the gap itself, between turns: here it is seen
-        # when the clock says so, and a turn would end at another place each time.
+        # With limited work, a thread reads the gap between turns. Here the clock would decide when
+        # it is read, and a turn would end at another place each time.
         is_good = self.limits.work_limit is None and self.best.gap <= self.limits.good_gap
         return is_good or self._is_late() or self.should_stop()
 

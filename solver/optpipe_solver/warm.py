@@ -1,8 +1,8 @@
-"""Compile everything once for an installation: what the first turn needs first, the rest behind it.
+"""Compile everything once per installation: first the code of the first turn, then the rest.
 
-numba keeps what it compiled in ``NUMBA_CACHE_DIR``, else beside the sources, else in the user's
-cache folder; a later process loads it from there in about a second. Two files beside it say that
-what makes starts and bounds is there, and that all of it is.
+numba keeps compiled code in ``NUMBA_CACHE_DIR``, else next to the sources, else in the user's cache
+folder. A later process loads it from there in about a second. Two files next to it mark that the
+code for starts and bounds is complete, and that all code is.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def warm_up() -> None:
     """Compile everything by running it on the smallest problems that use all of it.
 
     One process of an installation does so while the others wait for it. A second process compiles
-    half of it meanwhile: two cores, half the time. Where nothing can be kept, each process has to
+    half of it meanwhile: two cores, half the time. If nothing can be kept, each process has to
     compile for itself.
     """
     if not _can_keep():
