@@ -552,7 +552,7 @@ class _StartBuilder:
         self.is_large = is_large(problem)
 
     def build(self, family: Family, variant: Problem) -> tuple[FamilyStart, Rows | None]:
-        """Return a variant's programs of a family, judged on the problem, and as integers if any."""
+        """Return a variant's programs of a family, judged on the problem, also as integers."""
         began = time.perf_counter()
         try:
             programs = family.build(variant)
