@@ -227,7 +227,13 @@ def questions(name: str, num_gpus: int = 8, **more: Any) -> tuple[TuneQuestion, 
     return next(found), next(found)
 
 
-@pytest.mark.parametrize(("name", "dp", "ep"), [("llama3.2-1b", 2, 1), ("qwen3-30b-a3b", 8, 8)])
+@pytest.mark.parametrize(
+    ("name", "dp", "ep"),
+    [
+        ("llama3.2-1b", 2, 1),
+        pytest.param("qwen3-30b-a3b", 8, 8, marks=pytest.mark.extended),
+    ],
+)
 def test_a_tune_with_a_trace_has_the_rows_of_one_with_formulas(name: str, dp: int, ep: int) -> None:
     """Of configurations that both have: whole layers recomputed or none."""
     fixed = {"pp": 4, "dp": dp, "tp": 1, "micro_batch": 1, "chunks": 1, "pairs": 0, "ep": ep}

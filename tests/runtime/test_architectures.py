@@ -347,9 +347,16 @@ def test_fused_kernels_keep_less():
 COMPILED = ["dense", "dense with biases and norms of queries", "experts", "sinks",
             "latent attention", "mamba-2 and attention", "gated delta rule",
             "learned positions"]  # fmt: skip
+COMPILED_ALWAYS = ("dense", "experts", "learned positions")
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in COMPILED_ALWAYS else [pytest.mark.extended])
+        for name in COMPILED
+    ],
+)
 def test_compiled_layers_keep_less_and_have_the_same_products(name):
     plain, compiled = (
         trace_config(CONFIGS[name], sequence=64, kernels=one).ranks[0].kinds
@@ -425,6 +432,7 @@ def test_users_can_add_leaf_kernels(monkeypatch):
     assert mine.forward_launches < plain.forward_launches
 
 
+@pytest.mark.extended
 def test_a_child_process_answers_a_question():
     def ask(question):
         return subprocess.run(

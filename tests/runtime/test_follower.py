@@ -58,6 +58,7 @@ def stayed(ranks):
     return train(ranks, found[0], [], problem, STEPS, waits=False)
 
 
+@pytest.mark.extended
 def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks, stayed):
     problem, found = six_schedules()
     switched = train(ranks, found[0], found[1:] + found[:1], problem, STEPS)

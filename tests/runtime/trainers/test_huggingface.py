@@ -30,6 +30,7 @@ from tests.runtime.trainers.huggingface_cases import (
     train_transformer,
 )
 
+LONG_KINDS = ("bamba", "jamba", "mamba2", "qwen3_moe")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_hf.py"
 
 
@@ -42,7 +43,13 @@ def _model(kind: str):
         return AutoModelForCausalLM.from_config(small_config(kind))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *UNLISTED])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.extended] if kind in LONG_KINDS else [])
+        for kind in (*KINDS, *UNLISTED)
+    ],
+)
 def test_stages_chained_are_the_model(kind):
     """With padding, where layers differ in kind, and for some that no list names."""
     model = _model(kind).eval()
@@ -142,6 +149,7 @@ def _example(config: str, port: int) -> int:
     return 0
 
 
+@pytest.mark.extended
 def test_the_example_measures_solves_and_trains(tmp_path):
     """Thirty lines from a config.json; the loss falls."""
     code = EXAMPLE.read_text().split('"""')[2]

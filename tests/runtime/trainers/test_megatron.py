@@ -142,7 +142,21 @@ def _in_pairs(num_microbatches: int) -> Programs:
     return tuple(programs)
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = (
+    "pp 2 x dp 2, layers that delay their weight gradients, reductions that overlap",
+    "pp 4, uneven layout, the embedding alone, any order with recomputation",
+    "pp 2 x dp 2, three layers first, split, with offload and recomputation",
+    "pp 2 x dp 2, shared experts, expert bias, any order with offload and recomputation",
+    "pp 2 x dp 2, dropout, full recomputation of a block, split, with offload",
+    "pp 2 x dp 2, experts, losses per token with z loss, with offload and recomputation",
+)
+"""Cases that run in `make test-long` only. Another case has the mechanism, or it takes a minute."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.extended] if name in LONG else []) for name in CASES],
+)
 def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
     """Two optimizer steps and an evaluation; tied embeddings are reduced by Megatron."""
     job, placement, make = CASES[name]

@@ -119,7 +119,7 @@ def _of_search(result: TuneResult) -> list[str]:
     [
         pytest.param(asked(), 1, marks=pytest.mark.extended),
         (asked(memory_bytes=TIGHT), 2),
-        (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1),
+        pytest.param(asked(WITH_EXPERTS, memory_bytes=TIGHT), 1, marks=pytest.mark.extended),
         (mixed(fixed={"tp": 1, "cp": 1, "micro_batch": 1}), 1),
         pytest.param(mixed(WITH_EXPERTS), 1, marks=pytest.mark.extended),
         (asked(training=LORA, memory_bytes=14_000_000_000), 1),
