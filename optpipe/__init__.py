@@ -4,6 +4,8 @@
 is ``optpipe_solver.solve``, the service ``optpipe_api.create_app``, running ``optpipe.runtime``.
 """
 
+from typing import Any
+
 from optpipe.check import check, check_schedule, find_violations
 from optpipe.errors import (
     IllegalScheduleError,
@@ -81,3 +83,14 @@ __all__ = [
     "parse_action",
     "simulate",
 ]
+
+__version__: str
+"""Version of the installed distribution."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata  # noqa: PLC0415 - a tenth of the time of `import optpipe`
+
+        return metadata.version("optpipe")
+    raise AttributeError(f"module 'optpipe' has no attribute {name!r}")

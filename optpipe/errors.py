@@ -28,9 +28,12 @@ A message has three parts: the value, the rule, and what to do.
 from __future__ import annotations
 
 import difflib
+import json
 import reprlib
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from pydantic_core import PydanticCustomError
 
@@ -274,6 +277,26 @@ class MissingExtraError(WorldError):
     """A package of an optional extra is not installed; the message holds the pip command."""
 
     code = "extra.missing"
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to the OptPipe that is installed here.
+
+    OptPipe is on no package index, so the command names the folder or the repository that pip
+    installed it from (PEP 610).
+    """
+    try:
+        text = metadata.distribution("optpipe").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    origin = json.loads(text) if text else {}
+    url = origin.get("url", "")
+    if url.startswith("file://"):
+        editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+        return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
+    if vcs := origin.get("vcs_info"):
+        return f"pip install 'optpipe[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}'"
+    return f"pip install 'optpipe[{extra}]{f' @ {url}' if url else ''}'"
 
 
 # --- What pydantic found wrong, said as value, rule and fix, with the path into the JSON.

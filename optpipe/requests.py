@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from optpipe.planning.accelerators import Accelerators
 
 __all__ = [
+    "ALIASES",
     "DEFAULT_NOISE",
     "MAX_AUTO_GPUS",
     "CacheUse",
@@ -155,6 +156,10 @@ class JobKind(StrEnum):
 
 
 # --- The base of all requests.
+
+
+ALIASES = {"vpp": "chunks", "mbs": "micro_batch", "gbs": "global_batch"}
+"""Megatron's abbreviation -> field; the command line takes both."""
 
 
 @dataclass(frozen=True, kw_only=True)

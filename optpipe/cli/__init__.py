@@ -17,12 +17,13 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+import optpipe
 from optpipe.cli.compare import compare
 from optpipe.cli.console import BAD_INPUT, FAILURE, INFEASIBLE, print_error
 from optpipe.cli.estimate import estimate_problem
@@ -81,7 +82,6 @@ def make_app() -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_optpipe)
@@ -93,7 +93,21 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _optpipe() -> None:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"optpipe {optpipe.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+]
+
+
+def _optpipe(version: Version = False) -> None:
     """Pipeline-parallel schedules with activation offloading, chosen by optimisation.
 
     \b
@@ -101,6 +115,11 @@ def _optpipe() -> None:
       optpipe tune --model llama3-8b --gpu h100 --gpus 8 --sequence 8192
       optpipe solve examples/problems/llama3-8b-h100-pp4.json -o schedule.json
       optpipe plot  examples/problems/llama3-8b-h100-pp4.json schedule.json -o schedule.svg
+
+    \b
+    Exit codes: 0 done; 1 a failure outside the input, such as a missing package or an
+    unreachable service; 2 bad input; 3 proven infeasible; 4 no schedule found, and none
+    proven impossible; 130 ended by Ctrl-C.
     """
 
 

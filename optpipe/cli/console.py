@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe.check import check
-from optpipe.errors import InputError, MissingExtraError
+from optpipe.errors import InputError, MissingExtraError, install_command
 from optpipe.evaluate import verify
 from optpipe.formats.exports import dump_csv, load_csv
 from optpipe.formats.json import dump_schedule, load_problem, load_schedule, read_text
@@ -208,8 +208,7 @@ def needs_extra(extra: str) -> Iterator[None]:
         if package.startswith("optpipe"):
             raise
         raise MissingExtraError(
-            f"this command needs {package}, which is not installed; "
-            f"run: pip install 'optpipe[{extra}]'"
+            f"this command needs {package}, which is not installed; run: {install_command(extra)}"
         ) from None
 
 
@@ -296,6 +295,7 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printe
 
 _SHOWN_DEVICES = 16
 _SHOWN_WARNINGS = 2
+_ODD_RATIO = 1000
 MAX_DRAWN = 50_000
 """Maximum number of actions that a result draws: each takes 40 us, with table and 1F1B."""
 
@@ -588,9 +588,29 @@ def _read_stdin() -> str:
 
 
 def read_problem(path: Path) -> Problem:
-    """Return the problem of a file, or of standard input. Raises `InputError`."""
+    """Return the problem of a file, or of standard input; warn about odd units.
+
+    Raises `InputError`.
+    """
     with name_file(path):
-        return load_problem(read_input(path))
+        problem = load_problem(read_input(path))
+    warn("stages", _unit_warnings(problem))
+    return problem
+
+
+def _unit_warnings(problem: Problem) -> list[str]:
+    """Return a sentence per stage whose forward and backward differ by a factor of 1,000."""
+    found = []
+    for index, stage in enumerate(problem.stages):
+        forward_ms, backward_ms = stage.forward_ms, stage.fused_backward_ms
+        low_ms, high_ms = sorted((forward_ms, backward_ms))
+        if 0 < low_ms <= high_ms / _ODD_RATIO:
+            found.append(
+                f"stage {index}: forward {format_ms(forward_ms)} ms and backward "
+                f"{format_ms(backward_ms)} ms differ by a factor of {high_ms / low_ms:,.0f}; "
+                "all durations are in milliseconds"
+            )
+    return found
 
 
 def read_programs(problem: Problem, path: Path) -> tuple[Programs, Schedule | None]:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from optpipe.errors import FieldError, InputError, explain
-from optpipe.requests import Option, Request
+from optpipe.requests import ALIASES, Option, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,6 +167,10 @@ class _OptionField:
     def flag(self) -> str:
         return self.option.flag or f"--{self.name.replace('_', '-')}"
 
+    @property
+    def aliases(self) -> list[str]:
+        return [f"--{alias}" for alias, name in ALIASES.items() if name == self.name]
+
 
 def _option_fields(request: type[Request], parents: tuple[str, ...] = ()) -> Iterator[_OptionField]:
     for name, info in request.model_fields.items():
@@ -234,6 +238,7 @@ def _typer_parameter(field: _OptionField, default: Any) -> inspect.Parameter:
         kind | None,  # type: ignore[valid-type]
         typer.Option(
             flag,
+            *field.aliases,
             metavar=metavar or {int: "N", float: "X", str: "TEXT"}.get(kind),
             help=text + (f"  [{'; '.join(notes)}]" if notes else ""),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from optpipe.cli.console import (
     MAX_DRAWN,
+    AsJson,
     Output,
     ProblemFile,
     ScheduleFile,
@@ -20,6 +22,7 @@ from optpipe.cli.console import (
     needs_extra,
     nothing_found,
     number_table,
+    print_json,
     read_problem,
     read_programs,
     remaining_s,
@@ -33,16 +36,18 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.cli.plot import check_drawable, draw_solved
-from optpipe.errors import InfeasibleProblemError, InputError
+from optpipe.errors import IllegalScheduleError, InfeasibleProblemError, InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_schedule
 from optpipe.requests import SubmitOptions
+from optpipe.schedule import Provenance
 from optpipe.sweep import sweep
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
     from optpipe.problem import Objective, Problem
     from optpipe.schedule import Schedule
+    from optpipe_solver import Result, Robust
 
 __all__ = ["bound", "check", "solve"]
 
@@ -70,6 +75,7 @@ def solve(
             help="Draw the schedule below 1F1B: .html (zooms), .svg, .png, .pdf.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find a schedule, and how far from the optimum it can be.
 
@@ -111,14 +117,6 @@ def solve(
 
         if among:
             stderr().print(f"{among}: the bounds below hold there", markup=False)
-        robust = None
-        if options.robust is not None:
-            robust = optpipe_solver.Robust.parse(
-                options.robust,
-                jitter=options.jitter,
-                stragglers=options.stragglers,
-                seed=options.seed,
-            )
         with searching(f"solving {among}".strip()) as search:
             result = optpipe_solver.solve(
                 searched,
@@ -128,25 +126,44 @@ def solve(
                 seed=options.seed,
                 gap=options.gap,
                 method=options.method,
-                robust=robust,
+                robust=_robust(options),
                 **search,
             )
         found = result.schedule
         if found is None:
-            reason = f"{among}: {result.message}" if among else result.message
-            raise nothing_found(result.status, reason)
+            raise _nothing(result, among, as_json=as_json)
         schedule = _widen(problem, found, among) if among else found
         # Before the picture: a closed pipe (| head) must not cost the schedule.
         if output is not None:
             write_schedule(schedule, output)
         if picture is not None:
             _draw(picture, problem, schedule, is_kept=output is not None)
+        if as_json:
+            print_json(replace(result, schedule=schedule, bound_ms=schedule.bound_ms).as_json())
+            return
         console = result_console(output)
         show_schedule(console, problem, schedule, baseline_programs(problem))
         if among:
             console.print(f"{among}: {_certificate(found)}", markup=False)
         if result.robust is not None:
             console.print(str(result.robust), markup=False, soft_wrap=True)
+
+
+def _robust(options: SubmitOptions) -> Robust | None:
+    if options.robust is None:
+        return None
+    from optpipe_solver import Robust
+
+    noise = options.model_dump(include={"jitter", "stragglers", "seed"})
+    return Robust.parse(options.robust, **noise)
+
+
+def _nothing(result: Result, among: str, *, as_json: bool) -> Exception:
+    """Print a result without a schedule; return the command's exit."""
+    reason = f"{among}: {result.message}" if among else result.message
+    if as_json:
+        print_json(replace(result, message=reason).as_json())
+    return nothing_found(result.status, reason)
 
 
 def _replace_objective(problem: Problem, objective: Objective | None) -> Problem:
@@ -205,7 +222,7 @@ def _certificate(found: Schedule) -> str:
     return f"bound {format_ms(found.bound_ms)} ms, gap {gap_text(found.gap)}, by {by}"
 
 
-def check(problem_file: ProblemFile, schedule_file: ScheduleFile) -> None:
+def check(problem_file: ProblemFile, schedule_file: ScheduleFile, as_json: AsJson = False) -> None:
     """Check whether a schedule is legal; if not, print why and where.
 
     A legal schedule has every pass once and in order, no cyclic wait, and every memory peak within
@@ -217,13 +234,23 @@ def check(problem_file: ProblemFile, schedule_file: ScheduleFile) -> None:
       optpipe check problem.json schedule.csv
     """
     problem = read_problem(problem_file)
-    programs, schedule = read_programs(problem, schedule_file)
+    try:
+        programs, schedule = read_programs(problem, schedule_file)
+    except IllegalScheduleError as error:
+        if as_json:
+            violations = [asdict(one) for one in error.violations]
+            print_json({"legal": False, "message": str(error), "violations": violations})
+        raise
+    if as_json:
+        found = schedule or evaluate(problem, programs, Provenance(method="given"))
+        print_json({"legal": True, **found.model_dump(mode="json", exclude={"programs"})})
+        return
     console = stdout()
     console.print("[bold green]legal[/]")
     console.print(number_table(problem, programs, schedule, None))
 
 
-def bound(problem_file: ProblemFile) -> None:
+def bound(problem_file: ProblemFile, as_json: AsJson = False) -> None:
     """Print a time that no schedule can beat, and its proof.
 
     \b
@@ -237,8 +264,13 @@ def bound(problem_file: ProblemFile) -> None:
 
         found = feasibility(problem)
         if found.plan is None:
+            if as_json:
+                print_json({"status": "infeasible", "message": found.message, "needs": found.needs})
             raise InfeasibleProblemError(found.message, found.needs)
         proven = lower_bound(problem)
+    if as_json:
+        print_json({"objective": problem.objective, "bound_ms": proven.ms, "method": proven.method})
+        return
     stdout().print(
         f"{problem.objective} >= {format_ms(proven.ms)} ms   proven by: {proven.method}",
         markup=False,

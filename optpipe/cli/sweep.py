@@ -16,6 +16,7 @@ from optpipe.cli.console import (
     INTERRUPTED,
     NOTHING_FOUND,
     ApiKey,
+    AsJson,
     ProblemFile,
     check_outputs,
     gap_text,
@@ -89,6 +90,7 @@ def sweep(
     frontier_file: FrontierFile = None,
     url: MaybeUrl = None,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Solve a problem along axes, and show what memory buys.
 
@@ -126,7 +128,10 @@ def sweep(
                 variations, known, options, lambda rows: _write(rows, output)
             )
     _write(rows, output)
-    _show(rows)
+    if as_json:
+        stdout().out(dump_sweep(rows, "json"), highlight=False, end="")
+    else:
+        _show(rows)
     if frontier_file is not None:
         points = []
         for row in rows:

@@ -34,7 +34,7 @@ from optpipe.planning import benchmark_script, train_command
 from optpipe.planning.configuration import PASTED_FILES
 from optpipe.planning.frameworks.megatron import check_arguments_have
 from optpipe.planning.frameworks.torchtitan import titan_model
-from optpipe.requests import CurrentRun, FixedDegrees, TuneRequest
+from optpipe.requests import ALIASES, CurrentRun, FixedDegrees, TuneRequest
 from optpipe.schedule import Provenance
 from optpipe.units import format_ms
 
@@ -118,6 +118,7 @@ def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dic
     for part in filter(None, map(str.strip, parts)):
         name, _, number = part.partition("=")
         name = name.strip().replace("-", "_")
+        name = ALIASES.get(name, name)
         if name not in names or not (number.isascii() and number.strip().isdigit()):
             raise InputError(
                 f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(names)}"
@@ -212,11 +213,11 @@ def tune(
             else:
                 result = search(read.question, current=read.current, **limits)
     best = result.best
-    if best is None:
-        raise _why_nothing(result)
     if as_json:
         print_json(result.as_json())
-    else:
+    if best is None:
+        raise _why_nothing(result)
+    if not as_json:
         _show(result_console(output), result, read.current, paste)
     if problem_out is not None:
         write_output(problem_out, dump_problem(best.problem), "problem")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, install_command
 from optpipe.memory import memory_walk
 from optpipe.schedule import ActionType, gap_of
 from optpipe.simulate import idle_shares, side_by_side, simulate, timeline_of
@@ -483,7 +483,7 @@ def require_drawing(suffix: str) -> None:
     if find_spec(package) is None:
         raise MissingExtraError(
             f"drawing {suffix} files needs {package}, which is not installed; "
-            "run: pip install 'optpipe[plot]'"
+            f"run: {install_command('plot')}"
         )
 
 

@@ -10,7 +10,13 @@ import warnings
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import MissingExtraError, OffloadError, PreflightError, RankError
+from optpipe.errors import (
+    MissingExtraError,
+    OffloadError,
+    PreflightError,
+    RankError,
+    install_command,
+)
 
 if TYPE_CHECKING:
     from optpipe.runtime.follower import Follower, follow
@@ -37,7 +43,6 @@ __all__ = [
 
 _OLDEST = (2, 12)
 _NEWEST_TESTED = (2, 15)
-_FIX = "pip install 'optpipe[runtime]'"
 
 
 def require_torch(version: str | None = None) -> None:
@@ -54,13 +59,13 @@ def require_torch(version: str | None = None) -> None:
         version = version or metadata.version("torch")
     except metadata.PackageNotFoundError:
         raise MissingExtraError(
-            f"torch is not installed, and running a schedule needs it; {_FIX}"
+            f"torch is not installed, and running a schedule needs it; {install_command('runtime')}"
         ) from None
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < _OLDEST:
         raise MissingExtraError(
             f"torch {version} is installed, but the runtime needs torch {_text(_OLDEST)} or newer: "
-            f"older ones send messages of two ranks in another order; {_FIX}"
+            f"older ones send messages of two ranks in another order; {install_command('runtime')}"
         )
     if (major, minor) > _NEWEST_TESTED:
         warnings.warn(

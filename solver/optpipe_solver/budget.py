@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
 from optpipe.schedule import OPTIMAL_GAP
@@ -358,3 +358,29 @@ class Result:
     message: str = ""
     needs: dict[str, int] = field(default_factory=dict)
     robust: RobustChoice | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        schedule = self.schedule
+        return {
+            "status": self.status.value,
+            "message": self.message,
+            "needs": self.needs,
+            "objective_ms": None if schedule is None else schedule.objective_ms,
+            "bound_ms": self.bound_ms,
+            "gap": None if schedule is None else schedule.gap,
+            "robust": None if self.robust is None else asdict(self.robust),
+            "schedule": None if schedule is None else schedule.model_dump(mode="json"),
+        }
+
+    def __repr__(self) -> str:
+        """Return status, objective, bound and gap; not the programs."""
+        found = self.schedule
+        if found is None:
+            return f"Result({self.status.value}: {self.message[:120]})"
+        bound = "none" if found.bound_ms is None else f"{found.bound_ms:.6g} ms"
+        gap = "unknown" if found.gap is None else f"{found.gap:.3%}"
+        return (
+            f"Result({self.status.value}: {found.objective} {found.objective_ms:.6g} ms, "
+            f"bound {bound}, gap {gap}, by {found.provenance.method})"
+        )

@@ -21,6 +21,7 @@ from optpipe import (
     load_problem,
     load_schedule,
 )
+from optpipe.errors import install_command
 from optpipe.explain import Explanation, explain
 from optpipe_solver.budget import Result, SolveStatus
 from optpipe_solver.families.list_scheduling import build_greedy
@@ -111,7 +112,7 @@ def test_what_if_without_the_solver_names_the_pip_command(
 
     monkeypatch.setattr(import_module("optpipe_solver.compare"), "what_if", absent)
     code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
-    assert (code, "pip install 'optpipe[solver]'" in err) == (1, True)
+    assert (code, install_command("solver") in err) == (1, True)
     assert "Critical path" in out
 
 

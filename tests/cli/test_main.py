@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
+import optpipe as optpipe_package
 from optpipe import dump_csv, dump_problem, load_csv, load_schedule
+from optpipe.errors import install_command
 from tests.building import document, stage
 from tests.cli.conftest import LEGAL, write
 from tests.plot.conftest import make_small_problem
@@ -275,3 +278,71 @@ def test_solve_refuses_a_picture_that_takes_longer_than_its_limit(optpipe, tmp_p
     assert (done.code, done.out) == (2, "")
     assert "65,536 actions or more" in done.err
     assert "optpipe plot" in done.err
+
+
+def test_the_version_is_that_of_the_distribution(optpipe) -> None:
+    done = optpipe("--version")
+    assert (done.code, done.out) == (0, f"optpipe {metadata.version('optpipe')}\n")
+    assert optpipe_package.__version__ == metadata.version("optpipe")
+
+
+def test_answers_are_json_too_feasible_or_not(optpipe, problem_file, csv_file, tmp_path) -> None:
+    """The infeasible ones with the exit code of the text and the smallest memory that works."""
+    limits = ("--time-limit", "5")
+    solved = json.loads(optpipe("solve", problem_file, "--json", *limits).out)
+    assert solved["status"] == "optimal"
+    assert solved["schedule"]["makespan_ms"] == solved["objective_ms"] == solved["bound_ms"]
+    assert solved["gap"] == 0
+    bound = json.loads(optpipe("bound", problem_file, "--json").out)
+    assert bound["objective"] == "makespan"
+    assert 0 < bound["bound_ms"] <= solved["bound_ms"]
+    legal = json.loads(optpipe("check", problem_file, csv_file, "--json").out)
+    assert (legal["legal"], legal["makespan_ms"]) == (True, 13)
+    swept = optpipe("sweep", problem_file, "--axis", "offload=false", "--json")
+    rows = json.loads(swept.out)["rows"]
+    assert [row["values"] for row in rows] == [{"offload": False}]
+
+    illegal = optpipe("check", problem_file, write(tmp_path / "s.csv", SWAPPED), "--json")
+    assert illegal.code == 2
+    assert json.loads(illegal.out)["violations"][0]["device"] == 0
+    small = json.loads(problem_file.read_text())
+    for one in small["devices"]:
+        one["memory_bytes"] = 9
+    impossible = write(tmp_path / "small.json", json.dumps(small))
+    for command in (("solve", *limits), ("bound",)):
+        done = optpipe(command[0], impossible, "--json", *command[1:])
+        found = json.loads(done.out)
+        assert (done.code, found["status"], bool(found["needs"])) == (3, "infeasible", True)
+
+
+def test_durations_in_odd_units_are_warned_about(optpipe, problem_file, tmp_path) -> None:
+    given = json.loads(problem_file.read_text())
+    given["stages"][1]["forward_ms"] *= 1e-6
+    done = optpipe("bound", write(tmp_path / "odd.json", json.dumps(given)))
+    assert done.code == 0
+    assert "warning: stage 1: forward" in done.err
+    assert "milliseconds" in done.err
+    assert "warning" not in optpipe("bound", problem_file).err
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file:///a%20b/c", "dir_info": {"editable": True}}, "-e '/a b/c[solver]'"),
+        ({"url": "file:///c"}, "'/c[solver]'"),
+        (
+            {"url": "https://host/r", "vcs_info": {"vcs": "git", "commit_id": "12ab"}},
+            "'optpipe[solver] @ git+https://host/r@12ab'",
+        ),
+        (None, "'optpipe[solver]'"),
+    ],
+)
+def test_the_command_that_installs_an_extra_names_where_optpipe_came_from(
+    monkeypatch, origin, command
+) -> None:
+    class Installed:
+        def read_text(self, _name):
+            return None if origin is None else json.dumps(origin)
+
+    monkeypatch.setattr(metadata, "distribution", lambda _name: Installed())
+    assert install_command("solver") == f"pip install {command}"

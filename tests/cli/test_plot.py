@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from optpipe.errors import install_command
 from optpipe.plot import scene
 from tests.cli.conftest import LEGAL, PLAIN, write
 
@@ -51,4 +52,4 @@ def test_without_bokeh_the_pip_command_is_named(optpipe, files, tmp_path, monkey
     monkeypatch.setattr(scene, "find_spec", lambda name: None)
     code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.html")
     assert code == 1
-    assert "pip install 'optpipe[plot]'" in err
+    assert install_command("plot") in err

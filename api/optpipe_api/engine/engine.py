@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, install_command
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, TracePoint
@@ -593,7 +593,7 @@ def open_solvers(settings: Settings) -> Solvers:
         return LocalSolvers(settings)
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError(
-            "OPTPIPE_ENGINE=ray needs Ray, which is not installed; pip install 'optpipe[ray]'"
+            f"OPTPIPE_ENGINE=ray needs Ray, which is not installed; {install_command('ray')}"
         )
     # Here: importing Ray takes a second and half a gigabyte of address space.
     from optpipe_api.engine.ray import RaySolvers  # noqa: PLC0415

@@ -19,7 +19,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.util.exc import CommandError
 from sqlalchemy import exc
 
-from optpipe.errors import InputError, MissingExtraError
+from optpipe.errors import InputError, MissingExtraError, install_command
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.store import statements as sql
 from optpipe_api.store.tables import metadata
@@ -239,7 +239,7 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 def _postgres(url: sa.URL) -> sa.Engine:
     if importlib.util.find_spec("psycopg") is None:
         raise MissingExtraError(
-            "PostgreSQL needs psycopg, which is not installed; pip install 'optpipe[postgres]'"
+            f"PostgreSQL needs psycopg, which is not installed; {install_command('postgres')}"
         )
     timeouts = {name: value for name, value in _LIBPQ_TIMEOUTS.items() if name not in url.query}
     return sa.create_engine(url, connect_args=timeouts, pool_pre_ping=True, pool_size=_POOL_SIZE)
