@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from optpipe.errors import InputError
 from optpipe.formats.tables import SweepRow
 from optpipe.planning import GPUS, MODELS, total_parameters
 from optpipe.planning.shape import CostSource
@@ -31,9 +32,12 @@ from optpipe.requests import (
     TuneRequest,
 )
 from optpipe.schedule import OPTIMAL_GAP
+from optpipe.sweep import sweep, useful_axes
 
 if TYPE_CHECKING:
-    from optpipe.planning import Hardware, ModelShape
+    from collections.abc import Mapping
+
+    from optpipe.planning import Estimate, Hardware, ModelShape
 
 __all__ = [
     "Answer",
@@ -849,6 +853,28 @@ class VariantView(BaseModel):
     usable_bytes: list[int]
     static_bytes: list[int]
 
+    @classmethod
+    def of_problem(cls, problem: Problem, values: Mapping[str, Any], **more: Any) -> Self:
+        """Return the view of a problem with other values on some axes.
+
+        Raises `InputError` with the place of a value that cannot be set.
+        """
+        if values:
+            try:
+                (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
+            except InputError as error:
+                raise error.at("/values") from None
+            problem = variation.problem
+        devices = range(len(problem.devices))
+        return cls(
+            problem=problem,
+            problem_hash=problem.problem_hash,
+            axes=useful_axes(problem),
+            usable_bytes=[device.usable_bytes for device in problem.devices],
+            static_bytes=[problem.static_bytes_of(index) for index in devices],
+            **more,
+        )
+
 
 class EstimateView(VariantView):
     """An estimated problem.
@@ -873,6 +899,26 @@ class EstimateView(VariantView):
     costs_from: CostSource
     sizes: list[int]
     notes: list[str]
+
+    @classmethod
+    def of(cls, request: EstimateRequest, found: Estimate) -> Self:
+        """Return the view of an estimate; raises as `of_problem`."""
+        error, step_ms = found.error, found.step.step_ms
+        return cls.of_problem(
+            found.problem,
+            request.values,
+            parameters=total_parameters(request.shape),
+            mfu=found.mfu,
+            step_ms=step_ms,
+            tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
+            time_factor=found.factor,
+            byte_factor=found.byte_factor,
+            error=None if error is None else error.as_json(step_ms),
+            interval_ms=None if error is None else error.interval_ms(step_ms),
+            costs_from=found.costs_from,
+            sizes=list(found.sizes),
+            notes=list(map(str, found.notes)),
+        )
 
 
 # --- The frontier of a batch: step time over memory limit.

@@ -40,6 +40,7 @@ __all__ = [
     "num_variations",
     "sweep",
     "tighter_ones",
+    "useful_axes",
 ]
 
 
@@ -312,6 +313,24 @@ class FrontierLine:
 
     label: str
     points: tuple[Point, ...]
+
+
+_ALWAYS = ("num_microbatches", "memory_scale", "memory_gb", "objective")
+
+
+def useful_axes(problem: Problem) -> list[str]:
+    """Return the names of `AXES` that can change this problem."""
+    has_bus = any(device.d2h_gb_per_s is not None for device in problem.devices)
+    has_limit = any(link.bandwidth_gb_per_s is not None for link in problem.links)
+    found = {
+        "pcie_scale": has_bus,
+        "link_scale": has_limit,
+        "latency_ms": bool(problem.links),
+        "placement": len(problem.stages) > len(problem.devices),
+        "offload": problem.may_offload,
+        "recompute": problem.may_recompute,
+    }
+    return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
 
 
 def memory_of(problem: Problem) -> tuple[int, ...]:

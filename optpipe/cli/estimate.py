@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.answers import EstimateView
 from optpipe.cli.console import (
+    AsJson,
     check_outputs,
     name_file,
     output_option,
+    print_json,
     result_console,
     stdout,
     text_table,
@@ -90,6 +93,7 @@ def estimate_problem(
         bool,
         typer.Option("--model-json", help="Write the uncut layers for optpipe plan instead."),
     ] = False,
+    as_json: AsJson = False,
     list_all: Annotated[
         bool, typer.Option("--list", help="Print every model and accelerator, with sources.")
     ] = False,
@@ -130,7 +134,10 @@ def estimate_problem(
         )
     request = trace_model(request)
     found = request.estimate()
-    _show(result_console(output), request, found)
+    if as_json:
+        print_json(EstimateView.of(request, found).model_dump(mode="json", by_alias=True))
+    else:
+        _show(result_console(output), request, found)
     if output is not None and model_json:
         write_output(output, dump_model(found.model), "model")
     elif output is not None:

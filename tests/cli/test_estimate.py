@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from optpipe import load_problem, load_schedule
+from optpipe.answers import EstimateView
 from optpipe.formats.json import load_model
 from optpipe.planning import GPUS, MODELS, Training, find_model
 from tests.planning.test_catalogue import LLAMA3_8B
@@ -342,3 +343,12 @@ def test_a_pipe_that_carries_no_problem_is_refused(optpipe, monkeypatch) -> None
     code, _, err = optpipe("bound", "-")
     assert code == 2
     assert "standard input is not UTF-8" in err
+
+
+def test_an_estimate_is_json_as_the_service_answers_it(optpipe) -> None:
+    done = optpipe("estimate", "--model", "llama3-8b", "--gpu", "h100", "--pp", "4", "--json")
+    assert done.code == 0, done.err
+    found = EstimateView.model_validate_json(done.out)
+    assert len(found.problem.devices) == 4
+    low, high = found.interval_ms or (0, 0)
+    assert low < found.step_ms < high

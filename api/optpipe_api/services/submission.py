@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from optpipe.answers import EstimateView, JobOptions, VariantView
 from optpipe.errors import InputError, ProblemError, RequestError, pointer
-from optpipe.planning import TracedModel, total_parameters
+from optpipe.planning import TracedModel
 from optpipe.problem import Problem
 from optpipe.requests import (
     CompareRequest,
@@ -59,7 +59,6 @@ __all__ = [
     "read_tune",
     "read_variant",
     "solved_job",
-    "useful_axes",
 ]
 
 
@@ -402,8 +401,6 @@ def condense_report(measurements: Measurements) -> str:
 
 # --- Problems that a form describes: estimated from a catalogue, varied by a slider.
 
-_ALWAYS = ("num_microbatches", "memory_scale", "memory_gb", "objective")
-
 
 def read_estimate(body: bytes, trace: str | None = None) -> str:
     """Return the `EstimateView` of a request as JSON text; raises also as `estimate`, `sweep`.
@@ -411,59 +408,10 @@ def read_estimate(body: bytes, trace: str | None = None) -> str:
     ``trace``: the model's traced costs as JSON text, which then replace its config.
     """
     wanted = _traced(EstimateRequest.parse(decode_json(body, takes_constants=True)), trace)
-    found = wanted.estimate()
-    error, step_ms = found.error, found.step.step_ms
-    view = EstimateView(
-        **_view_fields(found.problem, wanted.values),
-        parameters=total_parameters(wanted.shape),
-        mfu=found.mfu,
-        step_ms=step_ms,
-        tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
-        time_factor=found.factor,
-        byte_factor=found.byte_factor,
-        error=None if error is None else error.as_json(step_ms),
-        interval_ms=None if error is None else error.interval_ms(step_ms),
-        costs_from=found.costs_from,
-        sizes=list(found.sizes),
-        notes=list(map(str, found.notes)),
-    )
-    return view.model_dump_json(by_alias=True)
+    return EstimateView.of(wanted, wanted.estimate()).model_dump_json(by_alias=True)
 
 
 def read_variant(body: bytes) -> str:
     """Return the `VariantView` of a request as JSON text; raises also as `sweep`."""
     wanted = VariantRequest.parse(decode_json(body))
-    view = VariantView(**_view_fields(wanted.problem, wanted.values))
-    return view.model_dump_json(by_alias=True)
-
-
-def _view_fields(problem: Problem, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common fields of both views, of a problem with other values on some axes."""
-    if values:
-        try:
-            (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
-        except InputError as error:
-            raise error.at("/values") from None
-        problem = variation.problem
-    return {
-        "problem": problem,
-        "problem_hash": problem.problem_hash,
-        "axes": useful_axes(problem),
-        "usable_bytes": [device.usable_bytes for device in problem.devices],
-        "static_bytes": [problem.static_bytes_of(index) for index in range(len(problem.devices))],
-    }
-
-
-def useful_axes(problem: Problem) -> list[str]:
-    """Return the named axes of `optpipe.sweep` that can change this problem."""
-    has_bus = any(device.d2h_gb_per_s is not None for device in problem.devices)
-    has_limit = any(link.bandwidth_gb_per_s is not None for link in problem.links)
-    found = {
-        "pcie_scale": has_bus,
-        "link_scale": has_limit,
-        "latency_ms": bool(problem.links),
-        "placement": len(problem.stages) > len(problem.devices),
-        "offload": problem.may_offload,
-        "recompute": problem.may_recompute,
-    }
-    return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
+    return VariantView.of_problem(wanted.problem, wanted.values).model_dump_json(by_alias=True)

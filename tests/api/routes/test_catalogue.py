@@ -12,8 +12,7 @@ from optpipe.planning import GPUS, MODELS, Training, estimate, find_gpu, find_mo
 from optpipe.planning.shape import PRECISIONS, Lora
 from optpipe.problem import Objective
 from optpipe.requests import CurrentRun, EstimateRequest, Framework, SubmitOptions, TuneRequest
-from optpipe.sweep import AXES, sweep
-from optpipe_api.services.submission import useful_axes
+from optpipe.sweep import AXES, sweep, useful_axes
 from tests.api.live import two_stages
 from tests.api.routes.test_jobs import fault
 from tests.planning.test_catalogue import LLAMA3_8B
