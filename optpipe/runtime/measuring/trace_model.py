@@ -44,8 +44,6 @@ from optpipe.planning.trace import (
 from optpipe.runtime.measuring.architectures import (
     LayerKinds,
     build_model,
-    count_active,
-    count_experts,
     find_blocks,
     read_config,
 )
@@ -53,6 +51,7 @@ from optpipe.runtime.measuring.compiled import Part, compile_layer
 from optpipe.runtime.measuring.kernels import fused_loss, with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.operators import Operator, OperatorLog, is_causal
+from optpipe.runtime.measuring.parameters import ADAPTER_MATRICES, ParameterCount, add_adapters
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, weak_storage
 from optpipe.runtime.passes import (
     SplitLinear,
@@ -112,7 +111,7 @@ def trace_config(
     text = read.text
     model = build_model(read)
     _check_positions(model, text, sequence)
-    count = _Count(model, text)
+    count = ParameterCount(model, text)
     if lora is not None:
         add_adapters(model, lora)
     first, second = (_Trace(model, count, kernels, (b, sequence)) for b in (1, 2))
@@ -183,118 +182,6 @@ def _check_positions(model: nn.Module, config: Any, sequence: int) -> None:
 
 _OFFSET = 8
 """Rows that tables of positions may have before the first position."""
-
-
-# --- Parameters.
-
-
-class _Count:
-    """Parameters of a whole model, and which are experts', before adapters are added.
-
-    Attributes
-    ----------
-    experts
-        Identities of the parameters of routed experts.
-    routers
-        Shapes of matrices that score experts.
-    """
-
-    def __init__(self, model: Any, config: Any) -> None:
-        self.num_experts = count_experts(config)
-        self.active_experts = count_active(config)
-        self.experts: set[int] = set()
-        self.routers: set[tuple[int, ...]] = set()
-        self.expert_parts = [
-            one for name, one in model.named_modules() if self._holds_experts(name, one)
-        ]
-        for one in self.expert_parts:
-            self.experts |= {id(parameter) for parameter in one.parameters()}
-        own = list(model.parameters())
-        self.parameters = sum(one.numel() for one in own)
-        routed = sum(one.numel() for one in own if id(one) in self.experts)
-        share = self.active_experts / max(1, self.num_experts)
-        self.active_parameters = round(self.parameters - routed * (1 - share))
-        if self.experts:
-            self.routers = {
-                tuple(one.shape)
-                for one in own
-                if one.dim() == 2 and one.shape[0] == self.num_experts
-            }
-
-    def _holds_experts(self, name: str, module: nn.Module) -> bool:
-        """Whether a module is a list of routed experts, or holds their stacked matrices."""
-        if self.num_experts < 2:
-            return False
-        if name.endswith(".experts"):
-            return True
-        if isinstance(module, nn.ModuleList):
-            kinds = {type(one) for one in module}
-            has_parts = any(list(one.children()) for one in module)
-            return len(module) == self.num_experts and len(kinds) == 1 and has_parts
-        stacked = [one for one in module.parameters(recurse=False) if one.dim() == _STACKED]
-        return any(one.shape[0] == self.num_experts for one in stacked)
-
-
-_STACKED = 3
-"""Dimensions of the stacked matrices of experts."""
-
-
-def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze a model and add an adapter to each target among its linear layers, in place.
-
-    Raises
-    ------
-    InputError
-        If no linear layer is a target.
-    """
-    model.requires_grad_(requires_grad=False)
-    names = {name for target in lora.targets for name in _TARGETS.get(target, ())}
-    found = [
-        (parent, name, child)
-        for block in find_blocks(model)
-        for parent in block.modules()
-        for name, child in parent.named_children()
-        if name in names and isinstance(child, nn.Linear)
-    ]
-    if not found:
-        raise InputError(
-            f"lora_targets = {', '.join(sorted(lora.targets))}: no linear layer of "
-            f"{type(model).__name__} is called one of {', '.join(sorted(names))}; choose others"
-        )
-    for parent, name, child in found:
-        setattr(parent, name, _Adapted(child, lora.rank))
-
-
-_ADAPTER_MATRICES = ("lora_a.weight", "lora_b.weight")
-
-_TARGETS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"),
-    "linear_proj": ("o_proj", "out_proj"),
-    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc"),
-    "linear_fc2": ("down_proj", "w2", "fc2"),
-    "linear_q_proj": ("q_proj",),
-    "linear_q_down_proj": ("q_a_proj",),
-    "linear_q_up_proj": ("q_b_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
-    "linear_kv_up_proj": ("kv_b_proj",),
-}
-"""Target of `optpipe.planning.shape.Lora` -> names of linear layers in transformers."""
-
-
-class _Adapted(nn.Module):
-    """A frozen linear layer and its adapter of two matrices."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        options: Any = {"bias": False, "device": "meta", "dtype": base.weight.dtype}
-        self.lora_a = nn.Linear(base.in_features, rank, **options)
-        self.lora_b = nn.Linear(rank, base.out_features, **options)
-
-    def forward(self, given: Tensor) -> Tensor:
-        """Add the scaled adapter's output to the layer's."""
-        output: Tensor = self.base(given) + self.lora_b(self.lora_a(given)) * 1.0
-        return output
 
 
 # --- Work.
@@ -504,7 +391,9 @@ class _Experts:
         These modules.
     """
 
-    def __init__(self, block: nn.Module, count: _Count, log: _Log, gradients: _Gradients) -> None:
+    def __init__(
+        self, block: nn.Module, count: ParameterCount, log: _Log, gradients: _Gradients
+    ) -> None:
         self._log = log
         self._gradients = gradients
         self._start = 0
@@ -585,7 +474,9 @@ class _Trace:
         Parameters of the head that the embedding has too.
     """
 
-    def __init__(self, model: Any, count: _Count, kernels: str, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, model: Any, count: ParameterCount, kernels: str, shape: tuple[int, int]
+    ) -> None:
         self._model = model
         self._count = count
         self._kernels = kernels
@@ -593,7 +484,7 @@ class _Trace:
         self._kinds = LayerKinds(self._blocks)
         in_blocks = [one for block in self._blocks for one in block.parameters()]
         adapters = [
-            one for name, one in model.named_parameters() if name.endswith(_ADAPTER_MATRICES)
+            one for name, one in model.named_parameters() if name.endswith(ADAPTER_MATRICES)
         ]
         wide = {id(one) for one in adapters}
         self._log = _Log(
