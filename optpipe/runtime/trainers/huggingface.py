@@ -207,12 +207,12 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             whole = f"{place}.{name}"
             own = plan.get(replace_layer_number_by_wildcard(whole), rule)
-            if own == _PARTIAL_GRADIENT:
-                parameter.register_hook(partial(_reduce, mesh.get_group()))
-            elif own is not None and parameter not in owners:
+            if own not in (None, _PARTIAL_GRADIENT) and parameter not in owners:
                 rules[whole] = own
             owners.setdefault(parameter, []).append((module, name))
-        if rule is not None and rule != _PARTIAL_GRADIENT:
+        if rule == _PARTIAL_GRADIENT:
+            module.register_forward_pre_hook(_reducing(mesh.get_group()))
+        elif rule is not None:
             rules[place] = rule
         if type(module) is nn.Linear and place in rules:
             linears.append(module)
@@ -263,11 +263,29 @@ def _run_class_forward(layer: nn.Module, *args: Any) -> Any:
     return type(layer).forward(layer, *args)
 
 
-def _reduce(group: dist.ProcessGroup, gradient: Tensor) -> Tensor:
-    """Return the sum of a parameter's gradients of all ranks."""
-    total = gradient.clone()
-    dist.all_reduce(total, group=group)
-    return total
+def _reducing(group: dist.ProcessGroup) -> Callable[[nn.Module, Any], None]:
+    """Return a hook by which each gradient of a module's parameters is the sum of all ranks'.
+
+    It looks for them in each forward, because `fully_shard` gives the module other parameters.
+    """
+
+    def reduce(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    def watch(module: nn.Module, args: Any) -> None:
+        del args
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and _REDUCED not in vars(parameter):
+                parameter.register_hook(reduce)
+                setattr(parameter, _REDUCED, True)
+
+    return watch
+
+
+_REDUCED: Final = "optpipe_reduced"
+"""Attribute of parameters whose gradients are reduced; copies have neither it nor the hook."""
 
 
 def loss_of(config: Any) -> Callable[..., Tensor]:

@@ -27,6 +27,7 @@ from tests.runtime.trainers.huggingface_cases import (
     UNLISTED,
     padded,
     small_config,
+    train_replicas,
     train_transformer,
 )
 
@@ -110,6 +111,11 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
     assert (sum(found.deferred_bytes for found in outcomes) > 0) == (fused < 1)
     worst = max(found.gradients for found in outcomes)
     print(f"Hugging Face, {kind} on {placement}: gradients differ by {worst:.1e} of the largest")
+
+
+def test_fsdp2_shards_what_tensor_parallel_ranks_have(ranks):
+    """Qwen3's norms of queries have parts of their gradients on each tensor-parallel rank."""
+    assert max(ranks.run(train_replicas, "qwen3", timeout=200)) < 1e-12
 
 
 @pytest.mark.parametrize("falls_back", [False, True])
