@@ -146,7 +146,8 @@ _OUR_RUNTIME = """\
 #   optpipe.runtime.trainers.megatron.forward_backward_func(schedule, problem)
 #   partial(optpipe.runtime.trainers.torchtitan.pipeline_llm, schedule=schedule)
 #   optpipe.runtime.PipelineRunner(stages, schedule, loss_fn, problem)
-# Stages of a model of transformers: optpipe.runtime.trainers.huggingface.build_stages."""
+# Stages of a model of transformers: optpipe.runtime.trainers.huggingface.build_stages; with tp
+# above 1 each is divided by shard_layers of the same module, before fully_shard."""
 
 
 def train_command(configuration: Configuration, framework: str, file: str | None = None) -> str:

@@ -187,8 +187,9 @@ def test_tensor_parallel_ranks_of_a_llama_have_what_formulas_say(tp):
     ("name", "tp", "more", "reason"),
     [
         ("dense", 4, {}, "divides 2 key/value heads, which 4 ranks cannot share"),
-        ("learned positions", 2, {}, "no tensor-parallel plan"),
-        ("sinks", 2, {}, "no tensor-parallel plan for the layers"),
+        ("learned positions", 2, {}, "divides none of its layers"),
+        ("sinks", 2, {}, "divides none of its layers"),
+        ("mamba-2 and attention", 2, {}, "divides none of its layers"),
         ("dense", 2, {"kernels": "compiled"}, "compiled layers are traced on one device"),
         ("dense", 2, {"lora": Lora()}, "adapters are traced on one device"),
     ],

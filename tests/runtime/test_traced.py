@@ -234,7 +234,10 @@ def whole_mean(output: Tensor, target: Tensor | None = None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # of torch's own compiler, which torchtitan loads
 def test_a_rank_of_torchtitans_own_model_is_traced(monkeypatch) -> None:
-    """Its sharding runs on tensors without data: bytes of real ones, half of the products."""
+    """Its sharding runs on tensors without data: memory of real ones, half of the products.
+
+    Real runs can offload less: results of collectives that torch wraps stay on the device.
+    """
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
     monkeypatch.setattr(attention, "_FLASH", "_scaled_dot_product_flash_attention_for_cpu")
     monkeypatch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
@@ -255,7 +258,9 @@ def test_a_rank_of_torchtitans_own_model_is_traced(monkeypatch) -> None:
         options = {"loss_fn": whole_mean, "target": sample, "group": dist.new_group([0])}
         expected = on_cpu(real, sample, monkeypatch, **options)
     for one, other in zip(found.results, expected.results, strict=True):
-        assert (one.footprint, one.memory) == (other.footprint, other.memory)
+        assert one.memory == other.memory
+        assert one.footprint.parameter_bytes == other.footprint.parameter_bytes
+        assert one.footprint.saved_bytes > other.footprint.saved_bytes
 
 
 def test_flash_attention_keeps_a_seed_more_than_the_kernel_of_the_cpu(monkeypatch) -> None:

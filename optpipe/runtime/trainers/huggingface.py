@@ -234,13 +234,17 @@ def _plan_for(model: nn.Module, tp: int) -> dict[str, str]:
     """Return transformers' plan for a model: name of a module or parameter -> style."""
     _require_transformers()
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+    from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    whole: dict[str, str] = getattr(model, "tp_plan", None) or {}
     name = type(model).__name__
-    if not any(".*." in place for place in plan):
+    places = (*model.named_modules(), *model.named_parameters())
+    known = {replace_layer_number_by_wildcard(place) for place, _ in places}
+    plan = {place: style for place, style in whole.items() if place in known}
+    if any(".*." in place for place in known) and not any(".*." in place for place in plan):
         raise PreflightError(
-            f"transformers {metadata.version('transformers')} has no tensor-parallel plan for the "
-            f"layers of {name}; choose tp 1"
+            f"the plan of transformers {metadata.version('transformers')} for {name} divides none "
+            "of its layers; choose tp 1"
         )
     config: Any = model.config
     found = (
