@@ -1332,9 +1332,14 @@ class TuneRequest(ModelOnGpus):
 
     @property
     def traced_degrees(self) -> tuple[int, ...]:
-        """The degrees of tensor parallelism with which the model is traced: 1, or those given."""
-        current = 1 if self.current is None else self.current.tp
-        return tuple(sorted({self.fixed.tp or 1, current}))
+        """The degrees of tensor parallelism with which the model is traced.
+
+        Powers of two up to 8 and to the number of GPUs, or the one given; and today's.
+        """
+        own = (
+            {self.fixed.tp} if self.fixed.tp else {n for n in (1, 2, 4, 8) if n <= self.total_gpus}
+        )
+        return tuple(sorted(own if self.current is None else own | {self.current.tp}))
 
     @property
     def total_gpus(self) -> int:

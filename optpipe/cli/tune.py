@@ -31,7 +31,7 @@ from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_problem
 from optpipe.planning import benchmark_script, train_command
-from optpipe.planning.configuration import PASTED_FILES
+from optpipe.planning.configuration import PASTED_FILES, has_pasted_file
 from optpipe.planning.frameworks.megatron import check_arguments_have
 from optpipe.planning.frameworks.torchtitan import titan_model
 from optpipe.requests import ALIASES, CurrentRun, FixedDegrees, TuneRequest
@@ -374,7 +374,7 @@ def _print_command(console: Console, result: TuneResult, paste: Path | None) -> 
     """Print the command that trains with the best configuration, on its own line."""
     framework = result.question.framework
     where = "To train by it, on every host"
-    if paste is None and framework in PASTED_FILES:
+    if paste is None and has_pasted_file(result.question.shape, framework):
         where += f" (--paste {PASTED_FILES[framework]} writes what it takes)"
     console.print(f"{where}:", markup=False)
     if result.best is not None:
@@ -423,10 +423,11 @@ def _check_pastable(
             )
     if path is None:
         return
-    if framework in ("any", "huggingface"):
+    if not has_pasted_file(shape, framework):
         raise InputError(
-            "--paste writes for --framework megatron or torchtitan; choose one, or write schedule "
-            "and problem for the optpipe runtime with -o and --problem-out"
+            "--paste writes for --framework megatron or torchtitan, and for models with a formula; "
+            "choose such, or write schedule and problem for the optpipe runtime with -o and "
+            "--problem-out"
         )
     if framework == "torchtitan":
         titan_model(shape)

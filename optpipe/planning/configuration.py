@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optpipe.planning.shape import ModelShape, Training
     from optpipe.planning.step import PipelineCut
 
-__all__ = ["PASTED_FILES", "Configuration", "train_command"]
+__all__ = ["PASTED_FILES", "Configuration", "has_pasted_file", "train_command"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,8 @@ _OUR_RUNTIME = """\
 #   optpipe.runtime.trainers.megatron.forward_backward_func(schedule, problem)
 #   partial(optpipe.runtime.trainers.torchtitan.pipeline_llm, schedule=schedule)
 #   optpipe.runtime.PipelineRunner(stages, schedule, loss_fn, problem)
-# Stages of a model of transformers: optpipe.runtime.trainers.huggingface.build_stages."""
+# Stages of a model of transformers: optpipe.runtime.trainers.huggingface.build_stages; with tp
+# above 1 each is divided by shard_layers of the same module, before fully_shard."""
 
 
 def train_command(configuration: Configuration, framework: str, file: str | None = None) -> str:
@@ -160,8 +161,8 @@ def train_command(configuration: Configuration, framework: str, file: str | None
         fill them unequally, ``LOCAL_GPUS`` says how many each has.
     framework
         ``megatron``: Megatron-LM's ``pretrain_gpt.py`` with the arguments, or a Megatron-Bridge
-        recipe with the YAML; ``torchtitan``: its trainer with the config; ``any`` and
-        ``huggingface``: a script of yours that our runtime trains in.
+        recipe with the YAML; ``torchtitan``: its trainer with the config; ``any``,
+        ``huggingface``, and a traced model: a script of yours that our runtime trains in.
     file
         Name of the arguments, the YAML (``.yaml``, ``.yml``) or the config, by default the name
         that the page gives it. A config's schedule, as CSV, is found by the config itself.
@@ -169,11 +170,11 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     Returns
     -------
     str
-        One line; for ``any`` and ``huggingface`` with comments that list the degrees, which no
-        pasted file has.
+        One line; for a script of yours with comments that list the degrees, which no pasted file
+        has.
     """
     start = _torchrun(configuration)
-    if framework in ("any", "huggingface"):
+    if not has_pasted_file(configuration.shape, framework):
         return f"{start} train.py\n{_our_runtime(configuration)}"
     name = file or PASTED_FILES[framework]
     if framework == "torchtitan":
@@ -185,6 +186,11 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     file = shlex.quote(name if "/" in name else f"./{name}")
     arguments = '${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"'
     return f"source {file} && {start} pretrain_gpt.py {arguments}"
+
+
+def has_pasted_file(shape: ModelShape, framework: str) -> bool:
+    """Whether a framework's configuration file can be written; of a traced model it cannot."""
+    return framework in PASTED_FILES and shape.trace is None
 
 
 def _our_runtime(configuration: Configuration) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "TRAINING_KERNELS",
     "LinearBytes",
     "LinearWork",
+    "RefusedDegree",
     "TracedKernels",
     "TracedLayer",
     "TracedLora",
@@ -235,6 +236,13 @@ class TracedRank(FrozenValue):
         return self
 
 
+class RefusedDegree(FrozenValue):
+    """A degree of tensor parallelism with which the model cannot be traced, and the reason."""
+
+    tp: Count
+    reason: str = Field(max_length=500)
+
+
 class TracedLora(FrozenValue):
     """The adapters with which a model was traced, by the names of `optpipe.planning.shape.Lora`."""
 
@@ -257,6 +265,8 @@ class TracedModel(FileValue):
         The kind of each layer in model order, as a position in `TracedRank.kinds`.
     ranks
         Costs by degree of tensor parallelism, each degree once, in ascending order.
+    refused
+        Degrees that were asked for and cannot be traced.
     num_experts, active_experts
         Routed experts of a layer that has some, and how many of them a token goes through; 0 = the
         model has none.
@@ -287,6 +297,7 @@ class TracedModel(FileValue):
     vocab: Count
     layers: tuple[Index, ...] = Field(min_length=1, max_length=MAX_LAYERS)
     ranks: tuple[TracedRank, ...] = Field(min_length=1, max_length=32)
+    refused: tuple[RefusedDegree, ...] = Field(default=(), max_length=32)
     num_experts: Index = 0
     active_experts: Index = 0
     parameters: Total
@@ -359,6 +370,11 @@ class TracedModel(FileValue):
         found = next((rank for rank in self.ranks if rank.tp == tp), None)
         if found is not None:
             return found
+        for one in self.refused:
+            if one.tp == tp:
+                raise FieldError(
+                    FieldRef("tp", tp), f": {self.model_type} was not traced with it: {one.reason}"
+                )
         raise FieldError(
             FieldRef("tp", tp),
             f": {self.model_type} was traced with tp {', '.join(map(str, self.degrees))}; choose "

@@ -566,7 +566,7 @@ def deferred_bytes(module: nn.Module) -> int:
     deferred = {
         parameter
         for layer in _linears(module)
-        if "forward" not in vars(layer)
+        if _runs_class_forward(layer)
         and _defers(layer)
         and not (layer in compiled and layer.weight in sharded)
         for parameter in layer.parameters()
@@ -588,9 +588,18 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
         layer
         for layer in module.modules()
         if isinstance(layer, SplitLinear)
-        or (_split_class_of(type(layer)) is not None and "forward" not in vars(layer))
+        or (_split_class_of(type(layer)) is not None and _runs_class_forward(layer))
     ]
     return cast("list[nn.Linear]", found)
+
+
+CLASS_FORWARD = "optpipe_class_forward"
+"""Attribute that a layer's own ``forward`` has if it calls the ``forward`` of the layer's class."""
+
+
+def _runs_class_forward(layer: nn.Module) -> bool:
+    own = vars(layer).get("forward")
+    return own is None or hasattr(own, CLASS_FORWARD)
 
 
 def _split_class_of(kind: type[nn.Module]) -> type[SplitLinear] | None:

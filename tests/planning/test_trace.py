@@ -10,10 +10,10 @@ import pytest
 from optpipe.errors import FieldError, InputError, ModelError
 from optpipe.planning import Estimate, ModelShape, Training, estimate, find_model, shape_of_trace
 from optpipe.planning.shape import Lora
-from optpipe.planning.trace import TracedModel
-from optpipe.requests import EstimateRequest, TuneRequest
+from optpipe.planning.trace import RefusedDegree, TracedModel
+from optpipe.requests import EstimateRequest, FixedDegrees, TuneRequest
 from optpipe_solver.tune import read_question, tune
-from optpipe_solver.tune.space import TuneQuestion, candidates
+from optpipe_solver.tune.space import TuneQuestion, candidates, left_out
 from tests.planning.traces import H100, traced_like
 
 FULL = frozenset({"full"})
@@ -262,13 +262,28 @@ def test_a_trace_has_the_degrees_and_treatments_that_it_says() -> None:
     assert {one.training.ep for one in found} > {1, 2}
 
 
-@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
-def test_frameworks_with_layers_of_their_own_refuse_a_trace(framework: str) -> None:
-    kernels = {"megatron": Training(), "torchtitan": Training(kernels="torch", compiled=True)}
-    document = traced_like(find_model("llama3-8b"), kernels[framework])
-    request = TuneRequest.parse({"trace": document.model_dump(), **asked(framework)})
-    with pytest.raises(InputError, match=r"of its own.*choose framework huggingface or any"):
+def test_megatron_has_layers_of_its_own_and_refuses_a_trace() -> None:
+    document = traced_like(find_model("llama3-8b"), Training())
+    request = TuneRequest.parse({"trace": document.model_dump(), **asked("megatron")})
+    with pytest.raises(InputError, match=r"of its own.*framework torchtitan, huggingface or any"):
         read_question(request)
+
+
+def test_torchtitan_trains_a_traced_model_with_the_degrees_that_were_traced() -> None:
+    """What it costs is said to be the traced code's; a degree that was refused has its reason."""
+    training = Training(kernels="torch", compiled=True, overlap=False, sequence_parallel=False)
+    document = traced_like(find_model("llama3-8b"), training, (1, 2))
+    document = document.model_copy(update={"refused": (RefusedDegree(tp=4, reason="too few"),)})
+    request = TuneRequest.parse({"trace": document.model_dump(), **asked("torchtitan")})
+    question = read_question(request).question
+    found = list(candidates(question))
+    assert {one.training.tp for one in found} == {1, 2}
+    assert {one.training.zero for one in found if one.pp > 1} == {0, 2}
+    notes = left_out(question)
+    assert any("those of the traced code" in note for note in notes)
+    assert "tp 4 is not searched: too few" in notes
+    with pytest.raises(InputError, match="was not traced with it: too few"):
+        read_question(request.model_copy(update={"fixed": FixedDegrees(tp=4)}))
 
 
 def test_transformers_runs_whole_layers_and_fsdp2_or_nothing() -> None:

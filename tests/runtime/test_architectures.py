@@ -9,16 +9,26 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.errors import InputError
+from optpipe.planning.accelerators import find_gpu
 from optpipe.planning.catalogue import shape_from_config
-from optpipe.planning.costs import checkpoint_bytes, model_flops
+from optpipe.planning.costs import (
+    checkpoint_bytes,
+    embedding_costs,
+    head_costs,
+    layer_costs,
+    model_flops,
+)
+from optpipe.planning.machine import Machine
 from optpipe.planning.parameters import total_parameters
 from optpipe.planning.shape import Lora, Training
 from optpipe.planning.traced_costs import shape_of_trace
@@ -35,9 +45,12 @@ from optpipe.runtime.measuring.kernels import (
     run_leaf,
     with_leaf_kernels,
 )
-from optpipe.runtime.measuring.trace_model import _Log, main, trace_config
+from optpipe.runtime.measuring.operators import OperatorLog
+from optpipe.runtime.measuring.trace_model import main, trace_config
+from optpipe.runtime.measuring.work_log import WorkLog
 from optpipe.runtime.passes import WeightGradients, split_linears
-from optpipe.runtime.torch_names import tree_leaves, tree_map
+from optpipe.runtime.torch_names import parts_with_memory, tree_leaves, tree_map
+from optpipe.runtime.trainers.huggingface import shard_layers
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -115,19 +128,107 @@ def test_saved_bytes_of_layers_are_those_of_a_real_run(name, batch):
     found = [traced.ranks[0].kinds[index].saved_bytes.at(batch) for index in traced.layers]
     # Of each row, a GPU's layer norm keeps two numbers in single precision, the CPU's in bf16.
     statistics = 2 * (2 * 64 * batch) * 2 if name == "learned positions" else 0
-    assert found == [one + statistics for one in saved_by_layers(CONFIGS[name], batch, 64)]
+    real = run_layers(CONFIGS[name], batch, 64)
+    assert found == [one.saved_bytes + statistics for one in real]
 
 
-def saved_by_layers(config: dict[str, Any], batch: int, tokens: int) -> list[int]:
-    """Run a model on the CPU, split as the runtime does, and return what each layer saves."""
+SHARDED = {
+    **{name: CONFIGS[name] for name in ("dense", "tied head", "experts")},
+    "norms of queries": CONFIGS["dense with biases and norms of queries"],
+    "experts after dense layers": {**CONFIGS["experts after dense layers"], "mlp_only_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_tensor_parallel_rank_is_traced_like_a_real_one(ranks, name):
+    """Two ranks over gloo, by transformers' own plan: saved bytes, and bytes in collectives."""
+    traced = trace_config(SHARDED[name], sequence=64, tps=(1, 2))
+    assert traced.degrees == (1, 2)
+    kinds = [traced.ranks[1].kinds[index] for index in traced.layers]
+    found = [
+        RealLayer(
+            one.saved_bytes.at(1), one.forward_sent_bytes.at(1), one.backward_sent_bytes.at(1)
+        )
+        for one in kinds
+    ]
+    assert all(one.sent_forward > 0 for one in found)
+    for real in ranks.run(run_layers, SHARDED[name], 1, 64, 2):
+        assert found == real
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_ranks_of_a_llama_have_what_formulas_say(tp):
+    """But for I: transformers reduces its five column-parallel inputs' gradients one by one."""
+    config = FORMULAS["llama3-8b"] | {"num_hidden_layers": 2}
+    traced = trace_config(config, sequence=1024, tps=(tp,))
+    shape = shape_from_config(json.dumps(config))
+    training = Training(
+        tp=tp, micro_batch=1, sequence=1024, kernels="torch", sequence_parallel=False, overlap=False
+    )
+    rank = traced.rank(tp)
+    (kind,) = rank.kinds
+    formula = layer_costs(shape, training, shape.layer_kinds[0])
+    assert kind.parameters.common == formula.parameters.total
+    for name in ("forward", "backward_input", "backward_weight"):
+        found, expected = getattr(kind, name), getattr(formula.work, name)
+        assert found.each.narrow_flops == expected.matmul_flops
+        assert found.each.attention_flops == pytest.approx(expected.attention_flops, rel=1e-3)
+    assert rank.head.parameters.common == head_costs(shape, training).parameters.total
+    assert rank.embedding.parameters.common == embedding_costs(shape, training).parameters.total
+    reduction = 2 * (tp - 1) * (1024 * shape.hidden * 2) // tp
+    h100 = find_gpu("h100")
+    machine = Machine(h100, h100.efficiency, training)
+    assert machine._tensor_bytes(shape, shape.layer_kinds[0]) == (2 * reduction, 2 * reduction)
+    assert kind.forward_sent_bytes.at(1) == 2 * reduction
+    assert kind.backward_sent_bytes.at(1) == 5 * reduction
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "more", "reason"),
+    [
+        ("dense", 4, {}, "divides 2 key/value heads, which 4 ranks cannot share"),
+        ("learned positions", 2, {}, "divides none of its layers"),
+        ("sinks", 2, {}, "divides none of its layers"),
+        ("mamba-2 and attention", 2, {}, "divides none of its layers"),
+        ("dense", 2, {"kernels": "compiled"}, "compiled layers are traced on one device"),
+        ("dense", 2, {"lora": Lora()}, "adapters are traced on one device"),
+    ],
+)
+def test_a_degree_that_cannot_be_is_left_out_with_its_reason(name, tp, more, reason):
+    traced = trace_config(CONFIGS[name], sequence=64, tps=(1, tp), **more)
+    assert traced.degrees == (1,)
+    with pytest.raises(InputError, match=reason):
+        traced.rank(tp)
+    with pytest.raises(InputError, match=reason):
+        trace_config(CONFIGS[name], sequence=64, tps=(tp,), **more)
+
+
+class RealLayer(NamedTuple):
+    """What a layer saves, and what a rank sends around a ring in F and in the backward."""
+
+    saved_bytes: int
+    sent_forward: int = 0
+    sent_backward: int = 0
+
+
+def run_layers(config: dict[str, Any], batch: int, tokens: int, tp: int = 1) -> list[RealLayer]:
+    """Run F and backward of each layer on the CPU, split as the runtime does."""
     from transformers import AutoModelForCausalLM
 
     text = read_config(config).text
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16).train()
+    if tp > 1:
+        names = ("all", "tensor")
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=names)
+        shard_layers(model, mesh["tensor"])
     split_linears(model, WeightGradients())
-    parameters = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    sizes = []
+    parameters = {
+        part.untyped_storage().data_ptr()
+        for one in model.parameters()
+        for part in parts_with_memory(one)
+    }
+    found = []
 
     def call(forward, *args, **kwargs):
         def cut(one):
@@ -140,14 +241,25 @@ def saved_by_layers(config: dict[str, Any], batch: int, tokens: int) -> list[int
         saved = {}
 
         def pack(one):
-            storage = one.untyped_storage()
-            if storage.data_ptr() not in parameters | outside:
-                saved[storage.data_ptr()] = storage
+            for part in parts_with_memory(one):
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in parameters | outside:
+                    saved[storage.data_ptr()] = storage
             return one
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one)
+        with OperatorLog() as log, hooks:
             output = forward(*args, **kwargs)
-        sizes.append(sum(one.nbytes() for one in saved.values()))
+            mark = log.mark()
+        num_bytes = sum(one.nbytes() for one in saved.values())
+        if tp > 1:
+            with log:
+                output.backward(torch.ones_like(output), retain_graph=True)
+        sent = (
+            round(sum(one.collective.sent_bytes for one in part if one.collective))
+            for part in (log.work[:mark], log.since(mark))
+        )
+        found.append(RealLayer(num_bytes, *sent))
         return output
 
     ids = torch.randint(text.vocab_size, (batch, tokens))
@@ -155,7 +267,7 @@ def saved_by_layers(config: dict[str, Any], batch: int, tokens: int) -> list[int
         for block in find_blocks(model):
             stack.enter_context(patch.object(block, "forward", partial(call, block.forward)))
         model(input_ids=ids, use_cache=False)
-    return sizes
+    return found
 
 
 def test_balanced_routing_in_python_loops_is_that_of_a_balanced_run():
@@ -164,7 +276,7 @@ def test_balanced_routing_in_python_loops_is_that_of_a_balanced_run():
               "num_experts_per_tok": 2}  # fmt: skip
     traced = trace_config(config, sequence=64)
     found = [traced.ranks[0].kinds[index].saved_bytes.at(2) for index in traced.layers]
-    assert found == saved_by_layers(config, 2, 64)
+    assert found == [one.saved_bytes for one in run_layers(config, 2, 64)]
 
 
 def test_routed_experts_share_the_copies_of_all_tokens():
@@ -296,7 +408,7 @@ def test_layers_with_other_windows_in_their_masks_are_of_other_kinds():
 
 def test_attention_with_a_mask_counts_once():
     """The memory-efficient kernel has a flag that is true, and is not causal."""
-    log = _Log([], [], [])
+    log = WorkLog([], [], [])
     query = torch.empty(1, 2, 8, 4, device="meta", requires_grad=True)
     mask = torch.empty(1, 1, 8, 8, dtype=torch.bool, device="meta")
     for options in ({"attn_mask": mask}, {}, {"is_causal": True}):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -195,6 +196,71 @@ def test_one_of_four_tensor_parallel_ranks_is_traced(monkeypatch) -> None:
     assert flops == layers * 3 * 2 * (2 * tokens * WIDTH * 4 * WIDTH) / 4
     exchanged = [one.collective for one in log.work if one.collective is not None]
     assert exchanged == [Collective("all_reduce", 4 * tokens * WIDTH, 4)] * 4
+
+
+def titan(device: torch.device, tp: int) -> list[nn.Module]:
+    """Return two stages of torchtitan's Llama debug model, by its own sharding for ``tp`` ranks."""
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.pipeline_parallel import _split_module
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    spec = llama3.model_registry("debugmodel")
+    for layer in spec.model.layers:
+        # Flex attention is compiled, by a compiler that this machine has not.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    set_llama3_sharding_config(spec.model, enable_sp=True)
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=1, cp=1, tp=tp, pp=1, ep=1, world_size=tp,
+        spmd_backend="partial_dtensor",
+    )  # fmt: skip
+    dims.build_mesh()
+    with device:
+        model = spec.model.build()
+    layers = [f"layers.{number}" for number in range(6)]
+    names = ["tok_embeddings", *layers[:3]], [*layers[3:], "norm", "lm_head"]
+    parts = [_split_module(model, part) for part in names]
+    for part in parts:
+        part.parallelize(dims)
+    return parts
+
+
+def whole_mean(output: Tensor, target: Tensor | None = None) -> Tensor:
+    """Return the mean of a stage's output, of a divided one gathered."""
+    whole = output.full_tensor() if isinstance(output, DTensor) else output
+    return whole.float().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # of torch's own compiler, which torchtitan loads
+def test_a_rank_of_torchtitans_own_model_is_traced(monkeypatch) -> None:
+    """Its sharding runs on tensors without data: memory of real ones, half of the products.
+
+    Real runs can offload less: results of collectives that torch wraps stay on the device.
+    """
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    monkeypatch.setattr(attention, "_FLASH", "_scaled_dot_product_flash_attention_for_cpu")
+    monkeypatch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
+    sample = torch.zeros(1, 32, dtype=torch.int64)
+    flops = []
+    for tp in (1, 2):
+        with use_fake_ranks(tp):
+            stage = titan(TRACED, tp)[0]
+            with OperatorLog() as log:
+                whole_mean(stage(sample.to(TRACED))).backward()
+        flops.append(sum(one.cost.matmul_flops for one in log.work))
+    assert flops[0] == 2 * flops[1] > 0
+    kinds = {one.collective.kind for one in log.work if one.collective is not None}
+    assert kinds >= {"all_gather", "reduce_scatter"}
+    with use_fake_ranks(2):
+        found = traced(titan(TRACED, 2), sample, loss_fn=whole_mean, target=sample)
+        real = titan(CPU, 2)
+        options = {"loss_fn": whole_mean, "target": sample, "group": dist.new_group([0])}
+        expected = on_cpu(real, sample, monkeypatch, **options)
+    for one, other in zip(found.results, expected.results, strict=True):
+        assert one.memory == other.memory
+        assert one.footprint.parameter_bytes == other.footprint.parameter_bytes
+        assert one.footprint.saved_bytes > other.footprint.saved_bytes
 
 
 def test_flash_attention_keeps_a_seed_more_than_the_kernel_of_the_cpu(monkeypatch) -> None:

@@ -229,7 +229,7 @@ _R = FrameworkRule
 MEGATRON_RULES = (
     _R("traced model", ABSENT, lambda s, t, p: s.trace is not None,
        "model {s.name!r}: Megatron-Core has layers of its own, and a trace is of other code; "
-       "choose framework huggingface or any", _UNKNOWN),
+       "choose framework torchtitan, huggingface or any", _UNKNOWN),
     _R("schedule", ABSENT, lambda s, t, p: p.schedule != "1f1b",
        "schedule {p.schedule!r}: Megatron-Core has 1F1B and interleaved 1F1B; choose 1f1b, or run "
        "it with optpipe.runtime.trainers.megatron", _to(schedule="1f1b")),
@@ -348,9 +348,6 @@ def _positions(shape: ModelShape) -> int:
 
 
 TORCHTITAN_RULES = (
-    _R("traced model", ABSENT, lambda s, t, p: s.trace is not None,
-       "model {s.name!r}: torchtitan has models of its own, and a trace is of other code; choose "
-       "framework huggingface or any", _UNKNOWN),
     _R("offloading", ABSENT, lambda s, t, p: t.offloaded_layers > 0,
        "offloaded_layers = {t.offloaded_layers}: torchtitan copies no activations; choose 0, or "
        "run it with optpipe.runtime.trainers.torchtitan", _to(offloaded_layers=0)),
@@ -370,7 +367,8 @@ TORCHTITAN_RULES = (
        "expert_capacity = {t.routing.capacity}, expert_rank_capacity = {t.routing.rank_capacity}: "
        "torchtitan drops no tokens", lambda s, t, p: {
            "routing": Routing(imbalance=t.routing.imbalance)}),
-    _R("overlap", ABSENT, lambda s, t, p: not t.overlap and t.tp == 1 and t.dp * t.cp > 1,
+    _R("overlap", ABSENT, lambda s, t, p: (
+           not t.overlap and t.tp == 1 and t.dp * t.cp > 1 and s.trace is None),
        "overlap = False: torchtitan's FSDP and DDP always overlap", _to(overlap=True)),
     _R("sharding", ABSENT, lambda s, t, p: t.zero == 1 or (t.zero == 0 and t.cp > 1),
        "zero = {t.zero} with cp = {t.cp}: torchtitan spreads weights, gradients and optimizer over "
@@ -381,7 +379,7 @@ TORCHTITAN_RULES = (
        "pp = {p.pp}: torchtitan ties embedding and head of {s.name!r} only on one rank",
        _one_rank("pp")),
     _R("key/value heads", DECODER,
-       lambda s, t, p: s.num_kv_heads % t.tp > 0 and s.latent is None,
+       lambda s, t, p: s.num_kv_heads % t.tp > 0 and s.latent is None and s.trace is None,
        "tp = {t.tp}: torchtitan splits the {s.num_kv_heads} key/value heads of {s.name!r}; choose "
        "a divisor", _UNKNOWN),
     _R("positions", DECODER, lambda s, t, p: t.sequence > _positions(s),

@@ -62,6 +62,12 @@ class Collective(NamedTuple):
     num_bytes: int
     ranks: int
 
+    @property
+    def sent_bytes(self) -> float:
+        """What a rank sends around a ring."""
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * self.num_bytes * (self.ranks - 1) / self.ranks
+
 
 class Operator(NamedTuple):
     """One operator that ran.
@@ -178,10 +184,8 @@ def _peak_flops(hardware: Hardware, precision: str) -> float:
 def _collective_ms(one: Collective, hardware: Hardware, efficiency: Efficiency) -> float:
     if one.ranks <= 1:
         return 0.0
-    rounds = 2 if one.kind == "all_reduce" else 1
-    sent = rounds * one.num_bytes * (one.ranks - 1) / one.ranks
     rate = hardware.node_gb_per_s.value * 1e9 * efficiency.network
-    return 1e3 * sent / rate + hardware.network_latency_ms
+    return 1e3 * one.sent_bytes / rate + hardware.network_latency_ms
 
 
 # --- Classes of operators.

@@ -27,12 +27,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.errors import FieldError, FieldRef, InputError, OptPipeError
 from optpipe.planning.costs import PassCost
 from optpipe.planning.trace import (
     LinearBytes,
     LinearWork,
+    RefusedDegree,
     TracedKernels,
     TracedLayer,
     TracedLora,
@@ -43,29 +45,39 @@ from optpipe.planning.trace import (
 )
 from optpipe.runtime.measuring.architectures import (
     LayerKinds,
+    TextConfig,
     build_model,
-    count_active,
-    count_experts,
     find_blocks,
     read_config,
 )
 from optpipe.runtime.measuring.compiled import Part, compile_layer
 from optpipe.runtime.measuring.kernels import fused_loss, with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.measuring.operators import Operator, OperatorLog, is_causal
-from optpipe.runtime.offload import DEFAULT_MIN_BYTES, weak_storage
+from optpipe.runtime.measuring.parameters import ADAPTER_MATRICES, ParameterCount, add_adapters
+from optpipe.runtime.measuring.traced import use_fake_ranks
+from optpipe.runtime.measuring.work_log import (
+    SavedStorages,
+    WorkLog,
+    count_elements,
+    storages_of,
+)
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES
 from optpipe.runtime.passes import (
     SplitLinear,
     WeightGradients,
     split_linears,
     unsplit_linears,
 )
-from optpipe.runtime.torch_names import storage_identity, tree_leaves, tree_map
+from optpipe.runtime.torch_names import tree_leaves, tree_map
+from optpipe.runtime.trainers.huggingface import shard_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from optpipe.planning.shape import Lora
+    from optpipe.runtime.measuring.operators import Operator
 
 __all__ = ["main", "trace_config"]
 
@@ -89,7 +101,9 @@ def trace_config(
     sequence
         Tokens of a sequence.
     tps
-        Degrees of tensor parallelism.
+        Degrees of tensor parallelism. Layers are divided by transformers' own plan
+        (`shard_layers`), and the first rank is traced. A degree that the plan, or the model's code,
+        does not take is in ``refused`` with the reason.
     kernels
         ``torch`` or ``fused`` (`optpipe.runtime.measuring.kernels`), or ``compiled``: each layer as
         in `optpipe.runtime.measuring.compiled`, embedding and head as with ``torch``.
@@ -100,31 +114,24 @@ def trace_config(
     ------
     InputError
         If the model is not known, cannot be built, or cannot run on tensors without data. The
-        message names the module and the line.
+        message names the module and the line. If no degree can be traced.
     """
     if sequence < 1:
         raise InputError(f"sequence = {sequence}: must be at least 1; raise it")
-    if more := [tp for tp in tps if tp != 1]:
-        raise FieldError(
-            FieldRef("tp", more[0]), ": models of transformers are traced on one device; choose 1"
-        )
     read = read_config(config)
-    text = read.text
-    model = build_model(read)
-    _check_positions(model, text, sequence)
-    count = _Count(model, text)
-    if lora is not None:
-        add_adapters(model, lora)
-    first, second = (_Trace(model, count, kernels, (b, sequence)) for b in (1, 2))
-    if first.calls != second.calls:
-        raise InputError(
-            f"{type(model).__name__} calls other layers with two sequences than with one, so its "
-            "costs are not linear; describe it by its layers (optpipe/model/v1)"
-        )
-    embedding, *kinds, head = (
-        _join(one, two) for one, two in zip(first.parts, second.parts, strict=True)
-    )
-    has_experts = any(one.is_moe for one in kinds)
+    whole = _Degree(read, sequence, kernels, lora)
+    ranks, refused = [], []
+    for tp in sorted(set(tps)):
+        try:
+            degree = whole if tp == 1 else _trace_shards(read, sequence, tp, kernels, lora)
+        except OptPipeError as error:
+            refused.append(RefusedDegree(tp=tp, reason=str(error)[:_MOST_LETTERS]))
+            continue
+        ranks.append(degree.rank(tp))
+    if not ranks:
+        raise FieldError(FieldRef("tp", refused[0].tp), f": {refused[0].reason}")
+    first, count = whole.first, whole.count
+    has_experts = any(one.is_moe for one in ranks[0].kinds)
     products, scores = first.model_flops
     return TracedModel(
         model_type=read.model_type,
@@ -132,14 +139,8 @@ def trace_config(
         hidden=first.hidden,
         vocab=first.vocab,
         layers=tuple(first.calls),
-        ranks=(
-            TracedRank(
-                embedding=embedding,
-                kinds=tuple(kinds),
-                head=head,
-                tied_parameters=first.tied_parameters,
-            ),
-        ),
+        ranks=tuple(ranks),
+        refused=tuple(refused),
         num_experts=count.num_experts if has_experts else 0,
         active_experts=count.active_experts if has_experts else 0,
         parameters=count.parameters,
@@ -149,8 +150,71 @@ def trace_config(
         lora=lora and TracedLora(rank=lora.rank, targets=tuple(sorted(lora.targets))),
         transformers=metadata.version("transformers"),
         torch=torch.__version__,
-        left_out=_left_out(config, text),
+        left_out=_left_out(config, read.text),
     )
+
+
+_MOST_LETTERS = 500
+
+
+class _Degree:
+    """The traces of a model on one of its tensor-parallel ranks.
+
+    Attributes
+    ----------
+    first
+        The trace with one sequence.
+    """
+
+    def __init__(
+        self,
+        read: TextConfig,
+        sequence: int,
+        kernels: str,
+        lora: Lora | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        model = build_model(read)
+        _check_positions(model, read.text, sequence)
+        if mesh is not None:
+            shard_layers(model, mesh)
+        self.count = ParameterCount(model, read.text)
+        if lora is not None:
+            add_adapters(model, lora)
+        self.first, second = (_Trace(model, self.count, kernels, (b, sequence)) for b in (1, 2))
+        if self.first.calls != second.calls:
+            raise InputError(
+                f"{type(model).__name__} calls other layers with two sequences than with one, so "
+                "its costs are not linear; describe it by its layers (optpipe/model/v1)"
+            )
+        both = zip(self.first.parts, second.parts, strict=True)
+        self._parts = [_join(one, two) for one, two in both]
+        self._tied_parameters = self.first.tied_parameters
+        experts = [one for one in model.parameters() if id(one) in self.count.experts]
+        self._divides_experts = any(count_elements(one) < one.numel() for one in experts)
+
+    def rank(self, tp: int) -> TracedRank:
+        """Return the costs of one of ``tp`` ranks."""
+        embedding, *kinds, head = self._parts
+        return TracedRank(
+            tp=tp,
+            expert_tp=tp if self._divides_experts else 1,
+            embedding=embedding,
+            kinds=tuple(kinds),
+            head=head,
+            tied_parameters=self._tied_parameters,
+        )
+
+
+def _trace_shards(
+    read: TextConfig, sequence: int, tp: int, kernels: str, lora: Lora | None
+) -> _Degree:
+    """Return the first of ``tp`` ranks, of a model divided by transformers' own plan."""
+    if kernels == "compiled" or lora is not None:
+        what = "compiled layers" if lora is None else "adapters"
+        raise InputError(f"{what} are traced on one device; choose tp 1")
+    with use_fake_ranks(tp):
+        return _Degree(read, sequence, kernels, mesh=init_device_mesh("cpu", (tp,)))
 
 
 def _left_out(data: dict[str, Any], text: Any) -> tuple[str, ...]:
@@ -185,187 +249,7 @@ _OFFSET = 8
 """Rows that tables of positions may have before the first position."""
 
 
-# --- Parameters.
-
-
-class _Count:
-    """Parameters of a whole model, and which are experts', before adapters are added.
-
-    Attributes
-    ----------
-    experts
-        Identities of the parameters of routed experts.
-    routers
-        Shapes of matrices that score experts.
-    """
-
-    def __init__(self, model: Any, config: Any) -> None:
-        self.num_experts = count_experts(config)
-        self.active_experts = count_active(config)
-        self.experts: set[int] = set()
-        self.routers: set[tuple[int, ...]] = set()
-        self.expert_parts = [
-            one for name, one in model.named_modules() if self._holds_experts(name, one)
-        ]
-        for one in self.expert_parts:
-            self.experts |= {id(parameter) for parameter in one.parameters()}
-        own = list(model.parameters())
-        self.parameters = sum(one.numel() for one in own)
-        routed = sum(one.numel() for one in own if id(one) in self.experts)
-        share = self.active_experts / max(1, self.num_experts)
-        self.active_parameters = round(self.parameters - routed * (1 - share))
-        if self.experts:
-            self.routers = {
-                tuple(one.shape)
-                for one in own
-                if one.dim() == 2 and one.shape[0] == self.num_experts
-            }
-
-    def _holds_experts(self, name: str, module: nn.Module) -> bool:
-        """Whether a module is a list of routed experts, or holds their stacked matrices."""
-        if self.num_experts < 2:
-            return False
-        if name.endswith(".experts"):
-            return True
-        if isinstance(module, nn.ModuleList):
-            kinds = {type(one) for one in module}
-            has_parts = any(list(one.children()) for one in module)
-            return len(module) == self.num_experts and len(kinds) == 1 and has_parts
-        stacked = [one for one in module.parameters(recurse=False) if one.dim() == _STACKED]
-        return any(one.shape[0] == self.num_experts for one in stacked)
-
-
-_STACKED = 3
-"""Dimensions of the stacked matrices of experts."""
-
-
-def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze a model and add an adapter to each target among its linear layers, in place.
-
-    Raises
-    ------
-    InputError
-        If no linear layer is a target.
-    """
-    model.requires_grad_(requires_grad=False)
-    names = {name for target in lora.targets for name in _TARGETS.get(target, ())}
-    found = [
-        (parent, name, child)
-        for block in find_blocks(model)
-        for parent in block.modules()
-        for name, child in parent.named_children()
-        if name in names and isinstance(child, nn.Linear)
-    ]
-    if not found:
-        raise InputError(
-            f"lora_targets = {', '.join(sorted(lora.targets))}: no linear layer of "
-            f"{type(model).__name__} is called one of {', '.join(sorted(names))}; choose others"
-        )
-    for parent, name, child in found:
-        setattr(parent, name, _Adapted(child, lora.rank))
-
-
-_ADAPTER_MATRICES = ("lora_a.weight", "lora_b.weight")
-
-_TARGETS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"),
-    "linear_proj": ("o_proj", "out_proj"),
-    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc"),
-    "linear_fc2": ("down_proj", "w2", "fc2"),
-    "linear_q_proj": ("q_proj",),
-    "linear_q_down_proj": ("q_a_proj",),
-    "linear_q_up_proj": ("q_b_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
-    "linear_kv_up_proj": ("kv_b_proj",),
-}
-"""Target of `optpipe.planning.shape.Lora` -> names of linear layers in transformers."""
-
-
-class _Adapted(nn.Module):
-    """A frozen linear layer and its adapter of two matrices."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        options: Any = {"bias": False, "device": "meta", "dtype": base.weight.dtype}
-        self.lora_a = nn.Linear(base.in_features, rank, **options)
-        self.lora_b = nn.Linear(rank, base.out_features, **options)
-
-    def forward(self, given: Tensor) -> Tensor:
-        """Add the scaled adapter's output to the layer's."""
-        output: Tensor = self.base(given) + self.lora_b(self.lora_a(given)) * 1.0
-        return output
-
-
 # --- Work.
-
-
-class _Log(OperatorLog):  # type: ignore[no-untyped-call]
-    """Operators; products that a narrow precision makes narrow are ``narrow_flops``.
-
-    Those read a narrow weight, or read no weight and return a tensor of the shape of a narrow one:
-    its gradient.
-
-    Attributes
-    ----------
-    products, scores
-        FLOPs of all products but those of adapters and attention's, and those of attention as if
-        each query saw as many keys as the last one.
-    """
-
-    def __init__(
-        self, narrow: Iterable[Tensor], adapters: Iterable[Tensor], weights: Iterable[Tensor]
-    ) -> None:
-        super().__init__()
-        matrices = list(narrow)
-        self._weights = {_home(one) for one in weights}
-        self._narrow = {_home(one) for one in matrices}
-        self._shapes = {tuple(one.shape) for one in matrices}
-        self._shapes |= {tuple(one.mT.shape) for one in matrices}
-        self._adapters = {_home(one) for one in adapters}
-        self.products = self.scores = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(self.work)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.work) == before:
-            return result
-        cost = self.work[-1].cost
-        if func is torch.ops.optpipe.leaf.default:
-            self.scores += args[-1]
-        elif cost.attention_flops:
-            # Torch's kernels do half where they are causal.
-            self.scores += cost.attention_flops * (2 if is_causal(func, args, kwargs or {}) else 1)
-        elif cost.matmul_flops:
-            self._narrow_product(cost, _tensors(args), result)
-            return result
-        self.products += cost.matmul_flops
-        return result
-
-    def _narrow_product(self, cost: PassCost, factors: list[Tensor], result: Any) -> None:
-        homes = [_home(one) for one in factors]
-        if not self._adapters.isdisjoint(homes):
-            return
-        self.products += cost.matmul_flops
-        if self._narrow.isdisjoint(homes) and not (
-            self._weights.isdisjoint(homes) and tuple(result.shape) in self._shapes
-        ):
-            return
-        others = [
-            one.numel()
-            for one, home in zip(factors, homes, strict=True)
-            if home not in self._narrow and one.dim() > 1
-        ]
-        narrow = cost._replace(
-            matmul_flops=0.0,
-            narrow_flops=cost.matmul_flops,
-            cast_elements=float(others[0]) if len(others) == 1 else 0.0,
-        )
-        self.work[-1] = self.work[-1]._replace(cost=narrow)
-
-
-def _home(tensor: Tensor) -> int:
-    return storage_identity(tensor.untyped_storage())
 
 
 def _total(operators: Iterable[Operator]) -> PassCost:
@@ -386,6 +270,15 @@ class _Backward(NamedTuple):
     weight: list[Operator]
     context_bytes: int
     workspace_bytes: int
+
+
+def _sent(ahead: list[Operator], back: _Backward) -> dict[str, int]:
+    """Return what tensor-parallel ranks exchange in the passes of a part."""
+    passes = {"forward": ahead, "backward": back.input + back.weight}
+    return {
+        f"{name}_sent_bytes": round(sum(one.collective.sent_bytes for one in log if one.collective))
+        for name, log in passes.items()
+    }
 
 
 def _work(ahead: list[Operator], back: _Backward) -> dict[str, PassCost]:
@@ -439,7 +332,7 @@ def _join(one: _PartCosts, two: _PartCosts) -> TracedLayer:
 class _Gradients(WeightGradients):
     """Notes which deferred gradients are those of experts."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, log: WorkLog) -> None:
         super().__init__()
         self._log = log
         self.in_experts = False
@@ -458,39 +351,6 @@ class _Gradients(WeightGradients):
         self.experts += self._log.since(mark)
 
 
-class _Saved:
-    """Storages that autograd saves, each once, without those ``outside``."""
-
-    def __init__(self, outside: frozenset[Any] = frozenset()) -> None:
-        self._outside = outside
-        # Weak references, so that a backward can free what it has read.
-        self._sizes: dict[Any, int] = {}
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Note a tensor; a hook of `torch.autograd.graph.saved_tensors_hooks`."""
-        self.add(tensor)
-        return tensor
-
-    def add(self, tensor: Tensor) -> None:
-        """Note a tensor."""
-        storage = weak_storage(tensor)
-        if storage not in self._outside:
-            self._sizes[storage] = tensor.untyped_storage().nbytes()
-
-    def merge(self, *others: _Saved) -> None:
-        """Note what others have noted."""
-        for one in others:
-            self._sizes |= one._sizes  # noqa: SLF001 - of the same class
-
-    def count(self, least: int = 0) -> int:
-        """Return the bytes of storages that have at least so many."""
-        return sum(size for size in self._sizes.values() if size >= least)
-
-
-def _storages(tensors: Iterable[Tensor]) -> frozenset[Any]:
-    return frozenset(weak_storage(one) for one in tensors)
-
-
 class _Experts:
     """Notes the operators of a block that belong to its experts, from the router on.
 
@@ -504,7 +364,9 @@ class _Experts:
         These modules.
     """
 
-    def __init__(self, block: nn.Module, count: _Count, log: _Log, gradients: _Gradients) -> None:
+    def __init__(
+        self, block: nn.Module, count: ParameterCount, log: WorkLog, gradients: _Gradients
+    ) -> None:
         self._log = log
         self._gradients = gradients
         self._start = 0
@@ -580,12 +442,14 @@ class _Trace:
     hidden, vocab
         Columns of what the first block takes, and of the logits.
     model_flops
-        FLOPs of F of the micro-batch: `_Log.products` and `_Log.scores`.
+        FLOPs of F of the micro-batch: `WorkLog.products` and `WorkLog.scores`.
     tied_parameters
         Parameters of the head that the embedding has too.
     """
 
-    def __init__(self, model: Any, count: _Count, kernels: str, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, model: Any, count: ParameterCount, kernels: str, shape: tuple[int, int]
+    ) -> None:
         self._model = model
         self._count = count
         self._kernels = kernels
@@ -593,10 +457,10 @@ class _Trace:
         self._kinds = LayerKinds(self._blocks)
         in_blocks = [one for block in self._blocks for one in block.parameters()]
         adapters = [
-            one for name, one in model.named_parameters() if name.endswith(_ADAPTER_MATRICES)
+            one for name, one in model.named_parameters() if name.endswith(ADAPTER_MATRICES)
         ]
         wide = {id(one) for one in adapters}
-        self._log = _Log(
+        self._log = WorkLog(
             (
                 one
                 for one in in_blocks
@@ -617,12 +481,12 @@ class _Trace:
         self._known: dict[Any, tuple[int, Any]] = {}
         self._layers: list[_PartCosts] = []
         self._flops: list[tuple[float, float]] = []
-        self._weights = _storages([*model.parameters(), *model.buffers()])
-        self._shared = _Saved(self._weights)
+        self._weights = storages_of([*model.parameters(), *model.buffers()])
+        self._shared = SavedStorages(self._weights)
         self._tokens = torch.empty(shape, dtype=torch.int64, device=_META)
         self._ran: set[nn.Module] = set()
-        self._segments: list[tuple[int, int, _Saved]] = []
-        self._saved = _Saved(self._weights)
+        self._segments: list[tuple[int, int, SavedStorages]] = []
+        self._saved = SavedStorages(self._weights)
         self._start = 0
         self._entries: list[Tensor] = []
         self._homes: dict[int, set[int]] = {}
@@ -660,7 +524,7 @@ class _Trace:
         return self._saved.pack(tensor)
 
     def _begin_segment(self) -> None:
-        self._saved = _Saved(self._weights)
+        self._saved = SavedStorages(self._weights)
         self._start = self._log.mark()
 
     def _end_segment(self) -> None:
@@ -714,7 +578,7 @@ class _Trace:
         resident = [*self._model.parameters(), *self._model.buffers()]
         kept = [one for store in stores for one in _tensors(store.data)]
         known = [*kept, *(one for one in given if not one.requires_grad)]
-        saved = _Saved(self._weights | _storages(known))
+        saved = SavedStorages(self._weights | storages_of(known))
         log, gradients = self._log, self._gradients
         with ExitStack() as stack:
             experts = _Experts(block, self._count, log, gradients)
@@ -740,7 +604,7 @@ class _Trace:
             experts.end()
         for store in stores:
             store.data = tree_map(_detached, store.data)
-        checkpoint = _Saved()
+        checkpoint = SavedStorages()
         for one in inputs.values():
             checkpoint.add(one)
         measured = _PartCosts(
@@ -762,7 +626,8 @@ class _Trace:
                 "forward_workspace_bytes": workspace,
                 "weight_context_bytes": back.context_bytes,
                 "backward_workspace_bytes": back.workspace_bytes,
-            },
+            }
+            | _sent(ahead, back),
             forward_launches=_launches(ahead),
             backward_launches=_launches(back.input) + _launches(back.weight),
         )
@@ -809,13 +674,15 @@ class _Trace:
             first = self._backward(self._entries, meter)
         *before, (start, end, after) = self._segments
         homes = {id(one): self._homes.get(id(one), {0}) for one in outside}
-        saved = _Saved()
+        saved = SavedStorages()
         saved.merge(*(one for _, _, one in before), self._shared)
         saved.add(self._tokens)
         ids = self._tokens.nbytes
         looked_up = [one for a, b, _ in before for one in self._log.work[a:b]]
         self.tied_parameters = sum(
-            one.numel() for one in outside if min(homes[id(one)]) < last == max(homes[id(one)])
+            count_elements(one)
+            for one in outside
+            if min(homes[id(one)]) < last == max(homes[id(one)])
         )
         yield _PartCosts(
             name="embedding",
@@ -827,7 +694,8 @@ class _Trace:
                 "checkpoint_bytes": ids,
                 "weight_context_bytes": first.context_bytes,
                 "backward_workspace_bytes": first.workspace_bytes,
-            },
+            }
+            | _sent(looked_up, first),
             forward_launches=_launches(looked_up),
             backward_launches=_launches(first.input) + _launches(first.weight),
         )
@@ -843,7 +711,8 @@ class _Trace:
                 "weight_context_bytes": head.context_bytes,
                 "forward_workspace_bytes": workspace,
                 "backward_workspace_bytes": head.workspace_bytes,
-            },
+            }
+            | _sent(ahead, head),
             forward_launches=_launches(ahead),
             backward_launches=_launches(head.input) + _launches(head.weight),
         )
@@ -858,7 +727,7 @@ class _Trace:
         sizes = dict.fromkeys(TracedParameters.model_fields, 0)
         for one in parameters:
             kind = "experts" if id(one) in self._count.experts else "common"
-            sizes[kind if one.requires_grad else f"frozen_{kind}"] += one.numel()
+            sizes[kind if one.requires_grad else f"frozen_{kind}"] += count_elements(one)
         return TracedParameters(**sizes)
 
     @property

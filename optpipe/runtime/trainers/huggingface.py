@@ -17,15 +17,18 @@ masks and rotary tables are made on every stage by the model's code, from ``atte
 from __future__ import annotations
 
 import copy
+from functools import partial
 from importlib import metadata
 from itertools import accumulate
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.errors import MissingExtraError, PreflightError
+from optpipe.runtime.passes import CLASS_FORWARD
 from optpipe.runtime.trainers.split import (
     Passed,
     Tie,
@@ -37,9 +40,11 @@ from optpipe.runtime.trainers.split import (
 from optpipe.runtime.trainers.split import split as split_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
-__all__ = ["Stages", "build_stages", "is_language_model", "loss_of", "split"]
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Stages", "build_stages", "is_language_model", "loss_of", "shard_layers", "split"]
 
 _MAJOR: Final = 5
 """Of transformers, in which a layer's kind and masks are looked up in the configuration."""
@@ -165,6 +170,126 @@ def build_stages(
             # What two stages of this rank shared, they share again.
             setattr(owner, last, shared.setdefault(parameter, owner.get_parameter(last)))
     return stages
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a model, or a stage, over tensor-parallel ranks by transformers' own plan, in place.
+
+    W makes the weight gradients of divided linear layers, too. Replicated parameters of which each
+    rank has a part of the gradient are reduced with each micro-batch: transformers would reduce
+    the sum over micro-batches so far, and count the earlier ones again.
+
+    Parameters
+    ----------
+    model
+        Its parameters must have the same values on all ranks of the mesh.
+    mesh
+        The tensor-parallel ranks, one dimension.
+
+    Raises
+    ------
+    PreflightError
+        If the model has no plan, or if the plan does not fit the number of ranks.
+    """
+    plan = _plan_for(model, mesh.size())
+    from transformers.integrations.tensor_parallel import (
+        apply_tensor_parallelism,
+        replace_layer_number_by_wildcard,
+    )
+
+    rules: dict[str, str] = {}
+    linears: list[nn.Module] = []
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for place, module in model.named_modules():
+        rule = plan.get(replace_layer_number_by_wildcard(place))
+        if isinstance(module, Passed):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = f"{place}.{name}"
+            own = plan.get(replace_layer_number_by_wildcard(whole), rule)
+            if own not in (None, _PARTIAL_GRADIENT) and parameter not in owners:
+                rules[whole] = own
+            owners.setdefault(parameter, []).append((module, name))
+        if rule == _PARTIAL_GRADIENT:
+            module.register_forward_pre_hook(_reducing(mesh.get_group()))
+        elif rule is not None:
+            rules[place] = rule
+        if type(module) is nn.Linear and place in rules:
+            linears.append(module)
+            module.forward = partial(_run_class_forward, module)  # type: ignore[method-assign]
+    apply_tensor_parallelism(model, mesh, rules)
+    for linear in linears:
+        setattr(linear.forward, CLASS_FORWARD, True)
+    _share_again(owners.values())
+
+
+def _share_again(owners: Iterable[list[tuple[nn.Module, str]]]) -> None:
+    """Give all owners of a parameter the one that the first of them has now."""
+    for (first, name), *others in owners:
+        for module, also in others:
+            setattr(module, also, getattr(first, name))
+
+
+def _plan_for(model: nn.Module, tp: int) -> dict[str, str]:
+    """Return transformers' plan for a model: name of a module or parameter -> style."""
+    _require_transformers()
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+    from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
+
+    whole: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    name = type(model).__name__
+    places = (*model.named_modules(), *model.named_parameters())
+    known = {replace_layer_number_by_wildcard(place) for place, _ in places}
+    plan = {place: style for place, style in whole.items() if place in known}
+    if any(".*." in place for place in known) and not any(".*." in place for place in plan):
+        raise PreflightError(
+            f"the plan of transformers {metadata.version('transformers')} for {name} divides none "
+            "of its layers; choose tp 1"
+        )
+    config: Any = model.config
+    found = (
+        getattr(config, field, None) for field in ("num_key_value_heads", "num_attention_heads")
+    )
+    heads = next((one for one in found if one), 0)
+    if get_kv_heads_per_rank(plan, heads, tp) is None:
+        raise PreflightError(
+            f"the plan of transformers for {name} divides {heads} key/value heads, which {tp} "
+            "ranks cannot share evenly; choose a divisor of their number"
+        )
+    return plan
+
+
+_PARTIAL_GRADIENT: Final = "replicated_with_grad_allreduce"
+
+
+def _run_class_forward(layer: nn.Module, *args: Any) -> Any:
+    """Run the ``forward`` of the class that a layer has by then."""
+    return type(layer).forward(layer, *args)
+
+
+def _reducing(group: dist.ProcessGroup) -> Callable[[nn.Module, Any], None]:
+    """Return a hook by which each gradient of a module's parameters is the sum of all ranks'.
+
+    It looks for them in each forward, because `fully_shard` gives the module other parameters.
+    """
+
+    def reduce(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    def watch(module: nn.Module, args: Any) -> None:
+        del args
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and _REDUCED not in vars(parameter):
+                parameter.register_hook(reduce)
+                setattr(parameter, _REDUCED, True)
+
+    return watch
+
+
+_REDUCED: Final = "optpipe_reduced"
+"""Attribute of parameters whose gradients are reduced; copies have neither it nor the hook."""
 
 
 def loss_of(config: Any) -> Callable[..., Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from optpipe.errors import InputError
 from optpipe.planning import megatron_arguments, torchtitan_config
+from optpipe.planning.configuration import has_pasted_file
 from optpipe.planning.frameworks.rules import check_starts
 from optpipe.units import format_ms
 from optpipe_solver.tune.judge import recut
@@ -140,7 +141,7 @@ def _is_refused(question: TuneQuestion, configuration: Configuration) -> bool:
     try:
         if question.framework == "megatron":
             megatron_arguments(configuration)
-        elif question.framework == "torchtitan":
+        elif has_pasted_file(question.shape, question.framework):
             torchtitan_config(configuration, csv="schedule.csv")
         else:
             check_starts(configuration, question.framework)

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from optpipe import Schedule
 from optpipe.runtime import PipelineRunner, passes
 from optpipe.runtime.preflight import num_microbatches_of
-from optpipe.runtime.trainers.huggingface import build_stages, loss_of
+from optpipe.runtime.trainers.huggingface import build_stages, loss_of, shard_layers
+from tests.runtime import schedules
 from tests.runtime.watching import counted
 
 WORDS = 64
@@ -178,8 +182,12 @@ def train_transformer(kind: str, schedule: Schedule) -> TrainedModel:
 
 
 def _train(kind: str, schedule: Schedule) -> TrainedModel:
-    config, count, rank = small_config(kind), num_microbatches_of(schedule), dist.get_rank()
+    config, count = small_config(kind), num_microbatches_of(schedule)
     placement = schedule.placement
+    num_ranks = max(placement) + 1
+    size = (num_ranks, dist.get_world_size() // num_ranks)
+    mesh = init_device_mesh("cpu", size, mesh_dim_names=("pipeline", "tensor"))
+    rank = mesh["pipeline"].get_local_rank()
     layers = [8 // len(placement)] * len(placement)
     own = [s for s, home in enumerate(placement) if home == rank]
     stages = build_stages(config, layers, own=own)
@@ -190,9 +198,15 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
             add_adapters(stage, seed=index)
         for index in own:
             add_adapters(stages[index], seed=index)
+    if size[1] > 1:
+        for index in own:
+            shard_layers(stages[index], mesh["tensor"])
     loss_fn = loss_of(config)
     parts = {index: stages[index] for index in own}
-    runner = PipelineRunner(parts, schedule, loss_fn, ties=stages.ties, min_offload_bytes=1)
+    group = mesh["pipeline"].get_group()
+    runner = PipelineRunner(
+        parts, schedule, loss_fn, ties=stages.ties, group=group, min_offload_bytes=1
+    )
     losses: float | None = 0.0 if runner.holds_last else None
     num_stacked = 0
     for step in range(STEPS):
@@ -216,7 +230,7 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     assert all((ours.grad is None) == (theirs.grad is None) for ours, theirs in pairs)
     largest = max(float(theirs.grad.abs().max()) for _, theirs in pairs if theirs.grad is not None)
     worst = max(
-        float((ours.grad - theirs.grad).abs().max())
+        float((whole_gradient(ours) - theirs.grad).abs().max())
         for ours, theirs in pairs
         if ours.grad is not None and theirs.grad is not None
     )
@@ -232,11 +246,64 @@ def _train(kind: str, schedule: Schedule) -> TrainedModel:
     )
 
 
+def train_replicas(kind: str) -> float:
+    """Train two stages by FSDP2 over two ranks, times two tensor-parallel ones.
+
+    Return the worst difference of a gradient, relative to the largest one.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _train_replicas(small_config(kind))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _train_replicas(config: Any) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    problem = schedules.make_problem((0, 0), 4)
+    programs = schedules.random_programs(problem, 6, offload=0.3, recompute=0.3, fused=0.3)
+    stages, whole = (build_stages(config, [4, 4], own=[0, 1]) for _ in range(2))
+    for stage in stages:
+        shard_layers(stage, mesh["tensor"])
+        for layer in stage.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(stage, mesh=mesh["data"])
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    loss_fn = loss_of(config)
+    runner = PipelineRunner(
+        dict(enumerate(stages)), schedules.make_schedule(problem, programs), loss_fn, group=alone
+    )
+    batches = [padded(8, seed) for seed in range(2)]
+    tokens, mask, labels = batches[mesh["data"].get_local_rank()]
+    for _ in range(STEPS):
+        runner.step(tokens, target=labels, attention_mask=mask)
+        for batch in batches:
+            for part in zip(*(one.chunk(4) for one in batch), strict=True):
+                state = part[0]
+                for stage in whole:
+                    state = stage(state, attention_mask=part[1])
+                (loss_fn(state, part[2]) / 8).backward()
+    runner.close()
+    pairs = [
+        (whole_gradient(ours), theirs.grad)
+        for one, other in zip(stages, whole, strict=True)
+        for ours, theirs in zip(one.parameters(), other.parameters(), strict=True)
+    ]
+    largest = max(float(theirs.abs().max()) for _, theirs in pairs)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs) / largest
+
+
+def whole_gradient(parameter: Tensor) -> Any:
+    """Return a parameter's gradient, of a divided one gathered from all ranks."""
+    found = parameter.grad
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
 def _ties_are_equal(stages: Any, own: list[int]) -> bool:
     """Whether all ranks have the same gradient of a tied weight, to the last bit."""
     gathered: list[Any] = [None] * dist.get_world_size()
     mine = [
-        stages[stage].get_parameter(name).grad
+        whole_gradient(stages[stage].get_parameter(name))
         for tie in stages.ties
         for stage, name in tie.places
         if stage in own

@@ -27,6 +27,7 @@ from tests.runtime.trainers.huggingface_cases import (
     UNLISTED,
     padded,
     small_config,
+    train_replicas,
     train_transformer,
 )
 
@@ -88,6 +89,9 @@ def test_stages_that_are_compared_with_the_model_leave_it_in_its_modes():
         ("qwen3_moe, grouped", schedules.LINEAR, 0.3),
         ("nemotron_h", schedules.LINEAR, 0.3),
         ("llama, adapters", schedules.LINEAR, 0.3),
+        # Two pipeline ranks times two tensor-parallel ones, by transformers' own plan.
+        ("llama", (0, 1, 1, 0), 0.3),
+        ("qwen3_moe", (0, 1, 1, 0), 0.3),
         pytest.param("qwen3_moe", schedules.V_SHAPE, 0.3, marks=pytest.mark.extended),
     ],
 )
@@ -101,7 +105,8 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
     schedule = schedules.make_schedule(problem, programs)
     outcomes = ranks.run(partial(train_transformer, kind), schedule, timeout=200)
     most = 1e-6 if kind in GROUPED else 1e-12
-    for rank, found in enumerate(outcomes):
+    tp = 4 // len(programs)
+    for rank, found in ((index // tp, one) for index, one in enumerate(outcomes)):
         assert found.gradients < most
         assert (found.losses is not None) == (rank == placement[-1])
         assert found.losses is None or found.losses < most
@@ -113,6 +118,11 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
     assert (sum(found.deferred_bytes for found in outcomes) > 0) == (fused < 1)
     worst = max(found.gradients for found in outcomes)
     print(f"Hugging Face, {kind} on {placement}: gradients differ by {worst:.1e} of the largest")
+
+
+def test_fsdp2_shards_what_tensor_parallel_ranks_have(ranks):
+    """Qwen3's norms of queries have parts of their gradients on each tensor-parallel rank."""
+    assert max(ranks.run(train_replicas, "qwen3", timeout=200)) < 1e-12
 
 
 @pytest.mark.parametrize("falls_back", [False, True])
