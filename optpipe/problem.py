@@ -33,11 +33,9 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
 
 from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
+from optpipe.formats.problem import V2, StageSchema, oldest_format, read_document, write_document
 from optpipe.stage import (
-    MENU_FIELDS,
-    MOST_COSTS,
     OF_STAGE,
-    ONLY_V2,
     Bandwidth,
     Bytes,
     CellMode,
@@ -51,17 +49,11 @@ from optpipe.stage import (
     Name,
     Stage,
     StageLayers,
-    flat_stage,
     least_stage,
-    nested_stage,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from pydantic import GetJsonSchemaHandler
-    from pydantic.json_schema import JsonSchemaValue
-    from pydantic_core import CoreSchema
 
 __all__ = [
     "MAX_CELLS",
@@ -295,31 +287,6 @@ class LinkLane(NamedTuple):
 _FREE = LinkLane(-1, 0.0)
 
 
-class _OrWithCosts:
-    """For the published schema: a stage of v2 has its costs in a list, each with a menu."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        stage = handler(schema)
-        known = handler.resolve_ref_schema(stage)["properties"]
-        cost = {k: v for k, v in known.items() if k not in (*OF_STAGE, *MENU_FIELDS)}
-        limits = {"minItems": 1, "maxItems": MOST_COSTS}
-        costs = {"type": "array", **limits, "items": _object(cost, _COST)}
-        head = {name: known[name] for name in OF_STAGE} | {"costs": costs}
-        flat = {k: v for k, v in known.items() if k not in ONLY_V2}
-        return {"anyOf": [_object(flat, ["device", *_COST]), _object(head, ["device", "costs"])]}
-
-
-_COST = ["forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes"]
-
-
-def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    strict = {"type": "object", "additionalProperties": False}
-    return {**strict, "properties": properties, "required": required}
-
-
 _MOST_PAIRS = 1_000_000
 
 MAX_CELLS = 2_000_000
@@ -351,7 +318,7 @@ class Problem(FileValue):
     objective: Objective = "makespan"
     devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
     hosts: tuple[Host, ...] = ()
-    stages: tuple[Annotated[Stage, _OrWithCosts], ...] = Field(min_length=1, max_length=65536)
+    stages: tuple[Annotated[Stage, StageSchema], ...] = Field(min_length=1, max_length=65536)
     other_costs: SkipJsonSchema[tuple[tuple[Stage, ...], ...]] = Field(
         default=(), exclude_if=lambda value: not value
     )
@@ -363,17 +330,12 @@ class Problem(FileValue):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_v2(cls, data: Any) -> Any:
-        if isinstance(data, dict) and not isinstance(data.get("other_costs", ()), tuple):
-            raise rule_broken("other_costs: unknown field", "write all costs into stages[0].costs")
-        if isinstance(data, dict) and data.get("format") == _V2:
-            return _flat(data)
-        return data
+    def _read(cls, data: Any) -> Any:
+        return read_document(data)
 
     @model_serializer(mode="wrap", when_used="json")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = handler(self)
-        return _nested(data) if self.format == _V2 else data
+        return write_document(handler(self))
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -408,7 +370,7 @@ class Problem(FileValue):
         given = build(data)
         fields = {name: getattr(given, name) for name in cls.model_fields}
         settled = fields | given.settled_fields()
-        settled["format"] = _oldest_format(settled)
+        settled["format"] = oldest_format(settled)
         return given if settled == fields else build(settled)
 
     def settled_fields(self) -> dict[str, Any]:
@@ -732,7 +694,7 @@ class Problem(FileValue):
     @cached_property
     def boundary_lanes_by_cost(self) -> tuple[tuple[tuple[LinkLane, LinkLane], ...], ...]:
         """By cost what `boundary_lanes` is for cost 0."""
-        if self.format != _V2:
+        if self.format != V2:
             return (((_FREE, _FREE),) * len(self.stages),) * self.num_costs
         return tuple(map(self._boundary_lanes, range(self.num_costs)))
 
@@ -854,53 +816,6 @@ class Problem(FileValue):
             data.pop(name, None)
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-# --- v2's form of a problem: a stage has costs, a cost a menu of modes.
-
-_V1 = "optpipe/problem/v1"
-_V2 = "optpipe/problem/v2"
-
-
-def _oldest_format(fields: Mapping[str, Any]) -> str:
-    """Return v1 where it can say these fields; raise a fault if they are of v1 and it cannot."""
-    stages = [*fields["stages"], *chain.from_iterable(fields["other_costs"])]
-    named = fields["context"] is not None or any(stage.layers for stage in stages)
-    menus = any(stage.uniform_modes or stage.modes for stage in stages)
-    if named or menus or fields["pairs"] or fields["microbatches"] or fields["order"] != "free":
-        if fields["format"] == _V2:
-            return _V2
-        raise rule_broken(
-            "layers, context, modes, pairs, microbatches, order and uniform_modes are fields "
-            f"of {_V2}, and format is {fields['format']}",
-            f"write format {_V2}",
-        )
-    lanes = {(link.source, link.target) for link in fields["links"] if link.bandwidth_gb_per_s}
-    queues = any(
-        this.output_bytes and lanes & {(this.device, that.device), (that.device, this.device)}
-        for this, that in pairwise(fields["stages"])
-    )
-    return _V2 if fields["format"] == _V2 and queues else _V1
-
-
-def _flat(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of v2 with its stages in the form of v1, where they mean the same."""
-    data = dict(data)
-    if data.get("microbatches", ()) is None:
-        del data["microbatches"]
-    stages = data.get("stages")
-    if isinstance(stages, list | tuple):
-        rows = [flat_stage(index, stage) for index, stage in enumerate(stages)]
-        data["stages"] = [stage for stage, _ in rows]
-        if any(others for _, others in rows):
-            data["other_costs"] = tuple(others for _, others in rows)
-    return data
-
-
-def _nested(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of v2 for the fields of a problem."""
-    others = data.pop("other_costs", None) or [()] * len(data["stages"])
-    return {**data, "stages": list(map(nested_stage, data["stages"], others))}
 
 
 def _under_head(head: Stage, cost: Stage) -> Stage:

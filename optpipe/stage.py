@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    ValidationError,
     model_validator,
 )
 
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
     from pydantic.config import JsonDict
 
 __all__ = [
-    "MENU_FIELDS",
     "MOST_COSTS",
     "OF_STAGE",
-    "ONLY_V2",
     "WORKSPACES",
     "Bandwidth",
     "Bytes",
@@ -50,9 +47,7 @@ __all__ = [
     "Stage",
     "StageLayers",
     "choose",
-    "flat_stage",
     "least_stage",
-    "nested_stage",
 ]
 
 
@@ -473,20 +468,6 @@ class Stage(FrozenValue):
         return self.recompute_ms is not None
 
 
-def _cost(at: str, data: Any) -> Stage:
-    """Return a stage under a cost of its own; its first fault says where it is."""
-    try:
-        return Stage.model_validate(data)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join([at, *(str(part) for part in fault["loc"])])
-        if fault["type"] == "rule":
-            context = fault["ctx"]
-            raise rule_broken(f"{place}: {context['rule']}", context["fix"]) from None
-        rule = f"{place} = {str(fault['input'])[:60]}: {fault['msg']}"
-        raise rule_broken(rule, "correct it") from None
-
-
 _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 
@@ -504,69 +485,6 @@ def least_stage(costs: Sequence[Stage]) -> Stage:
     fields["backward_ms"] = min(one.fused_backward_ms for one in costs)
     head = {name: getattr(costs[0], name) for name in OF_STAGE}
     return Stage.model_validate({**head, **fields, "uniform_modes": False})
-
-
-# --- A stage in a document of v2: it has costs, and a cost a menu of modes.
-
-MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
-"""What v1 says of a menu."""
-
-ONLY_V2 = ("uniform_modes", "layers", "modes")
-_KEEP = {"name": "keep"}
-
-
-def flat_stage(index: int, stage: Any) -> tuple[Any, tuple[Stage, ...]]:
-    """Return a stage of a document with the fields of its first cost beside its own, and others.
-
-    The others are the stage under its other costs. What is no stage with costs is returned as it
-    is, without others. Raises ValueError, with rule and fix.
-    """
-    at = f"stages[{index}]"
-    if not isinstance(stage, dict) or "costs" not in stage:
-        return stage, ()
-    costs = stage["costs"]
-    if (
-        not isinstance(costs, list | tuple)
-        or not 0 < len(costs) <= MOST_COSTS
-        or not all(isinstance(cost, dict) for cost in costs)
-    ):
-        raise rule_broken(
-            f"{at}.costs must be a list of 1 to {MOST_COSTS} objects",
-            "give one object per cost that micro-batches have",
-        )
-    flat = {name: value for name, value in stage.items() if name != "costs"}
-    for number, cost in enumerate(costs):
-        for name in sorted({*MENU_FIELDS, *OF_STAGE} & cost.keys()):
-            raise rule_broken(
-                f"{at}.costs[{number}].{name}: unknown field",
-                "modes say what is offloaded and recomputed",
-            )
-    for name in sorted(flat.keys() - set(OF_STAGE)):
-        raise rule_broken(
-            f"{at}.{name}: unknown field beside costs",
-            f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
-        )
-    others = tuple(_cost(f"{at}.costs[{n}]", {**flat, **costs[n]}) for n in range(1, len(costs)))
-    return {**flat, **costs[0]}, others
-
-
-def nested_stage(stage: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the document of v2 for the fields of a stage, under its first cost and others."""
-    head = {name: stage[name] for name in OF_STAGE if name in stage}
-    costs = [_nested_cost(one) for one in (stage, *others)]
-    return {"uniform_modes": False, **head, "costs": costs}
-
-
-def _nested_cost(stage: dict[str, Any]) -> dict[str, Any]:
-    cost = {name: value for name, value in stage.items() if name not in OF_STAGE}
-    offload, again, kept = (cost.pop(name) for name in MENU_FIELDS)
-    modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
-    if offload:
-        modes = [*modes, {"name": "offload", "offload_bytes": offload}]
-    if again is not None:
-        named = {"name": "recompute", "forward_bytes": kept}
-        modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
-    return {**cost, "modes": modes}
 
 
 # --- Which of many modes are worth having in a menu: those by which schedules come nearest to all.
