@@ -122,13 +122,11 @@ def _limited(problem: Problem, share: float) -> Problem:
 
 def _plain(problem: Problem, kept: dict[str, int | None]) -> Problem:
     """Return it with stages that keep everything."""
-    stages = [
-        stage.model_copy(
-            update={"others": tuple(one.model_copy(update=kept) for one in stage.others), **kept}
-        )
-        for stage in problem.stages
-    ]
-    return problem.model_copy(update={"stages": stages})
+    stages, *others = (
+        [stage.model_copy(update=kept) for stage in stages] for stages in problem.stages_by_cost
+    )
+    rows = tuple(zip(*others, strict=True))
+    return problem.model_copy(update={"stages": stages, "other_costs": rows})
 
 
 def _lengths(rng: random.Random, context: int) -> Iterator[int]:

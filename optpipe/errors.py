@@ -35,6 +35,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -459,7 +460,11 @@ def _fields_at(location: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
         if inner is None:
             return []
         current = inner
-    return [field.alias or name for name, field in current.model_fields.items()]
+    return [
+        field.alias or name
+        for name, field in current.model_fields.items()
+        if not any(type(known) is SkipJsonSchema for known in field.metadata)
+    ]
 
 
 def _model_inside(annotation: Any) -> type[BaseModel] | None:

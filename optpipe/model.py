@@ -11,7 +11,7 @@ from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from optpipe.errors import ModelError, rule_broken
 from optpipe.problem import (
@@ -210,35 +210,32 @@ class Model(FileValue):
     links: tuple[Link, ...] = ()
     default_link: DefaultLink = DefaultLink()
 
-    @model_validator(mode="after")
-    def _references(self) -> Self:
-        """Let `Problem` judge devices, hosts and links, and take what it filled in."""
+    @model_validator(mode="wrap")
+    @classmethod
+    def _settle(cls, data: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Let `Problem` judge devices, hosts and links; build the model with what it filled in."""
+        given = build(data)
         nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0}
         machine = _judged_by(
             Problem,
             {
                 "num_microbatches": 1,
-                "devices": [device.plain() for device in self.devices],
-                "hosts": self.hosts,
-                "links": self.links,
+                "devices": [device.plain() for device in given.devices],
+                "hosts": given.hosts,
+                "links": given.links,
                 "stages": [{"device": 0, "activation_bytes": 0, **nothing}],
             },
         )
-        names = [device.name for device in machine.devices]
-        named = [
-            device.model_copy(update={"name": name})
-            for device, name in zip(self.devices, names, strict=True)
+        devices = [
+            device.model_copy(update={"name": plain.name})
+            for device, plain in zip(given.devices, machine.devices, strict=True)
         ]
-        for name, value in (
-            ("devices", tuple(named)),
-            ("hosts", machine.hosts),
-            ("links", machine.links),
-        ):
-            object.__setattr__(self, name, value)
-        self._check_layers()
-        return self
+        fields = {name: getattr(given, name) for name in cls.model_fields}
+        filled = {"devices": devices, "hosts": machine.hosts, "links": machine.links}
+        return build(fields | filled)
 
-    def _check_layers(self) -> None:
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
         count = sum(layer.repeat for layer in self.layers)
         if count > MAX_LAYERS:
             raise rule_broken(
@@ -257,6 +254,7 @@ class Model(FileValue):
                         f"(types here: {known})",
                         "correct the name, give a device that type, or remove the entry",
                     )
+        return self
 
     @property
     def num_layers(self) -> int:

@@ -22,6 +22,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
     ValidationError,
     WithJsonSchema,
@@ -29,13 +30,12 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
 
 from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
+from optpipe.formats.problem import V2, StageSchema, oldest_format, read_document, write_document
 from optpipe.stage import (
-    MENU_FIELDS,
-    MOST_COSTS,
     OF_STAGE,
-    ONLY_V2,
     Bandwidth,
     Bytes,
     CellMode,
@@ -49,16 +49,11 @@ from optpipe.stage import (
     Name,
     Stage,
     StageLayers,
-    flat_stage,
-    nested_stage,
+    least_stage,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from pydantic import GetJsonSchemaHandler
-    from pydantic.json_schema import JsonSchemaValue
-    from pydantic_core import CoreSchema
 
 __all__ = [
     "MAX_CELLS",
@@ -292,31 +287,6 @@ class LinkLane(NamedTuple):
 _FREE = LinkLane(-1, 0.0)
 
 
-class _OrWithCosts:
-    """For the published schema: a stage of v2 has its costs in a list, each with a menu."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        stage = handler(schema)
-        known = handler.resolve_ref_schema(stage)["properties"]
-        cost = {k: v for k, v in known.items() if k not in (*OF_STAGE, *MENU_FIELDS)}
-        limits = {"minItems": 1, "maxItems": MOST_COSTS}
-        costs = {"type": "array", **limits, "items": _object(cost, _COST)}
-        head = {name: known[name] for name in OF_STAGE} | {"costs": costs}
-        flat = {k: v for k, v in known.items() if k not in ONLY_V2}
-        return {"anyOf": [_object(flat, ["device", *_COST]), _object(head, ["device", "costs"])]}
-
-
-_COST = ["forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes"]
-
-
-def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    strict = {"type": "object", "additionalProperties": False}
-    return {**strict, "properties": properties, "required": required}
-
-
 _MOST_PAIRS = 1_000_000
 
 MAX_CELLS = 2_000_000
@@ -348,7 +318,10 @@ class Problem(FileValue):
     objective: Objective = "makespan"
     devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
     hosts: tuple[Host, ...] = ()
-    stages: tuple[Annotated[Stage, _OrWithCosts], ...] = Field(min_length=1, max_length=65536)
+    stages: tuple[Annotated[Stage, StageSchema], ...] = Field(min_length=1, max_length=65536)
+    other_costs: SkipJsonSchema[tuple[tuple[Stage, ...], ...]] = Field(
+        default=(), exclude_if=lambda value: not value
+    )
     pairs: tuple[LicensedPair, ...] = Field(
         default=(), max_length=_MOST_PAIRS, exclude_if=lambda value: not value
     )
@@ -357,15 +330,12 @@ class Problem(FileValue):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_v2(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("format") == _V2:
-            return _flat(data)
-        return data
+    def _read(cls, data: Any) -> Any:
+        return read_document(data)
 
     @model_serializer(mode="wrap", when_used="json")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = handler(self)
-        return _nested(data) if self.format == _V2 else data
+        return write_document(handler(self))
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -393,54 +363,63 @@ class Problem(FileValue):
             known.setdefault((target, source), reverse)
         return tuple(known[pair] for pair in sorted(known))
 
-    @model_validator(mode="after")
-    def _references(self) -> Self:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _settle(cls, data: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Check the parts together; build the problem anew where two forms mean the same."""
+        given = build(data)
+        fields = {name: getattr(given, name) for name in cls.model_fields}
+        settled = fields | given.settled_fields()
+        settled["format"] = oldest_format(settled)
+        return given if settled == fields else build(settled)
+
+    def settled_fields(self) -> dict[str, Any]:
+        """Return the fields that may mean the same in two forms, in the one that problems have.
+
+        Raises ValueError, with rule and fix, where parts do not fit together.
+        """
         self._check_stages()
         self._check_links()
-        self._fill_hosts()
+        hosts = self._all_hosts()
         self._check_groups()
-        self._settle_costs()
-        self._check_pairs()
-        self._settle_format()
-        return self
+        return {"hosts": hosts, **self._settled_costs(), "pairs": self._sorted_pairs()}
 
-    def _settle_costs(self) -> None:
+    def _settled_costs(self) -> dict[str, Any]:
         """Say what micro-batches are in one way: no cost that none has, none twice.
 
         Costs keep the order of their numbers; samples are numbered as they come, and one of a
         single micro-batch is none.
         """
-        given = self.microbatches
+        given, others = self.microbatches, self.other_costs
         if given and len(given) != self.num_microbatches:
             raise rule_broken(
                 f"microbatches has {len(given)} entries, and num_microbatches is "
                 f"{self.num_microbatches}",
                 "give one entry per micro-batch, or leave microbatches out",
             )
+        if others and len(others) != len(self.stages):
+            raise rule_broken(
+                f"other_costs has {len(others)} rows for {len(self.stages)} stages",
+                "give one row per stage, or leave other_costs out",
+            )
         used = sorted({one.cost for one in given}) or [0]
-        for index, stage in enumerate(self.stages):
-            if used[-1] > len(stage.others):
+        for index, row in enumerate(others or [()]):
+            if used[-1] > len(row):
                 raise rule_broken(
-                    f"stages[{index}].costs has {1 + len(stage.others)} entries, but a micro-batch "
+                    f"stages[{index}].costs has {1 + len(row)} entries, but a micro-batch "
                     f"has cost {used[-1]}, numbered from 0",
                     "give every stage as many costs as micro-batches use",
                 )
-        if given or any(stage.others for stage in self.stages):
-            self._number_costs(used)
-        if (self.num_costs > 1 or self.has_samples) and self.pairs:
-            said = "samples" if self.has_samples else f"micro-batches of {self.num_costs} costs"
-            raise rule_broken(
-                f"pairs beside {said}: this optpipe does not schedule both together yet",
-                "leave pairs out, or give all micro-batches one cost and no sample",
-            )
-
-    def _number_costs(self, used: list[int]) -> None:
+        if not given:
+            return {"other_costs": ()}
         kinds: dict[tuple[Stage, ...], int] = {}
         number = {}
         for cost in used:
-            kind = tuple(stage.alone(cost) for stage in self.stages)
+            kind = self.stages
+            if cost:
+                kind = tuple(map(_under_head, kind, (row[cost - 1] for row in others)))
             number[cost] = kinds.setdefault(kind, len(kinds))
-        many = Counter(one.sample for one in self.microbatches)
+        many = Counter(one.sample for one in given)
         samples: dict[int, int] = {}
         microbatches = tuple(
             Microbatch(
@@ -449,36 +428,19 @@ class Problem(FileValue):
                 if one.sample is None or many[one.sample] == 1
                 else samples.setdefault(one.sample, len(samples)),
             )
-            for one in self.microbatches
+            for one in given
         )
         if len(kinds) == 1 and not samples:
             microbatches = ()
-        first, *others = kinds
-        stages = tuple(
-            stage.model_copy(update={"others": tuple(kind[s] for kind in others)})
-            for s, stage in enumerate(first)
-        )
-        object.__setattr__(self, "microbatches", microbatches)
-        object.__setattr__(self, "stages", stages)
-
-    def _settle_format(self) -> None:
-        """What is written as v2, but v1 can say, is v1; what v1 cannot say, it may not hold."""
-        menus = self.has_modes or bool(self.microbatches) or self.order != "free"
-        named = self.context is not None or any(stage.layers for stage in self.stages)
-        if self.format != _V2 and (named or menus or self.pairs):
+        if self.pairs and microbatches:
+            said = "samples" if samples else f"micro-batches of {len(kinds)} costs"
             raise rule_broken(
-                "layers, context, modes, pairs, microbatches, order and uniform_modes are fields "
-                f"of {_V2}, and format is {self.format}",
-                f"write format {_V2}",
+                f"pairs beside {said}: this optpipe does not schedule both together yet",
+                "leave pairs out, or give all micro-batches one cost and no sample",
             )
-        lanes = any(
-            lane.ms > 0
-            for cost in range(self.num_costs)
-            for pair in self._boundary_lanes(cost)
-            for lane in pair
-        )
-        if self.format == _V2 and not (named or menus or lanes or self.pairs):
-            object.__setattr__(self, "format", _V1)
+        stages, *later = kinds
+        rows = tuple(zip(*later, strict=True))
+        return {"microbatches": microbatches, "stages": stages, "other_costs": rows}
 
     def _check_stages(self) -> None:
         num_devices = len(self.devices)
@@ -507,7 +469,7 @@ class Problem(FileValue):
                         "correct the number or add the device",
                     )
 
-    def _check_pairs(self) -> None:
+    def _sorted_pairs(self) -> tuple[LicensedPair, ...]:
         num_stages = len(self.stages)
         known: dict[tuple[int, int, str], LicensedPair] = {}
         for index, pair in enumerate(self.pairs):
@@ -546,9 +508,9 @@ class Problem(FileValue):
                     "remove one of the two",
                 )
             known[key] = pair
-        object.__setattr__(self, "pairs", tuple(known[key] for key in sorted(known)))
+        return tuple(known[key] for key in sorted(known))
 
-    def _fill_hosts(self) -> None:
+    def _all_hosts(self) -> tuple[Host, ...]:
         known = {host.name: host for host in self.hosts}
         if len(known) < len(self.hosts):
             raise rule_broken("hosts: two have the same name", "rename or remove one")
@@ -558,8 +520,7 @@ class Problem(FileValue):
                 f"hosts: no device names host {name!r} (devices name {', '.join(sorted(used))})",
                 "correct the device's host or remove the entry",
             )
-        filled = tuple(known.get(name, Host(name=name)) for name in sorted(used))
-        object.__setattr__(self, "hosts", filled)
+        return tuple(known.get(name, Host(name=name)) for name in sorted(used))
 
     def _check_groups(self) -> None:
         hosts: dict[str, str] = {}
@@ -602,7 +563,12 @@ class Problem(FileValue):
     @property
     def num_costs(self) -> int:
         """How many costs micro-batches have."""
-        return 1 + len(self.stages[0].others)
+        return len(self.stages_by_cost)
+
+    @cached_property
+    def stages_by_cost(self) -> tuple[tuple[Stage, ...], ...]:
+        """By cost what `stages` is for cost 0."""
+        return (self.stages, *zip(*self.other_costs, strict=True))
 
     @cached_property
     def cost_of(self) -> tuple[int, ...]:
@@ -612,8 +578,7 @@ class Problem(FileValue):
 
     def stage_of(self, stage: int, microbatch: int) -> Stage:
         """Return a stage as it is for a micro-batch: its times, bytes and menu."""
-        usual = self.stages[stage]
-        return usual.under(self.microbatches[microbatch].cost) if usual.others else usual
+        return self.stages_by_cost[self.cost_of[microbatch]][stage]
 
     def menu_of(self, stage: int, microbatch: int) -> tuple[CellMode, ...]:
         """Return the modes of a cell, defaults filled in (see `Stage.menu`)."""
@@ -622,8 +587,7 @@ class Problem(FileValue):
     @cached_property
     def menus_by_cost(self) -> tuple[tuple[tuple[CellMode, ...], ...], ...]:
         """By cost what `menus` is for cost 0."""
-        others = range(1, self.num_costs)
-        return (self.menus, *(tuple(s.under(cost).menu for s in self.stages) for cost in others))
+        return tuple(tuple(stage.menu for stage in stages) for stages in self.stages_by_cost)
 
     @property
     def is_even(self) -> bool:
@@ -668,13 +632,12 @@ class Problem(FileValue):
 
     def alike(self, cost: int, num_microbatches: int | None = None) -> Problem:
         """Return the problem in which all micro-batches have a cost and no order."""
-        return self._even(tuple(stage.alone(cost) for stage in self.stages), num_microbatches)
+        return self._even(self.stages_by_cost[cost], num_microbatches)
 
     def _even(self, stages: tuple[Stage, ...], num_microbatches: int | None = None) -> Problem:
         m = self.num_microbatches if num_microbatches is None else num_microbatches
-        return self.model_copy(
-            update={"stages": stages, "microbatches": (), "order": "free", "num_microbatches": m}
-        )
+        even = {"stages": stages, "other_costs": (), "microbatches": (), "order": "free"}
+        return self.model_copy(update=even | {"num_microbatches": m})
 
     @cached_property
     def least(self) -> Problem:
@@ -686,7 +649,7 @@ class Problem(FileValue):
         """
         if self.is_even:
             return self
-        return self._even(tuple(stage.least() for stage in self.stages))
+        return self._even(tuple(map(least_stage, zip(*self.stages_by_cost, strict=True))))
 
     @cached_property
     def boundary_ms(self) -> tuple[tuple[float, float], ...]:
@@ -704,10 +667,10 @@ class Problem(FileValue):
     def _boundary_ms(self, cost: int) -> tuple[tuple[float, float], ...]:
         links = {(link.source, link.target): link for link in self.links}
         pairs = []
-        for this, following in zip(self.stages, self.stages[1:], strict=False):
+        for this, following in pairwise(self.stages_by_cost[cost]):
             there = links.get((this.device, following.device))
             back = links.get((following.device, this.device))
-            size = this.under(cost).output_bytes
+            size = this.output_bytes
             pairs.append(
                 (there.transfer_ms(size) if there else 0.0, back.transfer_ms(size) if back else 0.0)
             )
@@ -731,7 +694,7 @@ class Problem(FileValue):
     @cached_property
     def boundary_lanes_by_cost(self) -> tuple[tuple[tuple[LinkLane, LinkLane], ...], ...]:
         """By cost what `boundary_lanes` is for cost 0."""
-        if self.format != _V2:
+        if self.format != V2:
             return (((_FREE, _FREE),) * len(self.stages),) * self.num_costs
         return tuple(map(self._boundary_lanes, range(self.num_costs)))
 
@@ -747,24 +710,21 @@ class Problem(FileValue):
             return _FREE if link is None else LinkLane(index, link.occupied_ms(num_bytes))
 
         pairs = [
-            (lane(this, that, size), lane(that, this, size))
-            for this, that in pairwise(self.stages)
-            for size in (this.under(cost).output_bytes,)
+            (lane(this, that, this.output_bytes), lane(that, this, this.output_bytes))
+            for this, that in pairwise(self.stages_by_cost[cost])
         ]
         return (*pairs, (_FREE, _FREE))
 
     @cached_property
     def menus(self) -> tuple[tuple[CellMode, ...], ...]:
         """Per stage its modes, defaults filled in; the first is keep (see `Stage.menu`)."""
-        return tuple(stage.menu for stage in self.stages)
+        return self.menus_by_cost[0]
 
     @property
     def has_modes(self) -> bool:
         """Whether any stage has a menu that v1 cannot say, or must use one mode for all."""
-        return any(
-            stage.uniform_modes or stage.modes or any(other.modes for other in stage.others)
-            for stage in self.stages
-        )
+        stages = chain.from_iterable(self.stages_by_cost)
+        return any(stage.uniform_modes or stage.modes for stage in stages)
 
     def can_use(self, stage: int, mode: int, cost: int = 0) -> bool:
         """Whether the cells of a stage may use a mode: one that moves bytes needs bandwidths."""
@@ -831,7 +791,7 @@ class Problem(FileValue):
         many = Counter(self.cost_of)
         return tuple(
             sum(
-                number * sum(self.stages[s].under(cost).busy_ms for s in owned)
+                number * sum(self.stages_by_cost[cost][s].busy_ms for s in owned)
                 for cost, number in sorted(many.items())
             )
             for owned in self.stages_of
@@ -858,26 +818,9 @@ class Problem(FileValue):
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-# --- v2's form of a problem: a stage has costs, a cost a menu of modes.
-
-_V1 = "optpipe/problem/v1"
-_V2 = "optpipe/problem/v2"
-
-
-def _flat(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of v2 with its stages in the form of v1, where they mean the same."""
-    data = dict(data)
-    if data.get("microbatches", ()) is None:
-        del data["microbatches"]
-    stages = data.get("stages")
-    if isinstance(stages, list | tuple):
-        data["stages"] = [flat_stage(index, stage) for index, stage in enumerate(stages)]
-    return data
-
-
-def _nested(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of v2 for the fields of a problem."""
-    return {**data, "stages": [nested_stage(stage) for stage in data["stages"]]}
+def _under_head(head: Stage, cost: Stage) -> Stage:
+    """Return a stage under another cost, with what it has whatever the cost."""
+    return cost.model_copy(update={name: getattr(head, name) for name in OF_STAGE})
 
 
 def _named(device: Any, name: str) -> Any:

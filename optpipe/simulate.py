@@ -153,8 +153,9 @@ def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
     last = least.stages[0]
     whole = min(last.backward_input_ms + last.backward_weight_ms, last.fused_backward_ms)
     ending = whole - inputs[0] + last.grad_sync_ms
+    costs = [problem.stages_by_cost[cost] for cost in problem.cost_of]
     for s, (this, that) in enumerate(pairwise(problem.stages)):
-        if size := sum(this.under(cost).output_bytes for cost in problem.cost_of):
+        if size := sum(stages[s].output_bytes for stages in costs):
             turn = down[-1] + up[-1]
             head, tail = down[s] - there[s], up[s] - back[s]
             sent[this.device, that.device].append((head, turn - down[s], size))

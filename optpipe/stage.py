@@ -17,11 +17,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
-    field_validator,
+    ModelWrapValidatorHandler,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
 
 from optpipe.errors import rule_broken
 
@@ -31,10 +29,8 @@ if TYPE_CHECKING:
     from pydantic.config import JsonDict
 
 __all__ = [
-    "MENU_FIELDS",
     "MOST_COSTS",
     "OF_STAGE",
-    "ONLY_V2",
     "WORKSPACES",
     "Bandwidth",
     "Bytes",
@@ -51,8 +47,7 @@ __all__ = [
     "Stage",
     "StageLayers",
     "choose",
-    "flat_stage",
-    "nested_stage",
+    "least_stage",
 ]
 
 
@@ -299,9 +294,6 @@ class Stage(FrozenValue):
     layers
         What of the model it holds, None where that is not known; only in v2. It changes no
         schedule, but what may be exported and cut finer; where given it is part of the hash.
-    others
-        Only in v2, where files write ``costs``: the same stage under costs 1, 2, ...; all fields
-        above are those of cost 0. Empty where all micro-batches are equal.
     """
 
     device: Index
@@ -325,29 +317,25 @@ class Stage(FrozenValue):
     modes: tuple[Mode, ...] = Field(default=(), max_length=_MOST_MODES, exclude_if=_is_empty)
     uniform_modes: Flag = Field(default=False, exclude_if=_is_empty)
     layers: StageLayers | None = Field(default=None, exclude_if=_is_empty)
-    others: SkipJsonSchema[tuple[Any, ...]] = Field(
-        default=(), max_length=MOST_COSTS - 1, exclude_if=_is_empty
-    )
 
-    @field_validator("others", mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _costs(cls, value: Any) -> Any:
-        """Read the other costs here: a type that holds itself has no schema to publish."""
-        if not isinstance(value, list | tuple):
-            return value
-        return tuple(_cost(number, one) for number, one in enumerate(value, start=1))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, data: Any) -> Any:
+    def _settle(cls, data: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in what is left out; build the stage anew where its menu has a plainer form."""
         if isinstance(data, dict) and data.get("weight_context_bytes") is None:
+            data = {key: value for key, value in data.items() if key != "weight_context_bytes"}
             if "activation_bytes" in data:
-                return {**data, "weight_context_bytes": data["activation_bytes"]}
-            return {key: value for key, value in data.items() if key != "weight_context_bytes"}
-        return data
+                data["weight_context_bytes"] = data["activation_bytes"]
+        given = build(data)
+        if not (menu := given.settled_menu()):
+            return given
+        return build({name: getattr(given, name) for name in cls.model_fields} | menu)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def settled_menu(self) -> dict[str, Any]:
+        """Return the fields that say the menu, filled in, as v1 says it where it can.
+
+        Empty where the fields of v1 say it already. Raises ValueError, with rule and fix.
+        """
         if self.offload_bytes > self.activation_bytes:
             raise rule_broken(
                 f"offload_bytes {self.offload_bytes} may not exceed "
@@ -365,12 +353,8 @@ class Stage(FrozenValue):
                 f"activation_bytes {self.activation_bytes}",
                 "give what F keeps when the rest is recomputed",
             )
-        if self.modes:
-            self._settle_menu()
-        return self
-
-    def _settle_menu(self) -> None:
-        """Fill in what modes leave out; a menu that v1 can say is said as v1 says it."""
+        if not self.modes:
+            return {}
         if self.offload_bytes or self.recompute_ms is not None:
             raise rule_broken(
                 "modes stand beside offload_bytes or recompute_ms", "let modes alone say the menu"
@@ -389,8 +373,7 @@ class Stage(FrozenValue):
             )
         modes = tuple(self._filled(mode) for mode in self.modes)
         flat = self._as_v1(modes)
-        for name, value in ({"modes": modes} if flat is None else {"modes": (), **flat}).items():
-            object.__setattr__(self, name, value)
+        return {"modes": modes} if flat is None else {"modes": (), **flat}
 
     def _filled(self, mode: Mode) -> Mode:
         kept = self.activation_bytes if mode.forward_bytes is None else mode.forward_bytes
@@ -431,32 +414,6 @@ class Stage(FrozenValue):
             found["recompute_ms"] = mode.recompute_ms
             found["checkpoint_bytes"] = mode.forward_bytes
         return found
-
-    def alone(self, cost: int) -> Stage:
-        """Return the stage as it is under a cost, and under that alone."""
-        head = {name: getattr(self, name) for name in OF_STAGE}
-        return self.under(cost).model_copy(update={**head, "others": ()})
-
-    def least(self) -> Stage:
-        """Return the stage that takes the least of any cost, field by field, and only keeps.
-
-        Where any cost has more modes than keep, it holds no bytes.
-        """
-        costs = [self, *self.others]
-        sizes = ("activation_bytes", "weight_context_bytes", *WORKSPACES)
-        fields = {
-            name: min(getattr(one, name) for one in costs) for name in (*_TIMES, "output_bytes")
-        }
-        keeps = all(len(one.menu) == 1 for one in costs)
-        fields |= {name: min(getattr(one, name) for one in costs) if keeps else 0 for name in sizes}
-        fields["backward_ms"] = min(one.fused_backward_ms for one in costs)
-        head = {name: getattr(self, name) for name in OF_STAGE}
-        return Stage.model_validate({**head, **fields, "uniform_modes": False})
-
-    def under(self, cost: int) -> Stage:
-        """Return the stage as it is for micro-batches of a cost; its own `others` say nothing."""
-        stage: Stage = self.others[cost - 1] if cost else self
-        return stage
 
     @property
     def menu(self) -> tuple[CellMode, ...]:
@@ -511,83 +468,23 @@ class Stage(FrozenValue):
         return self.recompute_ms is not None
 
 
-def _cost(number: int, data: Any) -> Stage:
-    """Return a stage under a cost of its own; its first fault says which."""
-    try:
-        return Stage.model_validate(data)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join([f"costs[{number}]", *(str(part) for part in fault["loc"])])
-        if fault["type"] == "rule":
-            context = fault["ctx"]
-            raise rule_broken(f"{place}: {context['rule']}", context["fix"]) from None
-        rule = f"{place} = {str(fault['input'])[:60]}: {fault['msg']}"
-        raise rule_broken(rule, "correct it") from None
-
-
-# --- A stage in a document of v2: it has costs, and a cost a menu of modes.
-
-MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
-"""What v1 says of a menu."""
-
-ONLY_V2 = ("uniform_modes", "layers", "modes", "others")
-_KEEP = {"name": "keep"}
 _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 
-def flat_stage(index: int, stage: Any) -> Any:
-    """Return a stage of a document with the fields of its first cost beside its own.
+def least_stage(costs: Sequence[Stage]) -> Stage:
+    """Return the stage that takes the least of any cost, field by field, and only keeps.
 
-    What is no stage with costs is returned as it is. Raises ValueError, with rule and fix.
+    Where any cost has more modes than keep, it holds no bytes.
     """
-    at = f"stages[{index}]"
-    if isinstance(stage, dict) and stage.get("others"):
-        raise rule_broken(f"{at}.others: unknown field", "write all costs into costs")
-    if not isinstance(stage, dict) or "costs" not in stage:
-        return stage
-    costs = stage["costs"]
-    if (
-        not isinstance(costs, list | tuple)
-        or not 0 < len(costs) <= MOST_COSTS
-        or not all(isinstance(cost, dict) for cost in costs)
-    ):
-        raise rule_broken(
-            f"{at}.costs must be a list of 1 to {MOST_COSTS} objects",
-            "give one object per cost that micro-batches have",
-        )
-    flat = {name: value for name, value in stage.items() if name != "costs"}
-    for number, cost in enumerate(costs):
-        for name in sorted({*MENU_FIELDS, *OF_STAGE, "others"} & cost.keys()):
-            raise rule_broken(
-                f"{at}.costs[{number}].{name}: unknown field",
-                "modes say what is offloaded and recomputed",
-            )
-    for name in sorted(flat.keys() - set(OF_STAGE)):
-        raise rule_broken(
-            f"{at}.{name}: unknown field beside costs",
-            f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
-        )
-    others = [{**flat, **cost} for cost in costs[1:]]
-    return {**flat, **costs[0], **({"others": others} if others else {})}
-
-
-def nested_stage(stage: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of v2 for the fields of a stage."""
-    head = {name: stage[name] for name in OF_STAGE if name in stage}
-    costs = [_nested_cost(one) for one in (stage, *stage.get("others", ()))]
-    return {"uniform_modes": False, **head, "costs": costs}
-
-
-def _nested_cost(stage: dict[str, Any]) -> dict[str, Any]:
-    cost = {name: value for name, value in stage.items() if name not in (*OF_STAGE, "others")}
-    offload, again, kept = (cost.pop(name) for name in MENU_FIELDS)
-    modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
-    if offload:
-        modes = [*modes, {"name": "offload", "offload_bytes": offload}]
-    if again is not None:
-        named = {"name": "recompute", "forward_bytes": kept}
-        modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
-    return {**cost, "modes": modes}
+    sizes = ("activation_bytes", "weight_context_bytes", *WORKSPACES)
+    fields: dict[str, Any] = {
+        name: min(getattr(one, name) for one in costs) for name in (*_TIMES, "output_bytes")
+    }
+    keeps = all(len(one.menu) == 1 for one in costs)
+    fields |= {name: min(getattr(one, name) for one in costs) if keeps else 0 for name in sizes}
+    fields["backward_ms"] = min(one.fused_backward_ms for one in costs)
+    head = {name: getattr(costs[0], name) for name in OF_STAGE}
+    return Stage.model_validate({**head, **fields, "uniform_modes": False})
 
 
 # --- Which of many modes are worth having in a menu: those by which schedules come nearest to all.

@@ -21,7 +21,6 @@ import numpy as np
 
 from optpipe.errors import InputError, ProblemError
 from optpipe.problem import Problem, placement_of
-from optpipe.stage import nested_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -75,9 +74,8 @@ def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation
     """
     for name, values in axes.items():
         _check_axis(name, values)
-    base = problem.model_dump(by_alias=True)  # fields of v1, whatever the form of the file
-    if problem.num_costs > 1:  # but of each cost there
-        base = {**base, "stages": [nested_stage(stage) for stage in base["stages"]]}
+    # Fields of v1, whatever the form of the file; but of each cost where there are more.
+    base = problem.model_dump(mode="json" if problem.num_costs > 1 else "python", by_alias=True)
     return [
         _vary(base, dict(zip(axes, values, strict=True)))
         for values in itertools.product(*axes.values())

@@ -40,9 +40,8 @@ def is_legal(problem: Problem, programs: Programs) -> bool:
 
 def _stage(problem: Problem, index: int, microbatch: int) -> Stage:
     """A stage with the times and bytes of a micro-batch's cost."""
-    stage = problem.stages[index]
     cost = problem.microbatches[microbatch].cost if problem.microbatches else 0
-    return stage if cost == 0 else stage.others[cost - 1]
+    return problem.stages[index] if cost == 0 else problem.other_costs[index][cost - 1]
 
 
 def _come_in_turn(problem: Problem, programs: Programs) -> bool:

@@ -845,17 +845,15 @@ def _sliced_problem(sizes: Sizes, count: int) -> Problem:
         slices=count,
     ).problem
     here = {"device": 0}
-    middle = next(
-        one
-        for one in said.stages
-        if one.layers == StageLayers(embedding=0, transformer=sizes.blocks, head=0)
-    )
-    others = tuple(one.model_copy(update=here) for one in middle.others)
+    inner = StageLayers(embedding=0, transformer=sizes.blocks, head=0)
+    middle = next(s for s, one in enumerate(said.stages) if one.layers == inner)
+    first, *others = (stages[middle].model_copy(update=here) for stages in said.stages_by_cost)
     return Problem(
         format=said.format,
         num_microbatches=2 * count,
         microbatches=said.microbatches[: 2 * count],
         devices=said.devices[:1],
         hosts=said.hosts,
-        stages=(middle.model_copy(update=here | {"others": others}),),
+        stages=(first,),
+        other_costs=(tuple(others),),
     )

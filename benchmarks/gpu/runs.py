@@ -178,20 +178,19 @@ def _problem(samples: Sequence[int]) -> Problem:
     sizes = sorted(set(samples))
     passes, memory = ("forward", "backward_input", "backward_weight"), ("activation", "offload")
 
-    def stage(rank: int) -> Stage:
-        own, *others = (
+    def stage(rank: int, size: int) -> Stage:
+        return Stage.model_validate(
             {"device": rank}
             | {f"{name}_ms": size for name in passes}
             | {f"{name}_bytes": size for name in memory}
-            for size in sizes
         )
-        return Stage.model_validate({**own, "others": others})
 
     return Problem(
         format="optpipe/problem/v2",
         num_microbatches=MICROBATCHES,
         devices=(Device(memory_bytes=1000, d2h_gb_per_s=1, h2d_gb_per_s=1),) * RANKS,
-        stages=tuple(map(stage, range(RANKS))),
+        stages=tuple(stage(rank, sizes[0]) for rank in range(RANKS)),
+        other_costs=tuple(tuple(stage(rank, size) for size in sizes[1:]) for rank in range(RANKS)),
         microbatches=tuple(Microbatch(cost=sizes.index(size)) for size in samples),
     )
 

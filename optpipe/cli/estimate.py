@@ -302,7 +302,7 @@ def _costs_line(problem: Problem) -> str:
     """Return the number of micro-batches of each cost, and the duration of F, I and W together."""
     many = Counter(problem.cost_of)
     counts = ", ".join(
-        f"{many[cost]} of {format_ms(sum(stage.under(cost).busy_ms for stage in problem.stages))}"
+        f"{many[cost]} of {format_ms(sum(stage.busy_ms for stage in problem.stages_by_cost[cost]))}"
         for cost in range(problem.num_costs)
     )
     return (

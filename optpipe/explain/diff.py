@@ -300,7 +300,7 @@ def problem_costs(before: Problem, after: Problem) -> tuple[Cost, ...]:
 def _numbers(problem: Problem) -> dict[str, _Row]:
     free = sum(map(problem.room_bytes, range(len(problem.devices))))
     activations = sum(
-        stage.under(cost).activation_bytes for stage in problem.stages for cost in problem.cost_of
+        stage.activation_bytes for cost in problem.cost_of for stage in problem.stages_by_cost[cost]
     )
     return {
         "compute of the busiest device": ("ms", problem.busy_ms),

@@ -281,15 +281,12 @@ class SlicedCut(NamedTuple):
     def problem(self, whole: Problem) -> Problem:
         """Return a problem whose micro-batches are slices, each of a cost of its own."""
         first, *others = (self._of(k, whole) for k in range(self.slices))
-        stages = tuple(
-            stage.model_copy(update={"others": tuple(one.stages[s] for one in others)})
-            for s, stage in enumerate(first.stages)
-        )
+        rows = zip(*(one.stages for one in others), strict=True)
         count = whole.num_microbatches * self.slices
         cells = (divmod(j, self.slices) for j in range(count))
         update = {
             "format": "optpipe/problem/v2",
-            "stages": stages,
+            "other_costs": tuple(rows),
             "num_microbatches": count,
             "microbatches": tuple(Microbatch(cost=k, sample=sample) for sample, k in cells),
         }
@@ -422,11 +419,13 @@ def _unequal(
     work = {one: sum(stage.busy_ms for stage in cut.stages) for one, cut in cuts.items()}
     groups = _grouped(sorted(work, key=work.__getitem__), Counter(packed), work, most)
     kind_of = {one: number for number, group in enumerate(groups) for one in group}
-    stages = []
+    stages: list[Stage] = []
+    other_costs: list[tuple[Stage, ...]] = []
     for s, stage in enumerate(base.stages):
         own = {name: getattr(stage, name) for name in OF_STAGE}
         first, *others = (_most([cuts[one].stages[s] for one in group], own) for group in groups)
-        stages.append(first.model_copy(update={"others": tuple(others)}))
+        stages.append(first)
+        other_costs.append(tuple(others))
     devices = [
         device.model_copy(
             update={"reserved_bytes": max(cut.devices[d].reserved_bytes for cut in cuts.values())}
@@ -442,16 +441,15 @@ def _unequal(
         }
     )
     microbatches = tuple(Microbatch(cost=kind_of[one]) for one in packed)
-    fields = {"stages": stages, "devices": devices, "context": context}
-    return base.model_copy(
-        update={**fields, "format": "optpipe/problem/v2", "microbatches": microbatches}
-    )
+    unequal = {"stages": stages, "other_costs": tuple(other_costs), "microbatches": microbatches}
+    fields = {"devices": devices, "context": context, "format": "optpipe/problem/v2"}
+    return base.model_copy(update=fields | unequal)
 
 
 def _most(alike: Sequence[Stage], own: Mapping[str, Any]) -> Stage:
     """Return a stage with the largest of every number."""
     fields = {}
-    for name in Stage.model_fields.keys() - own.keys() - {"modes", "others"}:
+    for name in Stage.model_fields.keys() - own.keys() - {"modes"}:
         values = [getattr(one, name) for one in alike]
         fields[name] = None if None in values else max(values)
     return Stage.model_validate({**own, **fields})

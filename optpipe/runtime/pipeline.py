@@ -264,7 +264,9 @@ def _expect_costs(spec: PipelineSpec, cut: Microbatches) -> None:
     given: dict[int, list[list[int]]] = {}
     for cost, args in zip(spec.problem.cost_of, cut.args, strict=True):
         given.setdefault(cost, []).append([tensor.numel() for tensor in tensors_in(args)])
-    activation_bytes = {cost: spec.problem.stages[0].under(cost).activation_bytes for cost in given}
+    activation_bytes = {
+        cost: spec.problem.stages_by_cost[cost][0].activation_bytes for cost in given
+    }
     for (low, less), (high, more) in permutations(given.items(), 2):
         most, least = list(map(max, *less, less[0])), list(map(min, *more, more[0]))
         if activation_bytes[low] > activation_bytes[high] and all(map(lt, most, least)):

@@ -51,10 +51,11 @@ def stand_ins(problem: Problem) -> tuple[Problem, ...]:
 def _stand_in(problem: Problem, *, largest: bool) -> Problem:
     many = sorted(Counter(problem.cost_of).items())
     stages = tuple(
-        _stage([(stage.under(cost), number) for cost, number in many], stage, largest=largest)
-        for stage in problem.stages
+        _stage([(costs[cost], number) for cost, number in many], costs[0], largest=largest)
+        for costs in zip(*problem.stages_by_cost, strict=True)
     )
-    return problem.model_copy(update={"stages": stages, "microbatches": (), "order": "free"})
+    even = {"stages": stages, "other_costs": (), "microbatches": (), "order": "free"}
+    return problem.model_copy(update=even)
 
 
 def _stage(costs: list[tuple[Stage, int]], like: Stage, *, largest: bool) -> Stage:
@@ -107,8 +108,7 @@ def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[Ints]:
 
 def longest_first(problem: Problem) -> Ints:
     """Return the micro-batches by compute time on all stages, of equal ones the first first."""
-    costs = range(problem.num_costs)
-    busy_ms = np.array([sum(s.under(cost).busy_ms for s in problem.stages) for cost in costs])
+    busy_ms = np.array([sum(s.busy_ms for s in stages) for stages in problem.stages_by_cost])
     return np.argsort(-busy_ms[list(problem.cost_of)], kind="stable")
 
 
@@ -147,20 +147,19 @@ def whole_samples(problem: Problem) -> Problem:
     groups = serial_groups(problem)
     kinds = {tuple(problem.cost_of[j] for j in group): None for group in groups}
     numbers = {kind: number for number, kind in enumerate(kinds)}
-    stages = tuple(
-        _together(stage, [[stage.under(cost) for cost in kind] for kind in kinds])
-        for stage in problem.stages
-    )
+    columns = [
+        tuple(
+            _sum(stage, [problem.stages_by_cost[cost][s] for cost in kind])
+            for s, stage in enumerate(problem.stages)
+        )
+        for kind in kinds
+    ]
     micro = tuple(
         Microbatch(cost=numbers[tuple(problem.cost_of[j] for j in group)]) for group in groups
     )
-    update = {"stages": stages, "microbatches": micro, "num_microbatches": len(groups)}
+    update = {"microbatches": micro, "num_microbatches": len(groups)}
+    update |= {"stages": columns[0], "other_costs": tuple(zip(*columns[1:], strict=True))}
     return problem.model_copy(update=update)
-
-
-def _together(stage: Stage, kinds: Sequence[Sequence[Stage]]) -> Stage:
-    first, *others = (_sum(stage, cells) for cells in kinds)
-    return first.model_copy(update={"others": tuple(others)})
 
 
 def _sum(stage: Stage, cells: Sequence[Stage]) -> Stage:

@@ -235,9 +235,9 @@ def _unfolded(problem: Problem, group: Sequence[int]) -> Problem:
     Of a stage whose cells must all be in one mode, they keep.
     """
     stages = []
-    for stage in problem.stages:
+    for s, stage in enumerate(problem.stages):
         for at, j in enumerate(group):
-            cell = stage.alone(problem.cost_of[j])
+            cell = problem.stage_of(s, j)
             fields: dict[str, object] = {"uniform_modes": False}
             if at:
                 fields["static_bytes"] = 0
@@ -248,6 +248,7 @@ def _unfolded(problem: Problem, group: Sequence[int]) -> Problem:
     return problem.model_copy(
         update={
             "stages": tuple(stages),
+            "other_costs": (),
             "microbatches": (),
             "order": "free",
             "num_microbatches": 1,

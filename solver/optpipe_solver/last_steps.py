@@ -381,8 +381,12 @@ def _widen(best: Incumbent, noise: Noise, stop: Stop) -> None:
 
 def with_device_factors(problem: Problem, factors: Sequence[float]) -> Problem:
     """Return the problem with all compute times multiplied by a factor of their device."""
-    stages = tuple(_slower(stage, factors[stage.device]) for stage in problem.stages)
-    return problem.model_copy(update={"stages": stages})
+    first, *others = (
+        tuple(_slower(stage, factors[stage.device]) for stage in stages)
+        for stages in problem.stages_by_cost
+    )
+    rows = tuple(zip(*others, strict=True))
+    return problem.model_copy(update={"stages": first, "other_costs": rows})
 
 
 def _slower(stage: Stage, factor: float) -> Stage:
@@ -395,7 +399,6 @@ def _slower(stage: Stage, factor: float) -> Stage:
         else mode.model_copy(update={"recompute_ms": factor * mode.recompute_ms})
         for mode in stage.modes
     )
-    changed["others"] = tuple(_slower(other, factor) for other in stage.others)
     return stage.model_copy(update=changed)
 
 

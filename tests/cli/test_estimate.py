@@ -192,12 +192,12 @@ def test_lengths_make_unequal_micro_batches(optpipe, tmp_path) -> None:
         assert optpipe(*command, "--sequence", batch[at], "-o", tmp_path / "one.json").code == 0
         alone = load_problem((tmp_path / "one.json").read_text())
         if whole.stages[0].layers == alone.stages[0].layers:
-            of_cost = [stage.under(ids[at]) for stage in whole.stages]
+            of_cost = list(whole.stages_by_cost[ids[at]])
             assert [s.activation_bytes for s in of_cost] == [
                 s.activation_bytes for s in alone.stages
             ]
             assert [s.forward_ms for s in of_cost] == [s.forward_ms for s in alone.stages]
-    work = [sum(s.under(ids[at]).busy_ms for s in whole.stages) for at in (2, 1, 0, 3)]
+    work = [sum(s.busy_ms for s in whole.stages_by_cost[ids[at]]) for at in (2, 1, 0, 3)]
     assert work == sorted(set(work))
     assert optpipe(*command, "--lengths", lengths, "--costs", 2, "-o", path).code == 0
     fewer = load_problem(path.read_text())

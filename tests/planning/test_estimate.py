@@ -499,7 +499,7 @@ def test_slices_are_their_whole_cut_up(training: Training, modes: int) -> None:
     assert kinds == {len(menu) for menu in cut.menus}
     kv_bytes = 2 * 1024 // training.tp * (4096 // n // training.cp) * 2
     for s, stage in enumerate(whole.stages):
-        slices = [cut.stages[s].under(cost) for cost in range(n)]
+        slices = [stages[s] for stages in cut.stages_by_cost]
         total = sum(one.forward_ms for one in slices)
         assert stage.forward_ms <= total * 1.001 or not training.flash
         if training.flash and training.cp == 1:

@@ -95,12 +95,10 @@ def test_unequal_micro_batches_hold_what_is_planned_of_each(ranks):
     """Slots of messages, and nothing else, are as the largest."""
     lengths = (6, 24, 40)
     kinds = [_measured(schedules.LINEAR, length=length) for length in lengths]
-    stages = [
-        stage.model_copy(update={"others": others})
-        for stage, *others in zip(*(kind.stages for kind in kinds), strict=True)
-    ]
+    stages, *others = (kind.stages for kind in kinds)
     chosen = random.Random(5).choices(range(len(lengths)), k=MICROBATCHES)
     update: dict[str, Any] = {"stages": stages, "microbatches": [{"cost": cost} for cost in chosen]}
+    update |= {"other_costs": tuple(zip(*others, strict=True))}
     update |= {"format": "optpipe/problem/v2", "devices": kinds[-1].devices}
     problem = kinds[0].model_copy(update=update)
     for seed, offload in enumerate((0.0, 0.5)):

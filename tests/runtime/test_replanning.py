@@ -54,16 +54,13 @@ def problem_of(placement: tuple[int, ...], batch: Batch, order: str = "free") ->
         scaled = {name: length * getattr(stage, name) for name in (*sizes, *times)}
         return stage.model_copy(update=scaled)
 
-    stages = [
-        under(stage, used[0]).model_copy(
-            update={"others": tuple(under(stage, length) for length in used[1:])}
-        )
-        for stage in plain.stages
-    ]
+    stages, *others = ([under(stage, length) for stage in plain.stages] for length in used)
     costs = [{"cost": used.index(length)} for length in batch.lengths]
+    unequal = {"stages": stages, "other_costs": tuple(zip(*others, strict=True))}
     return Problem.model_validate(
         plain.model_dump(exclude={"format"})
-        | {"format": "optpipe/problem/v2", "stages": stages, "microbatches": costs, "order": order}
+        | unequal
+        | {"format": "optpipe/problem/v2", "microbatches": costs, "order": order}
     )
 
 

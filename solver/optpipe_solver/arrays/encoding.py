@@ -258,7 +258,9 @@ def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
     """Return each row of the tables: a stage, what it is under a cost, and a micro-batch of it."""
     some = [problem.cost_of.index(cost) for cost in range(problem.num_costs)]
     return [
-        (s, stage.under(c), j) for c, j in enumerate(some) for s, stage in enumerate(problem.stages)
+        (s, stage, j)
+        for stages, j in zip(problem.stages_by_cost, some, strict=True)
+        for s, stage in enumerate(stages)
     ]
 
 

@@ -618,7 +618,7 @@ def _true_work_ms(problem: Problem) -> float:
     for device, stages in enumerate(problem.stages_of):
         if not stages:
             continue
-        cells = [problem.stages[s].under(cost) for s in stages for cost in costs]
+        cells = [problem.stages_by_cost[cost][s] for s in stages for cost in costs]
         load = sum(cell.busy_ms for cell in cells)
         if problem.objective == "span":
             best = max(best, load)

@@ -67,8 +67,7 @@ class Frame:
                 "Frame: the programs hold transfers, recomputation or pairs; give programs of F, "
                 "I, W and B alone, each by itself"
             )
-        costs = range(problem.num_costs)
-        cells = [stage.under(cost) for cost in costs for stage in problem.stages]
+        cells = [stage for stages in problem.stages_by_cost for stage in stages]
         self._may_offload = np.array([problem.can_move(one) for one in cells])
         self._may_recompute = np.array([one.can_recompute for one in cells])
         if offloading is not None:
