@@ -18,7 +18,6 @@ from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stopped, stopped_by
-from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.exact.rounds import (
     IN_TURN,
@@ -39,16 +38,18 @@ from optpipe_solver.local_search.search import (
     improve_by_stretches,
     local_search_can_improve,
 )
-from optpipe_solver.menus import (
-    Projection,
-    kept_alone,
-    narrow_menus,
-    projections,
-    with_uniform_modes,
-)
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit
+from optpipe_solver.reductions import (
+    fewer_choices,
+    kept_alone,
+    orders,
+    projections,
+    stand_ins,
+    whole_samples,
+)
+from optpipe_solver.uniform_modes import with_uniform_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -60,12 +61,12 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Limits, Progress, Stop
     from optpipe_solver.families.common import NotApplicableReason
     from optpipe_solver.families.registry import Family
+    from optpipe_solver.reductions import Reduction
 
 __all__ = [
     "MILP_PLAN",
     "FamilyStart",
     "Improve",
-    "Restriction",
     "SearchPlan",
     "all_starts",
     "improve",
@@ -463,7 +464,7 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
     Of a large problem the first projection alone gets time, the one with what v1 has of the menu.
     """
     builder = _StartBuilder(problem)
-    kept = kept_alone(problem).problem
+    kept = kept_alone(problem)
     has_any = False
     for family in _families(problem):
         is_serial = family.name == "serial"
@@ -480,18 +481,16 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
                 yield fitted
                 has_any = has_any or fitted.legal
     for projection in projections(problem)[: 1 if builder.is_large else None]:
-        for family_start in _plain_starts(projection.problem, methods):
-            if (
-                family_start.programs is not None
-                and family_start.legal
-                and family_start.method != "serial"
-            ):
-                programs = projection.translate(family_start.programs, problem)
-                yield replace(
-                    family_start,
-                    programs=programs,
-                    method=f"{family_start.method} {projection.name}",
-                )
+        for start in _lifted_starts(projection, methods):
+            if start.programs is not None and start.legal and start.method != "serial":
+                yield replace(start, method=f"{start.method} {projection.name}")
+
+
+def _lifted_starts(reduction: Reduction, methods: Collection[str] | None) -> Iterator[FamilyStart]:
+    """Yield the starts of a reduction with programs of the original; lengths are its own."""
+    for start in all_starts(reduction.problem, methods):
+        programs = None if start.programs is None else reduction.lift(start.programs)
+        yield replace(start, programs=programs)
 
 
 def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
@@ -502,12 +501,11 @@ def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
         yield builder.build(family, problem)[0]
     ways = orders(problem)
     for number, stand_in in enumerate(stand_ins(problem)):
-        stand_in_compiled = CompiledProblem.of(stand_in)
-        for start in all_starts(stand_in, methods):
+        for start in _lifted_starts(stand_in, methods):
             if start.method == "serial":
                 continue
             if start.programs is not None:
-                yield builder.deal(start, stand_in_compiled.encode(start.programs), ways)
+                yield builder.deal(start, ways)
             elif number == 0:
                 yield start
 
@@ -525,7 +523,7 @@ def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterato
             if (sliced := fitted(family.name, rows)) is not None:
                 yield sliced
     known = {family.name for family in FAMILIES if family.knows_slices}
-    for sliced in all_starts(whole_samples(problem), methods):
+    for sliced in _lifted_starts(whole_samples(problem), methods):
         if sliced.method not in known:
             yield from [sliced] if sliced.programs is None else builder.cut(sliced)
 
@@ -577,12 +575,13 @@ class _StartBuilder:
         legal = length_ms < inf and keeps_limits(self.compiled, rows)
         return FamilyStart(method, programs, length_ms, legal, time.perf_counter() - began)
 
-    def deal(self, start: FamilyStart, rows: Rows, ways: Sequence[Ints]) -> FamilyStart:
+    def deal(self, start: FamilyStart, ways: Sequence[Ints]) -> FamilyStart:
         """Return the best deal of programs made for equal micro-batches, legal ones first."""
         began = time.perf_counter()
+        rows = self.compiled.encode(start.programs or ())
         best: tuple[bool, float, Rows] | None = None
         for order in ways:
-            tried = dealt(self.compiled, rows, order)
+            tried = self.compiled.deal(rows, order)
             length_ms = self.compiled.objective_ms(tried)
             if best is not None and (best[0] or length_ms == inf) and length_ms >= best[1]:
                 continue
@@ -602,9 +601,8 @@ class _StartBuilder:
         )
 
     def cut(self, uncut: FamilyStart) -> Iterator[FamilyStart]:
-        """Yield a start made for whole samples, cut into slices, and with modes so that it fits."""
-        began = time.perf_counter()
-        programs = in_slices(self.problem, uncut.programs or ())
+        """Yield a start of whole samples judged in slices, and with modes so that it fits."""
+        began, programs = time.perf_counter(), uncut.programs or ()
         rows = self.compiled.encode(programs)
         start = self._measured(uncut.method, programs, rows, began)
         yield replace(start, seconds=uncut.seconds + start.seconds)
@@ -632,54 +630,10 @@ class _StartBuilder:
 # restriction's own `Incumbent`, and says when to stop looking there (docs/solve.md).
 
 
-@dataclass(frozen=True, slots=True)
-class Restriction:
-    """A problem that allows less, and what it goes without, in words."""
-
-    name: str
-    problem: Problem
-    projection: Projection | None = None
-
-    def translate(self, programs: Programs, original: Problem) -> Programs:
-        """Return its programs as programs of the problem that it restricts."""
-        if self.projection is None:
-            return programs
-        return self.projection.translate(programs, original)
-
-
-def restrictions(problem: Problem) -> tuple[Restriction, ...]:
-    """Return the restrictions that have a schedule, the strictest first.
-
-    If v1 cannot express the menus, the restrictions are narrower menus, v1's first.
-    """
-    if problem.pairs:
-        alone = problem.model_copy(update={"pairs": ()})
-        return (Restriction("without pairs", alone), *restrictions(alone))
-    if problem.has_modes:
-        narrowed = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
-        return tuple(less for less in narrowed if feasibility(less.problem).plan is not None)
-    allowed = _allowed(problem)
-    choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
-    found = (_without(problem, forbidden) for forbidden in choices if forbidden)
+def restrictions(problem: Problem) -> tuple[Reduction, ...]:
+    """Return the reductions to fewer choices that have a schedule, the strictest first."""
+    found = fewer_choices(problem)
     return tuple(less for less in found if feasibility(less.problem).plan is not None)
-
-
-def _allowed(problem: Problem) -> tuple[str, ...]:
-    """Return the treatments of activations, other than keeping them, that any stage has."""
-    offload = any(problem.can_offload(s) for s in range(len(problem.stages)))
-    recompute = any(stage.can_recompute for stage in problem.stages)
-    return ("offload",) * offload + ("recompute",) * recompute
-
-
-def _without(problem: Problem, forbidden: tuple[str, ...]) -> Restriction:
-    changed: dict[str, int | None] = {}
-    if "offload" in forbidden:
-        changed["offload_bytes"] = 0
-    if "recompute" in forbidden:
-        changed |= {"recompute_ms": None, "checkpoint_bytes": None}
-    stages = tuple(stage.model_copy(update=changed) for stage in problem.stages)
-    less = problem.model_copy(update={"stages": stages})
-    return Restriction(f"without {' and '.join(forbidden)}", less)
 
 
 def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
@@ -738,7 +692,7 @@ def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_Restricte
 class _RestrictedSearch:
     """One restriction: its incumbent hands on to the problem's what it takes in."""
 
-    def __init__(self, best: Incumbent, less: Restriction) -> None:
+    def __init__(self, best: Incumbent, less: Reduction) -> None:
         self.best = best
         self.less = less
         self.inner = Incumbent(less.problem, self._hand_on)
@@ -747,7 +701,7 @@ class _RestrictedSearch:
     def _hand_on(self, progress: Progress) -> None:
         if progress.programs is not None:
             self.best.offer(
-                self.less.translate(progress.programs, self.best.problem),
+                self.less.lift(progress.programs),
                 f"{progress.method} {self.less.name}",
                 expected_ms=progress.objective_ms,
             )
@@ -788,5 +742,4 @@ class _RestrictedSearch:
             inner,
             stop.turn(share, threads=1, should_stop=lambda: stop.work is None and self.is_settled),
         )
-        programs = self.less.translate(inner.programs, self.best.problem)
-        self.best.keep(programs, inner.objective_ms)
+        self.best.keep(self.less.lift(inner.programs), inner.objective_ms)

@@ -212,6 +212,15 @@ class CompiledProblem:
         first = simulate.OFFLOAD * self.times.num_cells
         return all(bool((codes < first).all()) for codes in rows.programs())
 
+    def deal(self, rows: Rows, order: Ints) -> Rows:
+        """Return programs with micro-batch ``order[k]``, in its mode, in the places of k."""
+        cells, m = self.times.num_cells, self.problem.num_microbatches
+        renamed = np.arange(cells) // m * m + order[np.arange(cells) % m]
+        kinds, cell = np.divmod(rows.actions, cells)
+        modes = np.zeros_like(rows.modes)
+        modes[renamed] = rows.modes
+        return Rows(kinds * cells + renamed[cell], rows.lengths, modes)
+
     def cells_with(self, kind: int, rows: Rows) -> Flags:
         """Flag the cells that have an action of a kind."""
         cells = self.times.num_cells

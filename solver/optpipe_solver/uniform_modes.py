@@ -1,11 +1,12 @@
-"""Programs for menus that v1 cannot say: by problems that it can, and with one mode per stage.
+"""Programs with one mode per stage for all micro-batches, such that they fit the memory limits.
 
-The families, and what makes programs fit, know keep, offload and recompute. Here a menu is cut down
-to three of its modes that are these (`Projection`), and programs made there are programs of the
-problem once their modes are named. And each stage gets one mode for all micro-batches, such that a
-family's programs fit, with room left for copies to wait in (`with_uniform_modes`).
+With transfers as tight as can be, RELEASE comes right after F, and RELOAD and RECOMPUTE right
+before the backward. Then what a device holds during an action is a sum over its stages of bytes
+that depend on the stage's mode alone. Such tight copies delay their device. So the modes must fit
+into several shares of the limits, the transfers then take the places that memory leaves them, and
+the simulation says which modes are best.
 
-Ignored: the hosts' limits; whether copies can be hidden is estimated by the load of the lanes.
+Limits of hosts are ignored. The load of the lanes tells whether copies can be hidden.
 """
 
 from __future__ import annotations
@@ -16,283 +17,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe.memory import modes_of
-from optpipe.schedule import ActionType
-from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows, keeps_limits
 from optpipe_solver.budget import check_stop
-from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.local_search.board import board_of, rows_on, undo_for
 from optpipe_solver.local_search.room import Stretch, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe.problem import CellMode, Problem, Stage
-    from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = [
-    "Projection",
-    "in_modes",
-    "kept_alone",
-    "narrow_menus",
-    "projections",
-    "with_uniform_modes",
-]
-
-
-class Projection(NamedTuple):
-    """A problem with narrower menus, and which modes of another its own are.
-
-    ``modes`` has by stage the numbers, in the other's menu, of what its own menu says. Times are
-    the same, bytes no fewer: its programs are programs of the other, exactly as long.
-    """
-
-    name: str
-    problem: Problem
-    modes: tuple[tuple[int, ...], ...]
-
-    def translate(self, programs: Programs, original: Problem) -> Programs:
-        """Return the programs with their modes named as the original's menus number them."""
-        return tuple(self._named(program, original) for program in programs)
-
-    def _named(self, program: Program, original: Problem) -> Program:
-        modes = modes_of(self.problem, program)
-        return tuple(
-            action._replace(mode=self.modes[action.stage][modes[action.cell]])
-            if action.type is ActionType.FORWARD and original.stages[action.stage].modes
-            else action
-            for action in program
-        )
-
-
-def kept_alone(problem: Problem) -> Projection:
-    """Return the projection on keep alone, whatever it holds."""
-    kept = [_Choice(0)] * len(problem.stages)
-    return _projection(problem, "kept", kept)
-
-
-class _Rule(NamedTuple):
-    """How each stage's modes of a projection are chosen.
-
-    ``share``: how far along its modes without transfers, from the fastest to the leanest, the base
-    is; None for as far as its device must go to hold what 1F1B holds. ``lean``: whether of modes
-    that recompute the leanest is taken. ``offloads``, ``recomputes``: whether any such is.
-    """
-
-    name: str
-    share: float | None
-    lean: bool
-    offloads: bool = True
-    recomputes: bool = True
-
-
-_PROJECTIONS = (
-    _Rule("of three modes", 0.0, True),
-    _Rule("of three quick modes", 0.0, False),
-    _Rule("as full as 1F1B", None, True),
-    _Rule("half lean", 0.5, True),
-    _Rule("lean", 1.0, True),
-)
-_PARTS = (
-    _Rule("of keep and offload", 0.0, True, recomputes=False),
-    _Rule("of keep and recompute", 0.0, True, offloads=False),
-)
-
-
-def projections(problem: Problem) -> tuple[Projection, ...]:
-    """Return projections worth a try, the one with what v1 has of the menu first.
-
-    The base of each stage is keep, or a mode with recomputation inside: the fastest, the leanest,
-    or one between, for all alike or by what their devices have to hold. Beside it stand a mode that
-    offloads and one that recomputes apart, if the menu has such that differ from the base in
-    nothing else.
-    """
-    return _projections(problem, _PROJECTIONS)
-
-
-def narrow_menus(problem: Problem) -> tuple[Projection, ...]:
-    """Return problems with narrower menus to search in, v1's menu first, then parts of it.
-
-    Where all micro-batches of a stage must be alike v1's menu is no problem of v1's: it is posed
-    with the same field, its menus cut down.
-    """
-    if not any(stage.uniform_modes for stage in problem.stages):
-        first, *others = _projections(problem, _PROJECTIONS)
-        return (
-            first,
-            *(one for one in _projections(problem, _PARTS) if one.modes != first.modes),
-            *others,
-        )
-    short = _cut(problem)
-    is_whole = all(len(a) == len(b) for a, b in zip(short.modes, problem.menus, strict=True))
-    return (*(() if is_whole else (short,)), *projections(problem))
-
-
-def _cut(problem: Problem) -> Projection:
-    """Return the problem with keep, one mode that offloads, and one that recomputes, by stage."""
-    numbers = []
-    for s, stage in enumerate(problem.stages):
-        chosen = _beside(problem, s, 0, lean=True)
-        used = [k for k in chosen if k >= 0] if stage.modes else range(len(problem.menus[s]))
-        numbers.append(tuple(used))
-    stages = tuple(
-        stage.model_copy(update={"modes": tuple(stage.modes[k] for k in used)})
-        if stage.modes
-        else stage
-        for stage, used in zip(problem.stages, numbers, strict=True)
-    )
-    return Projection(
-        "of three modes", problem.model_copy(update={"stages": stages}), tuple(numbers)
-    )
-
-
-def _projections(problem: Problem, rules: Sequence[_Rule]) -> tuple[Projection, ...]:
-    lines = [_bases(problem, s) for s in range(len(problem.stages))]
-    found: list[Projection] = []
-    for rule in rules:
-        far = [
-            _share_of(problem, lines, d) if rule.share is None else rule.share
-            for d in problem.placement
-        ]
-        chosen = [_allowed(problem, s, _along(line, far[s]), rule) for s, line in enumerate(lines)]
-        projection = _projection(problem, rule.name, chosen)
-        if all(projection.modes != other.modes for other in found):
-            found.append(projection)
-    return tuple(found)
-
-
-def _allowed(problem: Problem, s: int, base: int, rule: _Rule) -> _Choice:
-    """Return what a stage may do; nothing but the base where all must be treated alike."""
-    if problem.stages[s].uniform_modes:
-        return _Choice(base)
-    choice = _beside(problem, s, base, lean=rule.lean)
-    return _Choice(
-        base,
-        choice.offload if rule.offloads else -1,
-        choice.recompute if rule.recomputes else -1,
-    )
-
-
-def _along(line: list[int], share: float) -> int:
-    return line[round(share * (len(line) - 1))]
-
-
-def _share_of(problem: Problem, lines: list[list[int]], device: int) -> float:
-    """Return how far a device's stages go along their lines so that 1F1B fits; 1 if nothing does.
-
-    Between its F and its backward a micro-batch passes all later stages, while each device starts
-    one of them per round of its own stages.
-    """
-    stages, m = problem.stages_of[device], problem.num_microbatches
-    last, rounds = len(problem.stages), max(1, len(stages))
-    in_flight = {s: min(m, -(-(last - s) // rounds)) for s in stages}
-    room = problem.room_bytes(device)
-    steps = max((len(lines[s]) - 1 for s in stages), default=0)
-    for step in range(steps):
-        chosen = {s: problem.menus[s][_along(lines[s], step / steps)] for s in stages}
-        if sum(in_flight[s] * mode.forward_bytes for s, mode in chosen.items()) <= room:
-            return step / steps
-    return 1.0
-
-
-class _Choice(NamedTuple):
-    """What a stage may do in a projection: numbers in its menu, -1 = not."""
-
-    base: int
-    offload: int = -1
-    recompute: int = -1
-
-
-def _bases(problem: Problem, s: int) -> list[int]:
-    """Return the modes without actions of their own, fastest first, each leaner than all before."""
-    menu = problem.menus[s]
-    plain = [k for k, mode in enumerate(menu) if not mode.offload_bytes]
-    plain = [k for k in plain if menu[k].recompute != "apart"]
-    line: list[int] = []
-    for k in sorted(plain, key=lambda k: (menu[k].inside_ms, menu[k].forward_bytes)):
-        if not line or menu[k].forward_bytes < menu[line[-1]].forward_bytes:
-            line.append(k)
-    return line
-
-
-def _beside(problem: Problem, s: int, base: int, *, lean: bool) -> _Choice:
-    """Return a base with what goes with it.
-
-    ``lean``: of what recomputes, take what keeps least, else what saves most for its time.
-    """
-    menu, known = problem.menus[s], problem.menus[s][base]
-    away = [
-        k
-        for k in usable_modes(problem, s)
-        if menu[k].offload_bytes
-        and menu[k].forward_bytes == known.forward_bytes
-        and menu[k].recompute != "apart"
-        and menu[k].inside_ms == known.inside_ms
-    ]
-    again = [
-        k
-        for k in usable_modes(problem, s)
-        if menu[k].recompute == "apart"
-        and not menu[k].offload_bytes
-        and known.forward_bytes == known.activation_bytes
-        and known.inside_ms == 0
-    ]
-
-    def saved_per_ms(k: int) -> float:
-        saved = menu[k].activation_bytes - menu[k].forward_bytes
-        return saved if lean else saved / (menu[k].recompute_ms + 1e-9)
-
-    return _Choice(
-        base,
-        max(away, key=lambda k: menu[k].offload_bytes, default=-1),
-        max(again, key=saved_per_ms, default=-1),
-    )
-
-
-def _projection(problem: Problem, name: str, chosen: list[_Choice]) -> Projection:
-    stages = tuple(
-        _projected(problem.stages[s], problem.menus[s], choice) for s, choice in enumerate(chosen)
-    )
-    modes = []
-    for choice, stage in zip(chosen, stages, strict=True):
-        offload = (choice.offload,) if stage.offload_bytes else ()
-        recompute = (choice.recompute,) if stage.can_recompute else ()
-        modes.append((choice.base, *offload, *recompute))
-    return Projection(name, problem.model_copy(update={"stages": stages}), tuple(modes))
-
-
-def _projected(stage: Stage, menu: tuple[CellMode, ...], choice: _Choice) -> Stage:
-    """Return a stage of v1 with a choice of modes; of bytes that differ it has the most."""
-    base = menu[choice.base]
-    used = [menu[k] for k in choice if k >= 0]
-    again = menu[choice.recompute] if choice.recompute >= 0 else None
-    inside = max(mode.inside_bytes for mode in used)
-    most = {name: max(getattr(mode, name) for mode in used) for name in WORKSPACES}
-    most["backward_input_workspace_bytes"] += inside
-    most["backward_workspace_bytes"] += inside
-    update = most | {
-        "modes": (),
-        "uniform_modes": False,
-        "backward_input_ms": stage.backward_input_ms + base.inside_ms,
-        "backward_ms": stage.fused_backward_ms + base.inside_ms,
-        "activation_bytes": base.forward_bytes,
-        "weight_context_bytes": max(mode.weight_context_bytes for mode in used),
-        "offload_bytes": menu[choice.offload].offload_bytes if choice.offload >= 0 else 0,
-        "recompute_ms": None if again is None else again.recompute_ms,
-        "checkpoint_bytes": None if again is None else again.forward_bytes,
-    }
-    return stage.model_copy(update=update)
-
-
-# --- One mode per stage, such that programs fit. With transfers as tight as can be (RELEASE right
-# behind F, RELOAD and RECOMPUTE right before the backward) what a device holds is, at each of its
-# actions, a sum over its stages of bytes that depend on the stage's mode alone. So tight, copies
-# are waited for: of the modes that fit into shares of the limits, transfers then spreading out into
-# all of it, the simulation says which are best.
+__all__ = ["in_modes", "with_uniform_modes"]
 
 _MOST_CHOICES = 256
 """Choices of a device up to which all are looked at; beyond, one mode after another is changed."""
