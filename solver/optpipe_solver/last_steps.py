@@ -27,6 +27,7 @@ from optpipe.errors import InputError
 from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.budget import RobustChoice, Stop
+from optpipe_solver.families import FAMILIES
 from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
@@ -34,7 +35,7 @@ from optpipe_solver.portfolio import all_starts, is_large
 from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Program
@@ -63,15 +64,15 @@ _PER_UNIT = 10_000_000
 _SQUEEZED, _PEAKS = ", squeezed", ", peaks"
 """In the name of a method: how a schedule was made of another, and under which limits."""
 
-_STARTS_COST = 2e-4
-"""Units of work that making all starts counts for, for each pass of the problem.
+_ROUND_COST, _START_COST = 1e-5, {False: 5e-5, True: 4e-4}
+"""Units of work per pass that a tighter search and all starts of a family count for.
 
-It is less than what it takes: on 95 problems of 24 to 3,072 passes all starts took 1e-4 to 2e-3 CPU
-seconds a pass, with menus up to 1.5e-2 (docs/solve.md).
+With menus a family counts for more. Measured in CPU seconds on ``benchmarks.menus``; all families
+took 1e-4 to 2e-3 per pass on other problems.
 """
 
 
-def lower_peaks(best: Incumbent, stop: Stop) -> None:
+def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | None = None) -> None:
     """Offer schedules with the objective that is known, and lower peaks of the fullest devices.
 
     Parameters
@@ -81,22 +82,31 @@ def lower_peaks(best: Incumbent, stop: Stop) -> None:
     stop
         How long to try; where its work is limited, what is tried is a function of that, of the
         seed and of the best schedule.
+    family_ms
+        The objective in ms of each family under the known limits. Tighter limits hardly make a
+        family shorter. So only families with the known objective are built again, and, for a local
+        search to start from, the best one. None to build all.
     """
     if best.metrics is None:
         return
+    families = nearest = None
+    if family_ms is not None:
+        enough_ms = best.objective_ms * (1 + EQUAL)
+        families = [family for family, ms in family_ms.items() if ms <= enough_ms]
+        nearest = families or sorted(family_ms, key=family_ms.__getitem__)[:1]
     problem = best.problem
     floor_share = least = _least_share(problem)
     most = peak_shares(problem, best.metrics.peak_bytes)[0]
     while most - least > _STEP and not stop.is_over():
         share = (least + most) / 2
-        if _TighterSearch(best, share).run(stop, searches=False):
+        if _TighterSearch(best, share, families).run(stop, searches=False):
             most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
         else:
             least = share
     step = _FIRST_STEP * (most - floor_share)
     while step > _STEP and not stop.is_over():
         share = max(floor_share, most - step)
-        if _TighterSearch(best, share).run(stop, searches=True):
+        if _TighterSearch(best, share, nearest).run(stop, searches=True):
             most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
         else:
             step /= 2
@@ -127,8 +137,9 @@ def _least_share(problem: Problem) -> float:
 class _TighterSearch:
     """A search for the known objective where every device has a share of what is free."""
 
-    def __init__(self, best: Incumbent, share: float) -> None:
+    def __init__(self, best: Incumbent, share: float, families: Collection[str] | None) -> None:
         self.best = best
+        self.families = families
         self.method = best.method.partition(_PEAKS)[0].removesuffix(_SQUEEZED)
         self.share = share
         self.enough_ms = best.objective_ms * (1 + EQUAL)
@@ -146,9 +157,11 @@ class _TighterSearch:
         cells = len(problem.stages) * problem.num_microbatches
         if not is_large(problem):
             self._offer_known()
-        self._offer_starts(stop)
+        if self.families is None or self.families:
+            self._offer_starts(stop)
         if stop.work is not None:
-            stop.spend(_STARTS_COST * 3 * cells)
+            number = len(FAMILIES if self.families is None else self.families)
+            stop.spend(3 * cells * (_ROUND_COST + number * _START_COST[problem.has_modes]))
         if searches and not self._has_found:
             self._search(_SEARCH_PER_CELL * cells, stop)
         return self._has_found
@@ -161,7 +174,7 @@ class _TighterSearch:
             self.inner.offer(programs, f"{self.method}{_SQUEEZED}")
 
     def _offer_starts(self, stop: Stop) -> None:
-        starts, slowest_s = all_starts(self.inner.problem), 0.0
+        starts, slowest_s = all_starts(self.inner.problem, self.families), 0.0
         # None is begun that could take longer than is left.
         while not (self._has_found or stop.is_over()) and stop.left_s() > slowest_s:
             if (start := next(starts, None)) is None:

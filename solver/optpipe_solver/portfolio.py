@@ -398,6 +398,11 @@ class FamilyStart:
     reason: str = ""
     wants: NotApplicableReason | None = None
 
+    @property
+    def family(self) -> str:
+        """The name of the family, without what made its programs fit."""
+        return self.method.partition("+")[0].partition(" ")[0]
+
 
 def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[FamilyStart]:
     """Yield the programs of every family, then fitted copies of those that exceed memory.

@@ -4,7 +4,7 @@ A `Reduction` is a problem with fewer choices (no offload, narrower menus, no pa
 micro-batches, or with whole samples instead of slices. ``lift`` turns its programs into programs of
 the original problem. Each function below says which times and limits the lifted programs keep.
 
-Relaxations, which have more schedules than the original, stand where their bounds are proven.
+Relaxations have more schedules than the original. The modules that prove bounds define them.
 """
 
 from __future__ import annotations
@@ -359,8 +359,8 @@ def _mean_stage(costs: list[tuple[Stage, int]], like: Stage, *, largest: bool) -
 def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[NDArray[np.int64]]:
     """Return orders for `CompiledProblem.deal`: ``order[k]`` takes the place of micro-batch k.
 
-    The first is the given order. If the order is free, others follow: the longest first and last,
-    long and short in turn, the longest or the shortest in the middle, and random ones.
+    The first is the given order. If the order is free, these follow: the longest first or last,
+    long and short in turn, the longest or the shortest in the middle, and random orders.
     """
     m = problem.num_microbatches
     given = np.arange(m, dtype=np.int64)

@@ -63,8 +63,7 @@ _GRACE_S = 3.0
 
 _LAST_SHARE = 0.1
 """Share of time and work that is kept for less memory at the same objective, and as much for the
-choice under noise, where that is asked for. Of CPU time the former takes more where work is limited
-(docs/solve.md)."""
+choice under noise, where that is asked for."""
 
 
 def solve(
@@ -171,6 +170,7 @@ class _SolveRun:
             should_stop=self.ended.is_set,
         )
         self.start: tuple[str, float] | None = None
+        self.family_ms: dict[str, float] = {}
         self.started = threading.Event()
         self.reasons: list[str] = []
         self.stopped_by: StoppedBy = "work_limit"
@@ -212,7 +212,7 @@ class _SolveRun:
 
         def lower() -> None:
             with self.best.clocked("less memory", stop):
-                lower_peaks(self.best, stop)
+                lower_peaks(self.best, stop, self.family_ms)
 
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
 
@@ -279,6 +279,8 @@ class _SolveRun:
             return
         self.best.offer(start.programs, start.method, expected_ms=start.objective_ms)
         self.best.keep(start.programs, start.objective_ms, start.method)
+        known_ms = self.family_ms.get(start.family, start.objective_ms)
+        self.family_ms[start.family] = min(known_ms, start.objective_ms)
         if self.start is None or start.objective_ms < self.start[1]:
             self.start = start.method, start.objective_ms
 

@@ -2,9 +2,9 @@
 
 With transfers as tight as can be, RELEASE comes right after F, and RELOAD and RECOMPUTE right
 before the backward. Then what a device holds during an action is a sum over its stages of bytes
-that depend on the stage's mode alone. Such tight copies delay their device. So the modes must fit
-into several shares of the limits, the transfers then take the places that memory leaves them, and
-the simulation says which modes are best.
+that depend on the stage's mode alone. Such tight copies delay their device. So modes are chosen
+for several shares of the limits, and the transfers take the places that memory leaves them. The
+simulation says which modes are best.
 
 Limits of hosts are ignored. The load of the lanes tells whether copies can be hidden.
 """
@@ -35,12 +35,12 @@ _MOST_CHOICES = 256
 """Choices of a device up to which all are looked at; beyond, one mode after another is changed."""
 
 _HIDDEN_COST = 0.05
-"""What a copy that its lane has time for is taken to cost, as a share of its duration."""
+"""Assumed cost of a copy that fits into its lane, as a share of its duration."""
 
 _SHARES, _LEADS = (1.0, 0.9, 0.8, 0.7, 0.5, 0.4), (0, 1, 2, 4, 8)
-"""Shares of the limits that the modes must fit into; and by how many passes RELOADs move up before
-RELEASEs take what is left: each was the best for some family and problem of ``benchmarks.menus``
-(measured)."""
+"""Shares of the limits for which modes are chosen, and by how many passes RELOADs come earlier.
+
+Each was the best for some family and problem of ``benchmarks.menus`` (measured)."""
 
 
 class _Footprint(NamedTuple):
@@ -54,14 +54,14 @@ class _Footprint(NamedTuple):
 def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
     """Return compute programs with a mode for each stage so that they fit, the best of some.
 
-    Where they move bytes, transfers take the places that memory leaves them. Where W's that wait
-    hold too much, or are better not waited for, each stands right behind its I.
+    Transfers take the places that memory leaves them. Both the order as given and the order with
+    every W right after its I are tried.
 
     Parameters
     ----------
     compiled, rows
-        A problem and legal compute programs of it, over their memory limits or not; their modes are
-        of no account.
+        A problem and legal compute programs of it, which may exceed memory limits. Their modes are
+        ignored.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def in_modes(compiled: CompiledProblem, rows: Rows, numbers: Sequence[int]) -> R
 
 
 def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:
-    """Return compute programs with every W right behind its I."""
+    """Return compute programs with every W right after its I."""
     cells = compiled.times.num_cells
     actions = np.zeros_like(rows.actions)
     for device, codes in enumerate(rows.programs()):
