@@ -1,15 +1,15 @@
-"""The last steps of a solve: as short with less memory; of all met, what noise delays least.
+"""The last steps of a solve: less memory for the same objective, and less delay by noise.
 
 Memory that buys no time is a fault, as allocators fragment. So a problem of v2 is posed again with
 tighter limits: every device has the same share of what it has free. The known schedule, squeezed
-into them, and the families look for the objective that is known, by bisection: where one has it,
-less is asked for, where none has, more. Then a local search from the best of these tries somewhat
-less, in smaller and smaller steps. Their programs are legal for the problem itself. That what was
-not found does not exist is not proven, and where more memory fails less need not.
+into them, and the families that had the known objective look for it again. Bisection asks for less
+memory where one of them has it, and for more where none has. Then a local search from the best of
+these tries somewhat less, in smaller and smaller steps. Their programs are legal for the problem
+itself. Nothing is proven of lower peaks, and where more memory fails less may do.
 
 ``solve(robust=...)`` judges by a percentile of the objective, all schedules under the same draws
-(`NoisyTimes`). Beside what the search has met stand all families, and what a local search makes of
-the shortest schedule where some devices are slower (scenarios): orders that wait less for a device
+(`NoisyTimes`). It judges what the search has met, all families, and what a local search makes of
+the shortest schedule if some devices are slower (scenarios): orders that wait less for a device
 that may be late. Nothing is proven of a percentile: a bound of a solve is one without noise.
 """
 
@@ -28,11 +28,11 @@ from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.budget import RobustChoice, Stop
 from optpipe_solver.families import FAMILIES
-from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.feasibility import feasibility, refuse_unless, smallest_memory
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.portfolio import all_starts, is_large
-from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares
+from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares, ranks_equals
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -45,6 +45,7 @@ __all__ = [
     "Robust",
     "choose_robust",
     "lower_peaks",
+    "peaks_can_fall",
     "with_device_factors",
     "with_free_share",
     "within_limit",
@@ -52,8 +53,10 @@ __all__ = [
 
 
 _STEP, _FIRST_STEP = 0.01, 0.2
-"""Shares of the free memory that are closer than this are the same; and by how much less than is
-needed, of what is more than the least, the first local search asks for."""
+"""Shares of the free memory that are closer than the first number count as the same.
+
+The second is the part of the memory above the minimum that the first local search does without.
+"""
 
 _SEARCH_PER_CELL, _SEARCH_SHARE = 20_000, 0.25
 """Actions simulated in one local search, at most: per cell; and of what is left."""
@@ -72,6 +75,11 @@ took 1e-4 to 2e-3 per pass on other problems.
 """
 
 
+def peaks_can_fall(problem: Problem) -> bool:
+    """Whether equal schedules are ranked by peaks, and the last step knows all their actions."""
+    return ranks_equals(problem) and not problem.pairs
+
+
 def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | None = None) -> None:
     """Offer schedules with the objective that is known, and lower peaks of the fullest devices.
 
@@ -80,13 +88,20 @@ def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | No
     best
         Where they go; one without a schedule is left as it is.
     stop
-        How long to try; where its work is limited, what is tried is a function of that, of the
-        seed and of the best schedule.
+        How long to try. If its work is limited, what is tried is a function of that, of the seed
+        and of the best schedule.
     family_ms
         The objective in ms of each family under the known limits. Tighter limits hardly make a
         family shorter. So only families with the known objective are built again, and, for a local
         search to start from, the best one. None to build all.
+
+    Raises
+    ------
+    InputError
+        Unless `peaks_can_fall`.
     """
+    problem, rule = best.problem, "problems of v2 without pairs"
+    refuse_unless(peaks_can_fall(problem), "lower_peaks", problem, rule)
     if best.metrics is None:
         return
     families = nearest = None
@@ -94,7 +109,6 @@ def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | No
         enough_ms = best.objective_ms * (1 + EQUAL)
         families = [family for family, ms in family_ms.items() if ms <= enough_ms]
         nearest = families or sorted(family_ms, key=family_ms.__getitem__)[:1]
-    problem = best.problem
     floor_share = least = _least_share(problem)
     most = peak_shares(problem, best.metrics.peak_bytes)[0]
     while most - least > _STEP and not stop.is_over():
@@ -187,7 +201,7 @@ class _TighterSearch:
     def _search(self, most_work: int, stop: Stop) -> None:
         limited = stop.work is not None
         allowed = min(most_work, _SEARCH_SHARE * stop.left_work * _PER_UNIT)
-        # Where work is limited a search that is told to stop would end at another place each time.
+        # With limited work, a search that stops early would end at another place each time.
         turn = Stop(
             stop.left_s() * (1.0 if limited else _SEARCH_SHARE),
             work=max(1, int(allowed)) if limited else most_work,
@@ -331,8 +345,8 @@ class Robust:
 def choose_robust(best: Incumbent, robust: Robust, stop: Stop) -> RobustChoice | None:
     """Put the schedule that noise delays least in the place of the shortest; None without any.
 
-    Of those that are as good the shortest without noise stays. Where time is up before all were
-    judged, it is the best of the others, the shortest of all among them.
+    Of those that are as good the shortest without noise stays. If time is up before all were
+    judged, it is the best of those that were, which include the shortest of all.
     """
     if best.programs is None:
         return None

@@ -1,7 +1,7 @@
 """How a solve shares its time or work between its parts.
 
-One thread: the parts take turns. Two or more: the local search runs beside the parts that prove,
-and both work on the best schedule that either finds.
+One thread: the parts take turns. Two or more: the local search and the parts that prove run at the
+same time, and both work on the best schedule that either finds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
@@ -31,7 +32,7 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
 from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search.dispatching import dispatched
+from optpipe_solver.local_search.dispatching import dispatched, rules_can_dispatch
 from optpipe_solver.local_search.pairing import improve_by_pairing, pairing_can_improve
 from optpipe_solver.local_search.search import (
     improve_by_local_search,
@@ -122,7 +123,7 @@ _MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 class Step(NamedTuple):
     """A part's turn: a share of what is left, and at most so many seconds or units.
 
-    ``goes_on``: it has another one like it at once, as long as this method raises the bound.
+    ``goes_on``: another one like it follows immediately, as long as this method raises the bound.
     """
 
     part: SearchPart
@@ -150,7 +151,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     """Return the plan of each thread of a solve: one where it has one thread or limited work.
 
     The full-horizon model has a turn only if `milp_may_prove`. On the other problems of
-    ``benchmarks`` it found none of 82 schedules and none of 52 proofs at 8 units of work, and took
+    ``benchmarks`` it found none of 82 schedules and none of 52 proofs at 8 units of work. It took
     20 to 30 CPU seconds on some (measured).
     """
     if not problem.is_even:
@@ -208,8 +209,9 @@ def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPl
 
 
 _MOST_CELLS_SOON = 40
-"""Cells up to which, beside a local search, exact searches come early: of the 36 instances of
-``benchmarks`` so small they gave the bound of 16, and the beam the schedule of one."""
+"""Cells up to which exact searches come early, next to a local search.
+
+Of the 36 instances of ``benchmarks`` so small they gave 16 bounds, and the beam one schedule."""
 
 
 _MOST_PROVEN_PAIRS = 1_000
@@ -240,7 +242,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     """Return the turns of what proves: what may prove soon goes first.
 
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
-    states it has to choose among. Where first in, first out is exact it is one over counts, and
+    states it has to choose among. If first in, first out is exact, it is one over counts and
     comes as soon as what can be proven quickly is. On large problems it was never seen to find
     anything; there alone, building blocks are annealed. Stretches come when what they would delay
     is proven or will hardly be.
@@ -309,7 +311,7 @@ def improve(
 # --- The threads of a solve.
 # Compiled search and HiGHS release the interpreter while they run, so threads run side by side.
 # At the end of a solve every loop that can take a second raises `Stopped` at its next step, and
-# HiGHS ends at its next callback. The solve waits for all of them: a thread that stays behind would
+# HiGHS ends at its next callback. The solve waits for all of them: a thread that goes on would
 # hold up the exit of the interpreter, and to cut a thread inside HiGHS aborts the process.
 
 _TICK_S = 0.02
@@ -407,13 +409,13 @@ class FamilyStart:
 def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[FamilyStart]:
     """Yield the programs of every family, then fitted copies of those that exceed memory.
 
-    Of a large problem those come first that are short and made soon, and Serial only where none of
-    them is legal: nothing is longer. The copies come in the order
-    of what they were before, the shortest first. Of a large problem
-    only those are made whose original is shorter than the best legal start so far (offload rarely
-    makes anything shorter) and as long as no other, and none after three in a row that lose.
-    Legality and time are asked of compiled code, which says the same as the reference (tested);
-    families are wrong about nothing but memory.
+    Copies of short originals come first. Legality and time come from compiled code, which equals
+    the reference (tested). Families are wrong about nothing but memory.
+
+    Of a large problem the short and quick families come first, and Serial only if none of them is
+    legal. A copy is made only if its original is shorter than the best legal start so far, because
+    offload rarely makes anything shorter, and if no other has the same length. Copies end after
+    three in a row that lose.
 
     Parameters
     ----------
@@ -438,7 +440,7 @@ def _families(problem: Problem) -> tuple[Family, ...]:
 
 def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
     builder = _StartBuilder(problem)
-    over: list[tuple[FamilyStart, Rows]] = []
+    over: list[tuple[float, str, Rows]] = []
     best_ms = inf
     for family in _families(problem):
         is_longest = builder.is_large and family.name == "serial" and best_ms < inf
@@ -447,16 +449,16 @@ def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
             yield start
             if start.legal:
                 best_ms = min(best_ms, start.objective_ms)
-            elif rows is not None:
-                over.append((start, rows))
+            elif rows is not None and not (builder.is_large and start.objective_ms >= best_ms):
+                over.append((start.objective_ms, start.method, rows))
     lost, seen = 0, set()
-    for start, rows in sorted(over, key=lambda item: item[0].objective_ms):
-        if builder.is_large and (start.objective_ms >= best_ms or lost == _LOST):
+    for objective_ms, method, rows in sorted(over, key=itemgetter(0)):
+        if builder.is_large and (objective_ms >= best_ms or lost == _LOST):
             return
-        if builder.is_large and start.objective_ms in seen:
+        if builder.is_large and objective_ms in seen:
             continue
-        seen.add(start.objective_ms)
-        fitted = builder.fit(start.method, rows)
+        seen.add(objective_ms)
+        fitted = builder.fit(method, rows)
         if fitted is not None:
             yield fitted
             lost = lost + 1 if fitted.objective_ms >= best_ms else 0
@@ -535,7 +537,7 @@ def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterato
 
 def rule_starts(problem: Problem, seed: int) -> Iterator[FamilyStart]:
     """Yield what dispatching rules make of unequal micro-batches; it is ours, of no family."""
-    if problem.is_even or problem.has_samples:
+    if problem.is_even or not rules_can_dispatch(problem):
         return
     began, compiled = time.perf_counter(), CompiledProblem.of(problem)
     found = dispatched(compiled, orders(problem), _RULES_WORK, seed)
@@ -644,9 +646,9 @@ def restrictions(problem: Problem) -> tuple[Reduction, ...]:
 def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
     """Look for programs in each restriction that its bound leaves room for.
 
-    Every schedule found there is offered immediately. So ``best`` ends no longer than any family of
-    these restrictions, and no longer than any schedule that ``find`` has found in one, unless the
-    turn ends earlier. That a problem is never worse than its restriction solved alone *for as
+    Every schedule found there is offered immediately. So, unless the turn ends earlier, ``best``
+    ends no longer than any family of these restrictions and any schedule that ``find`` has found
+    in one. That a problem is never worse than its restriction solved alone *for as
     long* does not follow, and is not so. Large problems are left alone.
 
     Parameters
@@ -673,8 +675,10 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
 
 
 _FAR_BEHIND, _MOST_OTHERS = 0.05, 3
-"""By which share of the objective the starts of a narrower menu may be longer than the shortest
-schedule for it to be searched; and how many are, at most, beside v1's."""
+"""Share by which the starts of a narrower menu may be longer than the shortest schedule.
+
+Menus with longer starts are not searched. The second number is the most menus in addition to v1's.
+"""
 
 
 def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
@@ -742,7 +746,7 @@ class _RestrictedSearch:
         inner = self.inner
         if inner.programs is None or self.is_settled or stop.is_over():
             return
-        # Where work is limited, a part that is told to stop would end at another place each time.
+        # With limited work, a part that stops early would end at another place each time.
         find(
             inner,
             stop.turn(share, threads=1, should_stop=lambda: stop.work is None and self.is_settled),

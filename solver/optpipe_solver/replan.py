@@ -44,6 +44,7 @@ from optpipe_solver.arrays.encoding import (
 from optpipe_solver.bounds import work_bound
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_serial
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.jit import seeded
 from optpipe_solver.last_steps import with_free_share
@@ -154,9 +155,8 @@ def replan(
         If micro-batches name samples, passes may pair, nothing fits the memory, or ``like`` is
         of another form, or of costs whose modes do other things.
     """
-    if problem.has_samples or problem.pairs:
-        said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
-        raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
+    is_known = not (problem.has_samples or problem.pairs)
+    refuse_unless(is_known, "replan", problem, "problems without samples and pairs")
     run = _TrainingRun.of((like,) if isinstance(like, Problem) else tuple(like or ()))
     _check_alike(problem, run)
     compiled, known = CompiledProblem.of(problem), _known_of(run)

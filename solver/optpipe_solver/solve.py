@@ -17,7 +17,7 @@ from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.feasibility import exact_parts_know, feasibility
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.last_steps import choose_robust, lower_peaks
+from optpipe_solver.last_steps import choose_robust, lower_peaks, peaks_can_fall
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
@@ -29,7 +29,6 @@ from optpipe_solver.portfolio import (
     rule_starts,
     run_threads,
 )
-from optpipe_solver.ranking import ranks_equals
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -62,8 +61,9 @@ _GRACE_S = 3.0
 """By how much the choice under noise may be late; then the shortest schedule stays."""
 
 _LAST_SHARE = 0.1
-"""Share of time and work that is kept for less memory at the same objective, and as much for the
-choice under noise, where that is asked for."""
+"""Share of time and work that is kept for less memory at the same objective.
+
+The choice under noise, if there is one, has as much."""
 
 
 def solve(
@@ -158,8 +158,7 @@ class _SolveRun:
         self.should_stop = should_stop
         self.is_warm = is_warm
         self.ended = threading.Event()
-        may_pair = bool(best.problem.pairs)
-        self.lowers = method == "auto" and ranks_equals(best.problem) and not may_pair
+        self.lowers = method == "auto" and peaks_can_fall(best.problem)
         self.robust = robust
         self.choice: RobustChoice | None = None
         share = 1.0 - _LAST_SHARE * (self.lowers + (robust is not None))

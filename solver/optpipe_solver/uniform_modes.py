@@ -67,6 +67,7 @@ def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
     -------
     None where no mode of some stage makes its device's program fit.
     """
+    compiled.refuse_transfers(rows, "with_uniform_modes")
     prompt = _with_prompt_weights(compiled, rows)
     is_same = np.array_equal(prompt.actions, rows.actions)
     candidates = [
@@ -97,6 +98,7 @@ def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
 
 def in_modes(compiled: CompiledProblem, rows: Rows, numbers: Sequence[int]) -> Rows | None:
     """Return compute programs with a given mode of each stage, None where they do not fit so."""
+    compiled.refuse_transfers(rows, "in_modes")
     modes = np.repeat(np.array(numbers, dtype=np.int64), compiled.times.num_microbatches)
     tight = _with_actions(compiled, rows, modes)
     if not keeps_limits(compiled, tight):
