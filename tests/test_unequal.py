@@ -20,12 +20,12 @@ from optpipe.sweep import sweep
 from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem, evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.dealing import orders
 from optpipe_solver.families.classic import build_one_f_one_b, build_serial
 from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.last_steps import with_device_factors
 from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.portfolio import all_starts
+from optpipe_solver.reductions import orders
 from optpipe_solver.replan import replan
 from tests import building
 from tests.building import programs

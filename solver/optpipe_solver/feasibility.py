@@ -42,6 +42,7 @@ from optpipe.errors import InputError
 from optpipe.memory import host_walk
 from optpipe.schedule import Action, ActionType
 from optpipe.units import format_bytes
+from optpipe_solver.reductions import one_group, serial_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,7 +65,6 @@ __all__ = [
     "needs_text",
     "possible_modes",
     "refuse_unless",
-    "serial_groups",
     "serial_plan",
     "smallest_memory",
     "usable_modes",
@@ -187,74 +187,21 @@ def feasibility(problem: Problem) -> Feasibility:
     return Feasibility(SerialPlan(tuple(one.program for one in chosen)), {})
 
 
-def serial_groups(problem: Problem) -> list[tuple[int, ...]]:
-    """Return what serial execution runs one after the other: micro-batches, or whole samples.
-
-    Where the order is given, samples between whose slices others come are one group with these.
-    """
-    if problem.order == "free":
-        return list(problem.samples)
-    last = {j: sample[-1] for sample in problem.samples for j in sample}
-    groups: list[tuple[int, ...]] = []
-    begin = until = 0
-    for j in range(problem.num_microbatches):
-        until = max(until, last[j])
-        if j == until:
-            groups.append(tuple(range(begin, j + 1)))
-            begin = until = j + 1
-    return groups
-
-
 def serial_plan(problem: Problem, group: Sequence[int]) -> Feasibility:
     """Return how one of `serial_groups` fits; its program is of micro-batches 0, 1, ... of it."""
+    alone = one_group(problem, group)
+    found = feasibility(alone.problem)
+    if found.plan is not None:
+        return Feasibility(SerialPlan(alone.lift(found.plan.programs)), {})
     if len(group) == 1:
-        return feasibility(problem.alike(problem.cost_of[group[0]], 1))
-    unfolded, count = _unfolded(problem, group), len(group)
-    found = feasibility(unfolded)
-    if found.plan is None:
-        known = zip(smallest_memory(unfolded), problem.devices, strict=True)
-        needs = {
-            f"devices[{d}].memory_bytes": least
-            for d, (least, device) in enumerate(known)
-            if _least_of_samples(problem, d, group) > device.memory_bytes
-        }
-        return Feasibility(None, needs)
-    programs = tuple(
-        tuple(
-            action._replace(stage=action.stage // count, microbatch=action.stage % count)
-            for action in program
-        )
-        for program in found.plan.programs
-    )
-    return Feasibility(SerialPlan(programs), {})
-
-
-def _unfolded(problem: Problem, group: Sequence[int]) -> Problem:
-    """Return the problem of one micro-batch whose stages are the cells of a group.
-
-    Of a stage whose cells must all be in one mode, they keep.
-    """
-    stages = []
-    for s, stage in enumerate(problem.stages):
-        for at, j in enumerate(group):
-            cell = problem.stage_of(s, j)
-            fields: dict[str, object] = {"uniform_modes": False}
-            if at:
-                fields["static_bytes"] = 0
-            if stage.uniform_modes:
-                fields |= {"modes": (), "offload_bytes": 0}
-                fields |= {"recompute_ms": None, "checkpoint_bytes": None}
-            stages.append(cell.model_copy(update=fields))
-    return problem.model_copy(
-        update={
-            "stages": tuple(stages),
-            "other_costs": (),
-            "microbatches": (),
-            "order": "free",
-            "num_microbatches": 1,
-            "context": None,
-        }
-    )
+        return found
+    known = zip(smallest_memory(alone.problem), problem.devices, strict=True)
+    needs = {
+        f"devices[{d}].memory_bytes": least
+        for d, (least, device) in enumerate(known)
+        if _least_of_samples(problem, d, group) > device.memory_bytes
+    }
+    return Feasibility(None, needs)
 
 
 def _least_of_samples(problem: Problem, device: int, group: Sequence[int]) -> int:
@@ -284,8 +231,7 @@ def _kinds(problem: Problem) -> Iterator[Problem]:
         yield problem
         return
     for group in _different(problem):
-        one = len(group) == 1
-        yield problem.alike(problem.cost_of[group[0]], 1) if one else _unfolded(problem, group)
+        yield one_group(problem, group).problem
 
 
 def _different(problem: Problem) -> Iterator[tuple[int, ...]]:

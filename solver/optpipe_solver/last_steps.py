@@ -1,15 +1,15 @@
-"""The last steps of a solve: as short with less memory; of all met, what noise delays least.
+"""The last steps of a solve: less memory for the same objective, and less delay by noise.
 
 Memory that buys no time is a fault, as allocators fragment. So a problem of v2 is posed again with
 tighter limits: every device has the same share of what it has free. The known schedule, squeezed
-into them, and the families look for the objective that is known, by bisection: where one has it,
-less is asked for, where none has, more. Then a local search from the best of these tries somewhat
-less, in smaller and smaller steps. Their programs are legal for the problem itself. That what was
-not found does not exist is not proven, and where more memory fails less need not.
+into them, and the families that had the known objective look for it again. Bisection asks for less
+memory where one of them has it, and for more where none has. Then a local search from the best of
+these tries somewhat less, in smaller and smaller steps. Their programs are legal for the problem
+itself. Nothing is proven of lower peaks, and where more memory fails less may do.
 
 ``solve(robust=...)`` judges by a percentile of the objective, all schedules under the same draws
-(`NoisyTimes`). Beside what the search has met stand all families, and what a local search makes of
-the shortest schedule where some devices are slower (scenarios): orders that wait less for a device
+(`NoisyTimes`). It judges what the search has met, all families, and what a local search makes of
+the shortest schedule if some devices are slower (scenarios): orders that wait less for a device
 that may be late. Nothing is proven of a percentile: a bound of a solve is one without noise.
 """
 
@@ -27,14 +27,15 @@ from optpipe.errors import InputError
 from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.budget import RobustChoice, Stop
-from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.families import FAMILIES
+from optpipe_solver.feasibility import feasibility, refuse_unless, smallest_memory
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.portfolio import all_starts, is_large
-from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares
+from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares, ranks_equals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Program
@@ -44,6 +45,7 @@ __all__ = [
     "Robust",
     "choose_robust",
     "lower_peaks",
+    "peaks_can_fall",
     "with_device_factors",
     "with_free_share",
     "within_limit",
@@ -51,8 +53,10 @@ __all__ = [
 
 
 _STEP, _FIRST_STEP = 0.01, 0.2
-"""Shares of the free memory that are closer than this are the same; and by how much less than is
-needed, of what is more than the least, the first local search asks for."""
+"""Shares of the free memory that are closer than the first number count as the same.
+
+The second is the part of the memory above the minimum that the first local search does without.
+"""
 
 _SEARCH_PER_CELL, _SEARCH_SHARE = 20_000, 0.25
 """Actions simulated in one local search, at most: per cell; and of what is left."""
@@ -63,15 +67,20 @@ _PER_UNIT = 10_000_000
 _SQUEEZED, _PEAKS = ", squeezed", ", peaks"
 """In the name of a method: how a schedule was made of another, and under which limits."""
 
-_STARTS_COST = 2e-4
-"""Units of work that making all starts counts for, for each pass of the problem.
+_ROUND_COST, _START_COST = 1e-5, {False: 5e-5, True: 4e-4}
+"""Units of work per pass that a tighter search and all starts of a family count for.
 
-It is less than what it takes: on 95 problems of 24 to 3,072 passes all starts took 1e-4 to 2e-3 CPU
-seconds a pass, with menus up to 1.5e-2 (docs/solve.md).
+With menus a family counts for more. Measured in CPU seconds on ``benchmarks.menus``; all families
+took 1e-4 to 2e-3 per pass on other problems.
 """
 
 
-def lower_peaks(best: Incumbent, stop: Stop) -> None:
+def peaks_can_fall(problem: Problem) -> bool:
+    """Whether equal schedules are ranked by peaks, and the last step knows all their actions."""
+    return ranks_equals(problem) and not problem.pairs
+
+
+def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | None = None) -> None:
     """Offer schedules with the objective that is known, and lower peaks of the fullest devices.
 
     Parameters
@@ -79,24 +88,39 @@ def lower_peaks(best: Incumbent, stop: Stop) -> None:
     best
         Where they go; one without a schedule is left as it is.
     stop
-        How long to try; where its work is limited, what is tried is a function of that, of the
-        seed and of the best schedule.
+        How long to try. If its work is limited, what is tried is a function of that, of the seed
+        and of the best schedule.
+    family_ms
+        The objective in ms of each family under the known limits. Tighter limits hardly make a
+        family shorter. So only families with the known objective are built again, and, for a local
+        search to start from, the best one. None to build all.
+
+    Raises
+    ------
+    InputError
+        Unless `peaks_can_fall`.
     """
+    problem, rule = best.problem, "problems of v2 without pairs"
+    refuse_unless(peaks_can_fall(problem), "lower_peaks", problem, rule)
     if best.metrics is None:
         return
-    problem = best.problem
+    families = nearest = None
+    if family_ms is not None:
+        enough_ms = best.objective_ms * (1 + EQUAL)
+        families = [family for family, ms in family_ms.items() if ms <= enough_ms]
+        nearest = families or sorted(family_ms, key=family_ms.__getitem__)[:1]
     floor_share = least = _least_share(problem)
     most = peak_shares(problem, best.metrics.peak_bytes)[0]
     while most - least > _STEP and not stop.is_over():
         share = (least + most) / 2
-        if _TighterSearch(best, share).run(stop, searches=False):
+        if _TighterSearch(best, share, families).run(stop, searches=False):
             most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
         else:
             least = share
     step = _FIRST_STEP * (most - floor_share)
     while step > _STEP and not stop.is_over():
         share = max(floor_share, most - step)
-        if _TighterSearch(best, share).run(stop, searches=True):
+        if _TighterSearch(best, share, nearest).run(stop, searches=True):
             most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
         else:
             step /= 2
@@ -127,8 +151,9 @@ def _least_share(problem: Problem) -> float:
 class _TighterSearch:
     """A search for the known objective where every device has a share of what is free."""
 
-    def __init__(self, best: Incumbent, share: float) -> None:
+    def __init__(self, best: Incumbent, share: float, families: Collection[str] | None) -> None:
         self.best = best
+        self.families = families
         self.method = best.method.partition(_PEAKS)[0].removesuffix(_SQUEEZED)
         self.share = share
         self.enough_ms = best.objective_ms * (1 + EQUAL)
@@ -146,9 +171,11 @@ class _TighterSearch:
         cells = len(problem.stages) * problem.num_microbatches
         if not is_large(problem):
             self._offer_known()
-        self._offer_starts(stop)
+        if self.families is None or self.families:
+            self._offer_starts(stop)
         if stop.work is not None:
-            stop.spend(_STARTS_COST * 3 * cells)
+            number = len(FAMILIES if self.families is None else self.families)
+            stop.spend(3 * cells * (_ROUND_COST + number * _START_COST[problem.has_modes]))
         if searches and not self._has_found:
             self._search(_SEARCH_PER_CELL * cells, stop)
         return self._has_found
@@ -161,7 +188,7 @@ class _TighterSearch:
             self.inner.offer(programs, f"{self.method}{_SQUEEZED}")
 
     def _offer_starts(self, stop: Stop) -> None:
-        starts, slowest_s = all_starts(self.inner.problem), 0.0
+        starts, slowest_s = all_starts(self.inner.problem, self.families), 0.0
         # None is begun that could take longer than is left.
         while not (self._has_found or stop.is_over()) and stop.left_s() > slowest_s:
             if (start := next(starts, None)) is None:
@@ -174,7 +201,7 @@ class _TighterSearch:
     def _search(self, most_work: int, stop: Stop) -> None:
         limited = stop.work is not None
         allowed = min(most_work, _SEARCH_SHARE * stop.left_work * _PER_UNIT)
-        # Where work is limited a search that is told to stop would end at another place each time.
+        # With limited work, a search that stops early would end at another place each time.
         turn = Stop(
             stop.left_s() * (1.0 if limited else _SEARCH_SHARE),
             work=max(1, int(allowed)) if limited else most_work,
@@ -318,8 +345,8 @@ class Robust:
 def choose_robust(best: Incumbent, robust: Robust, stop: Stop) -> RobustChoice | None:
     """Put the schedule that noise delays least in the place of the shortest; None without any.
 
-    Of those that are as good the shortest without noise stays. Where time is up before all were
-    judged, it is the best of the others, the shortest of all among them.
+    Of those that are as good the shortest without noise stays. If time is up before all were
+    judged, it is the best of those that were, which include the shortest of all.
     """
     if best.programs is None:
         return None

@@ -1,7 +1,7 @@
 """How a solve shares its time or work between its parts.
 
-One thread: the parts take turns. Two or more: the local search runs beside the parts that prove,
-and both work on the best schedule that either finds.
+One thread: the parts take turns. Two or more: the local search and the parts that prove run at the
+same time, and both work on the best schedule that either finds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stopped, stopped_by
-from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.exact.rounds import (
     IN_TURN,
@@ -32,23 +32,25 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
 from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search.dispatching import dispatched
+from optpipe_solver.local_search.dispatching import dispatched, rules_can_dispatch
 from optpipe_solver.local_search.pairing import improve_by_pairing, pairing_can_improve
 from optpipe_solver.local_search.search import (
     improve_by_local_search,
     improve_by_stretches,
     local_search_can_improve,
 )
-from optpipe_solver.menus import (
-    Projection,
-    kept_alone,
-    narrow_menus,
-    projections,
-    with_uniform_modes,
-)
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit
+from optpipe_solver.reductions import (
+    fewer_choices,
+    kept_alone,
+    orders,
+    projections,
+    stand_ins,
+    whole_samples,
+)
+from optpipe_solver.uniform_modes import with_uniform_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -60,12 +62,12 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Limits, Progress, Stop
     from optpipe_solver.families.common import NotApplicableReason
     from optpipe_solver.families.registry import Family
+    from optpipe_solver.reductions import Reduction
 
 __all__ = [
     "MILP_PLAN",
     "FamilyStart",
     "Improve",
-    "Restriction",
     "SearchPlan",
     "all_starts",
     "improve",
@@ -121,7 +123,7 @@ _MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 class Step(NamedTuple):
     """A part's turn: a share of what is left, and at most so many seconds or units.
 
-    ``goes_on``: it has another one like it at once, as long as this method raises the bound.
+    ``goes_on``: another one like it follows immediately, as long as this method raises the bound.
     """
 
     part: SearchPart
@@ -149,7 +151,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     """Return the plan of each thread of a solve: one where it has one thread or limited work.
 
     The full-horizon model has a turn only if `milp_may_prove`. On the other problems of
-    ``benchmarks`` it found none of 82 schedules and none of 52 proofs at 8 units of work, and took
+    ``benchmarks`` it found none of 82 schedules and none of 52 proofs at 8 units of work. It took
     20 to 30 CPU seconds on some (measured).
     """
     if not problem.is_even:
@@ -207,8 +209,9 @@ def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPl
 
 
 _MOST_CELLS_SOON = 40
-"""Cells up to which, beside a local search, exact searches come early: of the 36 instances of
-``benchmarks`` so small they gave the bound of 16, and the beam the schedule of one."""
+"""Cells up to which exact searches come early, next to a local search.
+
+Of the 36 instances of ``benchmarks`` so small they gave 16 bounds, and the beam one schedule."""
 
 
 _MOST_PROVEN_PAIRS = 1_000
@@ -239,7 +242,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     """Return the turns of what proves: what may prove soon goes first.
 
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
-    states it has to choose among. Where first in, first out is exact it is one over counts, and
+    states it has to choose among. If first in, first out is exact, it is one over counts and
     comes as soon as what can be proven quickly is. On large problems it was never seen to find
     anything; there alone, building blocks are annealed. Stretches come when what they would delay
     is proven or will hardly be.
@@ -308,7 +311,7 @@ def improve(
 # --- The threads of a solve.
 # Compiled search and HiGHS release the interpreter while they run, so threads run side by side.
 # At the end of a solve every loop that can take a second raises `Stopped` at its next step, and
-# HiGHS ends at its next callback. The solve waits for all of them: a thread that stays behind would
+# HiGHS ends at its next callback. The solve waits for all of them: a thread that goes on would
 # hold up the exit of the interpreter, and to cut a thread inside HiGHS aborts the process.
 
 _TICK_S = 0.02
@@ -397,17 +400,22 @@ class FamilyStart:
     reason: str = ""
     wants: NotApplicableReason | None = None
 
+    @property
+    def family(self) -> str:
+        """The name of the family, without what made its programs fit."""
+        return self.method.partition("+")[0].partition(" ")[0]
+
 
 def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[FamilyStart]:
     """Yield the programs of every family, then fitted copies of those that exceed memory.
 
-    Of a large problem those come first that are short and made soon, and Serial only where none of
-    them is legal: nothing is longer. The copies come in the order
-    of what they were before, the shortest first. Of a large problem
-    only those are made whose original is shorter than the best legal start so far (offload rarely
-    makes anything shorter) and as long as no other, and none after three in a row that lose.
-    Legality and time are asked of compiled code, which says the same as the reference (tested);
-    families are wrong about nothing but memory.
+    Copies of short originals come first. Legality and time come from compiled code, which equals
+    the reference (tested). Families are wrong about nothing but memory.
+
+    Of a large problem the short and quick families come first, and Serial only if none of them is
+    legal. A copy is made only if its original is shorter than the best legal start so far, because
+    offload rarely makes anything shorter, and if no other has the same length. Copies end after
+    three in a row that lose.
 
     Parameters
     ----------
@@ -432,7 +440,7 @@ def _families(problem: Problem) -> tuple[Family, ...]:
 
 def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
     builder = _StartBuilder(problem)
-    over: list[tuple[FamilyStart, Rows]] = []
+    over: list[tuple[float, str, Rows]] = []
     best_ms = inf
     for family in _families(problem):
         is_longest = builder.is_large and family.name == "serial" and best_ms < inf
@@ -441,16 +449,16 @@ def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
             yield start
             if start.legal:
                 best_ms = min(best_ms, start.objective_ms)
-            elif rows is not None:
-                over.append((start, rows))
+            elif rows is not None and not (builder.is_large and start.objective_ms >= best_ms):
+                over.append((start.objective_ms, start.method, rows))
     lost, seen = 0, set()
-    for start, rows in sorted(over, key=lambda item: item[0].objective_ms):
-        if builder.is_large and (start.objective_ms >= best_ms or lost == _LOST):
+    for objective_ms, method, rows in sorted(over, key=itemgetter(0)):
+        if builder.is_large and (objective_ms >= best_ms or lost == _LOST):
             return
-        if builder.is_large and start.objective_ms in seen:
+        if builder.is_large and objective_ms in seen:
             continue
-        seen.add(start.objective_ms)
-        fitted = builder.fit(start.method, rows)
+        seen.add(objective_ms)
+        fitted = builder.fit(method, rows)
         if fitted is not None:
             yield fitted
             lost = lost + 1 if fitted.objective_ms >= best_ms else 0
@@ -463,7 +471,7 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
     Of a large problem the first projection alone gets time, the one with what v1 has of the menu.
     """
     builder = _StartBuilder(problem)
-    kept = kept_alone(problem).problem
+    kept = kept_alone(problem)
     has_any = False
     for family in _families(problem):
         is_serial = family.name == "serial"
@@ -480,18 +488,16 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
                 yield fitted
                 has_any = has_any or fitted.legal
     for projection in projections(problem)[: 1 if builder.is_large else None]:
-        for family_start in _plain_starts(projection.problem, methods):
-            if (
-                family_start.programs is not None
-                and family_start.legal
-                and family_start.method != "serial"
-            ):
-                programs = projection.translate(family_start.programs, problem)
-                yield replace(
-                    family_start,
-                    programs=programs,
-                    method=f"{family_start.method} {projection.name}",
-                )
+        for start in _lifted_starts(projection, methods):
+            if start.programs is not None and start.legal and start.method != "serial":
+                yield replace(start, method=f"{start.method} {projection.name}")
+
+
+def _lifted_starts(reduction: Reduction, methods: Collection[str] | None) -> Iterator[FamilyStart]:
+    """Yield the starts of a reduction with programs of the original; lengths are its own."""
+    for start in all_starts(reduction.problem, methods):
+        programs = None if start.programs is None else reduction.lift(start.programs)
+        yield replace(start, programs=programs)
 
 
 def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
@@ -502,12 +508,11 @@ def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
         yield builder.build(family, problem)[0]
     ways = orders(problem)
     for number, stand_in in enumerate(stand_ins(problem)):
-        stand_in_compiled = CompiledProblem.of(stand_in)
-        for start in all_starts(stand_in, methods):
+        for start in _lifted_starts(stand_in, methods):
             if start.method == "serial":
                 continue
             if start.programs is not None:
-                yield builder.deal(start, stand_in_compiled.encode(start.programs), ways)
+                yield builder.deal(start, ways)
             elif number == 0:
                 yield start
 
@@ -525,14 +530,14 @@ def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterato
             if (sliced := fitted(family.name, rows)) is not None:
                 yield sliced
     known = {family.name for family in FAMILIES if family.knows_slices}
-    for sliced in all_starts(whole_samples(problem), methods):
+    for sliced in _lifted_starts(whole_samples(problem), methods):
         if sliced.method not in known:
             yield from [sliced] if sliced.programs is None else builder.cut(sliced)
 
 
 def rule_starts(problem: Problem, seed: int) -> Iterator[FamilyStart]:
     """Yield what dispatching rules make of unequal micro-batches; it is ours, of no family."""
-    if problem.is_even or problem.has_samples:
+    if problem.is_even or not rules_can_dispatch(problem):
         return
     began, compiled = time.perf_counter(), CompiledProblem.of(problem)
     found = dispatched(compiled, orders(problem), _RULES_WORK, seed)
@@ -577,12 +582,13 @@ class _StartBuilder:
         legal = length_ms < inf and keeps_limits(self.compiled, rows)
         return FamilyStart(method, programs, length_ms, legal, time.perf_counter() - began)
 
-    def deal(self, start: FamilyStart, rows: Rows, ways: Sequence[Ints]) -> FamilyStart:
+    def deal(self, start: FamilyStart, ways: Sequence[Ints]) -> FamilyStart:
         """Return the best deal of programs made for equal micro-batches, legal ones first."""
         began = time.perf_counter()
+        rows = self.compiled.encode(start.programs or ())
         best: tuple[bool, float, Rows] | None = None
         for order in ways:
-            tried = dealt(self.compiled, rows, order)
+            tried = self.compiled.deal(rows, order)
             length_ms = self.compiled.objective_ms(tried)
             if best is not None and (best[0] or length_ms == inf) and length_ms >= best[1]:
                 continue
@@ -602,9 +608,8 @@ class _StartBuilder:
         )
 
     def cut(self, uncut: FamilyStart) -> Iterator[FamilyStart]:
-        """Yield a start made for whole samples, cut into slices, and with modes so that it fits."""
-        began = time.perf_counter()
-        programs = in_slices(self.problem, uncut.programs or ())
+        """Yield a start of whole samples judged in slices, and with modes so that it fits."""
+        began, programs = time.perf_counter(), uncut.programs or ()
         rows = self.compiled.encode(programs)
         start = self._measured(uncut.method, programs, rows, began)
         yield replace(start, seconds=uncut.seconds + start.seconds)
@@ -632,62 +637,18 @@ class _StartBuilder:
 # restriction's own `Incumbent`, and says when to stop looking there (docs/solve.md).
 
 
-@dataclass(frozen=True, slots=True)
-class Restriction:
-    """A problem that allows less, and what it goes without, in words."""
-
-    name: str
-    problem: Problem
-    projection: Projection | None = None
-
-    def translate(self, programs: Programs, original: Problem) -> Programs:
-        """Return its programs as programs of the problem that it restricts."""
-        if self.projection is None:
-            return programs
-        return self.projection.translate(programs, original)
-
-
-def restrictions(problem: Problem) -> tuple[Restriction, ...]:
-    """Return the restrictions that have a schedule, the strictest first.
-
-    If v1 cannot express the menus, the restrictions are narrower menus, v1's first.
-    """
-    if problem.pairs:
-        alone = problem.model_copy(update={"pairs": ()})
-        return (Restriction("without pairs", alone), *restrictions(alone))
-    if problem.has_modes:
-        narrowed = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
-        return tuple(less for less in narrowed if feasibility(less.problem).plan is not None)
-    allowed = _allowed(problem)
-    choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
-    found = (_without(problem, forbidden) for forbidden in choices if forbidden)
+def restrictions(problem: Problem) -> tuple[Reduction, ...]:
+    """Return the reductions to fewer choices that have a schedule, the strictest first."""
+    found = fewer_choices(problem)
     return tuple(less for less in found if feasibility(less.problem).plan is not None)
-
-
-def _allowed(problem: Problem) -> tuple[str, ...]:
-    """Return the treatments of activations, other than keeping them, that any stage has."""
-    offload = any(problem.can_offload(s) for s in range(len(problem.stages)))
-    recompute = any(stage.can_recompute for stage in problem.stages)
-    return ("offload",) * offload + ("recompute",) * recompute
-
-
-def _without(problem: Problem, forbidden: tuple[str, ...]) -> Restriction:
-    changed: dict[str, int | None] = {}
-    if "offload" in forbidden:
-        changed["offload_bytes"] = 0
-    if "recompute" in forbidden:
-        changed |= {"recompute_ms": None, "checkpoint_bytes": None}
-    stages = tuple(stage.model_copy(update=changed) for stage in problem.stages)
-    less = problem.model_copy(update={"stages": stages})
-    return Restriction(f"without {' and '.join(forbidden)}", less)
 
 
 def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
     """Look for programs in each restriction that its bound leaves room for.
 
-    Every schedule found there is offered immediately. So ``best`` ends no longer than any family of
-    these restrictions, and no longer than any schedule that ``find`` has found in one, unless the
-    turn ends earlier. That a problem is never worse than its restriction solved alone *for as
+    Every schedule found there is offered immediately. So, unless the turn ends earlier, ``best``
+    ends no longer than any family of these restrictions and any schedule that ``find`` has found
+    in one. That a problem is never worse than its restriction solved alone *for as
     long* does not follow, and is not so. Large problems are left alone.
 
     Parameters
@@ -714,8 +675,10 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
 
 
 _FAR_BEHIND, _MOST_OTHERS = 0.05, 3
-"""By which share of the objective the starts of a narrower menu may be longer than the shortest
-schedule for it to be searched; and how many are, at most, beside v1's."""
+"""Share by which the starts of a narrower menu may be longer than the shortest schedule.
+
+Menus with longer starts are not searched. The second number is the most menus in addition to v1's.
+"""
 
 
 def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
@@ -738,7 +701,7 @@ def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_Restricte
 class _RestrictedSearch:
     """One restriction: its incumbent hands on to the problem's what it takes in."""
 
-    def __init__(self, best: Incumbent, less: Restriction) -> None:
+    def __init__(self, best: Incumbent, less: Reduction) -> None:
         self.best = best
         self.less = less
         self.inner = Incumbent(less.problem, self._hand_on)
@@ -747,7 +710,7 @@ class _RestrictedSearch:
     def _hand_on(self, progress: Progress) -> None:
         if progress.programs is not None:
             self.best.offer(
-                self.less.translate(progress.programs, self.best.problem),
+                self.less.lift(progress.programs),
                 f"{progress.method} {self.less.name}",
                 expected_ms=progress.objective_ms,
             )
@@ -783,10 +746,9 @@ class _RestrictedSearch:
         inner = self.inner
         if inner.programs is None or self.is_settled or stop.is_over():
             return
-        # Where work is limited, a part that is told to stop would end at another place each time.
+        # With limited work, a part that stops early would end at another place each time.
         find(
             inner,
             stop.turn(share, threads=1, should_stop=lambda: stop.work is None and self.is_settled),
         )
-        programs = self.less.translate(inner.programs, self.best.problem)
-        self.best.keep(programs, inner.objective_ms)
+        self.best.keep(self.less.lift(inner.programs), inner.objective_ms)

@@ -9,7 +9,7 @@ best then is annealed further, all for a fixed number of simulated actions.
 Some batches of the run may be named, and the first call with them learns from them. For each rules
 are searched at length; those that are best for all of them are tried on each later batch, and its
 searches begin with the best of these, instead of anywhere. The rules make no copies to the host,
-which may pay. So problems of equal micro-batches (`optpipe_solver.dealing`) and the named batches
+which may pay. So problems of equal micro-batches (`stand_ins`) and the named batches
 themselves are also solved, under the limits and under tighter ones, as other batches need more.
 Later calls deal into the places of all these, in those of a batch the longest where its longest
 stood (where the order is given, each where its number stood); what then exceeds memory is
@@ -42,9 +42,9 @@ from optpipe_solver.arrays.encoding import (
     within_hosts,
 )
 from optpipe_solver.bounds import work_bound
-from optpipe_solver.dealing import dealt, longest_first, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_serial
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.jit import seeded
 from optpipe_solver.last_steps import with_free_share
@@ -58,6 +58,7 @@ from optpipe_solver.local_search.annealing import (
 from optpipe_solver.local_search.dispatching import CELL_WORK, dispatched
 from optpipe_solver.local_search.propose import MoveShares
 from optpipe_solver.portfolio import all_starts
+from optpipe_solver.reductions import longest_first, orders, stand_ins
 from optpipe_solver.solve import record, solve
 
 if TYPE_CHECKING:
@@ -154,9 +155,8 @@ def replan(
         If micro-batches name samples, passes may pair, nothing fits the memory, or ``like`` is
         of another form, or of costs whose modes do other things.
     """
-    if problem.has_samples or problem.pairs:
-        said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
-        raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
+    is_known = not (problem.has_samples or problem.pairs)
+    refuse_unless(is_known, "replan", problem, "problems without samples and pairs")
     run = _TrainingRun.of((like,) if isinstance(like, Problem) else tuple(like or ()))
     _check_alike(problem, run)
     compiled, known = CompiledProblem.of(problem), _known_of(run)
@@ -315,15 +315,15 @@ def _equal(shape: Problem) -> tuple[tuple[str, Rows], ...]:
     Of each the best families, and what some work makes of them.
     """
     found: list[tuple[str, Rows]] = []
-    for stand_in in stand_ins(shape):
-        compiled = CompiledProblem.of(stand_in)
-        starts = [one for one in all_starts(stand_in) if one.programs is not None and one.legal]
+    compiled = CompiledProblem.of(shape)
+    for equal in stand_ins(shape):
+        starts = [one for one in all_starts(equal.problem) if one.programs and one.legal]
         starts.sort(key=lambda one: one.objective_ms)
-        ranked = [(one.method, one.programs) for one in starts[:_MOST_STARTS]]
-        result = solve(stand_in, time_limit_s=_NO_LIMIT_S, work_limit=_SHAPE_WORK)
+        ranked = [(one.method, one.programs or ()) for one in starts[:_MOST_STARTS]]
+        result = solve(equal.problem, time_limit_s=_NO_LIMIT_S, work_limit=_SHAPE_WORK)
         if result.schedule is not None:
             ranked.insert(0, ("equal micro-batches", result.schedule.programs))
-        found += [(method, compiled.encode(programs)) for method, programs in ranked if programs]
+        found += [(method, compiled.encode(equal.lift(programs))) for method, programs in ranked]
     return tuple(found)
 
 
@@ -401,7 +401,7 @@ def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
     """Yield 1F1B, and ``quick`` families for equal micro-batches, in the best of some orders."""
     problem = compiled.problem
     families = [(name, problem.least) for name in _PLAIN]
-    families += [(name, stand_in) for name in quick for stand_in in stand_ins(problem)]
+    families += [(name, equal.problem) for name in quick for equal in stand_ins(problem)]
     family_of = {family.name: family for family in FAMILIES}
     built = []
     for name, equal in families:
@@ -419,7 +419,7 @@ def _like_these(compiled: CompiledProblem, known: _KnownOfRun) -> list[_Start]:
     """
     free, longest = compiled.problem.order == "free", longest_first(compiled.problem)
     deals = [
-        dealt(compiled, rows, _in_places(places, longest) if free else np.arange(longest.size))
+        compiled.deal(rows, _in_places(places, longest) if free else np.arange(longest.size))
         for places, programs in known.solved
         for rows in programs
     ]
@@ -453,7 +453,7 @@ def _deals(
 ) -> Iterator[_Start]:
     """Yield the best legal deal of each of some programs for as many micro-batches."""
     for method, rows in built:
-        best = _shortest(compiled, [dealt(compiled, rows, order) for order in ways])
+        best = _shortest(compiled, [compiled.deal(rows, order) for order in ways])
         if best is not None:
             yield method, *best
 

@@ -17,7 +17,7 @@ from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.feasibility import exact_parts_know, feasibility
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.last_steps import choose_robust, lower_peaks
+from optpipe_solver.last_steps import choose_robust, lower_peaks, peaks_can_fall
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
@@ -29,7 +29,6 @@ from optpipe_solver.portfolio import (
     rule_starts,
     run_threads,
 )
-from optpipe_solver.ranking import ranks_equals
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
@@ -62,9 +61,9 @@ _GRACE_S = 3.0
 """By how much the choice under noise may be late; then the shortest schedule stays."""
 
 _LAST_SHARE = 0.1
-"""Share of time and work that is kept for less memory at the same objective, and as much for the
-choice under noise, where that is asked for. Of CPU time the former takes more where work is limited
-(docs/solve.md)."""
+"""Share of time and work that is kept for less memory at the same objective.
+
+The choice under noise, if there is one, has as much."""
 
 
 def solve(
@@ -159,8 +158,7 @@ class _SolveRun:
         self.should_stop = should_stop
         self.is_warm = is_warm
         self.ended = threading.Event()
-        may_pair = bool(best.problem.pairs)
-        self.lowers = method == "auto" and ranks_equals(best.problem) and not may_pair
+        self.lowers = method == "auto" and peaks_can_fall(best.problem)
         self.robust = robust
         self.choice: RobustChoice | None = None
         share = 1.0 - _LAST_SHARE * (self.lowers + (robust is not None))
@@ -171,6 +169,7 @@ class _SolveRun:
             should_stop=self.ended.is_set,
         )
         self.start: tuple[str, float] | None = None
+        self.family_ms: dict[str, float] = {}
         self.started = threading.Event()
         self.reasons: list[str] = []
         self.stopped_by: StoppedBy = "work_limit"
@@ -212,7 +211,7 @@ class _SolveRun:
 
         def lower() -> None:
             with self.best.clocked("less memory", stop):
-                lower_peaks(self.best, stop)
+                lower_peaks(self.best, stop, self.family_ms)
 
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
 
@@ -279,6 +278,8 @@ class _SolveRun:
             return
         self.best.offer(start.programs, start.method, expected_ms=start.objective_ms)
         self.best.keep(start.programs, start.objective_ms, start.method)
+        known_ms = self.family_ms.get(start.family, start.objective_ms)
+        self.family_ms[start.family] = min(known_ms, start.objective_ms)
         if self.start is None or start.objective_ms < self.start[1]:
             self.start = start.method, start.objective_ms
 

@@ -25,7 +25,6 @@ from optpipe.problem import LicensedPair, Mode, Problem, Stage
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
-from optpipe_solver.dealing import orders
 from optpipe_solver.exact.rounds import (
     improve_by_beam,
     improve_by_exact_search,
@@ -41,6 +40,7 @@ from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.plan.model import plan_pattern
 from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
 from optpipe_solver.portfolio import all_starts
+from optpipe_solver.reductions import orders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
 """The last steps of a solve: less memory for the same length, and orders that noise delays less."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -20,6 +21,7 @@ from optpipe_solver.last_steps import (
     with_free_share,
     within_limit,
 )
+from optpipe_solver.portfolio import FamilyStart
 from optpipe_solver.ranking import NoisyTimes, peak_shares
 from optpipe_solver.solve import record
 from tests.building import bus, problem, programs, stage
@@ -81,7 +83,7 @@ def test_a_solve_of_v2_ends_with_low_peaks_and_one_of_v1_as_it_was() -> None:
 
 def test_a_search_goes_on_where_families_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any family, from the schedule itself squeezed into less and less."""
-    monkeypatch.setattr("optpipe_solver.last_steps.all_starts", lambda _: iter(()))
+    monkeypatch.setattr("optpipe_solver.last_steps.all_starts", lambda *_: iter(()))
     full = solved(of_v2=False)
     best = Incumbent(uneven_v())
     best.offer(full.programs, "full")
@@ -90,6 +92,28 @@ def test_a_search_goes_on_where_families_end(monkeypatch: pytest.MonkeyPatch) ->
     assert best.objective_ms <= full.objective_ms * (1 + 1e-9)
     assert peak_shares(uneven_v(), best.metrics.peak_bytes)[0] <= 0.7
     assert best.method.startswith("local-search, peaks")
+
+
+def test_only_families_with_the_known_objective_are_built_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If none has it, the best family is built for a local search to start from."""
+    built: list[list[str]] = []
+
+    def note(_: Problem, families: list[str]) -> Iterator[FamilyStart]:
+        built.append(families)
+        return iter(())
+
+    monkeypatch.setattr("optpipe_solver.last_steps.all_starts", note)
+    given = uneven_v()
+    known_ms = started_full(given).objective_ms
+    for family_ms in ({"zb-v": known_ms, "gpipe": known_ms + 1}, {"1f1b": 2e3, "zb-v": 1e3}):
+        stop = Stop(600, work=0.3)
+        lower_peaks(started_full(given), stop, family_ms)
+        assert built
+        assert all(families == ["zb-v"] for families in built)
+        assert 0.0 < stop.spent < 0.31
+        built.clear()
 
 
 def test_the_same_work_gives_the_same_file_in_v2() -> None:

@@ -13,15 +13,10 @@ from optpipe_solver import SolveStatus, solve
 from optpipe_solver.arrays.encoding import CompiledProblem, device_peaks
 from optpipe_solver.families.classic import build_gpipe
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.menus import (
-    _with_actions,
-    kept_alone,
-    narrow_menus,
-    projections,
-    with_uniform_modes,
-)
 from optpipe_solver.portfolio import all_starts, is_large
-from tests.building import UNIT, problem
+from optpipe_solver.reductions import Reduction, kept_alone, narrow_menus, projections
+from optpipe_solver.uniform_modes import _with_actions, with_uniform_modes
+from tests.building import UNIT, problem, programs
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.solver.starting import schedule_of
 from tests.strategies import Case, cases, few
@@ -104,7 +99,7 @@ def test_a_solve_finds_the_best_of_all_programs(posed: Problem) -> None:
 def test_one_mode_per_stage_is_found_where_there_is_one(case: Case) -> None:
     """Of all choices with the tightest transfers some fits, or none; what fits stays legal."""
     compiled = CompiledProblem.of(case.problem)
-    rows = compiled.encode(build_gpipe(kept_alone(case.problem).problem))
+    rows = compiled.encode(build_gpipe(kept_alone(case.problem)))
     found = with_uniform_modes(compiled, rows)
     m, usable = case.problem.num_microbatches, [np.flatnonzero(may) for may in compiled.memory.may]
     limits = [device.usable_bytes for device in case.problem.devices]
@@ -129,11 +124,20 @@ def test_the_cheapest_modes_that_fit_are_taken() -> None:
     assert text.startswith("0F0@3,0OFFLOAD0,0F1@3,0OFFLOAD1,0RELEASE0,0F2@3")
 
 
+def modes_of_first_stage(less: Reduction) -> tuple[int, ...]:
+    """Return the numbers in the original menu of the modes that stage 0 of a reduction has."""
+    text = {"keep": "0F0", "offload": "0F0 0OFFLOAD0", "recompute": "0F0 0RECOMPUTE0"}
+    stage = less.problem.stages[0]
+    names = [mode.name for mode in less.problem.menus[0]]
+    rows = [f"0F0@{k}" if stage.modes else text[name] for k, name in enumerate(names)]
+    return tuple(less.lift(programs(row))[0][0].mode for row in rows)
+
+
 def test_projections_say_what_a_menu_has_of_keep_offload_and_recompute() -> None:
     """The base is keep or a leaner mode inside; what goes with it differs in nothing else."""
     posed = made(NORMS, ALL, PART, AWAY, m=4, memory=24)
     found = {one.name: one for one in projections(posed)}
-    assert {name: one.modes[0] for name, one in found.items()} == {
+    assert {name: modes_of_first_stage(one) for name, one in found.items()} == {
         "of three modes": (0, 3, 2),
         "lean": (1,),
     }
@@ -141,7 +145,7 @@ def test_projections_say_what_a_menu_has_of_keep_offload_and_recompute() -> None
     assert lean.format == "optpipe/problem/v1"
     assert (lean.stages[0].activation_bytes, lean.stages[0].backward_input_ms) == (8 * UNIT, 4)
     uniform = made(NORMS, PART, m=4, memory=24, uniform_modes=True)
-    assert {one.modes[0] for one in projections(uniform)} == {(0,), (1,)}
+    assert {modes_of_first_stage(one) for one in projections(uniform)} == {(0,), (1,)}
 
 
 def test_modes_of_a_stage_leave_room_for_copies_to_wait_in() -> None:
@@ -161,13 +165,14 @@ def test_narrower_menus_begin_with_v1s_and_name_modes_as_the_whole_menu_does() -
     """Uniform menus are cut down and stay uniform; parts of v1's offload or recompute only."""
     uniform = made(NORMS, ALL, PART, m=4, memory=24, uniform_modes=True)
     short = narrow_menus(uniform)[0]
-    assert short.modes == ((0, 3, 2),) * 2
+    assert modes_of_first_stage(short) == (0, 3, 2)
     assert all(stage.uniform_modes for stage in short.problem.stages)
     assert [mode.name for mode in short.problem.menus[0]] == ["keep", "offload", "recompute"]
     (result,) = [start for start in all_starts(short.problem) if start.method == "gpipe+modes"]
     assert result.programs is not None
-    check(uniform, short.translate(result.programs, uniform))
-    free = {one.name: one.modes[0] for one in narrow_menus(made(NORMS, ALL, PART, m=4, memory=24))}
+    check(uniform, short.lift(result.programs))
+    narrowed = narrow_menus(made(NORMS, ALL, PART, m=4, memory=24))
+    free = {one.name: modes_of_first_stage(one) for one in narrowed}
     assert list(free)[:3] == ["of three modes", "of keep and offload", "of keep and recompute"]
     assert list(free.values())[:3] == [(0, 3, 2), (0, 3), (0, 2)]
 

@@ -71,7 +71,7 @@ def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> No
     for less in restrictions(case.problem):
         for start in legal_starts(less.problem):
             assert start.programs is not None
-            programs = less.translate(start.programs, case.problem)
+            programs = less.lift(start.programs)
             assert not find_violations(case.problem, programs)
             run = simulate(case.problem, programs)
             assert run.objective_ms(case.problem.objective) == start.objective_ms

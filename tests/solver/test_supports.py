@@ -9,7 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe import InputError, Problem
-from optpipe_solver.bounds import Paths, lower_bound, lower_bounds
+from optpipe.problem import Microbatch
+from optpipe_solver import solve
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.bounds import Paths, lower_bound, lower_bounds, work_bound
 from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms, shortened
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.budget import Stop
@@ -27,10 +30,15 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.last_steps import lower_peaks
+from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.milp.horizon.model import improve_by_milp, solve_horizon
 from optpipe_solver.offload_fit.fit import Frame
+from optpipe_solver.reductions import orders
+from optpipe_solver.replan import replan
+from optpipe_solver.uniform_modes import in_modes, with_uniform_modes
 from tests.building import problem, programs, stage
 from tests.solver.exhaustive import optimum, tiny_problems, tiny_problems_with_pairs
 from tests.solver.starting import serially
@@ -59,8 +67,16 @@ def tiny_problems_with_unequal_microbatches(draw: st.DrawFn) -> Problem:
     return tight
 
 
+def in_given_order(posed: Problem) -> Problem:
+    """Return the problem whose micro-batches must come in order."""
+    return posed.model_copy(update={"order": "given"})
+
+
 tiny_problems_of_v2 = st.one_of(
-    tiny_problems(menus=True), tiny_problems_with_pairs(), tiny_problems_with_unequal_microbatches()
+    tiny_problems(menus=True),
+    tiny_problems_with_pairs(),
+    tiny_problems_with_pairs().map(in_given_order),
+    tiny_problems_with_unequal_microbatches(),
 )
 
 
@@ -85,11 +101,21 @@ def _within(search: Callable[..., LayeredOutcome], *devices: Any) -> Callable[..
     return bound_ms
 
 
+def _dispatched_ms(posed: Problem, least_ms: float) -> float:
+    found = dispatched(CompiledProblem.of(posed), orders(posed), 1_000, 0)
+    assert found is None or found.objective_ms >= least_ms * (1 - 1e-9)
+    return 0.0
+
+
 PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "lower_bounds": lambda posed, _: max(bound.ms for bound in lower_bounds(posed)),
     "energy": lambda posed, _: energy_ms(Paths(posed), makespan=posed.objective == "makespan"),
     "paired load": lambda posed, _: paired_load_ms(posed),
     "paired memory": lambda posed, _: paired_memory_ms(posed),
+    "work bound": lambda posed, _: work_bound(posed).ms,
+    "dispatching": _dispatched_ms,
+    "replan": lambda posed, _: replan(posed, work=1_000).bound_ms or 0.0,
+    "peaks": _improved(lower_peaks),
     "shortened": lambda posed, _: lower_bound(shortened(posed)).ms,
     "exact search": _improved(improve_by_exact_search),
     "few devices": _improved(prove_by_few_devices),
@@ -153,7 +179,9 @@ def paired() -> Problem:
     return problem(stages, m=4, format="optpipe/problem/v2", pairs=pairs)
 
 
-KNOW_UNEQUAL = {"lower_bounds", "local search", "stretches"}
+KNOW_UNEQUAL = {
+    "lower_bounds", "work bound", "local search", "stretches", "dispatching", "replan", "peaks"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted({*PROVERS} - KNOW_UNEQUAL))
@@ -163,13 +191,38 @@ def test_unequal_microbatches_are_refused(name: str) -> None:
         PROVERS[name](unequal(), 100.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["fifo", "cells", "milp", "horizon", "blocks", "local search", "stretches"]
-)
+NO_PAIRS = {
+    "fifo", "cells", "milp", "horizon", "blocks", "local search", "stretches", "work bound",
+    "replan", "peaks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(NO_PAIRS))
 def test_pairs_are_refused(name: str) -> None:
     """A part that knows passes alone would prove what is false, or read what is not there."""
     with pytest.raises(InputError, match=r"the problem has pairs.*supports.*call solve"):
         PROVERS[name](paired(), 100.0)
+
+
+@pytest.mark.parametrize("name", ["dispatching", "replan"])
+def test_samples_are_refused(name: str) -> None:
+    """A rule would break the turns of slices."""
+    sliced = unequal().model_copy(
+        update={"microbatches": tuple(Microbatch(cost=j % 2, sample=j // 2) for j in range(4))}
+    )
+    with pytest.raises(
+        InputError, match=r"micro-batches with costs, samples.*supports.*call solve"
+    ):
+        PROVERS[name](sliced, 100.0)
+
+
+def test_pairs_in_a_given_order_have_a_bound_below_their_schedules() -> None:
+    """Pairs hide work that a bound of the whole work would count."""
+    result = solve(in_given_order(paired()), work_limit=0.05, time_limit_s=600)
+    assert result.schedule is not None
+    assert result.bound_ms is not None
+    assert 0 < result.bound_ms <= result.schedule.objective_ms
+    assert any(action.paired for row in result.schedule.programs for action in row)
 
 
 def test_the_beam_takes_the_search_that_knows_pairs() -> None:
@@ -184,8 +237,15 @@ def test_only_compute_programs_are_made_to_fit() -> None:
     """Transfers, recomputation and pairs would be read as other actions."""
     posed = problem([stage(0, recompute_ms=1, checkpoint_bytes=1)])
     rows = programs("0F0 0RECOMPUTE0 0B0")
-    with pytest.raises(InputError, match=r"Frame: the programs hold transfers.*give programs"):
-        Frame(posed, rows)
+    compiled = CompiledProblem.of(posed)
+    encoded = compiled.encode(rows)
+    for part in (
+        lambda: Frame(posed, rows),
+        lambda: with_uniform_modes(compiled, encoded),
+        lambda: in_modes(compiled, encoded, [0]),
+    ):
+        with pytest.raises(InputError, match=r"the programs hold transfers.*give programs"):
+            part()
 
 
 def test_a_family_for_equal_microbatches_says_so() -> None:

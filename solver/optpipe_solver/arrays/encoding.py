@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.check import find_violations
+from optpipe.errors import InputError
 from optpipe.memory import EFFECTS, device_peak_bytes, host_peak_bytes
 from optpipe.schedule import Action, ActionType
 from optpipe.simulate import duration_ms
@@ -211,6 +212,23 @@ class CompiledProblem:
         """Whether programs hold F, I, W and B alone, and no pairs."""
         first = simulate.OFFLOAD * self.times.num_cells
         return all(bool((codes < first).all()) for codes in rows.programs())
+
+    def refuse_transfers(self, rows: Rows, part: str) -> None:
+        """Refuse programs that a part for compute programs would read as others (`InputError`)."""
+        if not self.is_compute_only(rows):
+            raise InputError(
+                f"{part}: the programs hold transfers, recomputation or pairs; give programs of F, "
+                "I, W and B alone, each by itself"
+            )
+
+    def deal(self, rows: Rows, order: Ints) -> Rows:
+        """Return programs with micro-batch ``order[k]``, in its mode, in the places of k."""
+        cells, m = self.times.num_cells, self.problem.num_microbatches
+        renamed = np.arange(cells) // m * m + order[np.arange(cells) % m]
+        kinds, cell = np.divmod(rows.actions, cells)
+        modes = np.zeros_like(rows.modes)
+        modes[renamed] = rows.modes
+        return Rows(kinds * cells + renamed[cell], rows.lengths, modes)
 
     def cells_with(self, kind: int, rows: Rows) -> Flags:
         """Flag the cells that have an action of a kind."""

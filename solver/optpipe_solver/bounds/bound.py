@@ -593,16 +593,20 @@ def lower_bounds(
 
 
 def _bounds_of_unequal(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
-    """Return the bounds of the least problem, below all others, and those of the true work."""
+    """Return the bounds of the least problem, and, where nothing pairs, that of the true work."""
     found = [
         Bound(bound.ms, f"{bound.method}, least micro-batches")
         for bound in lower_bounds(problem.least, should_stop=should_stop)
     ]
-    return [*found, work_bound(problem)]
+    return found if problem.pairs else [*found, work_bound(problem)]
 
 
 def work_bound(problem: Problem) -> Bound:
-    """Return the bound of the true work, which holds where micro-batches are unequal too."""
+    """Return the bound of the true work, which holds where micro-batches are unequal too.
+
+    `InputError` where the problem has pairs, because they hide work.
+    """
+    refuse_unless(not problem.pairs, "work_bound", problem, "problems without pairs")
     return Bound(_true_work_ms(problem), "load of unequal micro-batches")
 
 

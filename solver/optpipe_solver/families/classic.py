@@ -26,7 +26,8 @@ from optpipe_solver.families.common import (
     one_stage_per_device,
     programs_by_device,
 )
-from optpipe_solver.feasibility import feasibility, serial_groups, serial_plan
+from optpipe_solver.feasibility import feasibility, serial_plan
+from optpipe_solver.reductions import serial_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

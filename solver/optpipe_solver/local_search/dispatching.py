@@ -15,18 +15,20 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import KINDS, Rows
+from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import below, lean, seeded, unit
 from optpipe_solver.local_search.board import copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from optpipe.problem import Problem
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.jit import Draw
 
-__all__ = ["CELL_WORK", "Dispatched", "DispatchingRule", "dispatched"]
+__all__ = ["CELL_WORK", "Dispatched", "DispatchingRule", "dispatched", "rules_can_dispatch"]
 
 
 _F, _I, _W, _B = range(4)
@@ -487,6 +489,11 @@ def _reorder(rank: Ints, one: int, other: int, draw: Draw) -> None:
     rank[one] = high
 
 
+def rules_can_dispatch(problem: Problem) -> bool:
+    """Whether rules keep the order of all passes: not where slices of a sample have turns."""
+    return not problem.has_samples
+
+
 def dispatched(
     compiled: CompiledProblem,
     orders: Sequence[Ints],
@@ -499,7 +506,7 @@ def dispatched(
     Parameters
     ----------
     compiled
-        The problem; it has neither pairs nor samples.
+        The problem; pairs that it allows are not used.
     orders
         Orders of micro-batches to begin with.
     work
@@ -512,6 +519,7 @@ def dispatched(
         mode that a stage of this problem may not have is not usable.
     """
     problem, times = compiled.problem, compiled.times
+    refuse_unless(rules_can_dispatch(problem), "dispatched", problem, "problems without samples")
     cells, m, num_devices = times.num_cells, times.num_microbatches, len(problem.devices)
     instance = _instance_of(compiled)
     state = _PartialSchedule(

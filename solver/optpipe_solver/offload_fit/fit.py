@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe.errors import InputError
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, Rows, within_hosts
 from optpipe_solver.budget import check_stop
@@ -62,11 +61,7 @@ class Frame:
         self.programs = programs
         self.compiled = CompiledProblem.of(problem)
         self.rows = programs if isinstance(programs, Rows) else self.compiled.encode(programs)
-        if not self.compiled.is_compute_only(self.rows):
-            raise InputError(
-                "Frame: the programs hold transfers, recomputation or pairs; give programs of F, "
-                "I, W and B alone, each by itself"
-            )
+        self.compiled.refuse_transfers(self.rows, "Frame")
         cells = [stage for stages in problem.stages_by_cost for stage in stages]
         self._may_offload = np.array([problem.can_move(one) for one in cells])
         self._may_recompute = np.array([one.can_recompute for one in cells])

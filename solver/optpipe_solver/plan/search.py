@@ -23,7 +23,6 @@ from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
-from optpipe_solver.menus import in_modes
 from optpipe_solver.milp.plan import (
     PAIRED_PATTERNS,
     PATTERNS,
@@ -37,6 +36,7 @@ from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
+from optpipe_solver.uniform_modes import in_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
