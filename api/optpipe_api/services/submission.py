@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from optpipe.answers import EstimateView, JobOptions, VariantView
 from optpipe.check import check
-from optpipe.errors import InputError, ProblemError, RequestError, pointer
+from optpipe.errors import IllegalScheduleError, InputError, ProblemError, RequestError, pointer
 from optpipe.planning import TracedModel, total_parameters
 from optpipe.problem import Problem
 from optpipe.requests import (
@@ -202,7 +202,10 @@ def _followed_job(request: FollowRequest, options: JobOptions, max_cells: int) -
     Raises `IllegalScheduleError` if the running schedule breaks a rule of its problem.
     """
     job = solved_job(request.problem, options, max_cells)
-    check(request.problem, request.schedule.programs)
+    try:
+        check(request.problem, request.schedule.programs)
+    except IllegalScheduleError as error:
+        raise error.inside("/schedule/programs") from None
     times = {"samples", "devices", "transfers", "source"}
     values = request.model_dump(
         mode="json", by_alias=True, include={"problem", "schedule", "threshold", "step", "step_ms"}

@@ -415,7 +415,7 @@ def test_a_refusal_says_what_is_wrong_and_where_in_the_body(
             {"problem": ..., "problems": [two_stages(), {}]},
             "/problems/1/num_microbatches",
         ),
-        ("follow", {"threshold": 2}, "/threshold"),
+        ("follow", {"schedule": {}}, "/schedule/problem_hash"),
         ("variants", {"values": {"nothing": 1}}, "/values"),
     ],
 )
