@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import structlog
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
@@ -177,6 +178,16 @@ def test_keys_are_there_and_jobs_of_a_deployment_have_its_tag(old: Stores) -> No
         "waiting",
         "schedule of near",
     )
+
+
+def test_the_log_names_each_deployment_that_ends(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+        connection.executescript((DUMPS / "0008.sqlite.sql").read_text("utf-8") + OF_DEPLOYMENT)
+    with structlog.testing.capture_logs() as lines:
+        open_stores(f"sqlite:///{tmp_path}/jobs.db").close()
+    (line,) = [one for one in lines if one["action"] == "store.deployment_dropped"]
+    assert line["deployment"] == DEPLOYMENT
+    assert f"its jobs have the tag deployment:{DEPLOYMENT}" in line["event"]
 
 
 def test_a_new_job_comes_after_the_old_ones(old: Stores) -> None:
