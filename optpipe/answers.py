@@ -45,9 +45,7 @@ __all__ = [
     "BatchView",
     "Cache",
     "Catalogue",
-    "DeploymentList",
-    "DeploymentState",
-    "DeploymentView",
+    "Drift",
     "EstimateView",
     "Event",
     "EventKind",
@@ -79,8 +77,6 @@ __all__ = [
     "TunedMemory",
     "TunedRow",
     "VariantView",
-    "Version",
-    "VersionList",
 ]
 
 
@@ -289,7 +285,6 @@ class Job(Answer):
     priority: int = 0
     batch_id: str | None = None
     batch_index: int | None = None
-    deployment_id: str | None = None
     cancel_requested: bool = False
     attempt: int = Field(default=0, description="Number of times that solving started.")
     spent_s: float = Field(default=0.0, description="Seconds of solving in earlier attempts.")
@@ -402,78 +397,31 @@ class SweepRowList(Answer):
     rows: list[SweepRow]
 
 
-# --- Deployments.
+# --- Training runs that switch to better schedules.
 
 
-class DeploymentState(StrEnum):
-    """The state of a deployment; `optpipe_api.deployments` draws the transitions."""
+class Drift(Answer):
+    """How the running schedule does under measured times: the result of a job of kind `follow`.
 
-    WAITING = "waiting"
-    SOLVING = "solving"
-    FOLLOWING = "following"
-    FAILED = "failed"
-    ENDED = "ended"
-
-
-class DeploymentView(Answer):
-    """A deployment at the time of the answer.
-
-    * ``owner``: only admins see it.
-    * ``reason``: why the current solve was started; ``error``: why the last one failed.
-    * ``current_ms``: step time of the schedule in use, under the measured times.
-    * ``expected_ms``: step time of a schedule that is as good for the measured times as the one in
-      use is for its original times.
+    * ``planned_ms``, ``current_ms``: its length under the times that it was made for, and under
+      the measured times.
+    * ``expected_ms``: length under the measured times of a schedule that is as good for them as
+      the running one is for the times that it was made for.
     * ``drift``: share by which ``current_ms`` exceeds ``expected_ms``.
-
-    The last three are null until the first reports under this version are evaluated.
+    * ``is_solved``: whether ``drift`` exceeds ``threshold``, so that the job solves the measured
+      problem; ``reason``: why it does or does not.
+    * ``step``, ``step_ms``: of the request.
     """
 
-    id: str
-    state: DeploymentState
-    name: str = ""
-    owner: str | None = None
-    version: int = Field(description="The newest version; 0 if there is none yet.")
-    reason: str | None = None
-    job_id: str | None = None
-    error: Failure | None = None
-    options: JobOptions
+    planned_ms: float
+    current_ms: float
+    expected_ms: float
+    drift: float
     threshold: float
-    num_reports: int = 0
-    num_judged: int = Field(default=0, description="Reports that the numbers below include.")
-    current_ms: float | None = None
-    expected_ms: float | None = None
-    drift: float | None = None
-    created_at: datetime
-    ended_at: datetime | None = None
-
-
-class DeploymentList(Answer):
-    """Deployments, newest first; ``next`` is the ``cursor`` of the next page, null on the last."""
-
-    deployments: tuple[DeploymentView, ...]
-    next: str | None
-
-
-class Version(Answer):
-    """A published schedule: the reason for it, and its predicted and measured step time.
-
-    ``predicted_ms`` uses the best times known at publication. ``measured_ms`` is the mean of the
-    ``num_measured`` step times in reports.
-    """
-
-    version: int
-    created_at: datetime
+    is_solved: bool
     reason: str
-    job_id: str
-    predicted_ms: float
-    measured_ms: float | None = None
-    num_measured: int = 0
-
-
-class VersionList(Answer):
-    """The versions of a deployment, oldest first."""
-
-    versions: tuple[Version, ...]
+    step: int | None = None
+    step_ms: float | None = None
 
 
 # --- Methods, and their results on one problem.

@@ -86,7 +86,7 @@ from optpipe.problem import (
     Objective,
     Problem,
 )
-from optpipe.schedule import OPTIMAL_GAP
+from optpipe.schedule import OPTIMAL_GAP, Schedule
 from optpipe.stage import MOST_COSTS
 from optpipe.sweep import AXES
 
@@ -97,14 +97,15 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIASES",
     "DEFAULT_NOISE",
+    "DEFAULT_THRESHOLD",
     "MAX_AUTO_GPUS",
     "CacheUse",
     "CompareOptions",
     "CompareRequest",
     "CurrentRun",
-    "DeployRequest",
     "EstimateRequest",
     "FixedDegrees",
+    "FollowRequest",
     "Framework",
     "ImportRequest",
     "JobKind",
@@ -113,7 +114,6 @@ __all__ = [
     "PlacementKind",
     "PlanOptions",
     "ProfileRequest",
-    "ReportRequest",
     "Request",
     "ResumeRequest",
     "SearchOptions",
@@ -132,6 +132,9 @@ __all__ = [
 DEFAULT_NOISE = 0.1
 """Default share by which durations vary up and down under noise."""
 
+DEFAULT_THRESHOLD = 0.01
+"""Default minimum gain, as a share of the step, for which a training run switches its schedule."""
+
 CacheUse = Literal["use", "refresh"]
 """Source of a job's result: "use" accepts an earlier result, "refresh" solves again."""
 
@@ -147,12 +150,15 @@ class JobKind(StrEnum):
     * ``compare`` runs every method on a problem. Its result has rows and no schedule.
     * ``tune`` searches a training configuration. Its schedule is that of the best configuration,
       its objective the duration of a whole step.
+    * ``follow`` compares a running schedule with measured times, and solves again after drift. Its
+      problem and schedule are those that a training run continues with.
     """
 
     SOLVE = "solve"
     PLAN = "plan"
     COMPARE = "compare"
     TUNE = "tune"
+    FOLLOW = "follow"
 
 
 # --- The base of all requests.
@@ -1596,50 +1602,90 @@ class SweepRequest(Request):
         return self
 
 
-# --- Training runs that follow the newest schedule: registrations and reports.
+# --- Training runs that switch to better schedules.
+
+_SCHEDULE_EXAMPLE: dict[str, Any] = {
+    "format": "optpipe/schedule/v1",
+    "problem_hash": "sha256:0cba4775ead9dd89f84fe7350bd7d34e2440dc6f17d646dd362982818d9fc302",
+    "placement": [0, 1],
+    "programs": [
+        ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"],
+    ],
+    "objective": "makespan",
+    "makespan_ms": 140.0,
+    "span_ms": 140.0,
+    "peak_bytes": [2000, 1000],
+    "host_peak_bytes": {"host0": 0},
+    "status": "feasible",
+    "stopped_by": "work_limit",
+    "provenance": {"method": "1f1b"},
+}
 
 
-class DeployRequest(Request):
-    """A training run that follows the newest schedule of its problem."""
+class FollowRequest(Request):
+    """Measured times of a training run, and the schedule that runs.
 
-    model_config = _schema(
-        {"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}, "threshold": 0.02}
-    )
-
-    readers: ClassVar[Readers] = {"problem": Problem.parse}
-
-    problem: Problem
-    name: LongName = Field("", description="Name of the run. By default the problem's.")
-    options: SolveOptions = Field(SolveOptions(), description="Options of every solve.")
-    threshold: Noise = Field(
-        0.01,
-        description="Minimum gain of a new version, as a share (0-1) of the step. A solve begins "
-        "only where drift costs more.",
-    )
-
-
-class ReportRequest(Request):
-    """Measurements of a training run: `ActionTimer.measurements` and the duration of a step.
-
-    Only durations count, those of copies and messages included; sizes stay as registered.
+    The job solves the problem again if the measured times make a better schedule possible. Only
+    durations count, those of copies and messages included; sizes stay those of the problem.
     """
 
     model_config = _schema(
         {
-            "version": 1,
-            "step": 400,
-            "step_ms": 127.9,
-            "actions": {
+            "problem": PROBLEM_EXAMPLE,
+            "schedule": _SCHEDULE_EXAMPLE,
+            "measurements": {
                 "source": "training, 8 sampled steps up to step 400",
                 "samples": [
                     {"stage": 0, "action": "F", "time_ms": 10.2},
                     {"stage": 0, "action": "B", "time_ms": 18.4},
                 ],
             },
+            "threshold": 0.02,
+            "step": 400,
+            "step_ms": 127.9,
+            "options": {"time_limit_s": 10},
+            "tags": ["run-7"],
         }
     )
 
-    version: Count = Field(description="Version of the schedule that ran.")
+    kind: ClassVar[JobKind] = JobKind.FOLLOW
+    readers: ClassVar[Readers] = {"problem": Problem.parse, "schedule": Schedule.parse}
+
+    problem: Problem = Field(description="Problem that the running schedule was made for.")
+    schedule: Schedule = Field(description="The running schedule.")
+    measurements: Measurements = Field(
+        description="Measured times, such as those of `ActionTimer.measurements`."
+    )
+    threshold: Noise = Field(
+        DEFAULT_THRESHOLD,
+        description="Minimum gain of another schedule, as a share (0-1) of the step. The problem "
+        "is solved again only where drift costs more.",
+    )
     step: Index | None = Field(None, description="Number of the measured step.")
     step_ms: Milliseconds | None = Field(None, description="Duration of a step in milliseconds.")
-    actions: Measurements
+    options: SolveOptions = SolveOptions()
+    tags: Tags = ()
+    priority: Priority = 0
+
+    @model_validator(mode="after")
+    def _check_measurements_fit(self) -> Self:
+        if self.problem.num_costs > 1:
+            raise rule_broken(
+                f"problem: has micro-batches of {self.problem.num_costs} costs, and measurements "
+                "do not name the micro-batch of a time",
+                "give equal micro-batches, or plan each batch (optpipe_solver.replan)",
+            )
+        stages = {sample.stage for sample in self.measurements.samples}
+        if not stages:
+            raise rule_broken(
+                "measurements.samples is empty", "measure the times of at least one action"
+            )
+        num_stages = len(self.problem.stages)
+        if max(stages) >= num_stages:
+            raise rule_broken(
+                f"measurements.samples name stage {max(stages)}, but the problem has {num_stages} "
+                "stages, numbered from 0",
+                "send the problem of the measured run",
+            )
+        return self

@@ -18,6 +18,7 @@ from optpipe.client import (
 )
 from optpipe.errors import InfeasibleProblemError, InputError
 from optpipe.formats.exports import load_csv
+from optpipe.measurements import Measurements, Sample
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
 
@@ -96,26 +97,26 @@ def test_what_has_no_schedule_says_why(client) -> None:
         client.submit(small(), method="magic")
 
 
-def test_a_deployment_is_registered_followed_and_ended(client) -> None:
-    deployment = client.deploy(small(), name="run", threshold=0.05)
-    version, schedule = deployment.schedule(wait_s=30)
-    assert version == 1
-    assert schedule.programs
-    assert deployment.schedule_if_newer(version) is None
-    assert [one.reason for one in deployment.versions()] == ["registered"]
-    assert deployment.problem() == small()
-    assert (deployment.look().name, deployment.look().threshold) == ("run", 0.05)
-    assert client.deployment(deployment.id).look().version == 1
-    assert deployment.end().state == "ended"
-    deployment.delete()
-    with pytest.raises(NotFoundError):
-        deployment.versions()
-
-
-def test_a_deployment_without_a_schedule_says_so(client) -> None:
-    deployment = client.deploy(small("nothing"))
-    with pytest.raises(NoScheduleError):
-        deployment.schedule(wait_s=30)
+def test_a_training_run_begins_reports_and_resumes(client) -> None:
+    job = client.submit(small("improve:1:0.1"), tags=["run"])
+    run = client.training_run(job, threshold=0.05)
+    first = run.schedule(wait_s=30)
+    while not client.job(job).is_finished:
+        run.next_schedule(wait_s=1)
+    while run.next_schedule() is not None:
+        pass
+    running_schedule = run.schedule()
+    assert running_schedule.makespan_ms <= first.makespan_ms
+    times = Measurements(source="a test", samples=(Sample(stage=0, action="F", time_ms=10.0),))
+    run.report(running_schedule, times, step=7)
+    while run.job_id == job.id:
+        assert run.next_schedule(wait_s=1) is None
+    drift = client.drift(run.job_id)
+    assert (drift.is_solved, drift.threshold, drift.step) == (False, 0.05, 7)
+    assert [one.id for one in client.jobs(tag="run")][:2] == [run.job_id, job.id]
+    resumed = client.training_run(run.job_id)
+    assert resumed.schedule().programs == running_schedule.programs
+    assert resumed.problem == small("improve:1:0.1")
 
 
 def test_a_sweep_is_a_batch_with_one_table(client) -> None:

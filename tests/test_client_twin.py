@@ -32,7 +32,7 @@ CLIENT = Path(__file__).parent.parent / "optpipe" / "client"
 REPLACEMENTS = {
     "AsyncBatch": "Batch",
     "AsyncClient": "Client",
-    "AsyncDeployment": "Deployment",
+    "AsyncTrainingRun": "TrainingRun",
     "_AsyncConnection": "_Connection",
     "_AsyncHandle": "_Handle",
     "AsyncBaseTransport": "BaseTransport",

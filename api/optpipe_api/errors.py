@@ -11,7 +11,6 @@ __all__ = [
     "BatchNotFoundError",
     "BodyTooHeavyError",
     "BodyTooLargeError",
-    "DeploymentNotFoundError",
     "ForbiddenError",
     "FormUnavailableError",
     "HeadersTooLargeError",
@@ -46,7 +45,7 @@ __all__ = [
 
 
 class ThingNotFoundError(InputError):
-    """There is no such job, batch or deployment, or the caller may not see it.
+    """There is no such job or batch, or the caller may not see it.
 
     The message does not say which of the two it is.
     """
@@ -90,14 +89,6 @@ class BatchNotFoundError(ThingNotFoundError):
     listed_at = "/v1/batches"
 
 
-class DeploymentNotFoundError(ThingNotFoundError):
-    """No deployment has this id."""
-
-    code = "deployment.not_found"
-    kind = "deployment"
-    listed_at = "/v1/deployments"
-
-
 class KeyRequiredError(InputError):
     """The request has no API key, or an unknown one."""
 
@@ -129,7 +120,7 @@ class KeyNameError(InputError):
 
 
 class StateConflictError(InputError):
-    """The state of the job, batch or deployment does not allow the request."""
+    """The state of the job or batch does not allow the request."""
 
     code = "state.conflict"
 
@@ -249,7 +240,7 @@ class TooManyJobsError(ServerBusyError):
 
     def __init__(self, owner: str, unfinished: int, limit: int) -> None:
         super().__init__(
-            f"the key {owner!r} has {unfinished} jobs and deployments that wait or run, and may "
+            f"the key {owner!r} has {unfinished} jobs that wait or run, and may "
             f"have {limit} (OPTPIPE_MAX_JOBS_PER_KEY)",
             retry_after_s=10,
         )

@@ -119,6 +119,8 @@ class DocumentKind(StrEnum):
     COMPARISON = "comparison"
     TUNED = "tuned"
     CHECKPOINT = "checkpoint"
+    MEASURED = "measured"
+    DRIFT = "drift"
 
 
 Documents: TypeAlias = "Mapping[str, str]"
@@ -251,7 +253,6 @@ class JobRecord:
     source_id: str | None = None
     batch_id: str | None = None
     batch_index: int | None = None
-    deployment_id: str | None = None
     started_at: float | None = None
     finished_at: float | None = None
     cancel_requested: bool = False
@@ -414,6 +415,10 @@ KINDS = {
             *(DocumentKind.TUNED, DocumentKind.CHECKPOINT),
         ),
         default_time_limit_s=120.0,
+    ),
+    JobKind.FOLLOW: Kind(
+        question=DocumentKind.MEASURED,
+        answers=(DocumentKind.SCHEDULE, DocumentKind.PROBLEM, DocumentKind.DRIFT),
     ),
 }
 

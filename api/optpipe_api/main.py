@@ -21,15 +21,14 @@ from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import Event, Fault, FrontierView, MethodRowList, SweepRowList, Tuned
+from optpipe.answers import Drift, Event, Fault, FrontierView, MethodRowList, SweepRowList, Tuned
 from optpipe.errors import WorldError
 from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.requests import (
     CompareRequest,
-    DeployRequest,
     EstimateRequest,
-    ReportRequest,
+    FollowRequest,
     ResumeRequest,
     SolveRequest,
     SweepRequest,
@@ -51,7 +50,7 @@ from optpipe_api.bodies import UnreadBodies
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
 from optpipe_api.protocol import Protocol
-from optpipe_api.routes import batches, catalogue, deployments, jobs, system
+from optpipe_api.routes import batches, catalogue, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
 from optpipe_api.store import open_stores
@@ -121,11 +120,11 @@ def create_app(settings: Settings) -> FastAPI:
     for router in (
         jobs.router,
         batches.router,
-        deployments.router,
         jobs.charts_router,
         catalogue.presets_router,
         catalogue.router,
         jobs.comparisons_router,
+        jobs.follow_router,
         catalogue.tunes_router,
         system.router,
     ):
@@ -175,8 +174,7 @@ _MODELS = (
     Fault,
     CompareRequest,
     MethodRowList,
-    DeployRequest,
-    ReportRequest,
+    FollowRequest,
     SweepRequest,
     SweepRowList,
     FrontierView,
@@ -184,6 +182,7 @@ _MODELS = (
     VariantRequest,
     TuneRequest,
     Tuned,
+    Drift,
 )
 
 

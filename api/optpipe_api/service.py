@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import structlog
 
 from optpipe_api.engine.engine import NO_OBSERVER, SlotEngine, open_solvers
+from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.batches import BatchService
-from optpipe_api.services.deployments import DeploymentService, Rounds
 from optpipe_api.services.events import ConnectionLimit, SharedCalls
 from optpipe_api.services.jobs import JobCache, JobService
 from optpipe_api.services.parse_pool import ParsePool
@@ -72,7 +71,6 @@ class Service:
             settings, stores.jobs, self._engine, changes, cache=cache, observer=observer
         )
         self.batches = BatchService(settings, stores, self.jobs, changes, self.pool)
-        self.deployments = DeploymentService(settings, stores, self.jobs, changes)
         self.charts = Charts()
         days = settings.retention_days
         self._retention = Retention(stores, days) if days else None
@@ -85,7 +83,6 @@ class Service:
         stores = open_stores(settings.database_url)
         service = cls(settings, stores, changes, load_methods(), observer)
         service._engine.start()
-        service.deployments.start()
         if service._retention is not None:
             service._retention.start()
         return service
@@ -94,7 +91,6 @@ class Service:
         """Queue running jobs again, and release all resources."""
         if self._retention is not None:
             self._retention.close()
-        self.deployments.close()
         self.charts.close()
         self.pool.close()
         self._engine.close()
@@ -124,9 +120,9 @@ class Service:
         return self._engine.can_solve
 
 
-# --- Retention: jobs, deployments and batches that ended long ago are deleted once an hour.
+# --- Retention: jobs and batches that ended long ago are deleted once an hour.
 # Every server does this, and finds only what no other server has deleted. A batch is deleted whole,
-# when the last of its jobs is old. Jobs of a deployment remain until the deployment has ended.
+# when the last of its jobs is old.
 
 _SWEEP_EVERY_S = 3600.0
 _DAY_S = 86_400.0
@@ -140,36 +136,43 @@ class Retention:
         self._stores = stores
         self._days = days
         self._now = clock
-        self._is_closing = False
-        self._rounds = Rounds(self.sweep, _SWEEP_EVERY_S, "retention")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="retention")
 
     def start(self) -> None:
         """Sweep now, and then every hour."""
-        self._rounds.start()
+        self._thread.start()
 
     def close(self) -> None:
         """Stop after the current transaction."""
-        self._is_closing = True
-        self._rounds.close()
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        log = structlog.get_logger(__name__)
+        while not self._closing.is_set():
+            try:
+                self.sweep()
+            except StoreUnavailableError as error:
+                log.warning(str(error), action="retention.store_unavailable")
+            except Exception:
+                # A thread that ends is lost until the next restart.
+                log.exception("a fault of the retention", action="retention.fault")
+            self._closing.wait(_SWEEP_EVERY_S)
 
     def sweep(self) -> None:
         """Delete everything that is old now."""
         before = self._now() - self._days * _DAY_S
-        deleted: Counter[str] = Counter()
-        # Deployments first: they keep their jobs.
-        for name, delete in (
-            ("deployments", self._stores.deployments.delete_ended),
-            ("jobs", self._stores.jobs.delete_finished),
-        ):
-            num_found = _CHUNK
-            while num_found == _CHUNK and not self._is_closing:
-                num_found = delete(before, _CHUNK)
-                deleted[name] += num_found
-        if deleted.total():
+        num_deleted, num_found = 0, _CHUNK
+        while num_found == _CHUNK and not self._closing.is_set():
+            num_found = self._stores.jobs.delete_finished(before, _CHUNK)
+            num_deleted += num_found
+        if num_deleted:
             structlog.get_logger(__name__).info(
                 f"deleted what ended more than {self._days:g} days ago",
                 action="retention.deleted",
-                **deleted,
+                jobs=num_deleted,
             )
 
 

@@ -50,7 +50,7 @@ class Settings(BaseSettings):
         The number of jobs that run at a time, each in its own process.
     solver_memory_bytes
         Address space of one solver process; None = no limit.
-    solve_path, plan_path, compare_path, tune_path
+    solve_path, plan_path, compare_path, tune_path, follow_path
         The ``module:function`` that does each kind of job; tests set fakes.
     trace_time_limit_s, trace_memory_bytes
         Processor time in whole seconds, and address space, of the child process that traces a
@@ -66,7 +66,7 @@ class Settings(BaseSettings):
     max_queued_jobs
         Submissions beyond it are refused with 429.
     max_jobs_per_key
-        Jobs of one key that are queued or running, and its live deployments; 429 beyond it.
+        Jobs of one key that are queued or running; 429 beyond it.
     max_running_per_key
         Jobs of one key that this server runs at a time. Others wait even if a slot is idle, so that
         other keys need not wait. None = all slots but one, at least 1.
@@ -93,8 +93,7 @@ class Settings(BaseSettings):
     overtime_s
         A job is stopped so long after its time limit.
     retention_days
-        Finished jobs, and ended deployments and batches, are deleted so long after their end;
-        0 = never.
+        Finished jobs and batches are deleted so long after their end; 0 = never.
     log_format
         ``text`` for people, ``json`` for programs.
     """
@@ -117,6 +116,7 @@ class Settings(BaseSettings):
     plan_path: str = Field(default="optpipe_solver.plan:plan", pattern=r"^[\w.]+:\w+$")
     compare_path: str = Field(default="optpipe_solver.compare:compare", pattern=r"^[\w.]+:\w+$")
     tune_path: str = Field(default="optpipe_solver.tune:tune", pattern=r"^[\w.]+:\w+$")
+    follow_path: str = Field(default="optpipe_solver:solve", pattern=r"^[\w.]+:\w+$")
     trace_time_limit_s: int = Field(default=120, ge=1)
     trace_memory_bytes: int = Field(default=8 * 1024 * _MIB, ge=256 * _MIB)
     max_body_bytes: int = Field(default=8 * _MIB, ge=1024)

@@ -13,7 +13,7 @@
 
     batch = client.sweep(problem, {"memory_scale": [1, 0.75, 0.5]})
     batch = client.what_if(job)
-    deployment = client.deploy(problem)
+    run = client.training_run(job)
 
     tuned = client.tune(model="llama3-70b", gpu="h100", num_gpus=64, current={"tp": 8, "pp": 4})
 
@@ -26,8 +26,7 @@ a key, and the service creates only one job for a key. A refused call raises an 
 from optpipe.answers import (
     BatchView,
     Cache,
-    DeploymentState,
-    DeploymentView,
+    Drift,
     Event,
     EventKind,
     Failure,
@@ -39,7 +38,6 @@ from optpipe.answers import (
     MethodRow,
     Tuned,
     TunedRow,
-    Version,
 )
 from optpipe.client.arguments import (
     CurrentDegrees,
@@ -48,8 +46,8 @@ from optpipe.client.arguments import (
     SubmitArguments,
     TuneArguments,
 )
-from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncDeployment
-from optpipe.client.client import Batch, Client, Deployment
+from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncTrainingRun
+from optpipe.client.client import Batch, Client, TrainingRun
 from optpipe.client.transport import (
     BusyError,
     ConflictError,
@@ -64,7 +62,7 @@ from optpipe.requests import JobKind
 __all__ = [
     "AsyncBatch",
     "AsyncClient",
-    "AsyncDeployment",
+    "AsyncTrainingRun",
     "Batch",
     "BatchView",
     "BusyError",
@@ -72,9 +70,7 @@ __all__ = [
     "Client",
     "ConflictError",
     "CurrentDegrees",
-    "Deployment",
-    "DeploymentState",
-    "DeploymentView",
+    "Drift",
     "Event",
     "EventKind",
     "Failure",
@@ -93,8 +89,8 @@ __all__ = [
     "SolveArguments",
     "SolveFailedError",
     "SubmitArguments",
+    "TrainingRun",
     "TuneArguments",
     "Tuned",
     "TunedRow",
-    "Version",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from contextlib import aclosing, suppress
 from http import HTTPStatus
 from time import monotonic
@@ -23,18 +24,23 @@ from optpipe.client.transport import (
     EventCursor,
     NoScheduleError,
     NoStreamError,
+    NotFoundError,
     drop_none,
     if_none_match,
     make_error,
     model_body,
     read_newer_schedule,
-    read_numbered_schedule,
     to_document,
     tune_body,
 )
-from optpipe.errors import InputError, ServiceError
+from optpipe.errors import InfeasibleProblemError, InputError, ServiceError
+from optpipe.evaluate import evaluate
+from optpipe.measurements import Measurements, measured_problem
 from optpipe.model import Model
 from optpipe.problem import Problem
+from optpipe.requests import DEFAULT_THRESHOLD, JobKind, SolveOptions
+from optpipe.schedule import Provenance
+from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
 
     from optpipe.answers import (
         BatchView,
-        DeploymentView,
+        Drift,
         EstimateView,
         Event,
         Job,
@@ -51,7 +57,6 @@ if TYPE_CHECKING:
         PasteForm,
         Tuned,
         TunedRow,
-        Version,
     )
     from optpipe.client.arguments import (
         EstimateArguments,
@@ -61,17 +66,20 @@ if TYPE_CHECKING:
         TuneArguments,
     )
     from optpipe.formats.tables import SweepRow
-    from optpipe.measurements import Measurements
     from optpipe.schedule import Schedule
 
-__all__ = ["AsyncBatch", "AsyncClient", "AsyncDeployment"]
+__all__ = ["AsyncBatch", "AsyncClient", "AsyncTrainingRun"]
 
 # The pause between two polls grows from the first to the maximum while nothing changes.
 _FIRST_POLL_S = 0.1
 _MAX_JOB_POLL_S = 2.0
 _MAX_BATCH_POLL_S = 5.0
 _MAX_WAIT_S = 30.0
-"""The longest wait of one request for the first schedule of a deployment."""
+"""The longest wait of one request for the first schedule of a training run."""
+_SWITCH_EVERY_S = 5.0
+"""Minimum time between two switches of a training run while a job searches."""
+_NUM_REPORTS = 5
+"""Measured times are medians over so many reports, so that one slow step changes none of them."""
 
 
 class _AsyncConnection:
@@ -186,75 +194,172 @@ class AsyncBatch(_AsyncHandle):
         await self._connection.call(endpoints.DELETE_BATCH, self.id)
 
 
-class AsyncDeployment(_AsyncHandle):
-    """A training run that uses the newest schedule, and its ``id``; `deploy` registers one."""
+class AsyncTrainingRun:
+    """A training run that switches to better schedules; `training_run` makes one.
 
-    async def look(self) -> DeploymentView:
-        """Return the current state: newest version, running solve, cost of the drift."""
-        return await self._connection.call(endpoints.GET_DEPLOYMENT, self.id)
+    `optpipe.runtime.follow` calls `next_schedule` and `report`. Only one thread or task may use it
+    at a time.
 
-    async def schedule(self, wait_s: float = 0.0) -> tuple[int, Schedule]:
-        """Return the newest version and its schedule; wait up to ``wait_s`` seconds for the first.
+    Attributes
+    ----------
+    job_id
+        The job whose problem and schedule a stopped run continues with. Store it in checkpoints.
+    problem
+        Problem of the running schedule; None before the first schedule.
+    tags
+        Tags of the jobs that this run submits, which are those of its first job. A tag of the run
+        finds its history: `AsyncClient.jobs`.
+    """
 
-        Raises `InfeasibleProblemError` if it is proven that there is no schedule, and
-        `NoScheduleError` if there is none (yet).
+    def __init__(
+        self, client: AsyncClient, job_id: str, threshold: float | None, options: SolveArguments
+    ) -> None:
+        self._client = client
+        self.job_id = job_id
+        self.tags: tuple[str, ...] = ()
+        self._threshold = DEFAULT_THRESHOLD if threshold is None else threshold
+        self._options: dict[str, Any] = drop_none(**options)
+        self.problem: Problem | None = None
+        self._running: Schedule | None = None
+        # The job that may still find a better schedule, and its best so far that was not returned.
+        self._search: str | None = None
+        self._number = 0
+        self._candidate: Schedule | None = None
+        self._next_switch_s = 0.0
+        self._reports: deque[Measurements] = deque(maxlen=_NUM_REPORTS)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.job_id!r})"
+
+    async def schedule(self, wait_s: float = 0.0) -> Schedule:
+        """Return the running schedule; the first call waits up to ``wait_s`` seconds for it.
+
+        Raises `InfeasibleProblemError` if it is proven that there is no schedule,
+        `NoScheduleError` if there is none (yet), and `InputError` for unequal micro-batches, and
+        for a plan or tune that has not ended.
         """
+        if self._running is not None:
+            return self._running
+        client = self._client
+        job = await client.job(self.job_id)
+        if job.kind in (JobKind.PLAN, JobKind.TUNE) and not job.is_finished:
+            raise InputError(
+                f"job {job.id} is a {job.kind.value}, whose schedules are for different problems; "
+                "wait for its end (client.result)"
+            )
         deadline = monotonic() + wait_s
-        while True:
+        found: tuple[int, Schedule] | None = None
+        while found is None:
             left_s = max(deadline - monotonic(), 0.0)
             try:
-                answer = await self._connection.send(
-                    endpoints.DEPLOYMENT_SCHEDULE, self.id, wait_s=min(left_s, _MAX_WAIT_S)
-                )
+                found = await client.schedule_if_newer(job, wait_s=min(left_s, _MAX_WAIT_S))
             except NoScheduleError:
-                view = await self.look()
-                if left_s <= 0 or view.state not in ("waiting", "solving"):
+                if left_s <= 0 or (await client.job(job)).is_finished:
                     raise
-            else:
-                return read_numbered_schedule(answer)
+        problem = await client.problem(job)
+        if problem.num_costs > 1:
+            raise InputError(
+                f"job {job.id} has micro-batches of {problem.num_costs} costs, and measured times "
+                "do not name their micro-batch; plan each batch instead (follow(replan=))"
+            )
+        if job.kind in (JobKind.SOLVE, JobKind.FOLLOW):
+            given = {name: getattr(job.options, name) for name in SolveOptions.model_fields}
+            self._options = drop_none(**given) | self._options
+        self._number, self._running = found
+        self.problem, self._search, self.tags = problem, job.id, job.tags
+        return self._running
 
-    async def schedule_if_newer(
-        self, version: int, wait_s: float = 0.0
-    ) -> tuple[int, Schedule] | None:
-        """Return the newest version and its schedule; None if that is ``version`` (0 = none)."""
-        headers = if_none_match(self.id, version)
-        answer = await self._connection.send(
-            endpoints.DEPLOYMENT_SCHEDULE, self.id, headers=headers, wait_s=wait_s
-        )
-        return read_newer_schedule(answer)
+    async def next_schedule(self, wait_s: float = 0.0) -> Schedule | None:
+        """Return a schedule to switch to; None if there is none after ``wait_s`` seconds.
+
+        It is shorter than the running one by the threshold, under the newest measured times. The
+        first call returns the first schedule, unless `schedule` has returned it. Without a
+        job that searches, the answer is None at once. Raises as `schedule`, once for each job.
+        """
+        if self._running is None:
+            return await self.schedule(wait_s)
+        if self._search is None:
+            return None
+        try:
+            is_over = await self._look(self._search, wait_s)
+        except (NotFoundError, NoScheduleError, InfeasibleProblemError):
+            self._search = self._candidate = None
+            raise
+        if is_over:
+            self._search = None
+        found, running = self._candidate, self._running
+        if found is None or not (is_over or monotonic() >= self._next_switch_s):
+            return None
+        self._candidate = None
+        if found.programs == running.programs:
+            self._running = found
+            return None
+        limit_ms = self._length_ms(running) * (1 - self._threshold)
+        if self._length_ms(found) >= limit_ms:
+            return None
+        self._running, self._next_switch_s = found, monotonic() + _SWITCH_EVERY_S
+        return found
+
+    def _length_ms(self, schedule: Schedule) -> float:
+        """Return the length of a schedule under the newest measured times, if there are any."""
+        problem = self.problem
+        if problem is None:
+            return schedule.objective_ms
+        if self._reports:
+            problem = measured_problem(problem, Measurements.medians_of(self._reports))
+        return simulate(problem, schedule.programs).objective_ms(problem.objective)
+
+    async def _look(self, job_id: str, wait_s: float) -> bool:
+        """Read the newest schedule of a job that searches; return whether the job has ended."""
+        client = self._client
+        job = await client.job(job_id)
+        if job.is_finished:
+            wait_s = 0.0
+        elif self._candidate is not None:
+            wait_s = min(wait_s, max(0.0, self._next_switch_s - monotonic()))
+        try:
+            found = await client.schedule_if_newer(job, self._number, wait_s)
+        except NoScheduleError:
+            if job.is_finished:
+                raise
+            return False
+        if found is not None:
+            if self._number == 0:
+                self.problem, self.job_id = await client.problem(job), job.id
+            self._number, self._candidate = found
+        return job.is_finished
 
     async def report(
         self,
-        version: int,
+        schedule: Schedule,
         measurements: Measurements,
         *,
         step: int | None = None,
         step_ms: float | None = None,
-    ) -> DeploymentView:
-        """Report the times of actions under a version; `optpipe.runtime.ActionTimer` measures them.
+    ) -> None:
+        """Send times measured under a schedule; `optpipe.runtime.ActionTimer` measures them.
 
-        ``step`` is the number of the training step, ``step_ms`` its time from start to end. Raises
-        `ConflictError` if the version does not exist or the deployment has ended.
+        A job of kind `follow` compares the schedule with the medians of the newest five reports.
+        While another job searches, the report is only kept for the next one. ``step`` is the
+        number of the training step, ``step_ms`` its time from start to end.
         """
-        actions = measurements.model_dump(mode="json", exclude_defaults=True)
-        body = drop_none(version=version, step=step, step_ms=step_ms, actions=actions)
-        return await self._connection.call(endpoints.REPORT_MEASUREMENTS, self.id, json=body)
-
-    async def versions(self) -> tuple[Version, ...]:
-        """Return every version, oldest first: reason, predicted and measured step time."""
-        return (await self._connection.call(endpoints.DEPLOYMENT_VERSIONS, self.id)).versions
-
-    async def problem(self) -> Problem:
-        """Return the problem with the most recently measured times."""
-        return await self._connection.call(endpoints.DEPLOYMENT_PROBLEM, self.id)
-
-    async def end(self) -> DeploymentView:
-        """End the deployment: the service publishes no more versions, and keeps the old ones."""
-        return await self._connection.call(endpoints.END_DEPLOYMENT, self.id)
-
-    async def delete(self) -> None:
-        """Delete an ended deployment, its versions and its reports."""
-        await self._connection.call(endpoints.DELETE_DEPLOYMENT, self.id)
+        self._reports.append(measurements.condensed())
+        if self._search is not None or self.problem is None:
+            return
+        if self._running is None or schedule.programs != self._running.programs:
+            # The ranks refused the schedule that was found last.
+            self._running = evaluate(self.problem, schedule.programs, schedule.provenance)
+        job = await self._client.submit_follow(
+            self.problem,
+            self._running,
+            Measurements.medians_of(self._reports),
+            threshold=self._threshold,
+            step=step,
+            step_ms=step_ms,
+            tags=self.tags,
+            **self._options,
+        )
+        self._search, self._number, self._candidate = job.id, 0, None
 
 
 class AsyncClient:
@@ -656,28 +761,61 @@ class AsyncClient:
         """Return the batch with this id; sends no request."""
         return AsyncBatch(self._connection, check_id(batch_id, "batch"))
 
-    async def deploy(
+    def training_run(
+        self,
+        job: Job | str,
+        *,
+        threshold: float | None = None,
+        **options: Unpack[SolveArguments],
+    ) -> AsyncTrainingRun:
+        """Return a training run that begins with the schedule of a job; sends no request.
+
+        The job solves the problem of the run, or is the ``job_id`` of a run that was stopped. The
+        run switches to a schedule that is shorter by the share ``threshold`` (default 0.01) at
+        least. ``options`` are those of each new solve, by default those of the job.
+        """
+        return AsyncTrainingRun(self, check_id(job), threshold, options)
+
+    async def submit_follow(
         self,
         problem: Problem,
+        schedule: Schedule,
+        measurements: Measurements,
         *,
-        name: str | None = None,
         threshold: float | None = None,
+        step: int | None = None,
+        step_ms: float | None = None,
+        tags: Sequence[str] | None = None,
+        priority: int | None = None,
+        wait_s: float = 0.0,
         idempotency_key: str | None = None,
         **options: Unpack[SolveArguments],
-    ) -> AsyncDeployment:
-        """Register a training run. The service solves its problem now, and again after drift.
+    ) -> Job:
+        """Submit a running schedule and measured times; the service solves again after drift.
 
-        The sizes, the placement and the micro-batches of ``problem`` never change. The service
-        publishes a new version if it shortens a step by at least the share ``threshold`` (default
-        0.01).
+        ``problem`` is the one that ``schedule`` was made for. The job's problem and schedule are
+        those to continue with; `drift` has the reason. `training_run` calls this for each report.
+        Raises `RequestRefusedError` if problem, schedule and measurements do not fit together.
         """
-        body = {"problem": to_document(problem), "options": drop_none(**options)}
-        body |= drop_none(name=name, threshold=threshold)
-        view = await self._connection.call(
-            endpoints.SUBMIT_DEPLOYMENT, json=body, idempotency_key=idempotency_key
+        running = schedule.model_copy(
+            update={"provenance": Provenance(method=schedule.provenance.method)}
         )
-        return AsyncDeployment(self._connection, view.id)
+        body = {
+            "problem": to_document(problem),
+            "schedule": running.model_dump(mode="json", by_alias=True),
+            "measurements": measurements.model_dump(mode="json", exclude_defaults=True),
+            "options": drop_none(**options),
+        }
+        body |= drop_none(
+            threshold=threshold, step=step, step_ms=step_ms, tags=tags, priority=priority
+        )
+        return await self._connection.call(
+            endpoints.SUBMIT_FOLLOW, json=body, wait_s=wait_s, idempotency_key=idempotency_key
+        )
 
-    def deployment(self, deployment_id: str) -> AsyncDeployment:
-        """Return the deployment with this id; sends no request."""
-        return AsyncDeployment(self._connection, check_id(deployment_id, "deployment"))
+    async def drift(self, job: Job | str) -> Drift:
+        """Return how the running schedule of a job of kind `follow` does under measured times.
+
+        Raises `NoScheduleError` if the job has not compared them (yet).
+        """
+        return await self._connection.call(endpoints.JOB_DRIFT, job)

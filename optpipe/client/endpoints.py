@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from optpipe.answers import (
     BatchView,
-    DeploymentView,
+    Drift,
     EstimateView,
     Event,
     Job,
@@ -25,7 +25,6 @@ from optpipe.answers import (
     SweepRowList,
     Tuned,
     TunedRow,
-    VersionList,
 )
 from optpipe.errors import InputError, ServiceError
 from optpipe.formats.json import load_model, load_problem, load_schedule
@@ -101,7 +100,7 @@ class Endpoint(Generic[AnswerT]):
 
 
 def check_id(resource: Job | str, kind: str = "job") -> str:
-    """Return the id of a job, batch, deployment or row.
+    """Return the id of a job, batch or row.
 
     Raises `InputError` if the id is not safe in a path.
     """
@@ -147,6 +146,9 @@ ROW_SCHEDULE = Endpoint("GET", "/v1/jobs/{job_id}/rows/{row}/schedule", Schedule
 ROW_RECUT = Endpoint("GET", "/v1/jobs/{job_id}/rows/{row}/recut", TunedRow)
 ROW_PASTE = Endpoint("GET", "/v1/jobs/{job_id}/rows/{row}/paste", str)
 
+SUBMIT_FOLLOW = Endpoint("POST", "/v1/follow", Job, Repeat.WITH_KEY)
+JOB_DRIFT = Endpoint("GET", "/v1/jobs/{job_id}/drift", Drift)
+
 SUBMIT_BATCH = Endpoint("POST", "/v1/batches", BatchView, Repeat.WITH_KEY)
 GET_BATCH = Endpoint("GET", "/v1/batches/{batch_id}", BatchView)
 BATCH_TABLE = Endpoint("GET", "/v1/batches/{batch_id}/table", SweepRowList)
@@ -154,14 +156,3 @@ BATCH_FRONTIER = Endpoint("GET", "/v1/batches/{batch_id}/frontier", str)
 RETRY_BATCH = Endpoint("POST", "/v1/batches/{batch_id}/retry", BatchView)
 CANCEL_BATCH = Endpoint("POST", "/v1/batches/{batch_id}/cancel", BatchView)
 DELETE_BATCH = Endpoint("DELETE", "/v1/batches/{batch_id}", NoneType, Repeat.NEVER)
-
-SUBMIT_DEPLOYMENT = Endpoint("POST", "/v1/deployments", DeploymentView, Repeat.WITH_KEY)
-GET_DEPLOYMENT = Endpoint("GET", "/v1/deployments/{deployment_id}", DeploymentView)
-DEPLOYMENT_SCHEDULE = Endpoint("GET", "/v1/deployments/{deployment_id}/schedule", Schedule)
-DEPLOYMENT_VERSIONS = Endpoint("GET", "/v1/deployments/{deployment_id}/versions", VersionList)
-DEPLOYMENT_PROBLEM = Endpoint("GET", "/v1/deployments/{deployment_id}/problem", Problem)
-REPORT_MEASUREMENTS = Endpoint(
-    "POST", "/v1/deployments/{deployment_id}/measurements", DeploymentView, Repeat.NEVER
-)
-END_DEPLOYMENT = Endpoint("POST", "/v1/deployments/{deployment_id}/end", DeploymentView)
-DELETE_DEPLOYMENT = Endpoint("DELETE", "/v1/deployments/{deployment_id}", NoneType, Repeat.NEVER)

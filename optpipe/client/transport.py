@@ -78,15 +78,15 @@ class KeyRefusedError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """There is no such job, batch or deployment, or it belongs to another owner."""
+    """There is no such job or batch, or it belongs to another owner."""
 
 
 class NoScheduleError(ServiceError):
-    """The job or deployment has no schedule, or none yet; the message says which."""
+    """The job has no schedule, or none yet; the message says which."""
 
 
 class ConflictError(ServiceError):
-    """The job, batch or deployment is in a state that does not allow the request."""
+    """The job or batch is in a state that does not allow the request."""
 
 
 class RequestRefusedError(ServiceError):
@@ -113,7 +113,7 @@ _OWN_FAULTS = (
 # Only failed jobs have solver.nothing_found, solver.memory, solver.overtime and job.died.
 _REFUSALS: dict[type[ServiceError], str] = {
     KeyRefusedError: "key.required key.forbidden request.other_site",
-    NotFoundError: "not_found job.not_found model.none batch.not_found deployment.not_found",
+    NotFoundError: "not_found job.not_found model.none batch.not_found",
     NoScheduleError: "schedule.none solver.nothing_found",
     ConflictError: "state.conflict idempotency.reused key.too_many_kept",
     RequestRefusedError: "schedule.illegal input.invalid request.invalid request.media_type "

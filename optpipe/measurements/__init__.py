@@ -2,6 +2,7 @@
 
 from optpipe.errors import MeasurementError
 from optpipe.measurements.kineto import read_kineto
+from optpipe.measurements.remeasured import measured_problem, times_of
 from optpipe.measurements.texts import (
     MegatronRun,
     dump_times,
@@ -42,10 +43,12 @@ __all__ = [
     "build_problem",
     "dump_times",
     "fit_links",
+    "measured_problem",
     "read_kineto",
     "read_megatron",
     "read_messages_table",
     "read_stages_table",
     "read_times",
     "spread",
+    "times_of",
 ]

@@ -424,6 +424,16 @@ def _free_links(placement: Sequence[int], known: set[tuple[int, int]]) -> Iterat
 # --- All that one measuring gave, as one value.
 
 
+def _with_median_rates(facts: Sequence[DeviceFacts]) -> DeviceFacts:
+    """Return the last facts of a device, with the medians of its copy rates."""
+    update = {}
+    for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
+        rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
+        if rates:
+            update[name] = statistics.median(rates)
+    return facts[-1].model_copy(update=update)
+
+
 class Measurements(FrozenValue):
     """Samples of times, sizes, devices and transfers, and how they came about.
 
@@ -521,6 +531,25 @@ class Measurements(FrozenValue):
                 for (a, b, size), found in sorted(messages.items())
             ),
         )
+
+    @classmethod
+    def medians_of(cls, reports: Sequence[Measurements]) -> Measurements:
+        """Return the medians over reports of one run, each of which counts with its own medians.
+
+        Times, messages and copy rates are medians. All else is that of the last report.
+        """
+        each = [report.condensed() for report in reports]
+        num_devices = max(len(one.devices) for one in each)
+        facts = [
+            [one.devices[index] for one in each if index < len(one.devices)]
+            for index in range(num_devices)
+        ]
+        together = each[-1].replaced(
+            samples=tuple(sample for one in each for sample in one.samples),
+            transfers=tuple(transfer for one in each for transfer in one.transfers),
+            devices=tuple(map(_with_median_rates, facts)),
+        )
+        return together.condensed()
 
     def replaced(self, **update: Any) -> Measurements:
         """Return the measurements with other fields."""

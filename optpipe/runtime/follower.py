@@ -1,20 +1,19 @@
-"""Follow a deployment: train by the newest schedule that the service has found.
+"""Train by the best schedule known: switch to a better one, and report measured times.
 
 ::
 
     with Client(url) as client:
-        deployment = client.deploy(problem)
-        version, found = deployment.schedule(wait_s=60)   # on rank 0, broadcast to all
-        schedule = evaluate(problem, found.programs, found.provenance)
-        runner = PipelineRunner(own, schedule, loss_fn, problem)
-        with follow(deployment, runner, version=version) as training:
+        run = client.training_run(client.submit(problem))      # on rank 0
+        first = run.schedule(wait_s=60)                        # broadcast to all
+        runner = PipelineRunner(own, first, loss_fn, problem)
+        with follow(run, runner) as training:                  # follow(None, runner) elsewhere
             for batch, target in data:
                 losses = training.step(batch, target)
                 optimizer.step()
 
-Between two steps, rank 0 broadcasts two numbers that say whether there is a newer version. If there
-is one, rank 0 broadcasts its text. All ranks check it together (`PipelineRunner.use`), and the next
-step runs it. If a rank refuses the version, all ranks skip it and rank 0 logs the reason.
+Between two steps, rank 0 broadcasts whether there is a schedule to switch to. If there is one,
+rank 0 broadcasts its text. All ranks check it together (`PipelineRunner.use`), and the next step
+runs it. If a rank refuses the schedule, all ranks skip it and rank 0 logs the reason.
 
 Rank 0 broadcasts before its own next step. If it has the first stage, the other ranks wait for its
 first forward anyway. So the broadcast adds no wait, even if the objective is `span`. On GPUs the
@@ -37,10 +36,8 @@ each batch before its step, and all ranks run that schedule.
 from __future__ import annotations
 
 import logging
-import queue
 import statistics
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
@@ -70,34 +67,32 @@ _log = logging.getLogger("optpipe.runtime.follower")
 
 
 class Refusal(NamedTuple):
-    """A version that the ranks refused to run, and why."""
+    """A schedule that the ranks refused to run: before which step, and why."""
 
-    version: int
+    step: int
     reason: str
 
 
 class Follower:
-    """Runs the steps of a training that follows a deployment; all ranks together.
+    """Runs the steps of a training that switches to better schedules; all ranks together.
 
     Close it, or use it in a ``with``.
 
     Parameters
     ----------
     source
-        The deployment, on rank 0 of the runner's group; None on all other ranks.
+        The source of better schedules, on rank 0 of the runner's group; None on all other ranks.
     runner
-        Runs the steps. The service must know the same problem: sizes, placement, micro-batches.
-    version
-        The version of the runner's schedule; 0 if it is not a version of the deployment.
+        Runs the steps. The source must know the same problem: sizes, placement, micro-batches.
     sample_every
         The period, in steps, of the steps whose actions are timed (see `ActionTimer`).
     report_every
         The period, in steps since the last switch, of the reports of measured times.
     agree_every
-        The period, in steps, at which the ranks check for a newer version.
+        The period, in steps, at which the ranks check for a better schedule.
     replan
         A function from the problem of a batch to its schedule, such as `optpipe_solver.replan`, to
-        use instead of a deployment. Rank 0 calls it before each step whose problem differs from the
+        use instead of a source. Rank 0 calls it before each step whose problem differs from the
         one before. Nothing is reported.
 
     Attributes
@@ -105,17 +100,17 @@ class Follower:
     runner
         The runner, which stays the same. You may use it directly; such a step switches and reports
         nothing.
-    version
-        The version that runs, equal on all ranks; 0 if it is not a version of the deployment.
+    num_switches
+        Number of schedules that the ranks switched to, equal on all ranks.
     refusals
-        The versions that the ranks refused, oldest first, equal on all ranks.
+        The schedules that the ranks refused, oldest first, equal on all ranks.
     poller
-        The threads of rank 0 that communicate with the service; None on other ranks.
+        The thread of rank 0 that communicates with the source; None on other ranks.
 
     Raises
     ------
     ValueError
-        If a period is below 1, or there are both a deployment and ``replan``.
+        If a period is below 1, or there are both a source and ``replan``.
     """
 
     def __init__(
@@ -123,7 +118,6 @@ class Follower:
         source: Source | None,
         runner: PipelineRunner,
         *,
-        version: int = 0,
         sample_every: int = DEFAULT_EVERY,
         report_every: int = 200,
         agree_every: int = 1,
@@ -139,7 +133,7 @@ class Follower:
                 raise ValueError(f"{name} = {value}: must be at least 1; 1 means every step")
         if source is not None and replan is not None:
             raise ValueError(
-                "there are both a deployment and replan=: the schedules of a deployment are for "
+                "there are both a source and replan=: the schedules of a source are for "
                 "one problem, and replan= plans the problem of each batch; give either"
             )
         self._replan = replan
@@ -154,10 +148,10 @@ class Follower:
         self._num_timed = 0
         # With replan= steps have different schedules, so their times are not comparable.
         self._timer = None if replan is not None else ActionTimer(runner, every=sample_every)
-        self.version, _ = self._broadcast_numbers(version, 0)
+        self.num_switches = 0
         self.poller: SchedulePoller | None = None
         if self._is_first and source is not None:
-            self.poller = SchedulePoller(source, version)
+            self.poller = SchedulePoller(source)
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +167,7 @@ class Follower:
             self.poller.close()
 
     def step(self, *args: Any, problem: Problem | None = None, **kwargs: Any) -> Tensor | Any:
-        """Switch to a newer version if there is one, then run a step: `PipelineRunner.step`.
+        """Switch to a better schedule if there is one, then run a step: `PipelineRunner.step`.
 
         Parameters
         ----------
@@ -196,7 +190,7 @@ class Follower:
                 "plans; pass replan= to follow, too"
             )
         elif self._num_steps % self._agree_every == 0:
-            self._switch_to_newest()
+            self._switch()
         losses = self.runner.step(*args, **kwargs)
         self._num_steps += 1
         self._num_timed += 1
@@ -231,14 +225,15 @@ class Follower:
         if schedule is not None:
             self.runner.use(schedule, planned)
 
-    def _switch_to_newest(self) -> None:
-        """Run the newest version from now on, if there is one and all ranks can run it."""
+    def _switch(self) -> None:
+        """Run the schedule that the source has found, if there is one and all ranks can run it."""
         found = self.poller.take() if self.poller is not None else None
-        text = b"" if found is None else found[1].model_dump_json(by_alias=True).encode()
-        version, num_bytes = self._broadcast_numbers(0 if found is None else found[0], len(text))
+        text = b"" if found is None else found.model_dump_json(by_alias=True).encode()
+        num_bytes = torch.tensor(len(text))
+        dist.broadcast(num_bytes, group=self._group, group_src=0)
         if not num_bytes:
             return
-        buffer = bytearray(text) if self._is_first else bytearray(num_bytes)
+        buffer = bytearray(text) if self._is_first else bytearray(int(num_bytes))
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), group=self._group, group_src=0)
         schedule = load_schedule(buffer.decode())
         if self._timer is not None:
@@ -246,15 +241,18 @@ class Follower:
         try:
             self.runner.use(schedule)
         except PreflightError as error:
-            self.refusals.append(Refusal(version, str(error)))
+            self.refusals.append(Refusal(self._num_steps, str(error)))
             if self._is_first:
-                _log.warning(
-                    "version %d was refused, version %d stays: %s", version, self.version, error
-                )
+                _log.warning("a schedule was refused, the running one stays: %s", error)
         else:
-            self.version = version
+            self.num_switches += 1
             if self._is_first:
-                _log.info("version %d runs from step %d on", version, self._num_steps)
+                _log.info(
+                    "another schedule (%s, %.6g ms) runs from step %d on",
+                    schedule.provenance.method,
+                    schedule.objective_ms,
+                    self._num_steps,
+                )
         self._num_timed = 0
         self._timer = ActionTimer(self.runner, every=self._sample_every)
 
@@ -263,21 +261,16 @@ class Follower:
         if self._timer is None:
             return
         steps, measurements = self._timer.gather(), self._timer.measurements()
-        if self.poller is None or steps is None or measurements is None or self.version == 0:
+        if self.poller is None or steps is None or measurements is None:
             return
         is_span = self.runner.schedule.objective == "span"
         step_ms = statistics.median(
             step.span_ms if is_span else max(item.end for row in step.rows for item in row)
             for step in steps
         )
-        report = StepReport(self.version, self._num_steps, step_ms, measurements.condensed())
-        self.poller.post(report)
-
-    def _broadcast_numbers(self, version: int, num_bytes: int) -> tuple[int, int]:
-        """Return the two numbers of rank 0, on every rank."""
-        numbers = torch.tensor([version, num_bytes])
-        dist.broadcast(numbers, group=self._group, group_src=0)
-        return int(numbers[0]), int(numbers[1])
+        self.poller.post(
+            StepReport(self.runner.schedule, self._num_steps, step_ms, measurements.condensed())
+        )
 
 
 follow = Follower
@@ -290,9 +283,9 @@ def _host_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group_alike(group, dist.Backend.GLOO)
 
 
-# --- The connection of rank 0 to the service: one thread requests schedules, one sends reports.
-# The service may be slow, stop, restart or send an invalid answer. These threads log the error,
-# pause and retry. Training never waits for them.
+# --- The connection of rank 0 to the source: one thread requests schedules and sends reports.
+# The service may be slow, stop, restart or send an invalid answer. The thread logs the error,
+# pauses and retries. Training never waits for it.
 
 _MAX_PAUSE_S = 60.0
 _MIN_PERIOD_S = 1.0
@@ -300,116 +293,109 @@ _CLOSE_TIMEOUT_S = 0.2
 
 
 class Source(Protocol):
-    """A source of schedules that takes measured times, such as `optpipe.client.Deployment`."""
+    """A source of better schedules, such as `optpipe.client.TrainingRun`; one thread calls it."""
 
-    def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        """Return the newest version and its schedule; None if none is newer after ``wait_s``."""
+    def next_schedule(self, wait_s: float = 0.0) -> Schedule | None:
+        """Return a schedule to switch to; None if there is none after at most ``wait_s``."""
 
     def report(
         self,
-        version: int,
+        schedule: Schedule,
         measurements: Measurements,
         *,
         step: int | None = None,
         step_ms: float | None = None,
     ) -> object:
-        """Report times that were measured under a version."""
+        """Take times that were measured while a schedule ran."""
 
 
 class StepReport(NamedTuple):
-    """Times measured under a version up to a step; ``step_ms`` is the time of the pipeline only."""
+    """Times measured up to a step; ``step_ms`` is the time of the pipeline only."""
 
-    version: int
+    schedule: Schedule
     step: int
     step_ms: float
     measurements: Measurements
 
 
 class SchedulePoller:
-    """Requests newer versions from a source and sends it reports, in daemon threads.
+    """Requests schedules from a source and sends it reports, in a daemon thread.
 
-    ``version`` already runs; 0 means no version of this source. The source may wait ``wait_s`` for
-    a newer version before it answers. Each consecutive failure doubles the pause before the retry,
-    from ``first_pause_s`` up to a minute.
+    The source may wait ``wait_s`` for a schedule before it answers. Each consecutive failure
+    doubles the pause before the retry, from ``first_pause_s`` up to a minute.
     """
 
-    def __init__(
-        self, source: Source, version: int, *, wait_s: float = 30.0, first_pause_s: float = 1.0
-    ) -> None:
+    def __init__(self, source: Source, *, wait_s: float = 30.0, first_pause_s: float = 1.0) -> None:
         self._source = source
-        self._known_version = version
         self._wait_s = wait_s
         self._first_pause_s = first_pause_s
-        self._newest: tuple[int, Schedule] | None = None
-        self._has_newer = threading.Event()
-        self._reports: queue.Queue[StepReport | None] = queue.Queue(maxsize=1)
-        self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._poll_schedules, name="optpipe-follow", daemon=True),
-            threading.Thread(target=self._send_reports, name="optpipe-report", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._found: Schedule | None = None
+        self._report: StepReport | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="optpipe-follow", daemon=True)
+        self._thread.start()
 
-    def take(self) -> tuple[int, Schedule] | None:
-        """Return the newest version that was not taken yet; nearly always None."""
-        if not self._has_newer.is_set():
-            return None
-        self._has_newer.clear()
-        newest, self._newest = self._newest, None
-        return newest
+    def take(self) -> Schedule | None:
+        """Return the newest schedule that was not taken yet; nearly always None."""
+        with self._changed:
+            found, self._found = self._found, None
+        return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is a version to take; return whether there is one."""
-        return self._has_newer.wait(timeout_s)
+        """Wait until there is a schedule to take; return whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._found is not None, timeout_s)
 
-    def post(self, report: StepReport | None) -> None:
-        """Queue a report; it replaces one that is still queued. None ends the thread."""
-        with suppress(queue.Empty):
-            self._reports.get_nowait()
-        self._reports.put(report)
+    def post(self, report: StepReport) -> None:
+        """Queue a report; it replaces one that is still queued.
+
+        A report is dropped while there is a schedule to take: it is not of the next schedule.
+        """
+        with self._changed:
+            if self._found is None:
+                self._report = report
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """Let the threads end; a thread that waits for an answer ends with the process."""
-        self._closed.set()
-        self.post(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_TIMEOUT_S)
+        """Let the thread end; if it waits for an answer, it ends with the process."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _poll_schedules(self) -> None:
+    def _run(self) -> None:
         pause_s = self._first_pause_s
-        while not self._closed.is_set():
+        while not self._is_closed:
             try:
-                found = self._source.schedule_if_newer(self._known_version, self._wait_s)
+                self._communicate()
             except Exception as error:  # noqa: BLE001 - training continues after any error
                 _log.warning(
-                    "the service sent no schedule (%s: %s); version %d stays, retry in %.0f s",
+                    "the service sent no schedule or took no report (%s: %s); the running "
+                    "schedule stays, retry in %.2g s",
                     type(error).__name__,
                     error,
-                    self._known_version,
                     pause_s,
                 )
-                self._closed.wait(pause_s)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                continue
-            pause_s = self._first_pause_s
-            if found is None:
-                # A source that answers without a wait must not be requested in a busy loop.
-                self._closed.wait(min(_MIN_PERIOD_S, self._wait_s))
             else:
-                self._known_version, self._newest = found[0], found
-                self._has_newer.set()
+                pause_s = self._first_pause_s
 
-    def _send_reports(self) -> None:
-        while (report := self._reports.get()) is not None:
-            try:
-                self._source.report(
-                    report.version, report.measurements, step=report.step, step_ms=report.step_ms
-                )
-            except Exception as error:  # noqa: BLE001 - the next report has the same information
-                _log.warning(
-                    "the times measured up to step %d were not reported (%s: %s)",
-                    report.step,
-                    type(error).__name__,
-                    error,
-                )
+    def _communicate(self) -> None:
+        """Request a schedule, then send the queued report if there is one."""
+        found = self._source.next_schedule(self._wait_s)
+        with self._changed:
+            if found is not None:
+                self._found, self._report = found, None
+                self._changed.notify_all()
+                return
+            # A source that answers without a wait must not be requested in a busy loop.
+            period_s = min(_MIN_PERIOD_S, self._wait_s)
+            self._changed.wait_for(lambda: self._is_closed or self._report is not None, period_s)
+            report, self._report = self._report, None
+        if report is not None and not self._is_closed:
+            self._source.report(
+                report.schedule, report.measurements, step=report.step, step_ms=report.step_ms
+            )

@@ -95,6 +95,7 @@ def make_settings(folder: Path, **overrides: object) -> Settings:
         "compare_path": FAKE_COMPARE,
         "plan_path": FAKE_PLAN,
         "tune_path": FAKE_TUNE,
+        "follow_path": FAKE,
         "cache": False,
         "solver_processes": 2,
         "max_threads": 2,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from optpipe.requests import TuneRequest
+from optpipe.requests import FollowRequest, TuneRequest
 from optpipe_api.access import Role
 from optpipe_api.services.render import Charts, draw_frontier, draw_schedule
 from tests.api.live import make_settings, running, two_stages
@@ -126,13 +126,12 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
         server,
         tmp_path,
         f"--phases={PHASES}",
-        "--include-path-regex={(job|batch|deployment)_id}",
-        "--exclude-path-regex=/v1/jobs/{job_id}/(comparison|configuration|question|rows)",
+        "--include-path-regex={(job|batch)_id}",
+        "--exclude-path-regex=/v1/jobs/{job_id}/(comparison|configuration|question|rows|drift)",
         # Then it would exist no more.
         "--exclude-method=DELETE",
         job_id=job_id,
         batch_id=server.post("/v1/batches", {**problem, "axes": {"memory_scale": [1, 0.5]}}),
-        deployment_id=server.post("/v1/deployments", problem),
     )
     compared = server.post("/v1/compare?wait=30", problem)
     server.ended(f"/v1/jobs/{compared}")
@@ -143,6 +142,11 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
     server.ended(f"/v1/jobs/{tuned}")
     only = "--include-path-regex=/v1/jobs/{job_id}/(configuration|question)"
     report += check(server, tmp_path, f"--phases={PHASES}", only, job_id=tuned)
+    (example,) = FollowRequest.model_json_schema()["examples"]
+    followed = server.post("/v1/follow?wait=30", example)
+    server.ended(f"/v1/jobs/{followed}")
+    only = "--include-path=/v1/jobs/{job_id}/drift"
+    report += check(server, tmp_path, f"--phases={PHASES}", only, job_id=followed)
     assert "404 Not Found" not in report
 
 

@@ -7,12 +7,11 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
-from optpipe_api.errors import DeploymentNotFoundError, JobNotFoundError
+from optpipe_api.errors import JobNotFoundError
 from optpipe_api.jobs import JobEvent, JobRecord
 from optpipe_api.service import Retention
 from optpipe_api.store import AttemptOutcome, Stores, open_stores, tables
 from tests.api.live import make_settings, running, until
-from tests.api.store.test_deployments import new as new_deployment
 from tests.api.store.test_jobs import new
 
 DAY_S = 86_400.0
@@ -40,24 +39,6 @@ def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
     clock.now += 9 * DAY_S
     retention.sweep()
     assert ids(stores) == {running_job.id, queued.id}
-
-
-def test_jobs_of_a_deployment_stay_while_it_goes_on(stores, retention, clock) -> None:
-    deployment, _ = stores.deployments.add(new_deployment(), max_queued=9)
-    job = add(stores, "its", deployment_id=deployment.id)
-    finish(stores, job)
-    clock.now += 20 * DAY_S
-    retention.sweep()
-    assert ids(stores) == {job.id}
-    stores.deployments.end(deployment.id)
-    clock.now += 5 * DAY_S
-    retention.sweep()
-    assert stores.deployments.get(deployment.id).id == deployment.id
-    clock.now += 6 * DAY_S
-    retention.sweep()
-    assert ids(stores) == set()
-    with pytest.raises(DeploymentNotFoundError):
-        stores.deployments.get(deployment.id)
 
 
 def test_a_thousand_old_jobs_go_in_one_sweep(stores, retention, clock) -> None:

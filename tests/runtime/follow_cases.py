@@ -1,8 +1,8 @@
-"""What the ranks run while they follow a deployment that a test scripts."""
+"""What the ranks run while they follow a source that a test scripts."""
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from optpipe import Problem, Schedule
-from optpipe.client import Client
+from optpipe.client import Client, TrainingRun
 from optpipe.errors import ServiceUnreachableError
-from optpipe.measurements import Measurements
+from optpipe.measurements import MeasuredAction, Measurements, Sample
 from optpipe.runtime import PipelineRunner, follow
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.small_model import small_data, small_runner
@@ -21,16 +21,16 @@ from tests.runtime.watching import until
 
 
 class Scripted:
-    """A deployment whose versions are the schedules of a list, over and over, ever newer ones.
+    """A source that finds the schedules of a list, over and over.
 
     Parameters
     ----------
     num_offered
-        So many versions are there from the beginning; `offer` adds one.
+        So many are there from the beginning; `offer` adds one.
     num_answers
-        So many questions are answered; after them nobody is there any more.
+        So many requests are answered; then the source is gone.
     is_stuck
-        Whether nobody is answered, and no report taken, before `let_go`.
+        Whether no request is answered, and no report taken, before `let_go`.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class Scripted:
         is_stuck: bool = False,
     ) -> None:
         self.schedules = schedules
-        self.reports: list[tuple[int, int | None, float | None, Measurements]] = []
-        self.num_questions = 0
+        self.reports: list[tuple[str, int | None, float | None, Measurements]] = []
+        self.num_requests = self.num_found = 0
         self._offered = threading.Semaphore(num_offered)
         self._num_answers = num_answers
         self._free = threading.Event()
         if not is_stuck:
             self.let_go()
 
-    def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        self.num_questions += 1
+    def next_schedule(self, wait_s: float = 0.0) -> Schedule | None:
+        self.num_requests += 1
         self._free.wait()
-        if self.num_questions > self._num_answers:
-            raise ConnectionError("nobody is there")
-        # Long: after an answer without news the poller rests for a second.
-        if not self._offered.acquire(timeout=min(wait_s, 5.0)):
+        if self.num_requests > self._num_answers:
+            raise ConnectionError("the source is gone")
+        if not self._offered.acquire(timeout=min(wait_s, 0.5)):
             return None
-        return version + 1, self.schedules[version % len(self.schedules)]
+        self.num_found += 1
+        return self.schedules[(self.num_found - 1) % len(self.schedules)]
 
     def let_go(self) -> None:
         self._free.set()
@@ -68,14 +68,14 @@ class Scripted:
 
     def report(
         self,
-        version: int,
+        schedule: Schedule,
         measurements: Measurements,
         *,
         step: int | None = None,
         step_ms: float | None = None,
     ) -> None:
         self._free.wait()
-        self.reports.append((version, step, step_ms, measurements))
+        self.reports.append((schedule.program_hash, step, step_ms, measurements))
 
 
 class Followed(NamedTuple):
@@ -83,7 +83,7 @@ class Followed(NamedTuple):
 
     losses: list[list[float]]
     digest: str
-    version: int
+    num_switches: int
     refusals: list[Any]
     offloaded_bytes: int
     reports: list[Any]
@@ -100,7 +100,7 @@ def train_following(
     num_reports: int = 0,
     **options: Any,
 ) -> Followed:
-    """Train with an optimizer, following; ``waits`` for a new version before every step.
+    """Train with an optimizer, following; ``waits`` for a schedule before every step.
 
     At the end it waits for ``num_reports`` reports.
     """
@@ -124,11 +124,11 @@ def train_following(
             script.let_go()
             until(lambda: len(script.reports) >= num_reports)
             reports = script.reports
-        version, refusals = training.version, training.refusals
+        num_switches, refusals = training.num_switches, training.refusals
     runner.close()
     moved = runner.offloaded_bytes
     weights = [parameter.detach() for parameter in parameters]
-    return Followed(losses, _digest(weights), version, refusals, moved, reports)
+    return Followed(losses, _digest(weights), num_switches, refusals, moved, reports)
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
@@ -139,55 +139,102 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
 
 
 class Counted:
-    """A deployment on a real service that counts how often nobody was there."""
+    """A training run on a real service that counts how often the service was gone.
 
-    def __init__(self, url: str, deployment_id: str) -> None:
+    Reports say how long each pass of stage 1 takes: real times of a test's tiny stages say nothing.
+    """
+
+    def __init__(self, run: TrainingRun, slow_ms: float) -> None:
+        self.run = run
         self.num_failures = 0
-        self._deployment = Client(url, num_retries=0).deployment(deployment_id)
+        passes: tuple[MeasuredAction, ...] = ("F", "I", "W", "B")
+        samples = tuple(Sample(stage=1, action=one, time_ms=slow_ms) for one in passes)
+        self._times = Measurements(source="a slow stage", samples=samples)
 
-    def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
+    def next_schedule(self, wait_s: float = 0.0) -> Schedule | None:
         try:
-            return self._deployment.schedule_if_newer(version, wait_s)
+            return self.run.next_schedule(wait_s)
         except ServiceUnreachableError:
             self.num_failures += 1
             raise
 
-    def report(self, version: int, measurements: Measurements, **step: Any) -> object:
-        return self._deployment.report(version, measurements, **step)
+    def report(self, schedule: Schedule, measurements: Measurements, **step: Any) -> None:
+        try:
+            self.run.report(schedule, self._times, **step)
+        except ServiceUnreachableError:
+            self.num_failures += 1
+            raise
 
 
 class Served(NamedTuple):
-    """One rank's training by a real service that is killed in the middle."""
+    """One rank's training by a real service; ``job_id`` is that of rank 0's run."""
 
     digest: str
-    version: int
+    num_switches: int
     num_steps: int
     num_failures: int
+    job_id: str
+    program_hash: str
 
 
 def train_served(
-    service: tuple[str, str], first: Schedule, problem: Problem, folder: Path
+    url: str, job_id: str, *, slow_ms: float, steps: int, gone: Path | None = None
 ) -> Served:
-    """Train until the second version runs, then on when nobody serves it any more."""
-    rank = dist.get_rank()
+    """Train by the schedule of a job, until a better one ran for ``steps`` steps.
+
+    With ``gone`` the file ``switched`` next to it is made after the first of these steps. Training
+    then goes on until ``gone`` exists, which says that the service was killed, and was missed.
+    """
+
+    def is_over(source: Counted, num_left: int) -> bool:
+        if gone is None:
+            return num_left <= 0
+        if num_left < steps:
+            gone.with_name("switched").touch()
+        return num_left <= 0 and gone.exists() and source.num_failures > 0
+
+    return _train_served(url, job_id, slow_ms, steps, is_over)
+
+
+def train_resumed(url: str, job_id: str, *, slow_ms: float) -> Served:
+    """Train by the schedule of a job until the first report was compared."""
+    return _train_served(url, job_id, slow_ms, 1, lambda source, _: source.run.job_id != job_id)
+
+
+def _train_served(
+    url: str,
+    job_id: str,
+    slow_ms: float,
+    steps: int,
+    is_over: Callable[[Counted, int], bool],
+) -> Served:
+    start: list[Any] = [None, None]
+    run, source = None, None
+    if dist.get_rank() == 0:
+        run = Client(url, num_retries=0).training_run(job_id)
+        source = Counted(run, slow_ms)
+        start = [run.schedule(wait_s=60), run.problem]
+    dist.broadcast_object_list(start)
+    first, problem = start
     own, runner, optimizer = _training(first, problem)
-    source = Counted(*service) if rank == 0 else None
-    num_steps, left = 0, 10
-    # What the test reports is what counts here.
-    with follow(source, runner, version=1, report_every=10**6) as training:
-        while left > 0:
+    num_steps, num_left = 0, steps
+    with follow(source, runner, sample_every=1, report_every=2) as training:
+        is_done = torch.tensor(0)
+        while not is_done:
             optimizer.zero_grad()
             training.step(*small_data(problem.num_microbatches, seed=num_steps))
             optimizer.step()
             num_steps += 1
-            left -= training.version == 2
-            if source is not None and left == 9 and not (folder / "gone").exists():
-                (folder / "switched").touch()
-                until(lambda: (folder / "gone").exists() and source.num_failures > 0)
+            num_left -= training.num_switches == 1
+            if source is not None:
+                is_done = torch.tensor(int(is_over(source, num_left)))
+            dist.broadcast(is_done, 0)
+        running = runner.schedule.program_hash
     runner.close()
     weights = [parameter.detach() for module in own.values() for parameter in module.parameters()]
     failures = 0 if source is None else source.num_failures
-    return Served(_digest(weights), training.version, num_steps, failures)
+    last_id = "" if run is None else run.job_id
+    return Served(_digest(weights), training.num_switches, num_steps, failures, last_id, running)
 
 
 def _training(

@@ -1,4 +1,4 @@
-"""Training by the newest schedule: the same training, whatever comes and whoever is not there."""
+"""Training by the best schedule known: the same training, whatever comes and whatever fails."""
 
 import functools
 import threading
@@ -12,7 +12,6 @@ from optpipe.runtime import PipelineRunner, follow
 from optpipe.schedule import ActionType
 from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import make_settings, running
-from tests.api.services.test_drift import measured
 from tests.runtime import follow_cases, schedules
 from tests.runtime.watching import until
 
@@ -64,22 +63,22 @@ def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks,
     switched = train(ranks, found[0], found[1:] + found[:1], problem, STEPS)
     for moved, kept in zip(switched, stayed, strict=True):
         assert (moved.losses, moved.digest) == (kept.losses, kept.digest)
-        assert moved.version == STEPS
-        assert (kept.version, moved.refusals) == (0, [])
+        assert moved.num_switches == STEPS
+        assert (kept.num_switches, moved.refusals) == (0, [])
         # The first schedule keeps everything, others do not.
         assert (kept.offloaded_bytes, moved.offloaded_bytes > 0) == (0, True)
     assert len(next(one.losses for one in switched if one.losses)) == STEPS
 
 
-def test_a_version_that_does_not_fit_is_passed_over_and_the_next_one_runs(ranks):
+def test_a_schedule_that_does_not_fit_is_refused_and_the_next_one_runs(ranks):
     tight = schedules.make_problem(schedules.V_SHAPE, MICROBATCHES, limit=8 * MICROBATCHES - 1)
     room = schedules.make_problem(schedules.V_SHAPE, MICROBATCHES)
     lean = schedules.make_schedule(tight, _waves(1))
     greedy = schedules.make_schedule(room, _waves(MICROBATCHES))
     outcomes = train(ranks, lean, [greedy, lean], tight, 6)
     for outcome in outcomes:
-        assert [refusal.version for refusal in outcome.refusals] == [1, 3, 5]
-        assert outcome.version == 6
+        assert [refusal.step for refusal in outcome.refusals] == [0, 2, 4]
+        assert outcome.num_switches == 3
         assert "to 32 bytes, its limit is 31" in outcome.refusals[0].reason
     stayed = train(ranks, lean, [], tight, 6, waits=False)
     assert [one.digest for one in outcomes] == [one.digest for one in stayed]
@@ -103,66 +102,90 @@ def test_training_goes_on_when_the_service_is_gone(ranks, stayed):
     source = {"num_offered": 9, "num_answers": 3}
     gone = train(ranks, found[0], found[1:], problem, STEPS, waits=False, source=source)
     assert [one.digest for one in gone] == [one.digest for one in stayed]
-    assert len({one.version for one in gone}) == 1
-    assert gone[0].version in {1, 2, 3}
+    assert len({one.num_switches for one in gone}) == 1
+    assert gone[0].num_switches in {1, 2, 3}
 
 
 def test_nobody_waits_for_a_service_that_is_stuck(ranks, stayed):
     problem, found = six_schedules()
-    options = {"version": 1, "sample_every": 2, "report_every": 4, "source": {"is_stuck": True}}
+    options = {"sample_every": 2, "report_every": 4, "source": {"is_stuck": True}}
     outcomes = train(ranks, found[0], found[1:], problem, STEPS, waits=False, **options)
-    assert [one.version for one in outcomes] == [1] * 4
+    assert [one.num_switches for one in outcomes] == [0] * 4
     assert [one.digest for one in outcomes] == [one.digest for one in stayed]
 
 
-def test_measured_times_are_reported_with_the_version_they_belong_to(ranks):
+def test_measured_times_are_reported_with_the_schedule_that_ran(ranks):
     problem, found = six_schedules()
-    options = {"version": 7, "sample_every": 2, "report_every": 8, "num_reports": 1}
+    options = {"sample_every": 2, "report_every": 8, "num_reports": 1}
     outcomes = train(ranks, found[0], [], problem, 9, waits=False, **options)
     (report,) = outcomes[0].reports
-    version, step, step_ms, measurements = report
-    assert (version, step) == (7, 8)
+    program_hash, step, step_ms, measurements = report
+    assert (program_hash, step) == (found[0].program_hash, 8)
     assert step_ms > 0
     stages = {sample.stage for sample in measurements.samples}
     assert stages == set(range(len(problem.stages)))
     assert len(measurements.samples) == len(measurements.spreads)
     assert measurements.problem(base=problem).stages[0].forward_ms > 0
-    assert [one.version for one in outcomes] == [7] * 4
 
 
-def test_a_run_that_follows_nothing_reports_nothing(ranks):
-    problem, found = six_schedules()
-    outcomes = train(ranks, found[0], [], problem, 5, waits=False, sample_every=1, report_every=2)
-    assert outcomes[0].reports == []
+def serve(ranks, folder, url, job_id, **options):
+    """Train by a real service that is told that stage 1 takes 30% longer than planned."""
+    call = functools.partial(follow_cases.train_served, slow_ms=1.3 * SECOND_MS, **options)
+    return ranks.run(call, url, job_id, timeout=300)
 
 
-def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path):
+def test_a_slower_device_gets_a_better_schedule_and_a_killed_service_is_missed(ranks, tmp_path):
     problem = _busy_first_stage()
-    found = []
-    settings = make_settings(tmp_path, max_wait_s=0.5, solve_path=DRIFT)
+    found: list[follow_cases.Served] = []
+    settings = make_settings(tmp_path, max_wait_s=0.5, solve_path=DRIFT, follow_path=DRIFT)
     with running(settings) as (url, _), Client(url) as client:
-        deployment = client.deploy(problem)
-        version, first = deployment.schedule(wait_s=60)
-        call = functools.partial(ranks.run, follow_cases.train_served, timeout=300)
-        service = (url, deployment.id)
+        job = client.submit(problem, tags=["run"])
+        first = client.result(job)
+        options = {"steps": 10, "gone": tmp_path / "gone"}
         training = threading.Thread(
-            target=lambda: found.extend(call(service, first, problem, tmp_path))
+            target=lambda: found.extend(serve(ranks, tmp_path, url, job.id, **options))
         )
         training.start()
-        deployment.report(version, measured({(1, "F"): 5.0}), step=7, step_ms=9.5)
         until((tmp_path / "switched").exists)
+        *_, followed, known = client.jobs(tag="run")
+        better, drift = client.schedule(followed), client.drift(followed)
+        assert (known.id, followed.kind) == (job.id, "follow")
     (tmp_path / "gone").touch()
     training.join()
-    assert [one.version for one in found] == [2] * 4
+    assert [one.num_switches for one in found] == [1] * 4
     assert found[0].num_failures > 0
+    assert {one.program_hash for one in found} == {better.program_hash}
+    assert better.objective_ms < drift.current_ms * 0.99
+    assert "of stage 1 takes 30% longer than planned" in drift.reason
     stayed = train(ranks, first, [], problem, found[0].num_steps, waits=False)
     assert [one.digest for one in found] == [one.digest for one in stayed]
 
 
-def _busy_first_stage():
+def test_a_killed_run_resumes_with_the_id_of_its_job(ranks, tmp_path):
+    settings = make_settings(tmp_path, max_wait_s=0.5, solve_path=DRIFT, follow_path=DRIFT)
+    with running(settings) as (url, _), Client(url) as client:
+        job = client.submit(_busy_first_stage(), tags=["run"])
+        killed = serve(ranks, tmp_path, url, job.id, steps=1)
+        job_id = killed[0].job_id
+        assert (client.job(job_id).kind, job_id == job.id) == ("follow", False)
+        better = client.schedule(job_id)
+        # The resumed run begins with the better schedule, and its times are those planned now.
+        call = functools.partial(follow_cases.train_resumed, slow_ms=1.3 * SECOND_MS)
+        resumed = ranks.run(call, url, job_id, timeout=300)
+        assert {one.program_hash for one in resumed} == {better.program_hash}
+        assert {one.num_switches for one in resumed} == {0}
+        assert client.drift(resumed[0].job_id).drift == 0.0
+        assert not client.drift(resumed[0].job_id).is_solved
+
+
+SECOND_MS = 14.0
+
+
+def _busy_first_stage() -> Problem:
     """A problem in which a slower second stage costs time, but makes no device busier than 0."""
     data = schedules.make_problem(schedules.LINEAR, MICROBATCHES).model_dump(by_alias=True)
-    for stage, ms in zip(data["stages"], (20, 1, 1, 1), strict=True):
+    data["name"] = "drift:15"
+    for stage, ms in zip(data["stages"], (20, *[SECOND_MS] * 3), strict=True):
         names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms")
         stage.update(dict.fromkeys(names, ms))
     return Problem.parse(data)

@@ -225,6 +225,6 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ranks):
             assert sentence in text
 
 
-def test_a_deployment_and_replan_exclude_each_other():
+def test_a_source_and_replan_exclude_each_other():
     with pytest.raises(ValueError, match="give either"):
         follow(object(), None, replan=lambda problem: problem)  # type: ignore[arg-type, return-value]

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.formats.tables import dump_comparison
-from optpipe.requests import JobKind, TuneRequest
+from optpipe.requests import FollowRequest, JobKind, TuneRequest
 from optpipe.schedule import Provenance, TraceEntry
 from optpipe_api.engine.processes import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from optpipe.answers import Drift
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
     from optpipe_api.engine.processes import Channel
@@ -99,6 +100,57 @@ def _plan(channel: Channel, job: Message, plan: Callable[..., PlanResult]) -> Me
         should_stop=channel.stop.is_set,
     )
     return _result_message(result, result.problem)
+
+
+def _follow(channel: Channel, job: Message, solve: Callable[..., Result]) -> Message:
+    from optpipe_solver.drift import find_drift  # noqa: PLC0415 - heavy; after the limits are set
+
+    request = FollowRequest.parse(json.loads(job.documents["measured"]))
+    options = job.header["options"]
+    drift, measured = find_drift(request)
+    channel.send(Message("log", {"text": drift.reason}))
+    problem = measured if drift.is_solved else request.problem
+    programs, provenance = request.schedule.programs, request.schedule.provenance
+    running = evaluate(problem, programs, provenance)
+    if not drift.is_solved:
+        return _follow_message("result", running, problem, drift)
+    channel.send(_follow_message("progress", running, problem, drift))
+    limit_ms = drift.current_ms * (1 - drift.threshold)
+    reporter = ProgressReporter(channel, options["seed"], problem)
+
+    def report_better(progress: Progress) -> None:
+        if progress.objective_ms is None or progress.objective_ms < limit_ms:
+            reporter(progress)
+
+    last = job.documents.get("schedule")
+    start = running if last is None else load_schedule(last)
+    result = solve(
+        problem,
+        **{name: options[name] for name in _OF_SOLVE},
+        start=start.programs,
+        start_method="running schedule" if last is None else start.provenance.method,
+        on_progress=report_better,
+        should_stop=channel.stop.is_set,
+    )
+    found = result.schedule
+    if found is None or found.objective_ms >= limit_ms:
+        return _follow_message("result", running, problem, drift)
+    return _result_message(result)
+
+
+def _follow_message(kind: str, running: Schedule, problem: Problem, drift: Drift) -> Message:
+    """Return the message that the running schedule is the best one so far, with its problem."""
+    header = {
+        "seconds": 0.0,
+        "status": "feasible",
+        "objective_ms": running.objective_ms,
+        "method": running.provenance.method,
+        "bound_ms": None,
+        "message": "",
+        "needs": {},
+    }
+    texts = _documents(running, problem) | {"drift": drift.model_dump_json()}
+    return Message(kind, header, texts)
 
 
 def _tune(channel: Channel, job: Message, tune: Callable[..., TuneResult]) -> Message:
@@ -277,5 +329,6 @@ TASKS: Mapping[str, Callable[[Channel, Message, Callable[..., Any]], Message]] =
     JobKind.PLAN: _plan,
     JobKind.COMPARE: _compare,
     JobKind.TUNE: _tune,
+    JobKind.FOLLOW: _follow,
 }
 """The task of each kind of job, by `JobKind`."""

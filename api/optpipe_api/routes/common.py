@@ -191,7 +191,7 @@ def ended(view: type[Answer], noun: str) -> Answers:
     }
 
 
-def tagged(answers: Answers, of: str, **headers: str) -> Answers:
+def tagged(answers: Answers, of: str) -> Answers:
     """Return the OpenAPI description of an answer with an entity tag, and of its 304.
 
     Parameters
@@ -200,14 +200,8 @@ def tagged(answers: Answers, of: str, **headers: str) -> Answers:
         The answer without its headers, under 200.
     of
         The thing that the tag identifies.
-    headers
-        A sentence for each further header; their values are integers.
     """
-    described = {
-        name.replace("_", "-"): {"schema": {"type": "integer"}, "description": sentence}
-        for name, sentence in headers.items()
-    }
-    described["ETag"] = {**TEXT, "description": f"Tag of {of}, for `If-None-Match`."}
+    described = {"ETag": {**TEXT, "description": f"Tag of {of}, for `If-None-Match`."}}
     unchanged = "The version in `If-None-Match` is still the newest."
     return {
         200: {**answers[200], "headers": described},
@@ -270,7 +264,7 @@ NO_SCRIPTS = {
 
 
 def visible_owner(owner: str, caller: Principal) -> str | None:
-    """Return the owner of a job, batch or deployment; None unless the caller is an admin."""
+    """Return the owner of a job or batch; None unless the caller is an admin."""
     return owner if caller.role is Role.ADMIN else None
 
 

@@ -17,7 +17,14 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.answers import Event, Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
-from optpipe.requests import CompareRequest, ResumeRequest, SolveRequest, Tag, TuneRequest
+from optpipe.requests import (
+    CompareRequest,
+    FollowRequest,
+    ResumeRequest,
+    SolveRequest,
+    Tag,
+    TuneRequest,
+)
 from optpipe.schedule import gap_of
 from optpipe_api.bodies import (
     SCHEDULE_FORMS,
@@ -79,10 +86,11 @@ if TYPE_CHECKING:
     from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule, TracePoint, Waiting
     from optpipe_api.service import Service
 
-__all__ = ["add_submit_route", "charts_router", "comparisons_router", "router"]
+__all__ = ["add_submit_route", "charts_router", "comparisons_router", "follow_router", "router"]
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
+follow_router = APIRouter(prefix="/v1", tags=["follow"])
 
 _CANCEL_WAIT_S = 1.0
 
@@ -152,6 +160,18 @@ add_submit_route(
     summary="Compare every method",
     description="Queue a job that runs every method, and the optimiser; its rows are its "
     "comparison. The time limit is that of the optimiser. The time of the other methods is added.",
+)
+
+
+add_submit_route(
+    follow_router,
+    "/follow",
+    FollowRequest,
+    name="follow",
+    summary="Compare a running schedule with measured times",
+    description="Queue a job that solves the problem again if drift costs more than the threshold. "
+    "Its problem and schedule are those to continue with: the running schedule, unless one is "
+    "shorter by the threshold under the measured times. `drift` has the reason.",
 )
 
 
@@ -329,6 +349,17 @@ def comparison(
     if chosen != "json":
         text = dump_comparison(json.loads(text)["rows"], chosen)
     return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
+
+
+@follow_router.get(
+    "/jobs/{job_id}/drift",
+    response_class=Response,
+    responses={**document("Drift"), **documented(404)},
+    summary="Fetch the drift of a running schedule",
+)
+def drift(job_id: str, service: Serving, caller: Reader) -> Response:
+    """Return the length of the running schedule under the measured times, and what follows."""
+    return JsonText(service.jobs.document(job_id, DocumentKind.DRIFT, caller))
 
 
 # --- Events of a job, as server-sent events.

@@ -1,1 +1,1 @@
-"""Services of jobs, batches and deployments, and what they need to parse, wait and render."""
+"""Services of jobs and batches, and what they need to parse, wait and render."""

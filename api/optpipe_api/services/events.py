@@ -1,6 +1,6 @@
 """Waits and event streams: one query serves all clients that wait, for any number of things.
 
-Clients wait for jobs, batches and deployments. A `Watch` polls the store in rounds while at least
+Clients wait for jobs and batches. A `Watch` polls the store in rounds while at least
 one client waits. Each round reads, in one query, the standings of two groups:
 
 * immediately, the things that changed on this server, or for which a client has begun to wait;
@@ -74,7 +74,7 @@ class Standings(Protocol[S_co]):
 
 
 class Watch(Generic[S]):
-    """Reads the standings of jobs, batches or deployments that clients wait for; in the event loop.
+    """Reads the standings of jobs or batches that clients wait for; in the event loop.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ class _Tail:
 class Changes:
     """Publishes the changes of this server to its watches; created in its event loop.
 
-    One publisher serves jobs, batches and deployments, whose ids never coincide. Changes by another
+    One publisher serves jobs and batches, whose ids never coincide. Changes by another
     server are not published here: a `Watch` polls for them each second.
     """
 
@@ -386,7 +386,7 @@ class Changes:
         self.is_closed = False
 
     def publish(self, thing_id: str) -> None:
-        """Publish the change of a job, batch or deployment; from any thread."""
+        """Publish the change of a job or batch; from any thread."""
         self._call(self._notify, thing_id)
 
     def close(self) -> None:

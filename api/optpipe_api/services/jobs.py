@@ -498,6 +498,8 @@ _NOUNS = {
     DocumentKind.TUNED: _TUNE,
     DocumentKind.CHECKPOINT: _TUNE,
     DocumentKind.QUESTION: _TUNE,
+    DocumentKind.DRIFT: ("drift", "/v1/follow"),
+    DocumentKind.MEASURED: ("drift", "/v1/follow"),
 }
 """What a document is a part of, and the path of the request that makes it."""
 

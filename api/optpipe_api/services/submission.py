@@ -1,4 +1,4 @@
-"""Request bodies as the values of the service: jobs, batches, deployments, reports, estimates.
+"""Request bodies as the values of the service: jobs, batches, estimates.
 
 The functions that read a body run in a `optpipe_api.services.parse_pool`. All of them raise the
 errors of `decode_json`, and of the `parse` of their request.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from optpipe.answers import EstimateView, JobOptions, VariantView
-from optpipe.errors import InputError, ProblemError, RequestError, pointer
+from optpipe.check import check
+from optpipe.errors import IllegalScheduleError, InputError, ProblemError, RequestError, pointer
 from optpipe.planning import TracedModel
 from optpipe.problem import Problem
 from optpipe.requests import (
     CompareRequest,
-    DeployRequest,
     EstimateRequest,
+    FollowRequest,
     JobKind,
     ModelOnGpus,
-    ReportRequest,
     SolveOptions,
     SolveRequest,
     SweepRequest,
@@ -30,14 +30,12 @@ from optpipe.requests import (
 )
 from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep, tighter_ones
 from optpipe_api.bodies import MAX_VALUES, decode_json
-from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError
 from optpipe_api.jobs import KINDS, DocumentKind, ItemPlan, NewJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from optpipe.measurements import Measurements
     from optpipe.model import Model
     from optpipe.requests import SearchOptions
     from optpipe_api.settings import Settings
@@ -48,14 +46,11 @@ __all__ = [
     "ReadBatch",
     "ReadItem",
     "check_num_items",
-    "condense_report",
     "hash_of",
     "planned_job",
     "read_batch",
     "read_estimate",
     "read_job",
-    "read_registration",
-    "read_report",
     "read_tune",
     "read_variant",
     "solved_job",
@@ -63,7 +58,7 @@ __all__ = [
 
 
 _MAX_NAME = 150
-JobRequest: TypeAlias = SolveRequest | CompareRequest | TuneRequest
+JobRequest: TypeAlias = SolveRequest | CompareRequest | TuneRequest | FollowRequest
 R = TypeVar("R", bound=ModelOnGpus)
 
 
@@ -74,7 +69,9 @@ def read_job(
 
     Raises `InputError` if its options or the size of its problem exceed the service's limits.
     """
-    wanted = request.parse(decode_json(body))
+    # A body with a running schedule has a value for each of its actions.
+    max_values = _MAX_VALUES if request is FollowRequest else MAX_VALUES
+    wanted = request.parse(decode_json(body, max_values))
     if isinstance(wanted, SolveRequest):
         wanted.options.check_kind(wanted.kind)
     return _new_job(wanted, settings, methods)
@@ -198,6 +195,32 @@ def _tuned_job(request: TuneRequest, options: JobOptions, max_cells: int) -> New
     )
 
 
+def _followed_job(request: FollowRequest, options: JobOptions, max_cells: int) -> NewJob:
+    """Return the job that compares a running schedule with measured times; raises as `solved_job`.
+
+    Raises `IllegalScheduleError` if the running schedule breaks a rule of its problem.
+    """
+    job = solved_job(request.problem, options, max_cells)
+    try:
+        check(request.problem, request.schedule.programs)
+    except IllegalScheduleError as error:
+        raise error.inside("/schedule/programs") from None
+    times = {"samples", "devices", "transfers", "source"}
+    values = request.model_dump(
+        mode="json", by_alias=True, include={"problem", "schedule", "threshold", "step", "step_ms"}
+    ) | {
+        "measurements": request.measurements.condensed().model_dump(
+            mode="json", include=times, exclude_defaults=True
+        )
+    }
+    return replace(
+        job,
+        problem_hash=hash_of(values),
+        shape_hash="",
+        documents={DocumentKind.MEASURED: json.dumps(values)},
+    )
+
+
 _READERS: Mapping[JobKind, Callable[[Any, JobOptions, int], NewJob]] = {
     JobKind.SOLVE: lambda request, *limits: solved_job(request.problem, *limits),
     JobKind.PLAN: lambda request, *limits: planned_job(request.model, *limits),
@@ -206,6 +229,7 @@ _READERS: Mapping[JobKind, Callable[[Any, JobOptions, int], NewJob]] = {
         solved_job(request.problem, *limits), shape_hash=""
     ),
     JobKind.TUNE: _tuned_job,
+    JobKind.FOLLOW: _followed_job,
 }
 """The job of a request with these options, of at most so many cells, for each kind of job."""
 
@@ -342,60 +366,6 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
             )
         ),
         **fields,
-    )
-
-
-# --- Deployments and the reports of their training runs.
-
-
-def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> NewDeployment:
-    """Return the deployment of a registration, without an owner and a key.
-
-    Raises `InputError` in these cases:
-
-    * Its options or the size of its problem exceed the service's limits.
-    * Its micro-batches differ, because reports do not name the micro-batch of a time.
-    """
-    wanted = DeployRequest.parse(decode_json(body))
-    if wanted.problem.num_costs > 1:
-        raise InputError(
-            f"problem: has micro-batches of {wanted.problem.num_costs} costs, and a deployment's "
-            "reports do not say of which their times are; register equal micro-batches, or plan "
-            "each batch (optpipe_solver.replan)"
-        ).at("/problem/stages")
-    options = _job_options(wanted.options, settings, methods)
-    job = solved_job(wanted.problem, options, settings.max_cells)
-    how = {"job": asdict(options), "threshold": wanted.threshold}
-    return NewDeployment(
-        name=wanted.name or job.name,
-        problem=job.documents[DocumentKind.PROBLEM],
-        options=options,
-        threshold=wanted.threshold,
-        request_hash=hash_of([job.problem_hash, wanted.name, how]),
-    )
-
-
-def read_report(body: bytes) -> Report:
-    """Return the report of a body, with condensed times."""
-    report = ReportRequest.parse(decode_json(body))
-    return Report(
-        document=condense_report(report.actions),
-        version=report.version,
-        step=report.step,
-        step_ms=report.step_ms,
-    )
-
-
-def condense_report(measurements: Measurements) -> str:
-    """Return the document of a report, as JSON text: the median time per stage and action.
-
-    Raises `RequestError` if nothing was measured.
-    """
-    if not measurements.samples:
-        raise RequestError("actions.samples is empty; report the times of at least one action")
-    # Facts about stages are sizes, which do not change.
-    return measurements.condensed().model_dump_json(
-        include={"source", "samples", "devices", "transfers"}, exclude_defaults=True
     )
 
 

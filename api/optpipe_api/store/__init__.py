@@ -1,7 +1,7 @@
 """The stores of the service, all in one database: SQLite or PostgreSQL.
 
-Each aggregate has one class in one module, whose docstring is its contract: jobs, batches,
-deployments and API keys. `statements` has every SQL statement, `tables` the tables.
+Each aggregate has one class in one module, whose docstring is its contract: jobs, batches
+and API keys. `statements` has every SQL statement, `tables` the tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from optpipe_api.jobs import AttemptOutcome
 from optpipe_api.store.batches import BatchStore
 from optpipe_api.store.database import connect, probe
-from optpipe_api.store.deployments import DeploymentStore
 from optpipe_api.store.jobs import JobStore
 from optpipe_api.store.keys import KeyStore
 
@@ -32,7 +31,6 @@ class Stores:
     engine: sa.Engine
     jobs: JobStore
     batches: BatchStore
-    deployments: DeploymentStore
     keys: KeyStore
 
     def probe(self) -> None:
@@ -56,6 +54,5 @@ def open_stores(
         engine=engine,
         jobs=JobStore(engine, clock),
         batches=BatchStore(engine, clock),
-        deployments=DeploymentStore(engine, clock),
         keys=KeyStore(engine, clock),
     )

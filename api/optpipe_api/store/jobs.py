@@ -115,7 +115,7 @@ NO_DOCUMENTS: Documents = {}
 # Columns that a new job has from its record as they are.
 _COPIED = (
     *("owner", "problem_hash", "shape_hash", "objective", "priority", "source_id", "batch_id"),
-    *("batch_index", "deployment_id", "cancel_requested", "attempt", "deaths", "spent_s"),
+    *("batch_index", "cancel_requested", "attempt", "deaths", "spent_s"),
     "num_schedules",
 )
 
@@ -139,13 +139,11 @@ class JobStore:
     ) -> tuple[JobRecord, bool]:
         """Store a job and return it; the flag is False if the key had stored it before.
 
-        A job that is added finished takes no place in the queue. A job of a deployment is limited
-        by ``max_queued`` alone, because the deployment counts itself. Raises `QueueFullError`,
+        A job that is added finished takes no place in the queue. Raises `QueueFullError`,
         `TooManyJobsError` or `TooManyKeptError` if it exceeds a limit of `check_limits`. Raises
         `KeyReusedError` if the idempotency key belongs to another request.
         """
         digest = key_digest(new.owner, new.idempotency_key)
-        has_deployment = new.deployment_id is not None
 
         def insert(connection: sa.Connection) -> tuple[JobRecord, bool]:
             check_limits(
@@ -153,9 +151,9 @@ class JobStore:
                 new.owner,
                 int(new.finished is None),
                 max_queued,
-                max_of_owner=None if has_deployment else max_of_owner,
+                max_of_owner=max_of_owner,
                 num_new=1,
-                max_kept=None if has_deployment else max_kept,
+                max_kept=max_kept,
             )
             return jobs_of(connection, [insert_job(connection, new, self._now())])[0], True
 
@@ -380,7 +378,7 @@ class JobStore:
     def delete(self, job_id: str) -> None:
         """Delete an ended job, its documents and its history, and the batch of the last job.
 
-        Raises `StateConflictError` if the job or its deployment has not ended.
+        Raises `StateConflictError` if the job has not ended.
         """
         with writing(self._engine) as connection:
             row = _find(connection, job_id, lock=True)
@@ -389,18 +387,13 @@ class JobStore:
                     f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
                     f"first: POST /v1/jobs/{job_id}/cancel"
                 )
-            if connection.execute(sql.LIVE_DEPLOYMENT, {"id": row.deployment_id}).first():
-                raise StateConflictError(
-                    f"job {job_id} belongs to deployment {row.deployment_id}, which goes on and "
-                    f"reads it; end that first: POST /v1/deployments/{row.deployment_id}/end"
-                )
             delete_jobs(connection, [row])
 
     def delete_finished(self, before: float, limit: int = 500) -> int:
         """Delete up to ``limit`` jobs that ended before a time, oldest first; return how many.
 
-        Jobs of a deployment that has not ended remain. Jobs of a batch remain until all of them
-        are old; the batch is deleted with the last of them.
+        Jobs of a batch remain until all of them are old; the batch is deleted with the last of
+        them.
         """
         with writing(self._engine) as connection:
             parameters = {"before": before, "most": limit}

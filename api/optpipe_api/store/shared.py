@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from optpipe_api.deployments import NewDeployment
     from optpipe_api.jobs import Documents, NewBatch
 
 T = TypeVar("T")
@@ -82,7 +81,7 @@ def row_by_id(
 
 
 def row_by_key(
-    connection: sa.Connection, query: sa.Select[Any], new: NewBatch | NewDeployment, thing: str
+    connection: sa.Connection, query: sa.Select[Any], new: NewBatch, thing: str
 ) -> sa.Row[Any] | None:
     """Return the row that was added under an idempotency key before; None without one.
 
@@ -142,8 +141,8 @@ def to_record(kind: type[T], row: sa.Row[Any], /, **others: Any) -> T:
     return kind(**{name: getattr(row, name) for name in names}, **others)
 
 
-def new_columns(new: NewBatch | NewDeployment, now: float) -> dict[str, Any]:
-    """Return the columns that a new batch and a new deployment have in common."""
+def new_columns(new: NewBatch, now: float) -> dict[str, Any]:
+    """Return the columns of a new batch, without its document."""
     return {
         "id": uuid.uuid4().hex,
         "name": storable(new.name),
@@ -221,7 +220,7 @@ def check_limits(
 
     ``num_waiting`` jobs would be queued, ``num_new`` jobs stored. Raises `QueueFullError` if more
     than ``max_queued`` jobs would be queued. Raises `TooManyJobsError` if more than
-    ``max_of_owner`` jobs and deployments of the owner would be unfinished. Raises
+    ``max_of_owner`` jobs of the owner would be unfinished. Raises
     `TooManyKeptError` if more than ``max_kept`` jobs of the owner would be stored.
     """
     if num_waiting:

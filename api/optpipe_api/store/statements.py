@@ -20,19 +20,15 @@ from optpipe_api.jobs import DocumentKind
 from optpipe_api.store.tables import (
     api_keys,
     batches,
-    deployment_versions,
-    deployments,
     documents,
     events,
     job_tags,
     jobs,
-    measurements,
     turns,
 )
 
 job, tag, document, event = jobs.c, job_tags.c, documents.c, events.c
-batch, deployment, version = batches.c, deployments.c, deployment_versions.c
-measurement, key = measurements.c, api_keys.c
+batch, key = batches.c, api_keys.c
 
 FINAL = [state.value for state in JobState if state.is_final]
 UNFINISHED = [state.value for state in JobState if not state.is_final]
@@ -46,7 +42,6 @@ _POSITIONS: sa.BindParameter[Any] = param("positions", expanding=True)
 _COUNT = func.count()
 _QUEUED = job.state == JobState.QUEUED.value
 _RUNNING = job.state == JobState.RUNNING.value
-_LIVE = deployment.ended_at.is_(None)
 _BATCH_RECORD = [column for column in batches.c if column.name != "document"]
 
 
@@ -120,16 +115,8 @@ JOB_STANDINGS = select(
 
 NUM_QUEUED = select(_COUNT).where(_QUEUED)
 NUM_JOBS_OF_OWNER = select(_COUNT).where(job.owner == param("owner"))
-# A deployment counts as one until it ends, whether a job of it is unfinished or not.
-NUM_UNFINISHED_OF_OWNER = select(
-    select(_COUNT)
-    .where(job.state.in_(UNFINISHED), job.owner == param("owner"))
-    .where(job.deployment_id.is_(None))
-    .scalar_subquery()
-    + select(_COUNT)
-    .select_from(deployments)
-    .where(deployment.owner == param("owner"), _LIVE)
-    .scalar_subquery()
+NUM_UNFINISHED_OF_OWNER = select(_COUNT).where(
+    job.state.in_(UNFINISHED), job.owner == param("owner")
 )
 
 
@@ -242,9 +229,6 @@ _IN_YOUNG_BATCH = (
 OLD_JOBS_LOCKED = (
     select(job.position, job.batch_id)
     .where(job.finished_at < param("before"))
-    .where(
-        job.deployment_id.is_(None) | job.deployment_id.not_in(select(deployment.id).where(_LIVE))
-    )
     .where(~(job.batch_id.is_not(None) & _IN_YOUNG_BATCH))
     .order_by(job.finished_at)
     .limit(_MOST)
@@ -302,84 +286,6 @@ BEST_ITEM = (
     .limit(1)
 )
 BEST_ENDED_ITEM = BEST_ITEM.where(job.finished_at.is_not(None))
-
-
-# --- Deployments, their versions and measurements.
-
-INSERT_DEPLOYMENT = sa.insert(deployments).returning(deployments)
-DEPLOYMENT_BY_ID = select(deployments).where(deployment.id == param("id"))
-DEPLOYMENT_BY_ID_LOCKED = DEPLOYMENT_BY_ID.with_for_update()
-DEPLOYMENT_BY_KEY = select(deployments).where(deployment.idempotency_key == param("key"))
-LIVE_DEPLOYMENT = select(deployment.id).where(deployment.id == param("id"), _LIVE)
-DEPLOYMENT_STANDINGS = select(
-    deployment.id,
-    deployment.owner,
-    deployment.version,
-    deployment.ended_at,
-    deployment.error.is_not(None).label("has_failed"),
-).where(deployment.id.in_(_IDS))
-PENDING_DEPLOYMENTS = (
-    select(deployment.id)
-    .where(_LIVE)
-    .where(deployment.job_reason.is_not(None) | (deployment.num_reports > deployment.num_judged))
-    .order_by(deployment.position)
-)
-UPDATE_DEPLOYMENT = sa.update(deployments).where(deployment.position == _AT).returning(deployments)
-KNOWN_OF_DEPLOYMENT = ("version", "num_solves", "job_reason", "job_id")
-"""Compare and set: a deployment changes only while these columns are as the caller knows them."""
-CHANGE_DEPLOYMENT = UPDATE_DEPLOYMENT.where(
-    _LIVE,
-    *(
-        deployments.c[name].is_not_distinct_from(param(f"known_{name}"))
-        for name in KNOWN_OF_DEPLOYMENT
-    ),
-)
-OLD_DEPLOYMENTS = (
-    select(deployment.position)
-    .where(deployment.ended_at < param("before"))
-    .order_by(deployment.position)
-    .limit(_MOST)
-)
-DELETE_DEPLOYMENTS = [
-    sa.delete(table).where(table.c.position.in_(_POSITIONS))
-    for table in (measurements, deployment_versions, deployments)
-]
-
-INSERT_VERSION = sa.insert(deployment_versions)
-VERSIONS = (
-    select(*(column for column in deployment_versions.c if column.name != "schedule"))
-    .where(version.position == _AT)
-    .order_by(version.version)
-)
-NEWEST_VERSION = (
-    select(version.version, version.schedule)
-    .where(version.position == _AT)
-    .order_by(version.version.desc())
-    .limit(1)
-)
-# The mean of a version's step times, with one more of them.
-_NUM_MEASURED = version.num_measured
-_TOTAL_MS = func.coalesce(version.measured_ms, 0.0) * _NUM_MEASURED
-ADD_STEP_TIME = (
-    sa.update(deployment_versions)
-    .where(version.position == _AT)
-    .where(version.version == param("of_version"))
-    .values(
-        measured_ms=(_TOTAL_MS + param("step_ms", type_=sa.Double)) / (_NUM_MEASURED + 1.0),
-        num_measured=_NUM_MEASURED + 1,
-    )
-)
-
-INSERT_MEASUREMENT = sa.insert(measurements)
-NEWEST_MEASUREMENTS = (
-    select(measurement.number, measurement.document)
-    .where(measurement.position == _AT)
-    .order_by(measurement.number.desc())
-    .limit(_MOST)
-)
-DELETE_MEASUREMENTS_BEFORE = sa.delete(measurements).where(
-    measurement.position == _AT, measurement.number < param("number")
-)
 
 
 # --- API keys.

@@ -41,7 +41,6 @@ jobs = sa.Table(
     sa.Column("source_id", sa.String(32)),
     sa.Column("batch_id", sa.String(32)),
     sa.Column("batch_index", sa.Integer),
-    sa.Column("deployment_id", sa.String(32)),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("started_at", sa.Double),
     sa.Column("finished_at", sa.Double),
@@ -124,72 +123,6 @@ batches = sa.Table(
     sa.Column("request_hash", sa.String(80), nullable=False),
     # JSON of a `BatchPlan`.
     sa.Column("document", sa.Text, nullable=False),
-    sqlite_autoincrement=True,
-)
-
-deployments = sa.Table(
-    "deployments",
-    metadata,
-    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
-    sa.Column("id", sa.String(32), nullable=False, unique=True),
-    sa.Column("name", sa.String(200), nullable=False),
-    sa.Column("owner", sa.String(100), nullable=False),
-    sa.Column("idempotency_key", sa.String(255), unique=True),
-    sa.Column("created_at", sa.Double, nullable=False),
-    sa.Column("ended_at", sa.Double),
-    sa.Column("request_hash", sa.String(80), nullable=False),
-    sa.Column("options", sa.Text, nullable=False),
-    sa.Column("problem", sa.Text, nullable=False),
-    # The problem with the newest measured times; null before the first report.
-    sa.Column("measured", sa.Text),
-    # The problem of the last solve, and the time of the schedule in use under that problem.
-    sa.Column("planned", sa.Text, nullable=False),
-    sa.Column("planned_ms", sa.Double),
-    sa.Column("version", sa.Integer, nullable=False),
-    # Why a solve is wanted, and its job. Servers compete to set and clear both.
-    sa.Column("job_reason", sa.Text),
-    sa.Column("job_id", sa.String(32)),
-    sa.Column("num_solves", sa.Integer, nullable=False),
-    # How many schedules of that job a server has considered.
-    sa.Column("num_seen", sa.Integer, nullable=False),
-    # JSON: why the last solve found nothing.
-    sa.Column("error", sa.Text),
-    # How many reports came in total, and how many of them the last judgement includes.
-    sa.Column("num_reports", sa.Integer, nullable=False),
-    sa.Column("num_judged", sa.Integer, nullable=False),
-    # Under measured times: the schedule in use, and the time expected of it when it was solved.
-    sa.Column("current_ms", sa.Double),
-    sa.Column("expected_ms", sa.Double),
-    sa.Index(None, "owner", "ended_at"),
-    sqlite_autoincrement=True,
-)
-
-deployment_versions = sa.Table(
-    "deployment_versions",
-    metadata,
-    sa.Column("position", _BIG, sa.ForeignKey("deployments.position"), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("created_at", sa.Double, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("job_id", sa.String(32), nullable=False),
-    sa.Column("predicted_ms", sa.Double, nullable=False),
-    # Mean and number of the step times reported for this version.
-    sa.Column("measured_ms", sa.Double),
-    sa.Column("num_measured", sa.Integer, nullable=False),
-    sa.Column("schedule", sa.Text, nullable=False),
-)
-
-measurements = sa.Table(
-    "measurements",
-    metadata,
-    sa.Column("number", _BIG, primary_key=True, autoincrement=True),
-    sa.Column("position", _BIG, sa.ForeignKey("deployments.position"), nullable=False),
-    sa.Column("at", sa.Double, nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("step", _BIG),
-    sa.Column("step_ms", sa.Double),
-    sa.Column("document", sa.Text, nullable=False),
-    sa.Index(None, "position", "number"),
     sqlite_autoincrement=True,
 )
 

@@ -96,7 +96,8 @@ export class JobList extends ListView {
     return [el("a", { href: address({ job: job.id }) }, job.name || job.id.slice(0, 8)),
       el("span", { class: `state ${job.state}` }, stateWord(job)), ms(job.objective_ms),
       ms(job.bound_ms), share(job.gap),
-      isComparison ? "comparison" : job.kind === "tune" ? "configurations" : this.titleOf(job.options.method), ago(job.created_at), action];
+      { compare: "comparison", tune: "configurations", follow: "running schedule" }[job.kind]
+        ?? this.titleOf(job.options.method), ago(job.created_at), action];
   }
 }
 

@@ -55,7 +55,7 @@ def test_waiting_answers_with_the_end(http) -> None:
     assert job["created_at"] <= job["started_at"] <= job["finished_at"]
 
 
-LISTED = ("jobs", "batches", "deployments")
+LISTED = ("jobs", "batches")
 
 
 @pytest.mark.parametrize("of", LISTED)
@@ -415,7 +415,7 @@ def test_a_refusal_says_what_is_wrong_and_where_in_the_body(
             {"problem": ..., "problems": [two_stages(), {}]},
             "/problems/1/num_microbatches",
         ),
-        ("deployments", {"threshold": 2}, "/threshold"),
+        ("follow", {"schedule": {}}, "/schedule/problem_hash"),
         ("variants", {"values": {"nothing": 1}}, "/values"),
     ],
 )
@@ -516,10 +516,9 @@ def test_a_known_answer_that_is_deleted_meanwhile_is_solved_anew(caching, of: st
     known = submit(http).json()
     deletions.before(read, known["id"])
     more = _SWEEP if of == "batches" else {}
-    wait = {} if of == "deployments" else {"wait": 60}
-    answer = http.post(f"/v1/{of}", params=wait, json={"problem": two_stages()} | more)
+    answer = http.post(f"/v1/{of}", params={"wait": 60}, json={"problem": two_stages()} | more)
     assert deletions.deleted == [known["id"]]
-    assert answer.status_code == (202 if of == "deployments" else 200), answer.text
+    assert answer.status_code == 200, answer.text
     (job,) = http.get("/v1/jobs").json()["jobs"]
     assert job["id"] != known["id"]
     assert (job["cache"], job["source_id"]) == ("miss", None)

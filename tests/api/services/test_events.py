@@ -344,15 +344,12 @@ async def test_an_error_is_raised_by_all_who_share_the_call_and_keys_share_nothi
 
 @pytest.fixture
 def reads(tmp_path, monkeypatch) -> Iterator[tuple[str, Any, Counter[str]]]:
-    """A server, and how often its stores of batches and deployments are asked what."""
+    """A server, and how often its store of batches is asked what."""
     counted: Counter[str] = Counter()
     with running(make_settings(tmp_path, poll_s=5.0)) as (url, app):
-        stores = app.state.service._stores
-        for store in (stores.batches, stores.deployments):
-            for name in ("get", "plan", "jobs", "standings", "schedule"):
-                if (method := getattr(store, name, None)) is not None:
-                    counting = _counting(method, counted, f"{type(store).__name__}.{name}")
-                    monkeypatch.setattr(store, name, counting)
+        store = app.state.service._stores.batches
+        for name in ("get", "plan", "jobs", "standings"):
+            monkeypatch.setattr(store, name, _counting(getattr(store, name), counted, name))
         yield url, app.state.service, counted
 
 
@@ -381,7 +378,7 @@ async def _waited(
         began = time.monotonic()
         await asyncio.sleep(8 * ROUND_S)
         num_rounds = (time.monotonic() - began) / ROUND_S
-        # A round each quarter of a second, and the deployments' own round.
+        # A round each quarter of a second.
         assert counted.total() <= num_rounds + 10, counted
         counted.clear()
         assert (await http.post(end)).status_code in (200, 202)
@@ -398,20 +395,7 @@ async def test_a_hundred_who_wait_for_a_batch_cost_one_query_a_round_and_share_i
     answers = await _waited(reads, path, {}, f"{path}/cancel")
     assert {answer.status_code for answer in answers} == {200}
     assert all(answer.json()["counts"]["cancelled"] == 2 for answer in answers)
-    assert counted["BatchStore.plan"] <= 10
-
-
-async def test_a_hundred_who_wait_for_a_version_cost_one_query_a_round(reads) -> None:
-    url, _, counted = reads
-    body = {"problem": two_stages("improve:1:60"), "options": {"time_limit_s": 900}}
-    async with httpx.AsyncClient(base_url=url, timeout=90) as http:
-        path = f"/v1/deployments/{(await http.post('/v1/deployments', json=body)).json()['id']}"
-        first = await http.get(f"{path}/schedule", params={"wait": 60})
-    assert first.headers["OptPipe-Version"] == "1"
-    known = {"If-None-Match": first.headers["ETag"]}
-    answers = await _waited(reads, f"{path}/schedule", known, f"{path}/end")
-    assert {answer.status_code for answer in answers} == {304}
-    assert counted["DeploymentStore.schedule"] <= 10
+    assert counted["plan"] <= 10
 
 
 async def test_the_end_of_a_batch_is_seen_at_once_on_this_server(tmp_path, monkeypatch) -> None:

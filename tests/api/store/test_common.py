@@ -1,4 +1,4 @@
-"""What jobs, batches and deployments have in common: keys, pages, a full queue, unknown ids."""
+"""What jobs and batches have in common: keys, pages, a full queue, unknown ids."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 
-from optpipe_api.deployments import Report
 from optpipe_api.errors import (
     BatchNotFoundError,
-    DeploymentNotFoundError,
     JobNotFoundError,
     KeyReusedError,
     QueueFullError,
 )
 from optpipe_api.store import Stores
-from tests.api.store import test_batches, test_deployments, test_jobs
+from tests.api.store import test_batches, test_jobs
 
 
-@pytest.fixture(params=["jobs", "batches", "deployments"])
+@pytest.fixture(params=["jobs", "batches"])
 def kind(request) -> str:
     value: str = request.param
     return value
@@ -30,10 +28,8 @@ def added(
     """The record that a submission of the kind makes, or has made before."""
     if kind == "jobs":
         return stores.jobs.add(test_jobs.new(name, key, {"owner": owner}), max_queued=room)[0]
-    if kind == "batches":
-        batch, items = test_batches.batch(name, key, owner=owner), test_batches.items()
-        return stores.batches.add(batch, items, max_queued=room)[0]
-    return stores.deployments.add(test_deployments.new(name, key, owner=owner), max_queued=room)[0]
+    batch, items = test_batches.batch(name, key, owner=owner), test_batches.items()
+    return stores.batches.add(batch, items, max_queued=room)[0]
 
 
 def test_a_key_makes_one_for_an_owner_also_when_the_queue_is_full(stores, kind: str) -> None:
@@ -78,7 +74,7 @@ def test_pages_go_from_newest_to_oldest_for_one_owner_or_all(stores, kind: str) 
 
 @pytest.mark.parametrize("unknown", ["0" * 32, "", "x", "\x00", "é" * 32, "0" * 9999])
 def test_an_unknown_id_is_refused_everywhere(stores, unknown: str) -> None:
-    jobs, batches, deployments = stores.jobs, stores.batches, stores.deployments
+    jobs, batches = stores.jobs, stores.batches
     methods: dict[type[Exception], list[Callable[[str], object]]] = {
         JobNotFoundError: [
             *(jobs.get, jobs.documents, jobs.schedule, jobs.history, jobs.trace),
@@ -88,11 +84,6 @@ def test_an_unknown_id_is_refused_everywhere(stores, unknown: str) -> None:
         BatchNotFoundError: [
             *(batches.get, batches.plan, batches.jobs, batches.cancel),
             partial(batches.retry, max_queued=9),
-        ],
-        DeploymentNotFoundError: [
-            *(deployments.get, deployments.documents, deployments.versions),
-            *(deployments.schedule, deployments.end),
-            lambda one: deployments.report(one, Report(version=1, document=""), lambda *_: ""),
         ],
     }
     for error, refusing in methods.items():

@@ -91,7 +91,6 @@ def test_an_added_job_is_read_back_whole_by_another_server(store, open_store) ->
         "source_id": "1" * 32,
         "batch_id": "2" * 32,
         "batch_index": 3,
-        "deployment_id": "4" * 32,
     }
     options: dict[str, Any] = {
         "threads": 2,

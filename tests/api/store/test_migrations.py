@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import structlog
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
@@ -23,6 +24,11 @@ from tests.api.store.test_jobs import document_text
 from tests.conftest import postgres_database
 
 DUMPS = Path("tests/data/store")
+DEPLOYMENT = "d" * 32
+OF_DEPLOYMENT = f"""
+UPDATE deployments SET id = '{DEPLOYMENT}';
+UPDATE jobs SET deployment_id = '{DEPLOYMENT}' WHERE name = 'waiting';
+"""
 TEXTS = {
     "solved": {"problem": "problem of solved", "schedule": "schedule of 8 ms"},
     "planned": {
@@ -61,7 +67,7 @@ def like_old(name: str, **changes: Any) -> NewJob:
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def old(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock):
     """The stores of a database that the code of commit 84875d5 wrote."""
-    dump = (DUMPS / f"0008.{request.param}.sql").read_text("utf-8")
+    dump = (DUMPS / f"0008.{request.param}.sql").read_text("utf-8") + OF_DEPLOYMENT
     if request.param == "sqlite":
         with closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
             connection.executescript(dump)
@@ -164,14 +170,24 @@ def test_a_batch_goes_on(old: Stores) -> None:
     assert old.batches.page(9) == []
 
 
-def test_keys_and_deployments_are_there(old: Stores) -> None:
+def test_keys_are_there_and_jobs_of_a_deployment_have_its_tag(old: Stores) -> None:
     assert [(key.name, key.role) for key in old.keys.valid()] == [("ci", Role.SUBMIT)]
     assert [key.name for key in old.keys.all()] == ["ci", "gone"]
-    (run,) = old.deployments.page(9)
-    assert run.job_id == by_name(old.jobs, "solved")
-    assert old.deployments.schedule(run.id) == (1, "schedule of run")
-    assert old.deployments.documents(run.id).measured == "problem of run as measured"
-    assert old.deployments.end(run.id).ended_at is not None
+    (run,) = old.jobs.page(9, tag=f"deployment:{DEPLOYMENT}")
+    assert (run.name, document_text(old.jobs, run.id, "schedule")) == (
+        "waiting",
+        "schedule of near",
+    )
+
+
+def test_the_log_names_each_deployment_that_ends(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+        connection.executescript((DUMPS / "0008.sqlite.sql").read_text("utf-8") + OF_DEPLOYMENT)
+    with structlog.testing.capture_logs() as lines:
+        open_stores(f"sqlite:///{tmp_path}/jobs.db").close()
+    (line,) = [one for one in lines if one["action"] == "store.deployment_dropped"]
+    assert line["deployment"] == DEPLOYMENT
+    assert f"its jobs have the tag deployment:{DEPLOYMENT}" in line["event"]
 
 
 def test_a_new_job_comes_after_the_old_ones(old: Stores) -> None:

@@ -1,29 +1,26 @@
 """What measured times do to a problem, and when they are a reason to solve again."""
 
-import json
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, evaluate, load_problem, load_schedule
-from optpipe.errors import IllegalScheduleError, RequestError
-from optpipe.measurements import DeviceFacts, MeasuredAction, Measurements, Sample, Transfer
-from optpipe.schedule import Provenance
-from optpipe.simulate import simulate
-from optpipe_api.deployments import DeploymentRecord, Documents
-from optpipe_api.services.deployments import (
-    bound_ms,
-    check_stages,
-    judged,
-    largest_change,
+from optpipe import Problem, evaluate
+from optpipe.errors import OptPipeError
+from optpipe.measurements import (
+    DeviceFacts,
+    MeasuredAction,
+    Measurements,
+    Sample,
+    Transfer,
     measured_problem,
     times_of,
-    under,
 )
-from optpipe_api.services.submission import condense_report
+from optpipe.requests import FollowRequest
+from optpipe.schedule import Provenance
+from optpipe.simulate import simulate
+from optpipe_solver.drift import bound_ms, find_drift, largest_change
 from tests.api.live import two_stages
 from tests.api.serial import serial
 from tests.strategies import few, problems
@@ -60,12 +57,7 @@ def all_times(problem: Problem, factor: float = 1.0) -> Measurements:
 
 
 def as_measured(problem: Problem, *reports: Measurements) -> Problem:
-    documents = [condense_report(report) for report in reports]
-    return load_problem(measured_problem(text_of(problem), documents))
-
-
-def text_of(problem: Problem) -> str:
-    return problem.model_dump_json(by_alias=True)
+    return measured_problem(problem, Measurements.medians_of(reports))
 
 
 # What is measured
@@ -137,63 +129,53 @@ def test_rates_stay_where_copies_wait_for_each_other() -> None:
     assert found.devices == problem.devices
 
 
-def test_what_is_kept_of_a_report_does_not_grow_with_its_samples() -> None:
-    samples = tuple(Sample(stage=0, action="F", time_ms=ms % 7) for ms in range(5000))
-    kept = condense_report(Measurements(source="a test", samples=samples))
-    assert len(json.loads(kept)["samples"]) == 1
-    assert len(kept) < 300
+def test_copy_rates_are_medians_over_reports() -> None:
+    def report(rate: float | None) -> Measurements:
+        return measured({(0, "F"): 1.0}, devices=(DeviceFacts(d2h_gb_per_s=rate),))
 
-
-def test_a_report_of_other_stages_is_refused() -> None:
-    registered, second = text_of(uneven()), condense_report(measured({(1, "F"): 1.0}))
-    check_stages(registered, second)
-    with pytest.raises(RequestError, match="name stage 2, but the deployment has 2"):
-        check_stages(registered, condense_report(measured({(2, "F"): 1.0})))
+    reports = [report(9.0), report(None), report(2.0), report(8.0)]
+    (facts,) = Measurements.medians_of([*reports, measured({(0, "F"): 1.0})]).devices
+    assert (facts.d2h_gb_per_s, facts.h2d_gb_per_s) == (8.0, None)
 
 
 # When it matters
 
 
-def deployment(planned_ms: float, threshold: float = 0.01) -> DeploymentRecord:
-    known: dict[str, Any] = dict.fromkeys(field.name for field in fields(DeploymentRecord))
-    known |= {"version": 1, "num_reports": 3, "planned_ms": planned_ms, "threshold": threshold}
-    return DeploymentRecord(**known)
-
-
-def judge(planned: Problem, now: Problem, threshold: float = 0.01):
-    programs = serial(planned, 0)
-    planned_ms = simulate(planned, programs).makespan_ms
-    documents = Documents(problem="", measured=text_of(now), planned=text_of(planned))
-    schedule = evaluate(planned, programs, Provenance(method="by hand")).model_dump_json()
-    return judged(deployment(planned_ms, threshold), documents, schedule)
+def drift_of(planned: Problem, times: Measurements, threshold: float = 0.01):
+    schedule = evaluate(planned, serial(planned, 0), Provenance(method="by hand"))
+    request = FollowRequest(
+        problem=planned, schedule=schedule, measurements=times, threshold=threshold, step=7
+    )
+    found, problem = find_drift(request)
+    assert problem == as_measured(planned, times)
+    return found
 
 
 def test_a_slowdown_of_everything_is_no_reason() -> None:
-    planned = uneven()
-    judgement = judge(planned, as_measured(planned, all_times(planned, 1.3)))
-    assert judgement.current_ms == pytest.approx(judgement.expected_ms)
-    assert (judgement.reason, judgement.problem, judgement.num_reports) == (None, None, 3)
+    found = drift_of(uneven(), all_times(uneven(), 1.3))
+    assert found.current_ms == pytest.approx(found.expected_ms)
+    assert (found.is_solved, found.step) == (False, 7)
+    assert found.reason.startswith(
+        "the running schedule takes 156 ms under the measured times, at "
+    )
+    assert "1.00% (the threshold) more than the 156 ms" in found.reason
 
 
 def test_a_busier_busiest_device_is_no_reason_but_the_other_one_is() -> None:
-    planned = uneven()
-    slow_first = as_measured(planned, measured({(0, "F"): 20.0}))
-    assert judge(planned, slow_first).reason is None
-    slow_second = as_measured(planned, measured({(1, "F"): 5.0}))
-    judgement = judge(planned, slow_second)
-    assert judgement.problem == text_of(slow_second)
-    assert judgement.reason is not None
-    assert judgement.reason.startswith("drift: forward of stage 1 takes 400% longer than planned; ")
-    assert "takes 136 ms under the measured times" in judgement.reason
+    assert not drift_of(uneven(), measured({(0, "F"): 20.0})).is_solved
+    found = drift_of(uneven(), measured({(1, "F"): 5.0}))
+    assert found.is_solved
+    assert found.reason.startswith("forward of stage 1 takes 400% longer than planned; ")
+    assert "takes 136 ms under the measured times" in found.reason
+    assert found.reason.endswith(": solved again")
 
 
 def test_the_threshold_decides_from_where_on() -> None:
-    planned = uneven()
-    now = as_measured(planned, measured({(1, "F"): 5.0}))
-    drift = judge(planned, now).current_ms / judge(planned, now).expected_ms - 1
+    times = measured({(1, "F"): 5.0})
+    drift = drift_of(uneven(), times).drift
     assert 0.02 < drift < 0.5
-    assert judge(planned, now, drift + 1e-6).reason is None
-    assert judge(planned, now, drift - 1e-6).reason is not None
+    assert not drift_of(uneven(), times, drift + 1e-6).is_solved
+    assert drift_of(uneven(), times, drift - 1e-6).is_solved
 
 
 @few(30)
@@ -205,8 +187,9 @@ def test_what_is_expected_is_never_below_the_bound(factors: list[float]) -> None
         for index, factor in enumerate(factors)
         for action, ms in times_of(planned.stages[index]).items()
     }
-    now = as_measured(planned, measured(samples))
-    assert judge(planned, now).expected_ms >= bound_ms(now) * (1 - 1e-9)
+    times = measured(samples)
+    now = as_measured(planned, times)
+    assert drift_of(planned, times).expected_ms >= bound_ms(now) * (1 - 1e-9)
     assert bound_ms(now) <= simulate(now, serial(now, 4)).makespan_ms * (1 + 1e-9)
 
 
@@ -218,31 +201,33 @@ def test_the_largest_change_is_named() -> None:
     )
 
 
-# A schedule under other times
+# What is refused
 
 
-def test_a_schedule_gets_the_numbers_of_other_times_and_loses_its_bound() -> None:
-    planned = uneven()
-    now = as_measured(planned, measured({(1, "F"): 5.0}))
-    given = evaluate(planned, serial(planned, 0), Provenance(method="by hand"), bound_ms=80.0)
-    same, _ = under(text_of(planned), given.model_dump_json())
-    assert load_schedule(same).bound_ms == 80.0
-    found, length_ms = under(text_of(now), given.model_dump_json())
-    schedule = load_schedule(found)
-    assert (schedule.bound_ms, schedule.problem_hash) == (None, now.problem_hash)
-    assert schedule.makespan_ms == length_ms == 136
-    assert schedule.programs == given.programs
+def two_costs() -> dict[str, Any]:
+    """The same two stages, and micro-batches of two lengths."""
+    kind = {"forward_ms": 10, "backward_input_ms": 10, "backward_weight_ms": 8}
+    kinds = [kind | {"activation_bytes": 100}, kind | {"activation_bytes": 200}]
+    stages = [{"device": s, "costs": kinds} for s in range(2)]
+    micro = [{"cost": j % 2} for j in range(4)]
+    return two_stages(format="optpipe/problem/v2", stages=stages, microbatches=micro)
 
 
-def test_a_schedule_that_does_not_fit_is_refused() -> None:
-    planned = uneven()
-    given = evaluate(planned, serial(planned, 0), Provenance(method="by hand"))
-    smaller = uneven(devices=[{"memory_bytes": 999}] * 2)
-    with pytest.raises(IllegalScheduleError):
-        under(text_of(smaller), given.model_dump_json())
-
-
-def test_drift_is_known_once_judged() -> None:
-    known = deployment(100.0)
-    assert known.drift is None
-    assert replace(known, current_ms=105.0, expected_ms=100.0).drift == pytest.approx(0.05)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"measurements": {"source": "x"}}, "measurements.samples is empty; measure the times"),
+        (
+            {"measurements": measured({(2, "F"): 1.0}).model_dump(exclude_defaults=True)},
+            "measurements.samples name stage 2, but the problem has 2 stages",
+        ),
+        ({"problem": two_costs()}, "problem: has micro-batches of 2 costs"),
+        ({"threshold": 1}, "threshold = 1"),
+        ({"schedule": {}}, "problem_hash: is missing"),
+    ],
+)
+def test_a_request_whose_parts_do_not_fit_is_refused(changes, message) -> None:
+    (body,) = FollowRequest.model_json_schema()["examples"]
+    FollowRequest.parse(body)
+    with pytest.raises(OptPipeError, match=message):
+        FollowRequest.parse(body | changes)
