@@ -41,7 +41,7 @@ def test_the_schedule_has_the_times_and_peaks_of_the_page() -> None:
 def test_a_pair_hides_what_the_page_says() -> None:
     problem, (text, _) = load_problem(PAIRED), blocks(PAGE, "text")
     paired, apart = (
-        simulate(problem, [[one for cell in line.split() for one in parse_cell(cell)]]).makespan_ms
+        simulate(problem, (sum(map(parse_cell, line.split()), start=()),)).makespan_ms
         for line in (text, re.sub(r"\((\w+);(\w+)\)OVERLAP_F_B", r"\1 \2", text))
     )
     said = re.search(
