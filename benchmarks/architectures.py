@@ -1,7 +1,7 @@
 """Which decoder architectures of the installed transformers can be traced, and how fast.
 
-    python benchmarks/architectures.py                # all, in child processes
-    python benchmarks/architectures.py mamba2 qwen3   # some
+    python benchmarks/architectures.py > benchmarks/results/architectures.csv   # all
+    python benchmarks/architectures.py mamba2 qwen3                             # some
 
 Each architecture of `list_architectures` is traced in its default configuration, with sequences of
 4,096 tokens, or as many as it has learned positions. `GIVEN` completes configurations of which the
@@ -9,14 +9,15 @@ defaults build no model. The list has decoders of encoder-decoder models too (BA
 transformers builds them as language models of their own. A child process traces a chunk, because an
 error in a C extension would end it. Each architecture has a time limit.
 
-Prints a row of the table in RESULTS.md for each architecture: parameters, TFLOP of F, I and W of
-one sequence, GB that it keeps between F and the backward, and seconds. GB are those of embedding,
-layers and head. The other architectures are listed with their reasons.
+Prints a CSV row for each architecture: parameters, TFLOP of F, I and W of one sequence, GB that it
+keeps between F and the backward, and seconds. GB are those of embedding, layers and head. A row of
+an architecture that is not traced has the reason instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import signal
 import subprocess
@@ -39,6 +40,9 @@ GIVEN = {
 CHUNK = 16
 SECONDS = 120
 TOKENS = 4096
+COLUMNS = (
+    "name", "layers", "kinds", "tokens", "parameters_billions", "gb", "tflop", "seconds", "reason",
+)  # fmt: skip
 
 
 def trace_one(kind: str) -> dict[str, object]:
@@ -77,13 +81,13 @@ def trace_one(kind: str) -> dict[str, object]:
                 flops += cost.matmul_flops + cost.narrow_flops + cost.attention_flops
     return {
         "name": kind,
-        "seconds": time.perf_counter() - start,
+        "seconds": round(time.perf_counter() - start, 1),
         "tokens": tokens,
         "layers": len(model.layers),
         "kinds": len(rank.kinds),
-        "parameters": model.parameters,
-        "gb": sum(part.saved_bytes.at(1) for part in parts) / 1e9,
-        "tflop": flops / 1e12,
+        "parameters_billions": round(model.parameters / 1e9, 3),
+        "gb": round(sum(part.saved_bytes.at(1) for part in parts) / 1e9, 2),
+        "tflop": round(flops / 1e12, 2),
     }
 
 
@@ -112,22 +116,11 @@ def main() -> None:
     from optpipe.runtime.measuring.architectures import list_architectures
 
     kinds = given.kinds or list(list_architectures())
-    rows = []
-    print("| architecture | layers (kinds) | tokens | parameters, 10^9 | GB | TFLOP | s |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
     for start in range(0, len(kinds), CHUNK):
-        for row in trace_chunk(kinds[start : start + CHUNK]):
-            rows.append(row)
-            if "reason" not in row:
-                print(
-                    "| {name} | {layers} ({kinds}) | {tokens} | {billions:.3f} | {gb:.2f} | "
-                    "{tflop:.2f} | {seconds:.1f} |".format(billions=row["parameters"] / 1e9, **row),
-                    flush=True,
-                )
-    refused = [row for row in rows if "reason" in row]
-    print(f"\nTraced: {len(rows) - len(refused)} of {len(rows)}. Not traced:\n")
-    for row in refused:
-        print(f"* {row['name']}: {row['reason']}")
+        writer.writerows(trace_chunk(kinds[start : start + CHUNK]))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

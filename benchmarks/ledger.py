@@ -1,10 +1,10 @@
-"""What a benchmark run leaves behind: rows in a CSV that only grows, the best known, an entry.
+"""What a benchmark run leaves behind: rows in a CSV that only grows, the best known, a report.
 
-    python -m benchmarks.ledger [--results PATH] [--append]
+    python -m benchmarks.ledger [--results PATH]
 
-prints the ledger entry of the latest rows of every instance and solver. "Worse" and "better" allow
-a relative 1e-6; ours without a schedule where the peer has one is worse. Where only part of the set
-has run, the entry says so.
+prints a report on the latest rows of every instance and solver, and their rows for RESULTS.md.
+"Worse" and "better" allow a relative 1e-6; ours without a schedule where the peer has one is worse.
+Where only part of the set has run, the report says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from optpipe import Problem
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = ["LEDGER", "RESULTS", "BenchRow", "BestKnown", "LatestRows", "claims_of", "commit",
-           "entry", "index", "known_best", "latest", "load_problem", "read_known", "read_rows",
-           "stamp", "table_of", "write_known", "write_rows"]  # fmt: skip
+           "entry", "format_ms", "index", "known_best", "latest", "load_problem", "read_known",
+           "read_rows", "row_of", "stamp", "table_of", "write_known", "write_rows"]  # fmt: skip
 
 _HERE = Path(__file__).resolve().parent
 INSTANCES = _HERE / "instances"
@@ -37,7 +37,7 @@ KNOWN = INSTANCES / "known.csv"
 RESULTS = _HERE / "results" / "bench.csv"
 LEDGER = _HERE / "RESULTS.md"
 _TOLERANCE = 1e-6
-_PEERS = ("families", "cp-sat", "milp")
+_PEERS = ("families", "cp-sat", "plain-milp")
 _ROW = TypeVar("_ROW")
 
 
@@ -275,6 +275,25 @@ def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
 
 
 def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
+    compared = _compare(table, ours, peer)
+    if compared.number:
+        worse = compared.worse
+        yield (
+            f"{ours} against {peer}, {compared.number} instances: worse on {len(worse)}"
+            + (f" ({', '.join(worse)})" if worse else "")
+            + f", better on {compared.better}; geometric mean of the ratio {compared.ratio:.4f}"
+        )
+
+
+class _Compared(NamedTuple):
+    number: int
+    worse: list[str]
+    better: int
+    ratio: float
+
+
+def _compare(table: LatestRows, ours: str, peer: str) -> _Compared:
+    """Compare objectives on the instances on which the peer has a schedule and ours has run."""
     pairs = table.both(ours, peer)
     nothing = [
         name
@@ -284,16 +303,24 @@ def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
         and table.value(name, peer) is not None
     ]
     worse = nothing + [name for name, a, b in pairs if a > b * (1 + _TOLERANCE)]
-    better = [name for name, a, b in pairs if a < b * (1 - _TOLERANCE)]
-    if not pairs and not nothing:
-        return
     logs = [math.log(a / b) for _, a, b in pairs]
     ratio = math.exp(statistics.fmean(logs)) if logs else math.nan
-    yield (
-        f"{ours} against {peer}, {len(pairs) + len(nothing)} instances: worse on {len(worse)}"
-        + (f" ({', '.join(worse)})" if worse else "")
-        + f", better on {len(better)}; geometric mean of the ratio {ratio:.4f}"
-    )
+    better = sum(a < b * (1 - _TOLERANCE) for _, a, b in pairs)
+    return _Compared(len(pairs) + len(nothing), worse, better, ratio)
+
+
+def row_of(table: LatestRows, ours: str) -> str:
+    """Return the cells of a row of "The benchmark set" in the ledger, without date and commit."""
+    cells = []
+    for peer in _PEERS:
+        number, worse, better, ratio = _compare(table, ours, peer)
+        cells.append(f"{len(worse)}, {better}, {ratio:.4f} of {number}" if number else "-")
+    claims = "\n".join(claims_of(table, ours))
+    cells += [
+        claims.partition(f"{ours}: {words} ")[2].partition("\n")[0]
+        for words in ("proven optimal on", "within 1 % of the best known on")
+    ]
+    return f"| {ours} | {' | '.join(cells)} |"
 
 
 def _idle(table: LatestRows, ours: str) -> Iterable[str]:
@@ -332,19 +359,20 @@ def _values(table: LatestRows, names: Sequence[str]) -> str:
         f"|---|{'--:|' * (len(solvers) + 3)}",
     ]
     for name in names:
-        cells = [_number(table.value(name, solver)) for solver in solvers]
+        cells = [format_ms(table.value(name, solver)) for solver in solvers]
         known = table.known.get(name)
         row = table.rows.get((name, ours[-1])) if ours else None
         bound = None if known is None else known.bound_ms
         gap = None if row is None or row.gap is None else f"{100 * row.gap:.2f} %"
         megabytes = "-" if row is None else f"{row.peak_bytes / 1e6:.0f}"
         lines.append(
-            f"| {name} | {' | '.join(cells)} | {_number(bound)} | {gap or '-'} | {megabytes} |"
+            f"| {name} | {' | '.join(cells)} | {format_ms(bound)} | {gap or '-'} | {megabytes} |"
         )
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def format_ms(value: float | None) -> str:
+    """Return milliseconds with three digits; a dash if there are none."""
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -365,16 +393,13 @@ def table_of(rows: Iterable[BenchRow]) -> LatestRows:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The ledger entry of a benchmark run.")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--append", action="store_true", help="to benchmarks/RESULTS.md")
     options = parser.parse_args()
     table = table_of(read_rows(BenchRow, options.results))
     commits = ", ".join(sorted({row.commit for row in table.rows.values()}))
     machines = ", ".join(sorted({row.machine.split(", ", 2)[-1] for row in table.rows.values()}))
-    text = entry(table, f"The benchmark set ({commits}; {machines})")
-    print(text)
-    if options.append:
-        with LEDGER.open("a", encoding="utf-8") as file:
-            file.write("\n" + text)
+    print(entry(table, f"The benchmark set ({commits}; {machines})"))
+    for ours in table.solvers():
+        print(row_of(table, ours))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Legality (DESIGN section 3): what a set of programs must satisfy to be run at all.
+"""Legality (docs/specification.md, "Legal"): what a set of programs must satisfy to be run at all.
 
 ``Legal`` means: every (stage, micro-batch) has F and either I and W or B exactly once on the right
 device, the table's order holds, the programs have no cyclic wait, and no peak exceeds its limit.

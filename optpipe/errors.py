@@ -216,7 +216,7 @@ class Violation:
 
 
 class IllegalScheduleError(InputError):
-    """A schedule breaks a rule of DESIGN section 3.
+    """A schedule breaks a rule of docs/specification.md, "Legal".
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Memory is a property of the program, not of the clock (DESIGN section 3).
+"""Memory is a property of the program, not of the clock (docs/specification.md, "Memory").
 
 Walking a program from top to bottom and adding what each action takes and gives back yields the
 peak under *every* timing. `memory_walk` is that walk; nothing else in the house counts bytes.
@@ -87,7 +87,10 @@ EFFECTS: Mapping[ActionType, Effect] = {
         comes_after=(ActionType.FORWARD, ActionType.RELOAD),
     ),
 }
-"""The table of DESIGN section 3: legality and memory here and in compiled code follow it."""
+"""The table in docs/specification.md, "Actions".
+
+Legality and memory follow it, here and in compiled code.
+"""
 
 
 @dataclass(frozen=True, slots=True)

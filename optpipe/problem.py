@@ -4,9 +4,10 @@ A stage and its menu of modes stand in `optpipe.stage`; here are devices, hosts 
 be true of the parts together, and what follows from them. Whatever a file leaves out is filled in
 on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
 
-Of v2 (DESIGN section 4) this reads link lanes, menus of modes, pairs, unequal micro-batches,
-samples, layers and context. Where micro-batches are unequal, what is said per stage is said of
-cost 0; `Problem.stage_of` and `Problem.menu_of` say what a cell has, `Problem.least` is below all.
+Of v2 (docs/specification.md, "Formats") this reads link lanes, menus of modes, pairs, unequal
+micro-batches, samples, layers and context. Where micro-batches are unequal, the fields of a stage
+are those of cost 0. `Problem.stage_of` and `Problem.menu_of` return what a cell has,
+`Problem.least` is below all.
 """
 
 from __future__ import annotations
@@ -799,7 +800,7 @@ class Problem(FileValue):
 
     @property
     def busy_ms(self) -> float:
-        """Compute time of the busiest device (DESIGN section 2: the numerator of bubble rates)."""
+        """Compute time of the busiest device (docs/specification.md, "Words")."""
         return max(self.device_busy_ms)
 
     def with_pairs(self, pairs: Iterable[LicensedPair]) -> Problem:

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class ActionType(StrEnum):
-    """What an action does; F, I, W and B are torch's letters (DESIGN section 3)."""
+    """What an action does; F, I, W and B are torch's letters (docs/specification.md, "Actions")."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -348,7 +348,7 @@ class Schedule(FileValue):
     programs
         One list of actions per device.
     makespan_ms, span_ms
-        DESIGN section 2; ``objective`` says which of them was minimised.
+        docs/specification.md, "Words"; ``objective`` says which of them was minimised.
     bound_ms, gap
         Proven lower bound of the objective and relative gap; None = nothing proven.
     peak_bytes

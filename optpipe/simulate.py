@@ -1,4 +1,6 @@
-"""The one meaning of time (DESIGN section 3): every action as soon as possible, in program order.
+"""Simulate programs: every action as soon as possible, in program order.
+
+This is the one implementation of docs/specification.md, "Time".
 
 As CUDA streams do it: compute actions of a device run one after another; OFFLOAD and RELOAD are
 enqueued on their lanes when the device reaches them; RELEASE, and the backward of a reloaded

@@ -269,7 +269,7 @@ AXES: dict[str, Callable[[Document, Any], None]] = {
 # --- What memory buys: the best objective found, and the bound, over the memory limit.
 # Points belong to one *line* where their problems differ in nothing but the memory of devices.
 # Along a line both numbers carry over: programs that fit a limit fit every larger one and take the
-# same time there, as memory is a property of the programs and not of the clock (DESIGN section 3);
+# same time there, as memory is a property of the programs (docs/specification.md, "Memory");
 # and a bound holds for every smaller limit too, as every schedule that fits there fits here. So
 # each point may show the best of all points with at most its memory, and the highest bound of all
 # with at least its memory, compared device by device. Where nothing fits, nothing fits a smaller

@@ -1,4 +1,4 @@
-"""DESIGN section 3 a second time, naively and by other means than `optpipe`, to judge it.
+"""docs/specification.md, "Memory" and "Legal" a second time, naively, to judge `optpipe`.
 
 Legality: a regular expression per (stage, micro-batch), a graph sorted topologically, and bytes
 from the state every (stage, micro-batch) is in. Time: a clock that ticks one millisecond at a time.

@@ -11,7 +11,7 @@ from optpipe import Action, ActionType, Problem, Programs
 from tests.building import PLENTY, UNIT
 from tests.oracle import device_peak, host_peaks
 
-F, I, W, B = (  # noqa: E741 - DESIGN's letters
+F, I, W, B = (  # noqa: E741 - the specification's letters
     ActionType.FORWARD,
     ActionType.BACKWARD_INPUT,
     ActionType.BACKWARD_WEIGHT,

@@ -12,9 +12,10 @@ import pytest
 import typer
 import yaml
 
-from docs.generators import FORMULATION, SHOWN, function_links, newest_entry, to_reference
+from benchmarks.ledger import index
+from docs.generators import FORMULATION, SHOWN, find_subject, function_links, to_reference
 from docs.generators.figures import all_figures, line
-from optpipe import simulate
+from optpipe import runtime, simulate
 from optpipe.cli import make_app
 from optpipe_solver import solve
 from tests.docs_console import ROOT, blocks
@@ -158,11 +159,23 @@ def test_scripts_of_the_how_tos_are_shell_and_yaml() -> None:
         assert options <= OPTIONS["optpipe submit"]
 
 
-def test_the_comparison_quotes_the_newest_entry_of_the_ledger() -> None:
-    """Its rows are there, and a title that is gone is an error and not an empty table."""
-    ledger = (ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8")
-    entry = newest_entry(ledger, "The benchmark set")
-    assert all(f"| {name} |" in entry for name in SHOWN)
-    assert newest_entry("### A, 1\nx\n### B\n### A, 2\ny\n## C\n", "A") == "A, 2\ny\n"
-    with pytest.raises(LookupError, match="no entry"):
-        newest_entry(ledger, "The benchmark of somebody else")
+def test_the_comparison_quotes_a_subject_of_the_ledger() -> None:
+    """A title that is gone is an error and not an empty table."""
+    assert find_subject("## A\n\nx\n\n## B\ny\n", "A") == "x\n"
+    with pytest.raises(LookupError, match="no subject"):
+        find_subject((ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8"), "The benchmark")
+    assert set(SHOWN) <= {row["name"] for row in index()}
+
+
+def test_tested_versions_of_torch_are_those_of_the_runtime() -> None:
+    page = (DOCS / "compatibility.md").read_text("utf-8")
+    versions = sorted(
+        tuple(map(int, version.split(".")[:2])) for version in re.findall(r"2\.1\d\.\d", page)
+    )
+    assert (versions[0], versions[-1]) == (runtime._OLDEST, runtime._NEWEST_TESTED)
+
+
+def test_front_pages_are_short() -> None:
+    """A stranger reads them first."""
+    for name, most in (("README.md", 120), ("CHANGELOG.md", 80)):
+        assert len((ROOT / name).read_text("utf-8").splitlines()) <= most, name

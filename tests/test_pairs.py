@@ -1,4 +1,4 @@
-"""Pairs: a forward and a backward that run together (DESIGN section 3)."""
+"""Pairs: a forward and a backward that run together (docs/specification.md, "Pairs")."""
 
 import math
 import random

@@ -2,34 +2,27 @@
 
 import re
 import shlex
-import shutil
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from examples.quickstart import service
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.cli import main
-from tests.docs_console import ROOT, blocks, make_workplace, run_shell
+from tests.docs_console import (
+    ROOT,
+    blocks,
+    make_workplace,
+    mismatch,
+    run_shell,
+    run_step,
+    steps,
+)
 
 pytestmark = pytest.mark.long
 
 README = (ROOT / "README.md").read_text("utf-8")
 IMAGES = ROOT / "docs" / "images"
-# Enough of curl for the README, for machines without one.
-CURL = """#!{python}
-import sys, httpx
-url = next(word for word in sys.argv[1:] if word.startswith("http"))
-body = next((word[1:] for word in sys.argv[1:] if word.startswith("@")), None)
-if body is None:
-    answer = httpx.get(url, timeout=60)
-else:
-    kind = {{"Content-Type": "application/json"}}
-    answer = httpx.post(url, content=open(body, "rb").read(), headers=kind, timeout=60)
-print(answer.text)
-"""
 
 
 def shortened(language: str) -> list[str]:
@@ -43,9 +36,6 @@ def workplace(tmp_path: Path) -> Path:
     """A folder that looks like a clone to the README's commands, and takes what they write."""
     make_workplace(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    if shutil.which("curl") is None:
-        (tmp_path / "bin" / "curl").write_text(CURL.format(python=sys.executable))
-        (tmp_path / "bin" / "curl").chmod(0o755)
     return tmp_path
 
 
@@ -61,13 +51,15 @@ def test_the_python_block_runs_as_it_stands(workplace) -> None:
 
 
 def test_the_shell_commands_run_as_they_stand(workplace, monkeypatch, capsys) -> None:
-    """The first through a shell; of the others, plain words, this process is the program."""
-    block = next(block for block in shortened("sh") if "optpipe check" in block)
-    first, *others = block.splitlines()
-    run(first, workplace)
-    assert (workplace / "schedule.json").exists()
+    """The first through a shell, with the output shown; the others in this process."""
+    (first,) = steps(README)
+    assert (wrong := mismatch(first, printed := run_step(first, workplace))) is None, (
+        f"{wrong}\n{printed}"
+    )
+    for number in re.findall(r"[\d,]+\.\d (?=ms|GiB)", "\n".join(first.shown)):
+        assert number in printed
     monkeypatch.chdir(workplace)
-    for line in others:
+    for line in next(x for x in shortened("sh") if "optpipe check" in x).splitlines():
         program, *words = shlex.split(line, comments=True)
         assert program == "optpipe"
         assert not re.search(r"[|&;<>()$`*?~{}\\]", " ".join(words)), "a shell reads more there"
@@ -85,7 +77,7 @@ def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
     command = command.replace("--time-limit 1", "--time-limit 45")
     out = run(command, workplace)
     assert "(optimal)" in out
-    # What people run, and ours beside it, on the cut that suits them.
+    # What people run, and ours next to it, on the cut that suits them.
     cut = command.replace("-o -", "--chunks 5 -o -").split("|")[0].rstrip("\\ \n")
     compare = f"{cut} | optpipe compare - --time-limit 5"
     out += run(compare, workplace)
@@ -104,14 +96,6 @@ def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
     (said,) = re.findall(r"(\d+\.\d) % less time per step", README)
     assert abs(float(gain) - float(said)) <= 1.0
     assert "--pipeline-model-parallel-layout" in (workplace / "arguments.sh").read_text()
-
-
-def test_the_commands_over_http_run_against_a_service(workplace) -> None:
-    block = next(block for block in shortened("sh") if "curl" in block)
-    with service(workplace) as (url, _):
-        block = block.replace("http://127.0.0.1:8000", url)
-        out = run(block, workplace)
-    assert '"state":"succeeded"' in out.replace(" ", "")
 
 
 def test_every_file_the_readme_names_is_there() -> None:

@@ -1,4 +1,4 @@
-"""The meaning of time (DESIGN section 3): a ticking clock agrees; its finer points by hand."""
+"""Time (docs/specification.md, "Time"): a ticking clock agrees; finer points by hand."""
 
 import random
 from typing import Any

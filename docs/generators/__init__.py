@@ -9,11 +9,12 @@ import json
 import re
 from pathlib import Path
 
+from benchmarks.ledger import RESULTS, BenchRow, claims_of, format_ms, read_rows, table_of
 from docs.generators.figures import table, write_figures, write_text
 from docs.generators.schedules import write_families
 from optpipe_api import Settings, create_app
 
-__all__ = ["FORMULATION", "SHOWN", "function_links", "generate", "newest_entry", "to_reference"]
+__all__ = ["FORMULATION", "SHOWN", "find_subject", "function_links", "generate", "to_reference"]
 
 FORMULATION = "optpipe_solver.milp.horizon.constraints"
 """The module whose functions ``docs/milp.md`` links to."""
@@ -54,10 +55,10 @@ def _openapi() -> str:
     return _HEADINGS.sub(r"\\n", document) + "\n"
 
 
-# --- What the documentation quotes from the ledger of measurements, newest entry first.
+# --- What the documentation quotes from benchmarks: newest rows, and a table of the ledger.
 
 _LEDGER = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
-_COLUMNS = ("instance", "families", "offloading", "ours-20", "cp-sat", "plain-milp", "best bound")
+_SOLVERS = ("families", "offloading", "ours-20", "cp-sat", "plain-milp")
 
 SHOWN = (
     "equal-p4-m8-2.0a",
@@ -79,44 +80,35 @@ SHOWN = (
 
 def _write_ledger(into: Path) -> None:
     """Write the extracts that ``docs/comparison.md`` includes."""
-    ledger = _LEDGER.read_text("utf-8")
-    write_text(into / "benchmark.inc", _benchmark(newest_entry(ledger, "The benchmark set")))
-    runtime = newest_entry(ledger, "The runtime beside torch's bare one")
-    write_text(into / "runtime.inc", runtime.partition("\n")[2].strip() + "\n")
+    write_text(into / "benchmark.inc", _benchmark())
+    subject = find_subject(_LEDGER.read_text("utf-8"), "The runtime compared with others")
+    write_text(into / "runtime.inc", subject)
 
 
-def newest_entry(ledger: str, title: str) -> str:
-    """Return the last entry whose title begins so, to the next heading; raise if there is none."""
-    entries = re.split(r"^### ", ledger, flags=re.MULTILINE)[1:]
-    found = [entry for entry in entries if entry.startswith(title)]
-    if not found:
-        raise LookupError(f"{_LEDGER} has no entry {title!r}; has it been renamed?")
-    return re.split(r"^#", found[-1], flags=re.MULTILINE)[0]
+def find_subject(ledger: str, title: str) -> str:
+    """Return what the ledger says of a subject, without its heading; raise if there is none."""
+    for subject in re.split(r"^## ", ledger, flags=re.MULTILINE)[1:]:
+        head, _, text = subject.partition("\n")
+        if head == title:
+            return text.strip() + "\n"
+    raise LookupError(f"{_LEDGER} has no subject {title!r}; has it been renamed?")
 
 
-def _benchmark(entry: str) -> str:
-    title, _, rest = entry.partition("\n")
-    said = [line for line in rest.splitlines() if line.startswith("* ")]
-    rows = _rows(rest)
-    shown = [rows[name] for name in SHOWN if name in rows]
-    cells = [tuple(row.get(column, "-") for column in _COLUMNS) for row in shown]
+def _benchmark() -> str:
+    """Return the claims on the newest rows of the benchmark set, and some of the rows, in ms."""
+    newest = table_of(read_rows(BenchRow, RESULTS))
+    claims = [f"* {line}" for ours in newest.solvers() for line in claims_of(newest, ours)]
+    columns = ("instance", *_SOLVERS, "best bound")
+    cells = [
+        (
+            name,
+            *(format_ms(newest.value(name, solver)) for solver in _SOLVERS),
+            format_ms(newest.known[name].bound_ms),
+        )
+        for name in SHOWN
+    ]
     return (
-        f"Newest entry: *{title.strip()}*.\n\n"
-        + "\n".join(said)
-        + "\n\nSome of its rows, milliseconds; *families* is the best published schedule, "
-        "*offloading* the best of those that offload:\n\n" + table(_COLUMNS, cells, "lrrrrrr")
+        "\n".join(claims)
+        + "\n\nSome of the rows, in milliseconds. *families* is the best published schedule, "
+        "*offloading* the best of those that offload:\n\n" + table(columns, cells, "lrrrrrr")
     )
-
-
-def _rows(entry: str) -> dict[str, dict[str, str]]:
-    lines = [line for line in entry.splitlines() if line.startswith("|")]
-    head = _cells(lines[0]) if lines else []
-    return {
-        cells[0]: dict(zip(head, cells, strict=True))
-        for cells in map(_cells, lines[2:])
-        if len(cells) == len(head)
-    }
-
-
-def _cells(line: str) -> list[str]:
-    return [part.strip() for part in line.strip().strip("|").split("|")]

@@ -1,4 +1,6 @@
-"""OFFLOAD, RELEASE and RELOAD: copy activations to the host and back (DESIGN section 3).
+"""OFFLOAD, RELEASE and RELOAD: copy activations to the host and back.
+
+See docs/specification.md, "Actions" and "Memory".
 
 The program alone determines the bytes on the device after each action. OFFLOAD frees nothing.
 RELEASE makes compute wait for the copy and drops the device storages. RELOAD allocates the storages

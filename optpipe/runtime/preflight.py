@@ -393,8 +393,9 @@ def describe(error: BaseException) -> str:
 
 
 # --- What a rank needs of its device and host, added up over the ranks that share them.
-# Memory is a property of the program (DESIGN section 3), so it can be compared with what is there
-# before anything runs: the plan's peak, and the boundary tensors in flight at their real sizes.
+# Memory is a property of the program (docs/specification.md, "Memory"). So it can be compared
+# with what is there before anything runs: the plan's peak, and the boundary tensors in flight at
+# their real sizes.
 
 
 class Needs(NamedTuple):

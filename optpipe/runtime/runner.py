@@ -325,8 +325,8 @@ class PipelineRunner:
 
         The runner checks it like the first schedule. If it is refused, all ranks keep the old one.
         The placement must be that of the first schedule. Its problem may have other times, because
-        memory does not depend on them (DESIGN section 3); sizes are checked against the runner's
-        problem. Gradients that exist are added to as before.
+        memory does not depend on them (docs/specification.md, "Memory"). Sizes are checked against
+        the runner's problem. Gradients that exist are added to as before.
 
         Observers stay, but one that knows the programs, such as `ActionTimer`, must be detached
         before, and made again.

@@ -288,7 +288,10 @@ class ActionTimer:
 def _read(
     sampled: _Sampled, clock: Clock, device: int
 ) -> tuple[tuple[Interval, ...], list[tuple[int, int, float]]]:
-    """Turn marks into intervals and copies; lanes are first in, first out (DESIGN section 3)."""
+    """Turn marks into intervals and copies.
+
+    Lanes are first in, first out (docs/specification.md, "Time").
+    """
     lane_end = [0.0, 0.0]
     back: dict[tuple[int, int], float] = {}
     intervals, copies = [], []

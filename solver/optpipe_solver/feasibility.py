@@ -660,7 +660,7 @@ def refuse_unless(is_supported: bool, part: str, problem: Problem, rule: str) ->
 def fifo_loses_nothing(problem: Problem) -> bool:
     """Identical micro-batches may be relabelled pass by pass where each is treated alike.
 
-    That is so where no device can profit from any mode but keep (DESIGN section 6).
+    This holds if no device can profit from any mode but keep.
     """
     return not any(
         memory_binds(problem, stage.device) and len(usable_modes(problem, s)) > 1

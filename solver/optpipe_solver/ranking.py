@@ -1,4 +1,4 @@
-"""Which of two schedules of equal objective is better (DESIGN, "Best"), and how noise spreads one.
+"""Rank schedules of equal objective (docs/specification.md, "Best"), and spread one by noise.
 
 Among equals the one goes first whose devices fill less of what is free, then the one that moves
 fewer bytes, then the one that recomputes for less time, then the one whose objective is shorter in

@@ -209,7 +209,7 @@ def test_its_bound_is_below_every_legal_schedule(
 
 
 def parked() -> Problem:
-    """A small relative of DESIGN section 6: parking micro-batch 0 may beat every other order."""
+    """A small relative of `parking-p4-m7`: parking micro-batch 0 may beat every other order."""
     sizes = {"activation_bytes": 16 * UNIT, "offload_bytes": 16 * UNIT}
     half = {"weight_context_bytes": 8 * UNIT}
     stages = [offloadable(device, 4, 4, 2, **sizes, **half) for device in range(3)]

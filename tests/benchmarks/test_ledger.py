@@ -13,18 +13,18 @@ from benchmarks.ledger import (
     RESULTS,
     BenchRow,
     LatestRows,
-    claims_of,
     entry,
     index,
     known_best,
     latest,
     read_known,
     read_rows,
+    row_of,
     table_of,
     write_known,
     write_rows,
 )
-from docs.generators import newest_entry
+from docs.generators import find_subject
 from tests.building import one_f_one_b, problem, programs, stage
 
 ROW = BenchRow(
@@ -143,13 +143,15 @@ def test_the_report_counts() -> None:
         assert line in text
 
 
-def test_what_the_ledger_says_of_the_newest_run_is_what_its_rows_say() -> None:
-    """Every claim; those on rows that are no longer kept stand beside them."""
-    said = newest_entry(LEDGER.read_text("utf-8"), "The benchmark set").splitlines()
-    table = table_of(read_rows(BenchRow, RESULTS))
-    claims = [f"* {line}" for ours in table.solvers() for line in claims_of(table, ours)]
-    assert len(claims) > 10
-    assert [line for line in said if line in claims] == claims
+def test_the_ledger_begins_with_the_newest_rows_of_the_benchmark_set() -> None:
+    """Its first rows are what their CSV gives, and the whole is short enough to be read."""
+    ledger = LEDGER.read_text("utf-8")
+    newest = table_of(read_rows(BenchRow, RESULTS))
+    found = [x for x in find_subject(ledger, "The benchmark set").splitlines() if x[:3] == "| 2"]
+    rows = [row_of(newest, ours) for ours in newest.solvers()]
+    assert ["|" + x.split("|", 2)[2] for x in found[: len(rows)]] == rows
+    assert len(rows) == 2
+    assert len(ledger.splitlines()) <= 300
 
 
 def test_no_schedule_is_worse_than_any() -> None:

@@ -78,7 +78,7 @@ _TOLERANCE = 0.03
 
 
 class StageMemory(NamedTuple):
-    """Live bytes of one micro-batch; DESIGN section 3 defines them.
+    """Live bytes of one micro-batch (docs/specification.md, "Memory").
 
     Attributes
     ----------

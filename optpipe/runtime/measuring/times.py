@@ -88,7 +88,7 @@ class Rate(NamedTuple):
 
 
 class Bandwidths(NamedTuple):
-    """Median bandwidths; ``under_compute`` has both directions busy, as DESIGN section 3 asks."""
+    """Median bandwidths; ``under_compute`` has both directions busy while compute runs."""
 
     alone: Rate
     together: Rate

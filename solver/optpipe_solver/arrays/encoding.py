@@ -481,7 +481,10 @@ _IN_ORDER = tuple(
     for kind, effect in EFFECTS.items()
     for earlier in effect.comes_after
 )
-"""Kinds of which the first stands before the second where a cell has both (DESIGN section 3)."""
+"""Pairs of kinds: the first comes before the second where a cell has both.
+
+See docs/specification.md, "Actions".
+"""
 
 
 class Metrics(NamedTuple):
