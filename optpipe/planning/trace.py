@@ -270,6 +270,9 @@ class TracedModel(FileValue):
     num_experts, active_experts
         Routed experts of a layer that has some, and how many of them a token goes through; 0 = the
         model has none.
+    max_nodes
+        A token goes to experts of at most so many groups, which routing keeps on one node each; 0 =
+        of any (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     parameters, active_parameters
         Of the whole model, tied ones once; and those that a token goes through. Adapters of LoRA
         are not counted.
@@ -279,7 +282,8 @@ class TracedModel(FileValue):
         that of the whole model. With LoRA it is 4 per parameter.
     kernels
         ``torch``: each operator is a kernel of its own; ``fused``: norms, rotary embeddings,
-        activations and the loss are one kernel each; ``compiled``: as torch.compile fuses them.
+        activations, the loss, and copies of tokens to experts and back are one kernel each;
+        ``compiled``: as torch.compile fuses them.
     lora
         Adapters that are trained instead of the model's weights; None = all weights are trained.
     transformers, torch
@@ -300,6 +304,7 @@ class TracedModel(FileValue):
     refused: tuple[RefusedDegree, ...] = Field(default=(), max_length=32)
     num_experts: Index = 0
     active_experts: Index = 0
+    max_nodes: Index = 0
     parameters: Total
     active_parameters: Total
     sequence_flops: Flops

@@ -31,7 +31,9 @@ def shape_of_trace(trace: TracedModel, name: str = "") -> ModelShape:
     """
     experts = None
     if trace.num_experts:
-        experts = Experts(num=trace.num_experts, active=trace.active_experts, ffn=1)
+        experts = Experts(
+            num=trace.num_experts, active=trace.active_experts, ffn=1, max_nodes=trace.max_nodes
+        )
     return ModelShape(
         name=name or trace.model_type,
         num_layers=len(trace.layers),

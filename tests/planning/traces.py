@@ -156,6 +156,7 @@ def traced_like(shape: ModelShape, training: Training, tps: Sequence[int] = (1,)
         ranks=tuple(traced_rank(shape, replace(base, tp=tp)) for tp in tps),
         num_experts=0 if experts is None else experts.num,
         active_experts=0 if experts is None else experts.active,
+        max_nodes=0 if experts is None else experts.max_nodes,
         parameters=total_parameters(shape),
         active_parameters=total_parameters(shape, active=True),
         sequence_flops=model_flops(shape, base),

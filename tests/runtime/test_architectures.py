@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import subprocess
@@ -445,15 +446,73 @@ def test_adapters_are_trained_and_the_model_is_frozen():
     assert trace_config(one, sequence=64, lora=lora).hidden == 64
 
 
-def test_fused_kernels_keep_less():
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fused_kernels_keep_less_and_have_the_same_products(name):
     plain, fused = (
-        trace_config(CONFIGS["dense"], sequence=64, kernels=one).ranks[0]
-        for one in ("torch", "fused")
+        trace_config(CONFIGS[name], sequence=64, kernels=one).ranks[0] for one in ("torch", "fused")
     )
-    assert fused.kinds[0].saved_bytes.at(1) < plain.kinds[0].saved_bytes.at(1)
     assert fused.head.saved_bytes.at(1) < plain.head.saved_bytes.at(1)
-    assert fused.kinds[0].forward.each.narrow_flops == plain.kinds[0].forward.each.narrow_flops
-    assert fused.kinds[0].forward_launches < plain.kinds[0].forward_launches
+    for eager, one in zip(plain.kinds, fused.kinds, strict=True):
+        assert one.saved_bytes.at(1) < eager.saved_bytes.at(1)
+        assert one.forward_launches < eager.forward_launches
+        passes = ["forward"], ["backward_input", "backward_weight"]
+        for kind in ("", "experts_"):
+            for names in passes:
+                assert flops(one, kind, names) == flops(eager, kind, names)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "own"),
+    [
+        ("qwen3_moe", "Qwen3MoeExperts", {}),
+        ("gpt_oss", "GptOssExperts", {}),
+        ("nemotron_h", "NemotronHExperts", {**MAMBA, "n_routed_experts": 8}),
+        ("muse_spark_text", "MuseSparkExperts", {"moe_hidden_size": 64}),
+    ],
+)
+def test_fused_experts_copy_tokens_in_and_sum_them_out(model_type, kind, own):
+    """Gated, with biases, without a gate, with a norm of the outputs: two moves of all copies."""
+    text = read_config({"model_type": model_type, **SMALL, **EXPERTS, **own}).text
+    code = importlib.import_module(type(text).__module__.replace("configuration_", "modeling_"))
+    text._experts_implementation = "grouped_mm"
+    tokens, hidden, active = 64, 64, 2
+    with torch.device("meta"):
+        experts = getattr(code, kind)(text).to(torch.bfloat16)
+        states = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        chosen = torch.empty(tokens, active, dtype=torch.int64)
+        scores = torch.empty(tokens, active, dtype=torch.bfloat16, requires_grad=True)
+    with with_leaf_kernels(experts, "fused", 8), OperatorLog() as log:
+        output = experts(states, chosen, scores)
+        ahead = log.mark()
+        output.backward(torch.empty_like(output))
+    assert output.shape == states.shape
+    assert all(one.grad is not None for one in (states, scores, *experts.parameters()))
+    moved = [one.cost.moved_bytes for one in log.work if "leaf" in one.name]
+    order, copies = 4 * tokens * active, 2 * tokens * active * hidden
+    has_norm = model_type == "muse_spark_text"
+    bias = 2 * 8 * hidden if model_type == "gpt_oss" else 0
+    late_scores = 2 * tokens * active if has_norm else 0
+    assert moved[0] == moved[-1] == 2 * copies + order
+    assert moved[2 + has_norm] == 2 * copies + order + bias + late_scores
+    kept = copies + 2 * late_scores if has_norm else 0
+    assert log.work[ahead].cost.moved_bytes == 2 * copies + order + bias + kept
+
+
+def test_experts_run_their_own_code_again_after_a_trace():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+    trace_config(CONFIGS["experts"], sequence=64, kernels="fused")
+    assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is grouped_mm_experts_forward
+
+
+@pytest.mark.parametrize(("changes", "groups"), [({}, 1), ({"topk_group": 2}, 0)])
+def test_routing_by_groups_is_that_of_the_formula(changes, groups):
+    config = {**FORMULAS["deepseek-v3"], "n_group": 2, "topk_group": 1, **changes}
+    shape = shape_from_config(json.dumps(config))
+    traced = shape_of_trace(trace_config(config, sequence=64))
+    assert shape.experts is not None
+    assert traced.experts is not None
+    assert traced.experts.max_nodes == shape.experts.max_nodes == groups
 
 
 COMPILED = ["dense", "dense with biases and norms of queries", "experts", "sinks",

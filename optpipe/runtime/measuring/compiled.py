@@ -32,7 +32,7 @@ from torch.func import functional_call
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from optpipe.errors import InputError
-from optpipe.runtime.measuring.kernels import is_known_mask, trace_leaves
+from optpipe.runtime.measuring.kernels import LeafWork, is_known_mask, trace_leaves
 from optpipe.runtime.measuring.operators import has_flops, is_free
 from optpipe.runtime.torch_names import (
     inductor_decompositions,
@@ -275,7 +275,7 @@ _OPS = frozenset({"placeholder", "output", "call_function"})
 
 
 def _run_fused(name: str, read: list[Tensor], written: list[Tensor]) -> None:
-    torch.ops.optpipe.leaf(name, read, written, 0.0, 0.0, 0.0)
+    torch.ops.optpipe.leaf(name, read, written, *LeafWork())
 
 
 def _run_kernel(kernel: _KernelCall, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:

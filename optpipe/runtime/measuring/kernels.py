@@ -17,6 +17,9 @@ Sources of the tensors that kernels keep:
 * RWKV: ``RwkvLinearAttention`` of transformers: its inputs and its output.
 * causal convolution: ``CausalConv1dFn`` of Dao-AILab/causal-conv1d: input and weights.
 * fused norms, activations, rotary embeddings and loss: Liger Kernel (arXiv 2410.10989).
+* experts: ``moe_permute`` and ``moe_unpermute`` of Transformer Engine, which keep the order of
+  copies, and ``weighted_bias_swiglu_impl`` of Megatron-Core, which multiplies by the router's
+  scores in the activation's kernel, so that the outputs of experts are not kept.
 """
 
 from __future__ import annotations
@@ -65,12 +68,12 @@ ATTENTION = "optpipe"
 _library: Any = torch.library.Library("optpipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "leaf(str name, Tensor[] read, Tensor[] written, float matmul_flops, float attention_flops, "
-    "float unmasked_flops) -> ()"
+    "float repeated_bytes, float unmasked_flops) -> ()"
 )
 _library.impl("leaf", lambda *_: None, "CompositeExplicitAutograd")
 _library.define(
     "traced_leaf(str name, Tensor[] read, Tensor[] like, float matmul_flops, float "
-    "attention_flops, float unmasked_flops) -> Tensor[]"
+    "attention_flops, float repeated_bytes, float unmasked_flops) -> Tensor[]"
 )
 _library.impl(
     "traced_leaf",
@@ -81,8 +84,8 @@ _library.impl(
 
 def _cost_of_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> PassCost:
     del kwargs, result
-    _, read, written, matmul_flops, attention_flops, _ = args
-    num_bytes = float(_count_bytes(read) + _count_bytes(written))
+    _, read, written, matmul_flops, attention_flops, repeated_bytes, _ = args
+    num_bytes = repeated_bytes + _count_bytes(read) + _count_bytes(written)
     if matmul_flops or attention_flops:
         return PassCost(matmul_flops, 0.0, attention_flops, num_bytes)
     return PassCost(moved_bytes=num_bytes)
@@ -100,18 +103,22 @@ register_operator_cost(torch.ops.optpipe.leaf, _cost_of_leaf)
 
 
 class LeafWork(NamedTuple):
-    """FLOPs of one pass of a leaf kernel: products with and without a mask, and attention's.
+    """Work of one pass of a leaf kernel, besides reading and writing each tensor once.
 
-    ``unmasked_flops`` are ``attention_flops`` as if each query saw as many keys as the last one.
+    Parameters
+    ----------
+    matmul_flops, attention_flops
+        FLOPs of products, and of attention's products that the mask leaves.
+    repeated_bytes
+        Bytes that the kernel reads or writes more than once.
+    unmasked_flops
+        ``attention_flops`` as if each query saw as many keys as the last one.
     """
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
+    repeated_bytes: float = 0.0
     unmasked_flops: float = 0.0
-
-    def times(self, factor: float) -> LeafWork:
-        """Return a multiple."""
-        return LeafWork(*(factor * one for one in self))
 
 
 _NO_PRODUCTS = LeafWork()
@@ -137,7 +144,7 @@ def run_leaf(
     saved
         What F keeps for the backward: some of ``read`` and ``written``, and tensors of its own.
     forward, backward
-        FLOPs. Both passes read and write each tensor once.
+        Work of the two passes. Both read and write each tensor once.
     """
     given = [one for one in read if one is not None]
     if any(not one.is_meta for one in given):
@@ -329,8 +336,8 @@ def attend(
         [query, key, value, *extra],
         [output],
         saved=[query, key, value, *extra, output, statistics],
-        forward=LeafWork(0.0, flops, unmasked),
-        backward=LeafWork(0.0, back * flops, 2 * unmasked),
+        forward=LeafWork(attention_flops=flops, unmasked_flops=unmasked),
+        backward=LeafWork(attention_flops=back * flops, unmasked_flops=2 * unmasked),
     )
     return found, None
 
@@ -592,18 +599,25 @@ LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
 # --- Kernels of ``kernels="fused"``.
 
 
-def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Any:
-    """Replace ``apply_rotary_pos_emb``: queries and keys are read and written once."""
-    return run_leaf(
-        "rotary embedding",
-        [query, key, cos, sin],
-        [torch.empty_like(query), torch.empty_like(key)],
-        saved=[cos, sin],
+def _rotate(*given: Any, num_angles: int = 2, **named: Any) -> Any:
+    """Replace ``apply_rotary_pos_emb``: queries and keys are read and written once.
+
+    The last ``num_angles`` tensors of numbers are angles; those before are rotated.
+    """
+    numbers = [
+        one
+        for one in (*given, *named.values())
+        if isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex())
+    ]
+    rotated, angles = numbers[:-num_angles], numbers[-num_angles:]
+    found = run_leaf(
+        "rotary embedding", numbers, [torch.empty_like(one) for one in rotated], saved=angles
     )
+    return found if len(found) > 1 else found[0]
 
 
-def _norm(module: nn.Module, hidden_states: Tensor, *gates: Any) -> Tensor:
-    """Replace the forward of a norm: it keeps its input and one or two numbers of each row.
+def _norm(module: nn.Module, hidden_states: Tensor, *gates: Any, num_kept: int = 1) -> Tensor:
+    """Replace the forward of a norm: it keeps its input and ``num_kept`` numbers of each row.
 
     A norm with a gate is no leaf kernel: it runs its own code.
     """
@@ -611,7 +625,8 @@ def _norm(module: nn.Module, hidden_states: Tensor, *gates: Any) -> Tensor:
         found: Tensor = type(module).forward(module, hidden_states, *gates)
         return found
     weights = list(module.parameters(recurse=False))
-    numbers = _empty(*hidden_states.shape[:-1], like=hidden_states, dtype=torch.float32)
+    rows = hidden_states.shape[:-1]
+    numbers = _empty(*rows, num_kept, like=hidden_states, dtype=torch.float32)
     (normalised,) = run_leaf(
         "norm",
         [hidden_states, *weights],
@@ -623,10 +638,72 @@ def _norm(module: nn.Module, hidden_states: Tensor, *gates: Any) -> Tensor:
 
 def _gated_mlp(module: Any, hidden_states: Tensor) -> Tensor:
     """Replace the forward of a gated MLP: activation and product with the gate are one kernel."""
-    gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
-    (inner,) = run_leaf("gate", [gate, up], [torch.empty_like(up)], saved=[gate, up])
+    if hasattr(module, "gate_up_proj"):
+        read = [module.gate_up_proj(hidden_states)]
+    else:
+        read = [module.gate_proj(hidden_states), module.up_proj(hidden_states)]
+    inner = _empty(*read[0].shape[:-1], module.down_proj.in_features, like=read[0])
+    (inner,) = run_leaf("gate", read, [inner], saved=read)
     found: Tensor = module.down_proj(inner)
     return found
+
+
+def _activate(module: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Replace the forward of an activation function that torch has no kernel for."""
+    read = [hidden_states, *module.parameters(recurse=False)]
+    (found,) = run_leaf("activation", read, [torch.empty_like(hidden_states)], saved=read)
+    return found
+
+
+def _routed_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Replace ``grouped_mm_experts_forward``: one gather, two grouped products, one scatter.
+
+    A kernel copies each token for its experts, and one sums the copies. Both read and write all
+    copies, as where experts are on other ranks, which send and receive them. The kernel between the
+    products adds the bias, runs the activation, and multiplies by the router's scores; a norm of
+    the outputs comes before the scores.
+    """
+    hidden = hidden_states.shape[-1]
+    copies = top_k_index.numel()
+    order = _empty(copies, like=hidden_states, dtype=torch.int32)
+    ends = _empty(module.num_experts, like=hidden_states, dtype=torch.int32)
+    rows = _empty(copies, hidden, like=hidden_states)
+    again = LeafWork(repeated_bytes=float(rows.nbytes - hidden_states.nbytes))
+    (rows,) = run_leaf(
+        "permute", [hidden_states, order], [rows], saved=[order], forward=again, backward=again
+    )
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    first, last = (
+        one if module.is_transposed else one.transpose(-2, -1) for one in (first, module.down_proj)
+    )
+    bias = last_bias = None
+    if module.has_bias:
+        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        last_bias = module.down_proj_bias
+    has_norm = module.has_post_expert_norm
+    scores, late_scores = (None, top_k_weights) if has_norm else (top_k_weights, None)
+    inner = functional.grouped_mm(rows, first, offs=ends)
+    activated = _empty(copies, last.shape[-2], like=inner)
+    (activated,) = run_leaf(
+        "activation of experts",
+        [inner, bias, scores],
+        [activated],
+        saved=[inner, bias, scores],
+    )
+    outputs = functional.grouped_mm(activated, last, offs=ends)
+    if has_norm:
+        outputs = module.post_expert_norm(outputs)
+    (summed,) = run_leaf(
+        "unpermute",
+        [outputs, last_bias, late_scores, order],
+        [torch.empty_like(hidden_states)],
+        saved=[order, *([outputs, late_scores] if has_norm else [])],
+        forward=again,
+        backward=again,
+    )
+    return summed
 
 
 def fused_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -640,23 +717,37 @@ def fused_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return found
 
 
-FUSED_FUNCTIONS: dict[str, Callable[..., Any]] = {"apply_rotary_pos_emb": _rotate}
+FUSED_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "apply_rotary_pos_emb": _rotate,
+    "apply_rotary_pos_emb_interleave": _rotate,
+    "apply_rotary_emb": partial(_rotate, num_angles=1),
+}
 """As `LEAF_FUNCTIONS`, with fused kernels only."""
 
 FUSED_MODULES: dict[str, Callable[..., Any]] = {
     "RMSNorm": _norm,
-    "LayerNorm": _norm,
+    "LayerNorm": partial(_norm, num_kept=2),
     "MLP": _gated_mlp,
+    "Activation": _activate,
+    "L2Norm": _norm,
 }
 """End of a class name -> its forward with fused kernels."""
 
-_GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
+_GATED = (
+    ["gate_proj", "up_proj", "down_proj", "act_fn"],
+    ["gate_proj", "up_proj", "down_proj", "activation_fn"],
+    ["gate_up_proj", "down_proj", "activation_fn"],
+)
+"""Parts of a gated MLP, by their names."""
 
 
 def _fits(module: nn.Module, kind: str) -> bool:
     if not type(module).__name__.endswith(kind):
         return False
-    return kind != "MLP" or [name for name, _ in module.named_children()] == list(_GATED)
+    if kind == "MLP":
+        return [name for name, _ in module.named_children()] in _GATED
+    # Without weights, some models' norms return the inverse of the length.
+    return kind not in {"RMSNorm", "LayerNorm"} or bool(list(module.parameters(recurse=False)))
 
 
 # --- Balanced routing, and the context in which a model is traced.
@@ -742,10 +833,15 @@ def with_leaf_kernels(model: nn.Module, kernels: str, num_experts: int) -> Itera
         )
     functions = LEAF_FUNCTIONS | (FUSED_FUNCTIONS if kernels == "fused" else {})
     from transformers import PreTrainedModel, masking_utils  # noqa: PLC0415
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415
 
     modules = LEAF_MODULES | (FUSED_MODULES if kernels == "fused" else {})
     with ExitStack() as stack:
         stack.callback(_spans.clear)
+        if kernels == "fused":
+            name = "grouped_mm"
+            stack.callback(ALL_EXPERTS_FUNCTIONS.__setitem__, name, ALL_EXPERTS_FUNCTIONS[name])
+            ALL_EXPERTS_FUNCTIONS[name] = _routed_experts
         for place, name in (
             (masking_utils, "find_packed_sequence_indices"),
             (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),

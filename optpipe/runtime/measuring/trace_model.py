@@ -143,6 +143,7 @@ def trace_config(
         refused=tuple(refused),
         num_experts=count.num_experts if has_experts else 0,
         active_experts=count.active_experts if has_experts else 0,
+        max_nodes=_count_groups(read.text) if has_experts else 0,
         parameters=count.parameters,
         active_parameters=count.active_parameters,
         sequence_flops=(3.0 if lora is None else 2.0) * products + 3.0 * scores,
@@ -226,6 +227,13 @@ def _left_out(data: dict[str, Any], text: Any) -> tuple[str, ...]:
     ):
         found.append("the multi-token prediction module")
     return tuple(found)
+
+
+def _count_groups(config: Any) -> int:
+    """Return to how many groups of experts a token goes at most, 0 for all of them."""
+    groups, chosen = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 0
+    is_limited = getattr(config, "topk_method", "") != "greedy"
+    return chosen if is_limited and groups > chosen > 0 else 0
 
 
 def _check_positions(model: nn.Module, config: Any, sequence: int) -> None:
