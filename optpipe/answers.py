@@ -297,13 +297,8 @@ class Job(Answer):
     finished_at: datetime | None = None
     place: int | None = Field(
         default=None,
-        description="Place in the queue, 1 = next. Null for a moment after submission, and for "
-        "jobs that are not queued.",
-    )
-    expected_start_at: datetime | None = Field(
-        default=None,
-        description="An estimate for one server. It assumes that running jobs and all jobs before "
-        "this one take their whole time limit, and that no other job is submitted.",
+        description="Place among the queued jobs of its owner, 1 = next. Owners take turns. Null "
+        "for a moment after submission, and for jobs that are not queued.",
     )
     trace: tuple[Improvement, ...] | None = Field(default=None, description="Null in lists.")
 

@@ -225,12 +225,15 @@ class ServerBusyError(WorldError):
 
 
 class QueueFullError(ServerBusyError):
-    """The number of queued jobs is at its limit."""
+    """The number of queued jobs is at its limit, and the caller has its share of them."""
 
     code = "queue.full"
 
-    def __init__(self, queued: int, limit: int) -> None:
-        super().__init__(f"{queued} jobs are waiting, the limit is {limit}")
+    def __init__(self, num_queued: int, limit: int, num_own: int, share: int) -> None:
+        super().__init__(
+            f"{num_queued} jobs are waiting, and the limit is {limit} (OPTPIPE_MAX_QUEUED_JOBS); "
+            f"{num_own} of them are yours, and your share is {share}"
+        )
 
 
 class TooManyJobsError(ServerBusyError):

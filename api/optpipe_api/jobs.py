@@ -69,7 +69,6 @@ __all__ = [
     "Standing",
     "StoredSchedule",
     "TracePoint",
-    "Waiting",
     "transition",
 ]
 
@@ -337,14 +336,6 @@ class Standing:
     state: JobState
     num_schedules: int
     last_entry: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The place of a queued job, 1 = next, and its start if every earlier job uses its time."""
-
-    place: int
-    starts_at: float
 
 
 @dataclass(frozen=True, slots=True)

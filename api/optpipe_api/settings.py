@@ -64,12 +64,14 @@ class Settings(BaseSettings):
     max_threads
         Maximum ``threads`` of one job; the number of cores by default.
     max_queued_jobs
-        Submissions beyond it are refused with 429.
+        Submissions beyond it are refused with 429, unless the key has less than its share: this
+        number divided by the number of keys with queued jobs.
     max_jobs_per_key
         Jobs of one key that are queued or running; 429 beyond it.
     max_running_per_key
-        Jobs of one key that this server runs at a time. Others wait even if a slot is idle, so that
-        other keys need not wait. None = all slots but one, at least 1.
+        Jobs of one key that this server runs at a time. A key borrows idle slots beyond that. The
+        last borrowed job returns to the queue when another key waits. None = all slots but one, at
+        least 1.
     max_kept_jobs_per_key
         All stored jobs of one key, including ended jobs and answers of the cache; 409 beyond it.
     max_requests_per_minute
@@ -171,7 +173,7 @@ class Settings(BaseSettings):
 
     @property
     def max_running(self) -> int:
-        """The maximum number of jobs of one key that this server runs at a time."""
+        """The number of jobs of one key that this server runs at a time without borrowing."""
         return self.max_running_per_key or max(1, self.solver_processes - 1)
 
     @property

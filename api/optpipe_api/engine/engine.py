@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,8 @@ class Attempt:
 
     `run` returns when the job has ended, was queued again, or belongs to another lease. Then
     ``job_after`` is the job, or None if the lease is lost. ``has_result`` says whether the process
-    has finished its work; if not, the caller must stop it. Other threads may call only `cancel`.
+    has finished its work; if not, the caller must stop it. Other threads may call only `cancel` and
+    `give_back`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Attempt:
         self.job_after: JobRecord | None = None
         self.has_result = False
         self._cancelled = threading.Event()
+        self._is_returned = threading.Event()
         self._stop_at: float | None = None
         # The first heartbeat is immediate: it finds a cancellation since the claim.
         self._heartbeat_at = 0.0
@@ -86,6 +89,11 @@ class Attempt:
         self._overtime_at = self._began + time_limit_s + settings.overtime_s
 
     @property
+    def owner(self) -> str:
+        """The owner of the job."""
+        return self._claim.job.owner
+
+    @property
     def seconds(self) -> float:
         """Seconds since the attempt began."""
         return time.monotonic() - self._began
@@ -93,6 +101,10 @@ class Attempt:
     def cancel(self) -> None:
         """Request an early end; the job keeps its best schedule."""
         self._cancelled.set()
+
+    def give_back(self) -> None:
+        """Request that the job is queued again, with its best schedule and the time it has left."""
+        self._is_returned.set()
 
     def run(self, opening: Message | None) -> None:
         """Run the job until its end, or until the server closes.
@@ -116,7 +128,7 @@ class Attempt:
     def _check_clock(self) -> None:
         """Renew the lease, pass on a cancellation, and enforce timeouts, each when it is due."""
         now = time.monotonic()
-        if self._closing.is_set():
+        if self._closing.is_set() or self._is_returned.is_set():
             self._give_back(None)
             return
         if now >= self._heartbeat_at:
@@ -319,12 +331,14 @@ class SlotEngine:
         self._closing = threading.Event()
         self._new_jobs = threading.Semaphore(0)
         self._attempts: dict[str, Attempt] = {}
+        self._entitled: set[str] = set()
         self._checked_at = time.time()
         self._slots = [_Slot() for _ in range(settings.solver_processes)]
         steps: dict[str, Callable[[], None]] = {
             f"slot-{i}": partial(self._serve, slot) for i, slot in enumerate(self._slots)
         }
         steps["leases"] = self._expire_leases
+        steps["borrowed"] = self._return_borrowed
         self._threads = [
             threading.Thread(target=self._repeat, args=(step,), name=name)
             for name, step in steps.items()
@@ -448,6 +462,24 @@ class SlotEngine:
     def _claim(self) -> Claim | None:
         settings = self._settings
         return self._store.claim(self._owner, settings.lease_s, settings.max_running)
+
+    def _return_borrowed(self) -> None:
+        """Queue a borrowed job again if another key waits for its slot; wait for the next look.
+
+        A job is borrowed if its key runs more than ``max_running``. Its best schedule is kept. The
+        other key must have waited since the last look: an idle slot of any server serves it sooner.
+        """
+        attempts = list(self._attempts.values())
+        num_running = Counter(attempt.owner for attempt in attempts if attempt.owner)
+        limit = self._settings.max_running
+        borrowed = [attempt for attempt in attempts if num_running[attempt.owner] > limit]
+        num_slots = sum(not self._is_broken(slot) for slot in self._slots)
+        seen, self._entitled = self._entitled, set()
+        if borrowed and len(attempts) >= num_slots:
+            self._entitled = self._store.entitled(self._owner, limit)
+            if seen & self._entitled:
+                min(borrowed, key=lambda attempt: attempt.seconds).give_back()
+        self._closing.wait(self._settings.poll_s)
 
     def _report_lost_process(self, process: SolverProcess) -> None:
         _log().warning(process.describe_exit(), action="engine.no_process")

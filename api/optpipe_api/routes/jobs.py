@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from optpipe_api.access import Principal
-    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule, TracePoint, Waiting
+    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule, TracePoint
     from optpipe_api.service import Service
 
 __all__ = ["add_submit_route", "charts_router", "comparisons_router", "follow_router", "router"]
@@ -196,22 +196,16 @@ def _view_job(
     job: JobRecord,
     caller: Principal,
     trace: Sequence[TracePoint] | None = None,
-    places: Mapping[str, Waiting] | None = None,
+    places: Mapping[str, int] | None = None,
 ) -> Job:
-    """Return the view of a job with its place in the queue. Lists leave out the trace."""
+    """Return the view of a job with its place in its owner's queue. Lists leave out the trace."""
     place = (places or {}).get(job.id)
-    return Job.of(
-        job,
-        owner=visible_owner(job.owner, caller),
-        trace=trace,
-        place=place and place.place,
-        expected_start_at=place and place.starts_at,
-    )
+    return Job.of(job, owner=visible_owner(job.owner, caller), trace=trace, place=place)
 
 
 def _load_view(service: Service, job_id: str, caller: Principal) -> Job:
     job, trace = service.jobs.job(job_id, caller)
-    return _view_job(job, caller, trace, service.jobs.waiting([job]))
+    return _view_job(job, caller, trace, service.jobs.places([job]))
 
 
 # --- Jobs that exist.
@@ -239,7 +233,7 @@ def list_jobs(
     """
     found = service.jobs.page(limit + 1, cursor, caller, state=state, tag=tag, batch_id=batch)
     page, following = split_page(found, limit)
-    places = service.jobs.waiting(page)
+    places = service.jobs.places(page)
     views = tuple(_view_job(job, caller, places=places) for job in page)
     return JobList(jobs=views, next=following)
 

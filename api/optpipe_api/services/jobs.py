@@ -14,8 +14,6 @@ A job with ``cache: refresh`` uses neither, so its answer depends on its request
 from __future__ import annotations
 
 import json
-import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -44,7 +42,7 @@ from optpipe_api.jobs import (
 from optpipe_api.services.events import Followers, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Iterable
 
     from optpipe.answers import JobOptions
     from optpipe.schedule import Schedule
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
         NewJob,
         StoredSchedule,
         TracePoint,
-        Waiting,
     )
     from optpipe_api.services.events import Changes
     from optpipe_api.services.parse_pool import ParsePool
@@ -246,9 +243,6 @@ def best_start(text: str, *others: str) -> tuple[int, JobStart] | None:
     )
 
 
-_PLACES_FRESH_S, _PLACES_NEW_S = 1.0, 0.1
-
-
 class JobService:
     """Jobs as one caller sees them. Coroutines are for the event loop, other methods for threads.
 
@@ -273,9 +267,6 @@ class JobService:
         self._changes = changes
         self._watch = Watch(store, changes)
         self._followers = Followers(store, changes, self._watch)
-        self._places_lock = threading.Lock()
-        self._places: dict[str, Waiting] = {}
-        self._places_at = float("-inf")
 
     # Submitting
 
@@ -378,20 +369,10 @@ class JobService:
             raise InfeasibleProblemError(job.error.message, job.error.needs)
         raise _missing_document(job, DocumentKind.SCHEDULE)
 
-    def waiting(self, shown: Iterable[JobRecord]) -> Mapping[str, Waiting]:
-        """Return the places in the queue of those jobs that are queued.
-
-        Places are computed at most once a second for all callers, or ten times for new jobs.
-        """
-        wanted = {job.id for job in shown if job.state is JobState.QUEUED}
-        with self._places_lock:
-            age_s = time.monotonic() - self._places_at
-            is_known = wanted <= self._places.keys()
-            if wanted and age_s > (_PLACES_FRESH_S if is_known else _PLACES_NEW_S):
-                slots = self._settings.solver_processes
-                self._places = self._store.queue(slots, self._settings.max_running)
-                self._places_at = time.monotonic()
-            return {job_id: self._places[job_id] for job_id in wanted & self._places.keys()}
+    def places(self, shown: Iterable[JobRecord]) -> dict[str, int]:
+        """Return the places of the owners' queued jobs in their own queues, by id."""
+        owners = {job.owner for job in shown if job.state is JobState.QUEUED}
+        return {job_id: at for owner in owners for job_id, at in self._store.places(owner).items()}
 
     # Changing
 

@@ -22,8 +22,9 @@ The tests in `tests/api/store` check it on both databases.
 8. **Owners take turns.** The next job belongs to the owner with the fewest running jobs. Among
    several such owners, it belongs to the one whose last claim is the oldest. Within an owner the
    highest priority is first, then the oldest job. Only priorities above `MAX_SHARED_PRIORITY`
-   precede all turns. `page` lists newest first. It neither repeats nor skips a job that existed
-   when the first page was read.
+   precede all turns. An owner that runs its maximum at a server gets another slot of it only if no
+   other owner has a queued job. `page` lists newest first. It neither repeats nor skips a job that
+   existed when the first page was read.
 9. **History.** Every change of state, better schedule, higher bound and death is an entry, written
    in the transaction of the change. Numbers of entries grow within a job in the order in which
    readers can see them. A reader of all entries up to a number misses none by reading later ones.
@@ -39,9 +40,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections import Counter, defaultdict, deque
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from optpipe.answers import Cache, EventKind, JobState
@@ -62,7 +61,6 @@ from optpipe_api.jobs import (
     Standing,
     StoredSchedule,
     TracePoint,
-    Waiting,
     transition,
 )
 from optpipe_api.store import statements as sql
@@ -103,7 +101,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AttemptOutcome", "JobStore", "insert_job"]
 
-_MAX_PLACES = 5000
 _MAX_LOG_CHARACTERS = 1000
 _MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
 """After so many attempts an item of a batch ends by this event, even with a worse schedule."""
@@ -285,48 +282,11 @@ class JobStore:
             found = {row[0]: row[1] for row in connection.execute(sql.NUM_JOBS_BY_STATE)}
         return {state: found.get(state.value, 0) for state in JobState}
 
-    def queue(self, num_slots: int, max_running: int | None = None) -> dict[str, Waiting]:
-        """Return the places of the 5,000 oldest queued jobs, by their ids.
-
-        The places are those of a simulation: ``num_slots`` slots, or as many as are busy, take the
-        jobs in turn. No other job comes, and every job uses its whole time limit.
-        """
+    def places(self, owner: str) -> dict[str, int]:
+        """Return the places of an owner's queued jobs in the owner's own queue; 1 = next."""
         with reading(self._engine) as connection:
-            running = connection.execute(sql.RUNNING_PLACES).all()
-            queued = connection.execute(sql.QUEUED_PLACES, {"most": _MAX_PLACES}).all()
-            turns = _last_turns(connection)
-        now = at = self._now()
-        ends = [(max(now, row.claimed_at + _left_s(row)), row.owner) for row in running]
-        heapify(ends)
-        num_running = Counter(row.owner for row in running)
-        lines: dict[str, deque[Any]] = defaultdict(deque)
-        for row in sorted(queued, key=lambda row: (-row.priority, row.position)):
-            lines[row.owner].append(row)
-        found: dict[str, Waiting] = {}
-        last_turn = max(turns.values(), default=0)
-        num_free = max(0, num_slots - len(running))
-        while True:
-            next_turns = [
-                _turn(owner, line[0].priority, line[0].position, num_running[owner], turns[owner])
-                for owner, line in lines.items()
-                if num_free > 0 and not _is_at_limit(owner, num_running[owner], max_running)
-            ]
-            if next_turns:
-                owner = min(next_turns)[-1]
-                row = lines[owner].popleft()
-                if not lines[owner]:
-                    del lines[owner]
-                found[row.id] = Waiting(place=len(found) + 1, starts_at=at)
-                last_turn = turns[owner] = last_turn + 1
-                num_running[owner] += 1
-                num_free -= 1
-                heappush(ends, (at + _left_s(row), owner))
-            elif lines and ends:
-                at, owner = heappop(ends)
-                num_running[owner] -= 1
-                num_free += 1
-            else:
-                return found
+            ids = connection.execute(sql.QUEUE_OF_OWNER, {"owner": owner}).scalars()
+            return {job_id: place for place, job_id in enumerate(ids, 1)}
 
     # Changing a job from outside
 
@@ -407,8 +367,8 @@ class JobStore:
     def claim(self, owner: str, lease_s: float, max_running: int | None = None) -> Claim | None:
         """Take the queued job that is next; None without one.
 
-        ``owner``: of the lease. ``max_running``: the maximum number of jobs of one API key that
-        run under leases of this owner; None = no maximum.
+        ``owner``: of the lease. ``max_running``: so many jobs of one API key may run under leases
+        of this owner while jobs of other keys are queued; None = any number.
         """
         # Idle slots claim often. A look needs no write lock.
         with reading(self._engine) as connection:
@@ -418,7 +378,7 @@ class JobStore:
             if connection.dialect.name == "postgresql":
                 # Two claims that count at the same time would both take the same owner's turn.
                 connection.execute(sql.LOCK_CLAIMS)
-            for name in _next_owners(connection, owner, max_running):
+            for _, name in _next_owners(connection, owner, max_running):
                 row = connection.execute(sql.FIRST_OF_OWNER_LOCKED, {"owner": name}).one_or_none()
                 if row is not None:
                     break
@@ -455,6 +415,12 @@ class JobStore:
                 documents=texts,
                 is_carried=better is not None,
             )
+
+    def entitled(self, server: str, max_running: int) -> set[str]:
+        """Return the owners with queued jobs that run fewer than ``max_running`` at a server."""
+        with reading(self._engine) as connection:
+            order = _next_owners(connection, server, max_running)
+            return {owner for borrows, owner in order if not borrows}
 
     def heartbeat(self, lease: Lease, lease_s: float) -> JobRecord | None:
         """Renew a lease; None if it is lost."""
@@ -755,39 +721,23 @@ def _best_tighter(
 # --- Turns: which owner is next.
 
 
-def _turn(
-    owner: str, priority: int, position: int, num_running: int, last_turn: int
-) -> tuple[int, int, int, int, str]:
-    """Return the sort key of an owner with queued jobs; the minimum is next."""
-    return min(0, MAX_SHARED_PRIORITY - priority), num_running, last_turn, position, owner
+def _next_owners(
+    connection: sa.Connection, server: str, max_running: int | None
+) -> list[tuple[bool, str]]:
+    """Return the owners with queued jobs, the next one first, each with whether it would borrow.
 
-
-def _next_owners(connection: sa.Connection, server: str, max_running: int | None) -> list[str]:
-    """Return the owners whose jobs may be claimed, the next one first."""
+    An owner borrows if it runs its maximum at this server already. Without keys there is none.
+    """
     waiting = connection.execute(sql.WAITING_OWNERS).all()
     if not waiting:
         return []
     counts = connection.execute(sql.RUNNING_OWNERS, {"server": server})
     running = {owner: (in_total, here) for owner, in_total, here in counts}
-    turns = _last_turns(connection)
-    order = sorted(
-        _turn(owner, priority, position, running.get(owner, (0, 0))[0], turns[owner])
-        for owner, priority, position in waiting
-        if not _is_at_limit(owner, running.get(owner, (0, 0))[1], max_running)
-    )
-    return [key[-1] for key in order]
-
-
-def _last_turns(connection: sa.Connection) -> dict[str, int]:
-    """Return the number of each owner's last claim; 0 for an owner without one."""
-    return defaultdict(int, {row.owner: row.number for row in connection.execute(sql.TURNS)})
-
-
-def _is_at_limit(owner: str, num_running: int, max_running: int | None) -> bool:
-    """Whether a key has the maximum number of running jobs; without keys there is none."""
-    return bool(owner) and max_running is not None and num_running >= max_running
-
-
-def _left_s(row: Any) -> float:
-    limit_s: float = json.loads(row.options)["time_limit_s"]
-    return max(0.0, limit_s - float(row.spent_s))
+    turns = {row.owner: row.number for row in connection.execute(sql.TURNS)}
+    order = []
+    for owner, priority, position in waiting:
+        in_total, here = running.get(owner, (0, 0))
+        borrows = bool(owner) and max_running is not None and here >= max_running
+        rank = min(0, MAX_SHARED_PRIORITY - priority)
+        order.append((borrows, rank, in_total, turns.get(owner, 0), position, owner))
+    return [(key[0], key[-1]) for key in sorted(order)]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -219,14 +219,17 @@ def check_limits(
     """Refuse new or resumed jobs of an owner that exceed a limit; None is no limit.
 
     ``num_waiting`` jobs would be queued, ``num_new`` jobs stored. Raises `QueueFullError` if more
-    than ``max_queued`` jobs would be queued. Raises `TooManyJobsError` if more than
-    ``max_of_owner`` jobs of the owner would be unfinished. Raises
+    than ``max_queued`` jobs would be queued, and the owner would have more than its share of them:
+    ``max_queued`` divided by the number of owners with queued jobs. Raises `TooManyJobsError` if
+    more than ``max_of_owner`` jobs of the owner would be unfinished. Raises
     `TooManyKeptError` if more than ``max_kept`` jobs of the owner would be stored.
     """
     if num_waiting:
-        num_queued = connection.execute(sql.NUM_QUEUED).scalar_one()
-        if num_queued + num_waiting > max_queued:
-            raise QueueFullError(num_queued, max_queued)
+        queued = Counter({row[0]: row[1] for row in connection.execute(sql.NUM_QUEUED_BY_OWNER)})
+        share = max_queued // len({*queued, owner})
+        is_full = queued.total() + num_waiting > max_queued
+        if is_full and queued[owner] + num_waiting > share:
+            raise QueueFullError(queued.total(), max_queued, queued[owner], share)
     if num_waiting and max_of_owner is not None:
         number = connection.execute(sql.NUM_UNFINISHED_OF_OWNER, {"owner": owner}).scalar_one()
         if number + num_waiting > max_of_owner:

@@ -113,7 +113,7 @@ JOB_STANDINGS = select(
 
 # --- Limits: how many jobs there are already.
 
-NUM_QUEUED = select(_COUNT).where(_QUEUED)
+NUM_QUEUED_BY_OWNER = select(job.owner, _COUNT).where(_QUEUED).group_by(job.owner)
 NUM_JOBS_OF_OWNER = select(_COUNT).where(job.owner == param("owner"))
 NUM_UNFINISHED_OF_OWNER = select(_COUNT).where(
     job.state.in_(UNFINISHED), job.owner == param("owner")
@@ -196,10 +196,10 @@ FIRST_OF_OWNER_LOCKED = (
     .limit(1)
     .with_for_update(skip_locked=True)
 )
-_PLACE = (job.id, job.owner, job.options, job.spent_s)
-RUNNING_PLACES = select(*_PLACE, job.claimed_at).where(_RUNNING)
-QUEUED_PLACES = (
-    select(*_PLACE, job.priority, job.position).where(_QUEUED).order_by(job.position).limit(_MOST)
+QUEUE_OF_OWNER = (
+    select(job.id)
+    .where(_QUEUED, job.owner == param("owner"))
+    .order_by(job.priority.desc(), job.position)
 )
 LEASE_OWNERS = (
     select(job.lease_owner, func.min(job.lease_expires_at))

@@ -11,9 +11,13 @@ import pytest
 
 from optpipe.answers import Cache, JobOptions, JobState
 from optpipe.requests import JobKind
-from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictError
+from optpipe_api.errors import (
+    JobNotFoundError,
+    KeyReusedError,
+    QueueFullError,
+    StateConflictError,
+)
 from optpipe_api.jobs import (
-    MAX_SHARED_PRIORITY,
     Claim,
     DocumentKind,
     JobError,
@@ -161,36 +165,42 @@ def test_who_deletes_what_was_served_has_been_served_all_the_same(store) -> None
     assert owners(turns) == "abab"
 
 
-def test_a_key_runs_no_more_at_a_server_than_it_may(store) -> None:
-    """Even beside an idle slot; another server counts for itself, and no key means no limit."""
-    submit(store, "a", number=4)
-    here = [store.claim("w", LEASE_S, 2) for _ in range(3)]
-    assert owners([*here, store.claim("v", LEASE_S, 2)]) == "aa-a"
-    submit(store, "", number=3)
-    assert all(store.claim("w", LEASE_S, 1) for _ in range(3))
-
-
-def test_a_queued_job_has_a_place_and_a_time_as_claims_have_them(store, clock: Clock) -> None:
-    """What is said is what then happens, where every job takes all of its time."""
+def test_a_key_borrows_idle_slots_until_another_key_waits(store) -> None:
+    """Another server counts for itself, and no key means no limit."""
     submit(store, "a", number=5)
+    assert owners([store.claim("w", LEASE_S, 2) for _ in range(3)]) == "aaa"
+    assert store.entitled("w", 2) == set()
+    assert store.entitled("v", 2) == {"a"}
     submit(store, "b", number=2)
-    begun = clock.now + 5.0
-    for _ in range(2):
-        assert store.claim("w", 100.0) is not None
-        clock.now += 0.5
-    submit(store, "b", priority=MAX_SHARED_PRIORITY + 1)
-    said = store.queue(2)
-    assert [said[one].place for one in said] == list(range(1, 7))
-    times = [begun + 5.0 * (at // 2) + 0.5 * (at % 2) for at in range(6)]
-    assert [one.starts_at for one in said.values()] == times
-    found = []
-    for _ in said:
-        oldest = min(store.page(99, state=JobState.RUNNING), key=lambda job: job.started_at)
-        lease = Lease(oldest.id, "w", oldest.attempt)
-        store.finish(lease, AttemptOutcome(event=JobEvent.CANCEL))
-        clock.now += 0.1
-        found.append(store.claim("w", 100.0).job.id)
-    assert found == list(said)
+    assert store.entitled("w", 2) == {"b"}
+    assert owners([store.claim("w", LEASE_S, 2) for _ in range(4)]) == "bbaa"
+    submit(store, "", number=3)
+    assert store.entitled("w", 0) == {""}
+
+
+def test_a_queued_job_has_a_place_in_its_owners_queue(store) -> None:
+    first, second = submit(store, "a", number=2)
+    submit(store, "b", number=3)
+    (urgent,) = submit(store, "a", priority=1)
+    assert store.places("a") == {urgent: 1, first: 2, second: 3}
+    assert store.claim("w", LEASE_S).job.id == urgent
+    assert store.places("a") == {first: 1, second: 2}
+
+
+def test_a_full_queue_takes_each_owners_share(store) -> None:
+    """Four owners fill the queue; a fifth has its fifth of it, and no owner has more than that."""
+
+    def admit(owner: str) -> bool:
+        try:
+            store.add(new(changes={"owner": owner}), max_queued=20)
+        except QueueFullError:
+            return False
+        return True
+
+    assert all(admit(owner) for owner in "abcd" for _ in range(5))
+    assert [owner for owner in "abcd" if admit(owner)] == []
+    assert [admit("e") for _ in range(5)] == [True] * 4 + [False]
+    assert [owner for owner in "abcd" if admit(owner)] == []
 
 
 def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores: Stores) -> None:
@@ -217,20 +227,19 @@ def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores
 def test_many_claimers_at_once_never_share_a_job_and_keep_turns_and_limits(
     store, open_store
 ) -> None:
-    """Each counts what the others have taken: 2 of each key, then all that is left."""
+    """Each counts what the others have taken: a key borrows only when the other is done."""
     ids = {one for owner in "ab" for one in submit(store, owner, number=6)}
     stores = [open_store() for _ in range(4)]
     taken: list[JobRecord] = []
 
-    def take(other: JobStore, most: int | None) -> None:
+    def take(other: JobStore) -> None:
         for _ in range(16):
-            claim = other.claim("w", LEASE_S, most)
+            claim = other.claim("w", LEASE_S, 2)
             if claim is not None:
                 taken.append(claim.job)
 
-    together([partial(take, other, 2) for other in stores])
-    assert sorted(job.owner for job in taken) == ["a", "a", "b", "b"]
-    together([partial(take, other, None) for other in stores])
+    together([partial(take, other) for other in stores])
+    assert sorted(job.owner for job in taken[:4]) == ["a", "a", "b", "b"]
     assert len(taken) == 12
     assert {job.id for job in taken} == ids
 
