@@ -15,7 +15,8 @@ from optpipe.planning.catalogue import shape_from_config
 from optpipe.planning.costs import layer_costs
 from optpipe.planning.shape import Training
 from optpipe.runtime.measuring.architectures import build_model, read_config
-from optpipe.runtime.measuring.trace_model import _Saved, _storages, trace_config
+from optpipe.runtime.measuring.trace_model import trace_config
+from optpipe.runtime.measuring.work_log import SavedStorages, storages_of
 
 if TYPE_CHECKING:
     from optpipe.planning.shape import LayerForm, ModelShape
@@ -86,7 +87,7 @@ def bytes_of_router(name: str) -> int:
     router = next(one for one in model.modules() if type(one).__name__.endswith("Router"))
     hidden = FORMULAS[name]["hidden_size"]
     given = torch.empty(TOKENS, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    saved = _Saved(_storages([given, *router.parameters(), *router.buffers()]))
+    saved = SavedStorages(storages_of([given, *router.parameters(), *router.buffers()]))
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda one: one):
         results = router(given)
     if FORMULAS[name]["model_type"] != "llama4_text":

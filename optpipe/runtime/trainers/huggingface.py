@@ -282,7 +282,7 @@ def _reducing(group: dist.ProcessGroup) -> Callable[[nn.Module, Any], None]:
         del args
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and _REDUCED not in vars(parameter):
-                parameter.register_hook(reduce)
+                parameter.register_hook(reduce)  # type: ignore[no-untyped-call]
                 setattr(parameter, _REDUCED, True)
 
     return watch
