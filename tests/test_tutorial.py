@@ -69,3 +69,12 @@ def test_a_line_that_was_not_printed_is_found() -> None:
     assert mismatch(step, "makespan 9 ms\nbubble 3\ngap 12 %\n") is None
     assert mismatch(step, "gap 12 %\nmakespan 9 ms\n") == "gap 0.1 %"
     assert mismatch(step, "span 9 ms\ngap 1 %\n") == "makespan  1,234.5 ms"
+
+
+def test_numbers_of_commands_without_a_search_are_compared() -> None:
+    """So a page with an estimate of an older model of time fails."""
+    (step,) = steps(
+        "```console\n$ optpipe bound problem.json\nmakespan >= 2,258.4 ms   proven\n```\n"
+    )
+    assert mismatch(step, "makespan >= 2,258.4 ms proven\n") is None
+    assert mismatch(step, "makespan >= 2,258.5 ms proven\n") is not None
