@@ -109,12 +109,12 @@ def test_a_training_run_begins_reports_and_resumes(client) -> None:
     assert running_schedule.makespan_ms <= first.makespan_ms
     times = Measurements(source="a test", samples=(Sample(stage=0, action="F", time_ms=10.0),))
     run.report(running_schedule, times, step=7)
-    while run.job_id == job.id:
+    while not client.job(run.comparison_id).is_finished:
         assert run.next_schedule(wait_s=1) is None
-    drift = client.drift(run.job_id)
+    drift = client.drift(run.comparison_id)
     assert (drift.is_solved, drift.threshold, drift.step) == (False, 0.05, 7)
-    assert [one.id for one in client.jobs(tag="run")][:2] == [run.job_id, job.id]
-    resumed = client.training_run(run.job_id)
+    assert [one.id for one in client.jobs(tag="run")][:2] == [run.comparison_id, job.id]
+    resumed = client.training_run(run.comparison_id)
     assert resumed.schedule().programs == running_schedule.programs
     assert resumed.problem == small("improve:1:0.1")
 

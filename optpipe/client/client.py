@@ -204,6 +204,9 @@ class TrainingRun:
     ----------
     job_id
         The job whose problem and schedule a stopped run continues with. Store it in checkpoints.
+    comparison_id
+        The newest job of kind `follow`; None before the first report. An older one that found no
+        drift is deleted, so that a long run does not fill the service.
     problem
         Problem of the running schedule; None before the first schedule.
     tags
@@ -216,6 +219,7 @@ class TrainingRun:
     ) -> None:
         self._client = client
         self.job_id = job_id
+        self.comparison_id: str | None = None
         self.tags: tuple[str, ...] = ()
         self._threshold = DEFAULT_THRESHOLD if threshold is None else threshold
         self._options: dict[str, Any] = drop_none(**options)
@@ -223,6 +227,7 @@ class TrainingRun:
         self._running: Schedule | None = None
         # The job that may still find a better schedule, and its best so far that was not returned.
         self._search: str | None = None
+        self._without_drift: str | None = None
         self._number = 0
         self._candidate: Schedule | None = None
         self._next_switch_s = 0.0
@@ -324,8 +329,11 @@ class TrainingRun:
                 raise
             return False
         if found is not None:
-            if self._number == 0:
+            known = None if self.problem is None else self.problem.problem_hash
+            if found[1].problem_hash != known:
                 self.problem, self.job_id = client.problem(job), job.id
+            elif job.id != self.job_id:
+                self._without_drift = job.id
             self._number, self._candidate = found
         return job.is_finished
 
@@ -360,6 +368,11 @@ class TrainingRun:
             **self._options,
         )
         self._search, self._number, self._candidate = job.id, 0, None
+        self.comparison_id, old = job.id, self._without_drift
+        if old is not None:
+            self._without_drift = None
+            with suppress(NotFoundError):
+                self._client.delete(old)
 
 
 class Client:

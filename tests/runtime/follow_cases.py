@@ -167,13 +167,14 @@ class Counted:
 
 
 class Served(NamedTuple):
-    """One rank's training by a real service; ``job_id`` is that of rank 0's run."""
+    """One rank's training by a real service; the ids are those of rank 0's run."""
 
     digest: str
     num_switches: int
     num_steps: int
     num_failures: int
     job_id: str
+    comparison_id: str | None
     program_hash: str
 
 
@@ -198,7 +199,12 @@ def train_served(
 
 def train_resumed(url: str, job_id: str, *, slow_ms: float) -> Served:
     """Train by the schedule of a job until the first report was compared."""
-    return _train_served(url, job_id, slow_ms, 1, lambda source, _: source.run.job_id != job_id)
+
+    def is_over(source: Counted, _num_left: int) -> bool:
+        compared = source.run.comparison_id
+        return compared is not None and source.run._client.job(compared).is_finished
+
+    return _train_served(url, job_id, slow_ms, 1, is_over)
 
 
 def _train_served(
@@ -233,8 +239,8 @@ def _train_served(
     runner.close()
     weights = [parameter.detach() for module in own.values() for parameter in module.parameters()]
     failures = 0 if source is None else source.num_failures
-    last_id = "" if run is None else run.job_id
-    return Served(_digest(weights), training.num_switches, num_steps, failures, last_id, running)
+    ids = ("", None) if run is None else (run.job_id, run.comparison_id)
+    return Served(_digest(weights), training.num_switches, num_steps, failures, *ids, running)
 
 
 def _training(

@@ -174,8 +174,9 @@ def test_a_killed_run_resumes_with_the_id_of_its_job(ranks, tmp_path):
         resumed = ranks.run(call, url, job_id, timeout=300)
         assert {one.program_hash for one in resumed} == {better.program_hash}
         assert {one.num_switches for one in resumed} == {0}
-        assert client.drift(resumed[0].job_id).drift == 0.0
-        assert not client.drift(resumed[0].job_id).is_solved
+        assert resumed[0].job_id == job_id
+        drift = client.drift(resumed[0].comparison_id or "")
+        assert (drift.drift, drift.is_solved) == (0.0, False)
 
 
 SECOND_MS = 14.0

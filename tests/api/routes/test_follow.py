@@ -8,7 +8,7 @@ import pytest
 from optpipe import Problem, Schedule, check, evaluate
 from optpipe.client import Client, NoScheduleError, NotFoundError, RequestRefusedError, TrainingRun
 from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
-from optpipe.measurements import Measurements
+from optpipe.measurements import Measurements, times_of
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from tests.api.fake_drift_solver import DRIFT
@@ -90,12 +90,12 @@ def test_drift_is_solved_and_the_run_switches(client) -> None:
     # Under the same times the new schedule stays.
     run.report(found, SLOW)
     assert answered(run) is None
-    again = client.drift(run.job_id)
+    again = client.drift(run.comparison_id)
     assert (again.is_solved, again.drift) == (False, 0.0)
-    assert client.schedule(run.job_id).programs == found.programs
+    assert client.schedule(run.comparison_id).programs == found.programs
     history = [one.id for one in client.jobs(tag="run-7")]
-    assert history[0] == run.job_id
-    assert job.id in history
+    assert history[:2] == [run.comparison_id, job.id]
+    assert run.job_id == job.id
 
 
 def test_times_without_drift_are_not_solved_and_the_job_says_so(client) -> None:
@@ -104,12 +104,18 @@ def test_times_without_drift_are_not_solved_and_the_job_says_so(client) -> None:
     answered(run)
     run.report(first, all_times(uneven(), 1.3))
     assert answered(run) is None
-    job = client.job(run.job_id)
+    job = client.job(run.comparison_id)
     assert (job.kind, job.state, job.num_schedules) == ("follow", "succeeded", 1)
     assert client.drift(job).reason.endswith(": not solved again")
     assert client.schedule(job).programs == first.programs
     # The next report is compared with the times that the schedule was made for.
-    assert client.problem(job) == uneven()
+    assert client.problem(job) == run.problem == uneven()
+    begun = run.job_id
+    run.report(first, all_times(uneven(), 1.4))
+    assert answered(run) is None
+    ids = [one.id for one in client.jobs(tag="run-7")]
+    assert ids[:2] == [run.comparison_id, begun]
+    assert job.id not in ids
 
 
 def test_a_stopped_run_resumes_with_the_job_id(client) -> None:
@@ -123,7 +129,8 @@ def test_a_stopped_run_resumes_with_the_job_id(client) -> None:
     answered(resumed)
     resumed.report(found, SLOW)
     assert answered(resumed) is None
-    assert not client.drift(resumed.job_id).is_solved
+    assert not client.drift(resumed.comparison_id).is_solved
+    assert resumed.job_id == run.job_id
 
 
 def test_a_gain_below_the_threshold_is_no_switch(client) -> None:
@@ -132,8 +139,8 @@ def test_a_gain_below_the_threshold_is_no_switch(client) -> None:
     answered(run)
     run.report(first, measured({(1, "F"): 30.0}))
     assert answered(run) is None
-    drift = client.drift(run.job_id)
-    assert (drift.threshold, client.schedule(run.job_id).programs) == (0.5, first.programs)
+    drift = client.drift(run.comparison_id)
+    assert (drift.threshold, client.schedule(run.comparison_id).programs) == (0.5, first.programs)
 
 
 def test_a_worse_schedule_is_no_switch(client) -> None:
@@ -189,6 +196,37 @@ def test_a_worker_that_dies_goes_on_from_the_running_schedule(tmp_path) -> None:
         assert log.read_text().splitlines() == ["with start", "with start"]
         assert client.job(job).attempt == 2
         assert schedule.makespan_ms < client.drift(job).current_ms
+
+
+@pytest.mark.extended
+def test_a_device_that_is_30_percent_slower_gets_a_better_schedule_from_the_solver(tmp_path):
+    stages = [
+        {
+            "device": device,
+            "forward_ms": ms,
+            "backward_input_ms": ms,
+            "backward_weight_ms": 0.8 * ms,
+            "backward_ms": 1.9 * ms,
+            "activation_bytes": 1000,
+            "weight_context_bytes": 500,
+        }
+        for device, ms in enumerate((12.0, 8.0, 9.0, 9.0))
+    ]
+    devices = [{"memory_bytes": 5000}] * 4
+    problem = Problem.parse(two_stages(num_microbatches=8, devices=devices, stages=stages))
+    real = dict.fromkeys(("solve_path", "follow_path"), "optpipe_solver:solve")
+    settings = make_settings(tmp_path, lease_s=60.0, overtime_s=600.0, **real)
+    with running(settings) as (url, _), Client(url) as client:
+        run = client.training_run(client.submit(problem, work_limit=1.0))
+        run.schedule(wait_s=300)
+        answered(run)
+        slow = times_of(problem.stages[2])
+        run.report(run.schedule(), measured({(2, one): 1.3 * ms for one, ms in slow.items()}))
+        found = answered(run)
+        drift = client.drift(run.job_id)
+        assert drift.is_solved
+        assert found is not None
+        assert found.makespan_ms < drift.current_ms * 0.95
 
 
 def test_what_cannot_begin_says_why(client) -> None:
