@@ -15,8 +15,9 @@ from optpipe.memory import EFFECTS, host_peak_bytes, host_walk, memory_walk, mod
 from optpipe.schedule import Action, ActionType, Pass, cells_of, input_of, pass_of, starts_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
+    from optpipe.memory import CellModes
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs, Schedule
 
@@ -39,21 +40,22 @@ _TRANSFERS = _OFFLOAD, _RELEASE, _RELOAD = (
 _RECOMPUTE = ActionType.RECOMPUTE
 
 
-def check(problem: Problem, programs: Programs) -> None:
-    """Accept legal programs, refuse all others.
+def check(problem: Problem, programs: Programs) -> tuple[CellModes, ...]:
+    """Accept legal programs, refuse all others; return the modes of each program's cells.
 
     Raises
     ------
     IllegalScheduleError
         With the grid printed, the first offending cell marked, and every violation found.
     """
-    violations = find_violations(problem, programs)
+    violations, modes = _judge(problem, programs)
     if violations:
         raise IllegalScheduleError(_report(programs, violations), violations)
+    return modes
 
 
-def check_schedule(problem: Problem, schedule: Schedule) -> None:
-    """Accept a legal schedule of this very problem.
+def check_schedule(problem: Problem, schedule: Schedule) -> tuple[CellModes, ...]:
+    """Accept a legal schedule of this very problem; return what `check` does.
 
     Raises
     ------
@@ -73,7 +75,7 @@ def check_schedule(problem: Problem, schedule: Schedule) -> None:
             f"the schedule's placement is {list(schedule.placement)}, the problem's "
             f"{list(problem.placement)}; solve the problem again"
         )
-    check(problem, schedule.programs)
+    return check(problem, schedule.programs)
 
 
 def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
@@ -82,13 +84,19 @@ def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
     Waits and memory are looked at only once the actions themselves are right. The list ends at
     10 000 faults per device: an empty program of a large problem would fill the memory.
     """
+    return _judge(problem, programs)[0]
+
+
+def _judge(problem: Problem, programs: Programs) -> tuple[list[Violation], tuple[CellModes, ...]]:
+    """Return the broken rules, and the modes of each program's cells where there are none."""
     if len(programs) != len(problem.devices):
         message = (
             f"{len(programs)} programs for {len(problem.devices)} devices: there must be one per "
             "device; add empty ones for devices without a stage, or remove blank lines at the "
             "end of a CSV"
         )
-        return [Violation("programs.count", min(len(programs), len(problem.devices)), 0, message)]
+        at = min(len(programs), len(problem.devices))
+        return [Violation("programs.count", at, 0, message)], ()
     found = [
         violation
         for device, program in enumerate(programs)
@@ -96,11 +104,12 @@ def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
     ]
     # A misplaced action is also missing where it belongs: the cell that exists is the one to mark.
     found.sort(key=lambda item: (item.code.startswith("missing"), item.device, item.index))
-    if not found:
-        found = list(_cyclic_waits(problem, programs))
-    if not found:
-        found = [*_device_overflows(problem, programs), *_host_overflows(problem, programs)]
-    return found
+    if found or (found := list(_cyclic_waits(problem, programs))):
+        return found, ()
+    modes = tuple(modes_of(problem, program) for program in programs)
+    found += _device_overflows(problem, programs, modes)
+    found += _host_overflows(problem, programs, modes)
+    return found, modes
 
 
 def _program_violations(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
@@ -394,10 +403,12 @@ def _cyclic_waits(problem: Problem, programs: Programs) -> Iterator[Violation]:
         )
 
 
-def _device_overflows(problem: Problem, programs: Programs) -> Iterator[Violation]:
+def _device_overflows(
+    problem: Problem, programs: Programs, modes: Sequence[CellModes]
+) -> Iterator[Violation]:
     for device, program in enumerate(programs):
         limit = problem.devices[device].usable_bytes
-        for index, step in enumerate(memory_walk(problem, device, program)):
+        for index, step in enumerate(memory_walk(problem, device, program, modes[device])):
             if step.peak > limit:
                 yield Violation(
                     "memory.device",
@@ -411,13 +422,15 @@ def _device_overflows(problem: Problem, programs: Programs) -> Iterator[Violatio
                 break
 
 
-def _host_overflows(problem: Problem, programs: Programs) -> Iterator[Violation]:
-    peaks = host_peak_bytes(problem, programs)
+def _host_overflows(
+    problem: Problem, programs: Programs, modes: Sequence[CellModes]
+) -> Iterator[Violation]:
+    peaks = host_peak_bytes(problem, programs, modes)
     for host in problem.hosts:
         if host.memory_bytes is None or peaks[host.name] <= host.memory_bytes:
             continue
         walks = {
-            device: host_walk(problem, program)
+            device: host_walk(problem, program, modes[device])
             for device, program in enumerate(programs)
             if problem.devices[device].host == host.name
         }

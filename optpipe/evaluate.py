@@ -48,8 +48,7 @@ def evaluate(
         If the bound is above the objective: one of the two is wrong.
     """
     if run is None:
-        check(problem, programs)
-        run = simulate(problem, programs)
+        run = simulate(problem, programs, modes=check(problem, programs))
     objective_ms = run.objective_ms(problem.objective)
     if bound_ms is not None and bound_ms > objective_ms * (1 + OPTIMAL_GAP):
         raise ValueError(
@@ -68,9 +67,10 @@ def evaluate(
         bound_ms=None if bound_ms is None else min(bound_ms, objective_ms),
         gap=gap,
         peak_bytes=tuple(
-            device_peak_bytes(problem, device, program) for device, program in enumerate(programs)
+            device_peak_bytes(problem, device, program, run.modes[device])
+            for device, program in enumerate(programs)
         ),
-        host_peak_bytes=host_peak_bytes(problem, programs),
+        host_peak_bytes=host_peak_bytes(problem, programs, run.modes),
         status="optimal" if optimal else "feasible",
         stopped_by="optimal" if optimal else stopped_by,
         provenance=provenance,

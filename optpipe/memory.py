@@ -7,18 +7,19 @@ peak under *every* timing. `memory_walk` is that walk; nothing else in the house
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from optpipe.problem import CellMode, Problem
     from optpipe.schedule import Action, Program, Programs
 
 __all__ = [
     "EFFECTS",
+    "CellModes",
     "Effect",
     "MemoryStep",
     "action_delta",
@@ -107,7 +108,11 @@ class MemoryStep:
     taken_at_start: bool
 
 
-def modes_of(problem: Problem, program: Iterable[Action]) -> dict[tuple[int, int], int]:
+CellModes: TypeAlias = "Mapping[tuple[int, int], int]"
+"""The mode of each (stage, micro-batch) of a program: its index in the stage's menu."""
+
+
+def modes_of(problem: Problem, program: Iterable[Action]) -> CellModes:
     """Return the mode of each (stage, micro-batch) of a program: its index in the stage's menu.
 
     Its F names it (``2F0@3``). Where no F does, and v1 can say the menu, OFFLOAD and RECOMPUTE
@@ -132,12 +137,16 @@ def action_workspace(mode: CellMode, kind: ActionType) -> int:
     return EFFECTS[kind].workspace(mode)
 
 
-def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryStep]:
+def memory_walk(
+    problem: Problem, device: int, program: Program, modes: CellModes | None = None
+) -> list[MemoryStep]:
     """Return the bytes held around every action of a device's program, in order.
 
-    Of a pair both workspaces are there at once; its peak is said at both of its actions.
+    Both workspaces of a pair exist at once; both of its actions have its peak. ``modes`` are those
+    that `modes_of` returns, from a caller who has them; this and the functions below compute them
+    otherwise.
     """
-    modes = modes_of(problem, program)
+    modes = modes_of(problem, program) if modes is None else modes
     held_bytes = problem.static_bytes_of(device)
     steps: list[MemoryStep] = []
     workspace = 0
@@ -154,19 +163,21 @@ def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryS
     return steps
 
 
-def device_peak_bytes(problem: Problem, device: int, program: Program) -> int:
+def device_peak_bytes(
+    problem: Problem, device: int, program: Program, modes: CellModes | None = None
+) -> int:
     """Return the peak of a device: static bytes plus the largest prefix sum."""
-    steps = memory_walk(problem, device, program)
+    steps = memory_walk(problem, device, program, modes)
     return max((step.peak for step in steps), default=problem.static_bytes_of(device))
 
 
-def host_walk(problem: Problem, program: Program) -> list[int]:
+def host_walk(problem: Problem, program: Program, modes: CellModes | None = None) -> list[int]:
     """Return the host bytes a device holds at each of its actions.
 
     They count from OFFLOAD to just before what consumes the RELOAD (I, B or RECOMPUTE), which
     therefore no longer counts them.
     """
-    modes = modes_of(problem, program)
+    modes = modes_of(problem, program) if modes is None else modes
     held_bytes = 0
     waiting: dict[tuple[int, int], int] = {}
     levels = []
@@ -182,9 +193,12 @@ def host_walk(problem: Problem, program: Program) -> list[int]:
     return levels
 
 
-def host_peak_bytes(problem: Problem, programs: Programs) -> dict[str, int]:
-    """Return the peak of each host: the sum of its devices' peaks."""
+def host_peak_bytes(
+    problem: Problem, programs: Programs, modes: Sequence[CellModes] | None = None
+) -> dict[str, int]:
+    """Return the peak of each host: the sum of its devices' peaks. ``modes`` are by device."""
     peaks = {host.name: 0 for host in problem.hosts}
-    for device, program in zip(problem.devices, programs, strict=True):
-        peaks[device.host] += max(host_walk(problem, program), default=0)
+    known: Sequence[CellModes | None] = modes or [None] * len(programs)
+    for device, program, own in zip(problem.devices, programs, known, strict=True):
+        peaks[device.host] += max(host_walk(problem, program, own), default=0)
     return peaks

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ from optpipe.schedule import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from optpipe.memory import CellModes
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
 
@@ -98,6 +99,8 @@ class Simulation:
     span_ms: float
     messages: tuple[LinkMessage, ...] = ()
     """Those over links that queue, each link's in the order in which they leave it."""
+    modes: tuple[CellModes, ...] = field(default=(), repr=False, compare=False)
+    """The modes of each program's cells, as `optpipe.memory.modes_of` returns them."""
 
     def objective_ms(self, objective: str) -> float:
         """Return makespan_ms or span_ms."""
@@ -221,6 +224,7 @@ def simulate(
     programs: Programs,
     durations: Mapping[Action, float] | None = None,
     message_factors: Mapping[Pass, float] | None = None,
+    modes: Sequence[CellModes] | None = None,
 ) -> Simulation:
     """Run legal programs against the clock.
 
@@ -236,13 +240,16 @@ def simulate(
     message_factors
         What multiplies the time of the message with a pass's output, for some or all passes: both
         how long it occupies a link and how long it takes.
+    modes
+        The modes of each program's cells, from a caller who has them: `check` returns them.
 
     Raises
     ------
     IllegalScheduleError
         If the programs get stuck.
     """
-    run = _LaneRun(problem, programs, durations or {}, message_factors or {})
+    known = tuple(modes or (modes_of(problem, program) for program in programs))
+    run = _LaneRun(problem, programs, known, durations or {}, message_factors or {})
     run.to_the_end()
     return run.result()
 
@@ -260,6 +267,7 @@ class _LaneRun:
         self,
         problem: Problem,
         programs: Programs,
+        modes: tuple[CellModes, ...],
         durations: Mapping[Action, float],
         message_factors: Mapping[Pass, float],
     ) -> None:
@@ -267,7 +275,7 @@ class _LaneRun:
         self.message_factors = message_factors
         self.programs = programs
         self.durations = {action.bare: ms for action, ms in durations.items()}
-        self.modes = [modes_of(problem, program) for program in programs]
+        self.modes = modes
         self.clock = [0.0] * len(programs)
         self.times: list[list[Times | None]] = [[None] * len(program) for program in programs]
         self.head = [0] * len(programs)
@@ -388,7 +396,7 @@ class _LaneRun:
         used = [device for device, row in enumerate(times) if row]
         makespan = max(last) - min((first[d] for d in used), default=0.0)
         span = max((last[d] - first[d] for d in used), default=0.0)
-        return Simulation(times, syncs, makespan, span, tuple(self.messages))
+        return Simulation(times, syncs, makespan, span, tuple(self.messages), self.modes)
 
     def _grad_syncs(self, times: tuple[tuple[Times, ...], ...]) -> list[GradSync]:
         syncs = []
@@ -608,8 +616,10 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
     return Timeline(
         intervals=tuple(intervals),
         memory=tuple(
-            memory_curve(problem, device, program, times)
-            for device, (program, times) in enumerate(zip(programs, run.times, strict=True))
+            memory_curve(problem, device, program, times, modes)
+            for device, (program, times, modes) in enumerate(
+                zip(programs, run.times, run.modes, strict=True)
+            )
         ),
         makespan_ms=run.makespan_ms,
         span_ms=run.span_ms,
@@ -618,14 +628,18 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
 
 
 def memory_curve(
-    problem: Problem, device: int, program: Program, times: Iterable[Times]
+    problem: Problem,
+    device: int,
+    program: Program,
+    times: Iterable[Times],
+    modes: CellModes | None = None,
 ) -> tuple[tuple[float, int], ...]:
     """Return what a device holds from which moment on, in the form of `Timeline.memory`.
 
     The bytes are the program's under all times; ``times`` of its actions may be measured ones.
     """
     curve = [(0.0, problem.static_bytes_of(device))]
-    steps = memory_walk(problem, device, program)
+    steps = memory_walk(problem, device, program, modes)
     for action, step, at in zip(program, steps, times, strict=True):
         if step.after == step.before:
             continue

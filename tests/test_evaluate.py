@@ -7,8 +7,10 @@ from hypothesis import given
 
 from optpipe import IllegalScheduleError, Provenance, ScheduleMismatchError, evaluate, simulate
 from optpipe.evaluate import verify
-from optpipe.memory import device_peak_bytes, host_peak_bytes
-from tests.building import problem, programs, stage
+from optpipe.memory import CellModes, device_peak_bytes, host_peak_bytes, modes_of
+from optpipe.problem import Problem
+from optpipe.schedule import Program
+from tests.building import everything_at_once, problem, programs, stage
 from tests.strategies import Case, cases
 
 WHERE_FROM = Provenance(method="test", seed=3)
@@ -99,3 +101,17 @@ def test_a_false_claim_is_refused(claim, said) -> None:
     true = evaluate(given, ROW, WHERE_FROM, bound_ms=1.5)
     with pytest.raises(ScheduleMismatchError, match=said):
         verify(given, true.model_copy(update=claim))
+
+
+def test_the_modes_of_each_program_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, rows = everything_at_once()
+    computed: list[Program] = []
+
+    def counted(given: Problem, program: Program) -> CellModes:
+        computed.append(program)
+        return modes_of(given, program)
+
+    for name in ("check", "simulate", "memory"):
+        monkeypatch.setattr(import_module(f"optpipe.{name}"), "modes_of", counted)
+    evaluate(whole, rows, WHERE_FROM)
+    assert computed == list(rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from optpipe.explain.explanation import count, microbatches, ranges
 from optpipe.explain.reasons import idle_times
 from optpipe.explain.values import IdleCause
-from optpipe.memory import device_peak_bytes, host_peak_bytes, modes_of
+from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.problem import FrozenValue
 from optpipe.schedule import Action, ActionType
 from optpipe.simulate import bubble_rate, simulate
@@ -376,14 +376,17 @@ def _joined(before: dict[str, _Row], after: dict[str, _Row]) -> tuple[Cost, ...]
 
 def _measured(problem: Problem, programs: Programs) -> dict[str, _Row]:
     run = simulate(problem, programs)
-    peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(programs)]
+    peaks = [
+        device_peak_bytes(problem, device, *known)
+        for device, known in enumerate(zip(programs, run.modes, strict=True))
+    ]
     used = [
         problem.menu_of(stage, microbatch)[mode]
-        for row in programs
-        for (stage, microbatch), mode in modes_of(problem, row).items()
+        for row in run.modes
+        for (stage, microbatch), mode in row.items()
     ]
     idle = idle_times(problem, programs, run)
-    rows = _rows(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
+    rows = _rows(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs, run.modes))
     rows["bubble of the makespan"] = "share", bubble_rate(problem, run.makespan_ms)
     rows["bubble of the span"] = "share", bubble_rate(problem, run.span_ms)
     rows["offloaded"] = "bytes", sum(mode.offload_bytes for mode in used)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from optpipe.memory import CellModes
     from optpipe.schedule import Program, Schedule
 
 __all__ = [
@@ -430,11 +431,12 @@ def needs_of(
         )
     host_bytes = host_memory_bytes()
     on_gpu = device.type == "cuda"
+    modes = {} if problem is None else modes_of(problem, program)
     return Needs(
         host=socket.gethostname(),
         device=str(device),
-        planned_bytes=_planned_bytes(rank, program, problem, boundary),
-        pinned_bytes=_pinned_bytes(program, problem),
+        planned_bytes=_planned_bytes(rank, program, problem, modes, boundary),
+        pinned_bytes=_pinned_bytes(program, problem, modes),
         device_bytes=torch.cuda.get_device_properties(device).total_memory
         if on_gpu
         else host_bytes,
@@ -442,30 +444,34 @@ def needs_of(
     )
 
 
-def _pinned_bytes(program: Program, problem: Problem | None) -> int:
+def _pinned_bytes(program: Program, problem: Problem | None, modes: CellModes) -> int:
     """Return what offloaded cells take on the host; slots of unequal ones are as the largest."""
     if problem is None:
         return 0
     if problem.is_even:
-        return max(host_walk(problem, program), default=0)
-    numbers = modes_of(problem, program)
+        return max(host_walk(problem, program, modes), default=0)
     largest: dict[int, int] = {}
     for action in program:
         if action.type is ActionType.OFFLOAD:
             menu = problem.menu_of(action.stage, action.microbatch)
-            moved = menu[numbers[action.cell]].offload_bytes
+            moved = menu[modes[action.cell]].offload_bytes
             largest[action.stage] = max(largest.get(action.stage, 0), moved)
     return sum(count * largest[stage] for stage, count in count_slots(program).items())
 
 
 def _planned_bytes(
-    rank: int, program: Program, problem: Problem | None, boundary: Mapping[Action, BoundaryLevel]
+    rank: int,
+    program: Program,
+    problem: Problem | None,
+    modes: CellModes,
+    boundary: Mapping[Action, BoundaryLevel],
 ) -> int:
     """Return the peak of activations, static bytes and boundary tensors together."""
     if problem is None:
         return max((level.during for level in boundary.values()), default=0)
     after = peak = 0
-    for action, step in zip(program, memory_walk(problem, rank, program), strict=True):
+    steps = memory_walk(problem, rank, program, modes)
+    for action, step in zip(program, steps, strict=True):
         # Transfers and recomputation neither post nor use boundary tensors.
         level = boundary.get(action.bare, BoundaryLevel(after, after))
         after = level.after
