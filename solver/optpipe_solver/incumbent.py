@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Goal", "Incumbent", "grid_ms"]
 
 
-_MOST_OTHERS = 4
+_MOST_OTHERS, _MOST_OTHER_ACTIONS = 4, 3_000_000
+"""Schedules kept for `Incumbent.runners_up`, and actions in all of them.
+
+An action takes about 150 bytes: 512 stages and 1,024 micro-batches take 250 MB a schedule.
+"""
 
 _MOST_POOLED = 40
 """Schedules that are kept to be judged under noise, the shortest of those that were met."""
@@ -105,6 +109,8 @@ class Incumbent:
         self._noisy: NoisyTimes | None = None
         self._holder: Contender | None = None
         self._others: list[tuple[float, Programs]] = []
+        actions = 3 * len(problem.stages) * problem.num_microbatches
+        self._most_others = min(_MOST_OTHERS, _MOST_OTHER_ACTIONS // actions)
         self._pooled: list[Pooled] | None = [] if pools else None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -127,7 +133,7 @@ class Incumbent:
     def offer(self, programs: Programs, method: str, *, expected_ms: float | None = None) -> bool:
         """Take programs if they are legal and better than what is known.
 
-        ``expected_ms`` saves the look at programs that whoever made them knows to be no better.
+        ``expected_ms`` is the objective, if the caller knows it: longer programs are not evaluated.
         """
         if expected_ms is not None and not self._may_be_better(expected_ms):
             return False
@@ -205,13 +211,13 @@ class Incumbent:
             return True
 
     def keep(self, programs: Programs, objective_ms: float, method: str = "") -> None:
-        """Keep legal programs beside the best ones: a search can start from them too."""
+        """Keep legal programs in addition to the best ones, for a search to start from."""
         with self._lock:
             self._add_to_pool(Pooled(objective_ms, method, programs))
             if all(objective_ms != known for known, _ in self._others):
                 self._others.append((objective_ms, programs))
                 self._others.sort(key=lambda other: other[0])
-                del self._others[_MOST_OTHERS:]
+                del self._others[self._most_others :]
 
     def runners_up(self) -> tuple[Programs, ...]:
         """Return the best of what was kept, best first."""
@@ -306,7 +312,7 @@ class Incumbent:
         self.trace.append(entry)
 
 
-# --- What lies just below a schedule: where all times are multiples of one, so are objectives.
+# --- The next shorter objective: if all times are multiples of one, every objective is one too.
 
 _LEAST_GRID = 1e-4
 """Times that are multiples of less than this share of the objective are no grid worth using."""
@@ -318,9 +324,9 @@ _EXACT = 1e-9
 def grid_ms(problem: Problem) -> float:
     """Return the largest time in ms, a whole number of ns, of which all times are multiples; or 0.
 
-    Every start is a sum of durations and delays, because everything runs as soon as possible; so
-    the objective is a multiple too, and of two different objectives one is better by at least it.
-    Of unequal micro-batches no grid is known: 0.
+    Every start is a sum of durations and delays, because everything runs as soon as possible. So
+    the objective is a multiple too, and two different objectives differ by at least this time.
+    Unequal micro-batches have no known grid: 0.
     """
     if not problem.is_even:
         return 0.0
@@ -335,7 +341,7 @@ def grid_ms(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is looked for, given a schedule of ``incumbent_ms``, and what it proves to fail.
+    """A horizon below a schedule of ``incumbent_ms``, and the bound if no schedule reaches it.
 
     ``horizon_ms``: only schedules with at most this objective are looked for. If there are none,
     ``proven_ms`` is a lower bound.

@@ -451,6 +451,7 @@ def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
                 best_ms = min(best_ms, start.objective_ms)
             elif rows is not None and not (builder.is_large and start.objective_ms >= best_ms):
                 over.append((start.objective_ms, start.method, rows))
+            del start, rows  # a large problem's take 200 MB, while the next start is built
     lost, seen = 0, set()
     for objective_ms, method, rows in sorted(over, key=itemgetter(0)):
         if builder.is_large and (objective_ms >= best_ms or lost == _LOST):

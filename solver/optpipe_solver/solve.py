@@ -254,6 +254,7 @@ class _SolveRun:
             while self._has_no_answer() and (start := next(starts, None)) is not None:
                 self._take(start)
                 seconds += [start.seconds] * (start.programs is not None)
+                del start
         with best.clocked("bounds"):
             for bound in lower_bounds(best.problem, should_stop=stop.is_told):
                 best.offer_bound(bound.ms, bound.method)
@@ -263,6 +264,7 @@ class _SolveRun:
                     return
                 self._take(start)
                 seconds += [start.seconds] * (start.programs is not None)
+                del start
 
     def _has_no_answer(self) -> bool:
         """Whether there is no start, or only the serial one of a large problem and time is left."""

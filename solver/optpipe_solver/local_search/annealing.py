@@ -48,6 +48,7 @@ from optpipe_solver.local_search.times import (
     schedule_all,
     set_out,
     tail_along,
+    with_least_passes,
 )
 
 if TYPE_CHECKING:
@@ -461,8 +462,9 @@ def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) 
 
     ``like``: a table of the same problem whose rules and scratch may be used again.
     """
-    times = compiled.times._replace(duration=compiled.durations(rows).copy())
-    memory = compiled.memory
+    rules = rules_of(compiled) if like is None else like.rules
+    times, memory = with_least_passes(compiled.times, rules.mean_pass_ms), compiled.memory
+    times = times._replace(duration=times.mode_ms[:, times.row, rows.modes].reshape(-1))
     num_devices = rows.lengths.size
     board = board_of(compiled, rows)
     table = Table(
@@ -472,7 +474,7 @@ def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) 
         work=simulate.workspace_for(times, num_devices) if like is None else like.work,
         times=times,
         memory=memory,
-        rules=rules_of(compiled) if like is None else like.rules,
+        rules=rules,
         path=np.zeros(board.at.size, dtype=np.int64) if like is None else like.path,
         focus=everywhere(rows),
         best_actions=rows.actions.copy(),

@@ -7,7 +7,8 @@ ends with is that solution, to the last bit, because each equation is evaluated 
 
 A cyclic wait has no solution as long as every pass takes time (each action on the cycle would end
 after itself), so ends only grow until they pass the cutoff or the budget is spent, and the move is
-refused. Where a pass takes no time, or devices compete for lanes, `can_propagate` says no.
+refused. So the search gives every pass some time (`with_least_passes`). Where devices compete for
+lanes, `can_propagate` says no.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ __all__ = [
     "schedule_all",
     "set_out",
     "tail_along",
+    "with_least_passes",
 ]
 
 
@@ -57,11 +59,26 @@ __all__ = [
 _NEVER = np.inf
 
 
+_LEAST_SHARE = 1e-9
+"""Share of the mean pass that a pass without a duration takes in the search."""
+
+
 def can_propagate(times: TimeArrays) -> bool:
-    """Whether every pass takes time and no device shares a transfer lane."""
-    passes = times.duration.reshape(-1, times.num_cells)
-    passes = passes[[FORWARD, BACKWARD_INPUT, FULL_BACKWARD]]
-    return bool((passes > 0).all()) and not bool(times.shared.any())
+    """Whether no device shares a transfer lane."""
+    return not bool(times.shared.any())
+
+
+def with_least_passes(times: TimeArrays, mean_pass_ms: float) -> TimeArrays:
+    """Return times in which every pass takes some, so that a cyclic wait has no solution.
+
+    Schedules then take longer, by less than a thousand-millionth of their passes' time.
+    """
+    passes = [FORWARD, BACKWARD_INPUT, FULL_BACKWARD]
+    if (times.mode_ms[passes] > 0).all():
+        return times
+    mode_ms = times.mode_ms.copy()
+    mode_ms[passes] = np.maximum(mode_ms[passes], _LEAST_SHARE * mean_pass_ms)
+    return times._replace(mode_ms=mode_ms)
 
 
 @lean

@@ -5,6 +5,7 @@ Transfers that make way for a move and take what memory leaves them.
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,7 +149,10 @@ def test_any_move_keeps_each_cells_order_and_can_be_taken_back(
         codes = {violation.code for violation in find_violations(case.problem, after)}
         assert codes <= MAY_BREAK
         run = simulate(case.problem, after) if "wait.cyclic" not in codes else None
-        length = compiled.length_ms(rows_on(table.board), table.times.duration)
+        rows, duration = rows_on(table.board), table.times.duration
+        late_ms = float((duration - compiled.durations(rows)).sum())
+        assert 0 <= late_ms <= 1e-9 * table.rules.mean_pass_ms * duration.size
+        length = pytest.approx(compiled.length_ms(rows, duration), rel=0, abs=2 * late_ms)
         assert run is None or length == (run.makespan_ms, run.span_ms)
     take_back(table)
     assert read(compiled, table) == before
