@@ -285,7 +285,7 @@ def _train_replicas(config: Any) -> float:
                 (loss_fn(state, part[2]) / 8).backward()
     runner.close()
     pairs = [
-        (whole_gradient(ours), theirs.grad)
+        (whole_gradient(ours), whole_gradient(theirs))
         for one, other in zip(stages, whole, strict=True)
         for ours, theirs in zip(one.parameters(), other.parameters(), strict=True)
     ]
