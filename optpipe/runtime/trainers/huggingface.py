@@ -9,7 +9,7 @@
     runner = PipelineRunner({rank: stages[rank]}, schedule, loss_of(config), ties=ties_of(...))
 
 A stage is the model with some of its decoder layers, called by the model's own ``forward``. The
-first takes token ids, the others take the hidden states of the one before, the last gives logits. So
+first takes token ids, the others take hidden states of the one before, the last gives logits. So
 masks and rotary tables are made on every stage by the model's code, from ``attention_mask`` and
 ``position_ids`` where a step is given them. Caches are for generation; there are none.
 """
