@@ -1,4 +1,4 @@
-"""What runs and what is saved while a model is traced: operators, storages, shards of tensors."""
+"""Logs of a traced model: operators that run, storages that are saved, shards of tensors."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@
     stages = build_stages(config, [4, 4, 4, 4], own=[rank])   # the others hold no memory
     runner = PipelineRunner({rank: stages[rank]}, schedule, loss_of(config), ties=ties_of(...))
 
-A stage is the model with some of its decoder layers, called by the model's own ``forward``: the
-first takes token ids, the others the hidden states of the one before, the last gives logits. So
+A stage is the model with some of its decoder layers, called by the model's own ``forward``. The
+first takes token ids, the others take hidden states of the one before, the last gives logits. So
 masks and rotary tables are made on every stage by the model's code, from ``attention_mask`` and
 ``position_ids`` where a step is given them. Caches are for generation; there are none.
 """
@@ -139,7 +139,7 @@ def build_stages(
 ) -> Stages:
     """Return the stages of a model that is made from its configuration alone.
 
-    Only those in ``own`` have memory, and random values as the model initializes them; load a
+    Only those in ``own`` have memory, and random values as the model initializes them. Load a
     checkpoint over them by their keys, which are the model's. No rank needs the whole model, nor
     does `measure`, which runs each stage on its own rank.
 
@@ -159,7 +159,7 @@ def build_stages(
     stages = split(model, layers_per_stage, check=check)
     shared: dict[Tensor, nn.Parameter] = {}
     for index in sorted(own):
-        # Each stage draws its own values, whoever else is built here.
+        # Each stage draws its own values, independent of the other stages built here.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + index)
             before = dict(stages[index].named_parameters())
@@ -167,7 +167,7 @@ def build_stages(
         for name, parameter in before.items():
             home, _, last = name.rpartition(".")
             owner = stages[index].get_submodule(home)
-            # What two stages of this rank shared, they share again.
+            # Two stages of this rank share again, if they did before.
             setattr(owner, last, shared.setdefault(parameter, owner.get_parameter(last)))
     return stages
 
@@ -175,9 +175,10 @@ def build_stages(
 def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide a model, or a stage, over tensor-parallel ranks by transformers' own plan, in place.
 
-    W makes the weight gradients of divided linear layers, too. Replicated parameters of which each
-    rank has a part of the gradient are reduced with each micro-batch: transformers would reduce
-    the sum over micro-batches so far, and count the earlier ones again.
+    W makes the weight gradients of divided linear layers, too. Each rank has a part of the gradient
+    of some replicated parameters, and these parts are summed in each micro-batch. Transformers
+    sums the gradient accumulated so far instead, which counts earlier micro-batches again.
+    Call it before `fully_shard`.
 
     Parameters
     ----------
