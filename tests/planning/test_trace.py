@@ -282,6 +282,8 @@ def test_torchtitan_trains_a_traced_model_with_the_degrees_that_were_traced() ->
     notes = left_out(question)
     assert any("those of the traced code" in note for note in notes)
     assert "tp 4 is not searched: too few" in notes
+    fixed = read_question(request.model_copy(update={"fixed": FixedDegrees(tp=2)})).question
+    assert any("those of the traced code" in note for note in left_out(fixed))
     with pytest.raises(InputError, match="was not traced with it: too few"):
         read_question(request.model_copy(update={"fixed": FixedDegrees(tp=4)}))
 

@@ -318,12 +318,12 @@ def left_out(question: TuneQuestion) -> tuple[str, ...]:
     if trace is not None and "tp" not in question.fixed:
         degrees = ", ".join(map(str, trace.degrees))
         found.append(f"other degrees of tensor parallelism than {degrees} are not traced")
-        if question.framework == "torchtitan":
-            found.append(
-                "costs and tensor-parallel exchanges are those of the traced code, which must be "
-                "what you train; torchtitan's own models divide sequences, too"
-            )
         found += [f"tp {one.tp} is not searched: {one.reason}" for one in trace.refused]
+    if trace is not None and question.framework == "torchtitan":
+        found.append(
+            "costs and tensor-parallel exchanges are those of the traced code, which must be what "
+            "you train; torchtitan's own models divide sequences, too"
+        )
     if question.shape.experts is not None:
         if question.training.ep_overlap:
             found.append(
