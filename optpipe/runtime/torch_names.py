@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -94,6 +95,7 @@ __all__ = [
     "version_of",
     "versions_of",
     "viewed",
+    "with_composites",
     "without_modes",
 ]
 
@@ -612,6 +614,30 @@ def replaced(copies: Mapping[BufferPlace, Tensor]) -> Iterator[None]:
 def without_modes() -> Iterator[None]:
     """Leave all modes that see operators, inside the context."""
     with _disable_current_modes():
+        yield
+
+
+@contextmanager
+def with_composites() -> Iterator[None]:
+    """Let a graph that is traced on "meta" have the parts of operators made of others.
+
+    Left alone, torch calls its own kernel for "meta" there, and the operator (`torch.where` with a
+    number, or a dropout) has no gradient.
+    """
+    key = torch._C.DispatchKey  # noqa: SLF001
+    with ExitStack() as stack:
+        for packet in map(partial(getattr, torch.ops.aten), dir(torch.ops.aten)):
+            for name in packet.overloads() if hasattr(packet, "overloads") else ():
+                one = getattr(packet, name)
+                if key.Meta not in one.py_kernels:
+                    continue
+                if not one.has_kernel_for_dispatch_key(key.CompositeImplicitAutograd):
+                    continue
+                kernel = one.py_kernels.pop(key.Meta)
+                # A registration makes torch forget which kernel it has called.
+                one.py_impl(key.Meta)(kernel)
+                del one.py_kernels[key.Meta]
+                stack.callback(one.py_impl(key.Meta), kernel)
         yield
 
 

@@ -346,6 +346,22 @@ def run_compiled(layer, forward, options, *args, **kwargs):
     return compile_layer(layer, forward, args, kwargs, **options)()
 
 
+class Masked(nn.Module):
+    """Operators that torch makes of others: a choice with a number, and a norm."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        chosen = torch.where(states > 0, states * states, 0.0)
+        return functional.rms_norm(chosen, (WIDTH,))
+
+
+def test_a_compiled_layer_has_gradients_of_operators_made_of_others() -> None:
+    layer, states = Masked(), torch.empty(8, WIDTH, device=TRACED, requires_grad=True)
+    options = {"gradients": WeightGradients(), "split": set()}
+    output = run_compiled(layer, layer.forward, options, states)
+    output.sum().backward()
+    assert states.grad is not None
+
+
 def test_long_attention_on_an_h200() -> None:
     """The whole sequence of (k) in bfloat16: four blocks of a GPT, 32,768 tokens."""
     sizes = alone.Sizes(hidden=4096, sequence=32768)

@@ -38,6 +38,7 @@ from optpipe.runtime.torch_names import (
     inductor_decompositions,
     tree_flatten,
     tree_unflatten,
+    with_composites,
     without_modes,
 )
 
@@ -117,7 +118,8 @@ def compile_layer(
     bare = [one.detach().requires_grad_(one.requires_grad) for one in given]
     keep = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
     with ExitStack() as stack:
-        for context in (without_modes(), keep, trace_leaves(), preserve_node_meta()):
+        contexts = without_modes(), with_composites(), keep, trace_leaves(), preserve_node_meta()
+        for context in contexts:
             stack.enter_context(context)
         for module in () if part is None else part.modules:
             stack.enter_context(patch.object(module, "forward", partial(_tagged, module.forward)))
