@@ -1,13 +1,11 @@
 """The problem: devices, stages, links, micro-batches (``optpipe/problem/v1`` and ``v2``).
 
-A stage and its menu of modes stand in `optpipe.stage`; here are devices, hosts and links, what must
-be true of the parts together, and what follows from them. Whatever a file leaves out is filled in
-on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
+`optpipe.stage` has stages and their menus; `optpipe.formats.problem` has the two forms of a file.
+A problem fills in what a file leaves out, so that two files that mean the same have the same
+`Problem.problem_hash`.
 
-Of v2 (docs/specification.md, "Formats") this reads link lanes, menus of modes, pairs, unequal
-micro-batches, samples, layers and context. Where micro-batches are unequal, the fields of a stage
-are those of cost 0. `Problem.stage_of` and `Problem.menu_of` return what a cell has,
-`Problem.least` is below all.
+`Problem.stages` are the stages under cost 0. `Problem.other_costs` has a row per stage: the stage
+under costs 1, 2, ... Files write both into ``costs`` of a stage. `Problem.stages_by_cost` has all.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def oldest_format(fields: Mapping[str, Any]) -> str:
 def read_document(data: Any) -> Any:
     """Return the fields of a problem that a document of either format has.
 
-    What is no object is returned as it is. Raises ValueError, with rule and fix.
+    Data that are no object are returned as they are. Raises ValueError, with rule and fix.
     """
     if not isinstance(data, dict):
         return data
@@ -79,7 +79,7 @@ def read_document(data: Any) -> Any:
 
 
 def _read_stage(at: str, stage: Any) -> tuple[Any, tuple[Stage, ...]]:
-    """Return a stage with the fields of its first cost beside its own, and under other costs."""
+    """Return the fields of a stage under its first cost, and the stage under each other cost."""
     if not isinstance(stage, dict) or "costs" not in stage:
         return stage, ()
     costs = stage["costs"]
