@@ -76,7 +76,8 @@ def list_deployments(
     service: Serving, caller: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> DeploymentList:
     """Return a page of deployments; `next` is the `cursor` of the next page."""
-    page, following = split_page(service.deployments.page(limit + 1, cursor, caller), limit)
+    found = service.deployments.page(limit + 1, service.cursors.decode(cursor), caller)
+    page, following = split_page(service, found, limit)
     views = tuple(_view_deployment(deployment, caller) for deployment in page)
     return DeploymentList(deployments=views, next=following)
 
@@ -142,7 +143,7 @@ async def newest_schedule(
     if found is None:
         return Response(status_code=304, headers=headers)
     if form == "csv":
-        text = await service.pool.run(dump_schedule, form, text)
+        text = await service.pool.run(dump_schedule, form, text, caller=caller)
     return Response(text, headers=headers, media_type=SCHEDULE_FORMS[form])
 
 

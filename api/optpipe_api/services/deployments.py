@@ -30,7 +30,6 @@ from optpipe_api.errors import (
 )
 from optpipe_api.jobs import DocumentKind, JobError, JobStart
 from optpipe_api.services.events import Watch
-from optpipe_api.services.jobs import MAX_NEAR_JOBS
 from optpipe_api.services.submission import solved_job
 
 if TYPE_CHECKING:
@@ -120,10 +119,9 @@ class DeploymentService:
             raise DeploymentNotFoundError(deployment_id)
         return deployment
 
-    def page(self, limit: int, after: str | None, caller: Principal) -> list[DeploymentRecord]:
-        """Return deployments older than the one ``after``, newest first; an admin sees all."""
+    def page(self, limit: int, before: int | None, caller: Principal) -> list[DeploymentRecord]:
+        """Return deployments below a position, newest first; an admin sees all."""
         owner = None if caller.role is Role.ADMIN else caller.name
-        before = None if after is None else self.find(after, caller).position
         return self._store.page(limit, before, owner=owner)
 
     def versions(self, deployment_id: str, caller: Principal) -> list[VersionRecord]:
@@ -220,7 +218,7 @@ class DeploymentService:
             idempotency_key=f"\x01deployment/{deployment.id}/{deployment.num_solves}",
             deployment_id=deployment.id,
         )
-        new = self._jobs.cache.complete(new, MAX_NEAR_JOBS if start is None else 0)
+        new = self._jobs.cache.complete(new)
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)

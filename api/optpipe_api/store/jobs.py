@@ -222,11 +222,30 @@ class JobStore:
         with reading(self._engine) as connection:
             return jobs_of(connection, connection.execute(sql.SAME_JOBS, parameters).all())
 
-    def alike(self, shape_hash: str, *, owner: str, limit: int) -> list[JobRecord]:
-        """Return an owner's finished jobs of one shape that have a schedule, newest first."""
+    def near(self, shape_hash: str, *, owner: str, limit: int) -> dict[str, dict[str, str]]:
+        """Return problem and schedule of an owner's newest finished jobs of one shape, by id."""
         parameters = {"hash": shape_hash, "owner": owner, "most": limit}
+        kinds = [DocumentKind.PROBLEM.value, DocumentKind.SCHEDULE.value]
         with reading(self._engine) as connection:
-            return jobs_of(connection, connection.execute(sql.ALIKE_JOBS, parameters).all())
+            ids = connection.execute(sql.ALIKE_JOBS, parameters).scalars().all()
+            found: dict[str, dict[str, str]] = {}
+            for job_id in ids:
+                rows = connection.execute(sql.DOCUMENTS_OF_JOB, {"id": job_id, "kinds": kinds})
+                texts = {row.kind: row.document for row in rows}
+                if len(texts) == len(kinds):
+                    found[job_id] = texts
+            return found
+
+    def answer(self, job_id: str, *kinds: DocumentKind) -> tuple[JobRecord, dict[str, str], str]:
+        """Return a job, its documents of these kinds and its method, all of one moment."""
+        parameters = {"id": job_id, "kinds": [kind.value for kind in kinds]}
+        with reading(self._engine) as connection:
+            row = _find(connection, job_id)
+            (job,) = jobs_of(connection, [row])
+            rows = connection.execute(sql.DOCUMENTS_OF_JOB, parameters)
+            texts = {one.kind: one.document for one in rows if one.kind is not None}
+            method = connection.execute(sql.NEWEST_METHOD, {"at": row.position})
+            return job, texts, method.scalar_one_or_none() or ""
 
     def documents(self, job_id: str, *kinds: DocumentKind) -> dict[str, str]:
         """Return the documents of these kinds that a job has, all of one moment."""
@@ -271,12 +290,6 @@ class JobStore:
         with reading(self._engine) as connection:
             rows = connection.execute(sql.TRACE, {"at": _find(connection, job_id).position})
             return [to_record(TracePoint, row) for row in rows]
-
-    def made_by(self, job_id: str) -> str:
-        """Return the method of the newest incumbent; an empty text without one."""
-        with reading(self._engine) as connection:
-            parameters = {"at": _find(connection, job_id).position}
-            return connection.execute(sql.NEWEST_METHOD, parameters).scalar_one_or_none() or ""
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs in each state; health checks call it, too."""
@@ -429,11 +442,20 @@ class JobStore:
             order = _next_owners(connection, server, max_running)
             return {owner for borrows, owner in order if not borrows}
 
-    def heartbeat(self, lease: Lease, lease_s: float) -> JobRecord | None:
-        """Renew a lease; None if it is lost."""
+    def heartbeat(self, leases: Sequence[Lease], lease_s: float) -> dict[Lease, bool]:
+        """Renew the leases of one owner in one transaction.
+
+        Returns the leases that hold, each with whether the end of its job is requested.
+        """
+        wanted = set(leases)
+        is_cancelled: dict[Lease, bool] = {}
         with writing(self._engine) as connection:
-            row = _leased(connection, lease)
-            return None if row is None else self._renew(connection, row, lease_s)
+            for ids in groups_of_ids([lease.job_id for lease in leases]):
+                values: dict[str, Any] = {"ids": ids, "server": leases[0].owner}
+                values["expires_at"] = self._now() + lease_s
+                for row in connection.execute(sql.RENEW_LEASES, values):
+                    is_cancelled[Lease(row.id, leases[0].owner, row.attempt)] = row.cancel_requested
+        return {lease: ends for lease, ends in is_cancelled.items() if lease in wanted}
 
     def record(
         self,
@@ -453,6 +475,17 @@ class JobStore:
                 return None
             better = _store_improvement(connection, row, point, self._now(), documents)
             return self._renew(connection, row, lease_s, **better)
+
+    def note_near(self, lease: Lease, source_id: str, lease_s: float) -> JobRecord | None:
+        """Store the near job that a job starts from, and renew the lease; None if it is lost."""
+        with writing(self._engine) as connection:
+            row = _leased(connection, lease)
+            if row is None:
+                return None
+            text = f"started from a schedule of job {source_id}"
+            add_entry(connection, row, self._now(), EventKind.LOG, text=text)
+            near = {"cache": Cache.NEAR.value, "source_id": source_id}
+            return self._renew(connection, row, lease_s, **near)
 
     def tell(self, lease: Lease, text: str, lease_s: float) -> JobRecord | None:
         """Add a sentence of a search to the history and renew the lease; None if it is lost."""

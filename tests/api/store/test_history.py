@@ -80,7 +80,7 @@ def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> Non
 
 def test_a_tune_has_a_question_and_what_it_found_goes_on_with_it(store) -> None:
     """Like a plan's cut; found is what comes last, unless with a schedule that is worse."""
-    tune = {"kind": JobKind.TUNE, "documents": {"question": "Q"}, "num_cells": 0}
+    tune = {"kind": JobKind.TUNE, "documents": {"question": "Q"}}
     claim = claimed(store, changes=tune)
     assert (
         claim.documents.get("question"),
@@ -213,7 +213,7 @@ def test_a_standing_moves_with_all_that_happens_and_only_then(store) -> None:
     (claim,) = claims
     step(lambda: store.record(claim.lease, point(9.0), LEASE_S, documents={"schedule": "S"}))
     step(lambda: store.record(claim.lease, point(None, 1.0), LEASE_S))
-    store.heartbeat(claim.lease, LEASE_S)
+    store.heartbeat([claim.lease], LEASE_S)
     assert store.standings(ids) == seen[-1]
     step(lambda: store.requeue(claim.lease, death="it died", max_attempts=9))
     step(lambda: store.request_cancel(ids[0]))
@@ -337,4 +337,4 @@ def test_the_alike_have_ended_with_a_schedule(store) -> None:
     claim = claimed(store, changes=shape)
     store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
     add(store, changes=shape)
-    assert [job.id for job in store.alike("sha256:s", owner="", limit=9)] == ended[::-1]
+    assert list(store.near("sha256:s", owner="", limit=9)) == ended[::-1]
