@@ -71,27 +71,29 @@ class JobCache:
         has_schedule = DocumentKind.SCHEDULE in KINDS[new.kind].answers
         if not (self._is_enabled and has_schedule) or new.options.cache == "refresh":
             return new
-        same = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_MAX_SAME)
-        for job in same:
-            if not (is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)):
-                continue
-            is_infeasible = job.state is JobState.INFEASIBLE
-            try:
-                now, documents, method = self._store.answer(job.id, *KINDS[job.kind].answers)
-            except JobNotFoundError:
-                continue
-            # A job that was resumed meanwhile may have another answer.
-            if now == job and (is_infeasible or DocumentKind.SCHEDULE in documents):
-                outcome = AttemptOutcome(
-                    event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-                    documents=documents,
-                    objective_ms=job.objective_ms,
-                    bound_ms=job.bound_ms,
-                    error=job.error,
-                    method=method,
-                )
-                return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
-        return new
+        found = self._store.answer(
+            new.problem_hash,
+            *KINDS[new.kind].answers,
+            kind=new.kind,
+            owner=new.owner,
+            limit=_MAX_SAME,
+            accepts=lambda job: (
+                is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)
+            ),
+        )
+        if found is None:
+            return new
+        job, documents, method = found
+        is_infeasible = job.state is JobState.INFEASIBLE
+        outcome = AttemptOutcome(
+            event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
+            documents=documents,
+            objective_ms=job.objective_ms,
+            bound_ms=job.bound_ms,
+            error=job.error,
+            method=method,
+        )
+        return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
 
 
 def is_reusable(job: JobRecord, options: JobOptions) -> bool:
@@ -177,8 +179,10 @@ class JobService:
 
     def job(self, job_id: str, caller: Principal) -> tuple[JobRecord, list[TracePoint]]:
         """Return a job and its improvements so far."""
-        job = self.find(job_id, caller)
-        return job, self._store.trace(job_id)
+        job, trace = self._store.trace(job_id)
+        if not caller.sees(job.owner):
+            raise JobNotFoundError(job_id)
+        return job, trace
 
     def page(
         self,

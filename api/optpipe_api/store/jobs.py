@@ -216,11 +216,33 @@ class JobStore:
         with reading(self._engine) as connection:
             return jobs_of(connection, page_rows(connection, jobs, limit, filters))
 
-    def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[JobRecord]:
-        """Return an owner's succeeded and infeasible jobs of one problem or model, newest first."""
+    def answer(
+        self,
+        problem_hash: str,
+        *kinds: DocumentKind,
+        kind: JobKind,
+        owner: str,
+        limit: int,
+        accepts: Callable[[JobRecord], bool],
+    ) -> tuple[JobRecord, dict[str, str], str] | None:
+        """Return an owner's newest accepted job of one problem or model that has an answer.
+
+        Its documents of these kinds and its method come with it, all of one moment. Of the jobs
+        that succeeded or are infeasible, ``limit`` are looked at.
+        """
         parameters = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
         with reading(self._engine) as connection:
-            return jobs_of(connection, connection.execute(sql.SAME_JOBS, parameters).all())
+            rows = connection.execute(sql.SAME_JOBS, parameters).all()
+            for job in jobs_of(connection, rows) if rows else ():
+                if not accepts(job):
+                    continue
+                wanted = {"id": job.id, "kinds": [one.value for one in kinds]}
+                found = connection.execute(sql.DOCUMENTS_OF_JOB, wanted)
+                texts = {row.kind: row.document for row in found if row.kind is not None}
+                if job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts:
+                    method = connection.execute(sql.NEWEST_METHOD, {"at": job.position})
+                    return job, texts, method.scalar_one_or_none() or ""
+            return None
 
     def near(self, shape_hash: str, *, owner: str, limit: int) -> dict[str, dict[str, str]]:
         """Return problem and schedule of an owner's newest finished jobs of one shape, by id."""
@@ -235,17 +257,6 @@ class JobStore:
                 if len(texts) == len(kinds):
                     found[job_id] = texts
             return found
-
-    def answer(self, job_id: str, *kinds: DocumentKind) -> tuple[JobRecord, dict[str, str], str]:
-        """Return a job, its documents of these kinds and its method, all of one moment."""
-        parameters = {"id": job_id, "kinds": [kind.value for kind in kinds]}
-        with reading(self._engine) as connection:
-            row = _find(connection, job_id)
-            (job,) = jobs_of(connection, [row])
-            rows = connection.execute(sql.DOCUMENTS_OF_JOB, parameters)
-            texts = {one.kind: one.document for one in rows if one.kind is not None}
-            method = connection.execute(sql.NEWEST_METHOD, {"at": row.position})
-            return job, texts, method.scalar_one_or_none() or ""
 
     def documents(self, job_id: str, *kinds: DocumentKind) -> dict[str, str]:
         """Return the documents of these kinds that a job has, all of one moment."""
@@ -285,11 +296,13 @@ class JobStore:
             rows = connection.execute(sql.HISTORY, {"at": at, "after": after, "most": limit})
             return [to_record(HistoryEntry, row, kind=EventKind(row.kind)) for row in rows]
 
-    def trace(self, job_id: str) -> list[TracePoint]:
-        """Return the better schedules and higher bounds of a job's history, oldest first."""
+    def trace(self, job_id: str) -> tuple[JobRecord, list[TracePoint]]:
+        """Return a job, and the better schedules and higher bounds of its history, oldest first."""
         with reading(self._engine) as connection:
-            rows = connection.execute(sql.TRACE, {"at": _find(connection, job_id).position})
-            return [to_record(TracePoint, row) for row in rows]
+            row = _find(connection, job_id)
+            rows = connection.execute(sql.TRACE, {"at": row.position})
+            points = [to_record(TracePoint, one) for one in rows]
+            return jobs_of(connection, [row])[0], points
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs in each state; health checks call it, too."""

@@ -80,7 +80,7 @@ def test_every_incumbent_is_stored_and_told_as_it_comes(threads: Bench) -> None:
     assert not first.state.is_final
     assert bench.schedule(job_id).objective_ms <= first.objective_ms
     bench.end(job_id)
-    trace = bench.store.trace(job_id)
+    trace = bench.store.trace(job_id)[1]
     found = [point.objective_ms for point in trace if point.objective_ms is not None]
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
@@ -264,7 +264,7 @@ def test_a_killed_solver_process_loses_nothing(bench: Bench) -> None:
     assert again.objective_ms <= before.objective_ms
     job = bench.end(job_id)
     assert (job.state, job.deaths) == (JobState.SUCCEEDED, 1)
-    methods = [point.method for point in bench.store.trace(job_id)]
+    methods = [point.method for point in bench.store.trace(job_id)[1]]
     assert len(methods) == len(set(methods)) == 5  # nothing was found twice: it started from there
 
 
@@ -303,7 +303,7 @@ def test_shutdown_gives_running_jobs_back_with_their_incumbents(open_bench) -> N
     second = open_bench()
     job = second.end(job_id)
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 0)
-    assert len(second.store.trace(job_id)) == 5
+    assert len(second.store.trace(job_id)[1]) == 5
 
 
 def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> None:
@@ -350,7 +350,7 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
     monkeypatch.setattr(engine, "_RETRY_S", 0.01)
     job = bench.end(bench.submit("improve:3:0.1"))
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
-    assert len(store.trace(job.id)) == 4
+    assert len(store.trace(job.id)[1]) == 4
     assert set(missed) == {"heartbeat", "record", "finish"}
 
 

@@ -16,7 +16,6 @@ import pytest
 from optpipe import Problem, load_csv, load_schedule, simulate
 from optpipe.explain import Explanation, explain
 from optpipe_api.errors import BodyTooHeavyError, StoreUnavailableError
-from optpipe_api.jobs import DocumentKind
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.store import JobStore
 from tests.api.live import client, connected, make_settings, running, two_stages, until
@@ -504,52 +503,6 @@ def caching(tmp_path, monkeypatch) -> Iterator[tuple[httpx.Client, _Deletions]]:
     """A server that answers from its cache, and what deletes jobs under it."""
     with running(make_settings(tmp_path, cache=True)) as (url, app), client(url) as http:
         yield http, _Deletions(app.state.service._stores.jobs, monkeypatch)
-
-
-_SWEEP: dict[str, Any] = {"axes": {"memory_scale": [1]}}
-
-
-@pytest.mark.parametrize("of", LISTED)
-def test_a_known_answer_that_is_deleted_meanwhile_is_solved_anew(caching, of: str) -> None:
-    """A DELETE may come between the look-up of the cache and its read."""
-    http, deletions = caching
-    known = submit(http).json()
-    deletions.before("answer", known["id"])
-    more = _SWEEP if of == "batches" else {}
-    wait = {} if of == "deployments" else {"wait": 60}
-    answer = http.post(f"/v1/{of}", params=wait, json={"problem": two_stages()} | more)
-    assert deletions.deleted == [known["id"]]
-    assert answer.status_code == (202 if of == "deployments" else 200), answer.text
-    (job,) = http.get("/v1/jobs").json()["jobs"]
-    assert job["id"] != known["id"]
-    assert (job["cache"], job["source_id"]) == ("miss", None)
-    assert http.get(f"/v1/jobs/{known['id']}").status_code == 404
-
-
-def test_the_next_known_answer_is_taken_where_the_newest_is_deleted_meanwhile(caching) -> None:
-    http, deletions = caching
-    first, second = (submit(http).json() for _ in range(2))
-    deletions.before("answer", second["id"])
-    third = submit(http).json()
-    assert deletions.deleted == [second["id"]]
-    assert (third["cache"], third["source_id"]) == ("hit", first["id"])
-
-
-def test_a_known_answer_that_gets_more_time_meanwhile_is_not_taken(caching, monkeypatch) -> None:
-    """Its objective and its schedule would be of two moments."""
-    http, deletions = caching
-    known = submit(http).json()
-    store = deletions._store
-    read = store.answer
-
-    def resume_and_read(job_id: str, *kinds: DocumentKind) -> Any:
-        store.resume(job_id, 1.0, max_time_limit_s=1e9, max_queued=9)
-        return read(job_id, *kinds)
-
-    monkeypatch.setattr(store, "answer", resume_and_read)
-    job = submit(http).json()
-    assert job["cache"] != "hit"
-    assert job["id"] != known["id"]
 
 
 def test_a_job_that_is_deleted_before_it_is_shown_is_shown_as_it_was(caching) -> None:

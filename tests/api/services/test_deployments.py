@@ -174,7 +174,7 @@ def test_the_solve_of_drift_starts_from_the_schedule_in_use(bench) -> None:
     assert (job.state, job.num_schedules) == (JobState.QUEUED, 1)
     measured = load_problem(document_text(bench.stores.jobs, job.id, "problem") or "")
     assert job.objective_ms == simulate(measured, programs).makespan_ms
-    assert bench.stores.jobs.trace(job.id)[0].method == "version 1 of the deployment"
+    assert bench.stores.jobs.trace(job.id)[1][0].method == "version 1 of the deployment"
 
 
 def test_what_is_published_is_better_under_the_times_that_came_meanwhile(bench) -> None:

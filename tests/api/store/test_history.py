@@ -7,7 +7,16 @@ import pytest
 from optpipe.answers import Cache, EventKind, JobState
 from optpipe.requests import JobKind
 from optpipe_api.errors import KeyReusedError, QueueFullError, StateConflictError, TooManyJobsError
-from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, JobStart, Standing, StoredSchedule
+from optpipe_api.jobs import (
+    AttemptOutcome,
+    DocumentKind,
+    JobError,
+    JobEvent,
+    JobRecord,
+    JobStart,
+    Standing,
+    StoredSchedule,
+)
 from tests.api.store.test_jobs import LEASE_S, add, claimed, document_text, new, point, store
 
 __all__ = ["store"]
@@ -75,7 +84,7 @@ def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> Non
         "P8",
         "S8",
     )
-    assert store.trace(job.id)[-1].method == "plan"
+    assert store.trace(job.id)[1][-1].method == "plan"
 
 
 def test_a_tune_has_a_question_and_what_it_found_goes_on_with_it(store) -> None:
@@ -250,7 +259,7 @@ def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
     entries = store.history(claim.job.id)
     assert [entry.is_final for entry in entries] == [False] * 9 + [True]
     assert {entry.at for entry in entries} == {clock.now}
-    trace = [(one.objective_ms, one.bound_ms) for one in store.trace(claim.job.id)]
+    trace = [(one.objective_ms, one.bound_ms) for one in store.trace(claim.job.id)[1]]
     assert trace == [(9.0, None), (None, 2.0), (8.0, 2.0), (7.0, 2.0)]
 
 
@@ -320,10 +329,23 @@ def test_the_same_are_answered_jobs_of_one_owner_newest_first(store) -> None:
     finished(store, changes={"owner": "b"})
     finished(store, changes={"kind": JobKind.PLAN})
     claimed(store)
-    key = new().problem_hash
-    found = store.same(key, kind=JobKind.SOLVE, owner="", limit=9)
-    assert [job.id for job in found] == [infeasible, newer, older]
-    assert len(store.same(key, kind=JobKind.SOLVE, owner="", limit=2)) == 2
+    seen: list[str] = []
+
+    def accepts(job: JobRecord) -> bool:
+        seen.append(job.id)
+        return job.id == older
+
+    def answer(limit: int) -> Any:
+        seen.clear()
+        key = new().problem_hash
+        return store.answer(
+            key, *DocumentKind, kind=JobKind.SOLVE, owner="", limit=limit, accepts=accepts
+        )
+
+    job, documents, method = answer(9)
+    assert (job.id, seen) == (older, [infeasible, newer, older])
+    assert (set(documents), method) == ({"problem", "schedule"}, "m")
+    assert (answer(2), seen) == (None, [infeasible, newer])
 
 
 def test_the_alike_have_ended_with_a_schedule(store) -> None:

@@ -340,7 +340,7 @@ def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
         AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "last"}, objective_ms=8.1),
     )
     assert (store.schedule(job.id).document, job.objective_ms) == ("better", 8.0)
-    trace = store.trace(job.id)
+    trace = store.trace(job.id)[1]
     assert [(one.objective_ms, one.bound_ms) for one in trace] == [(9.0, 2.0), (8.0, 2.0)]
 
 
