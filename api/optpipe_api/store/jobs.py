@@ -232,13 +232,14 @@ class JobStore:
         """
         parameters = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
         with reading(self._engine) as connection:
-            rows = connection.execute(sql.SAME_JOBS, parameters).all()
-            for job in jobs_of(connection, rows) if rows else ():
+            # One at a time: the newest is nearly always accepted.
+            for row in connection.execute(sql.SAME_JOBS, parameters).all():
+                (job,) = jobs_of(connection, [row])
                 if not accepts(job):
                     continue
                 wanted = {"id": job.id, "kinds": [one.value for one in kinds]}
                 found = connection.execute(sql.DOCUMENTS_OF_JOB, wanted)
-                texts = {row.kind: row.document for row in found if row.kind is not None}
+                texts = {one.kind: one.document for one in found if one.kind is not None}
                 if job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts:
                     method = connection.execute(sql.NEWEST_METHOD, {"at": job.position})
                     return job, texts, method.scalar_one_or_none() or ""
