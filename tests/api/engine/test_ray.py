@@ -176,6 +176,8 @@ def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) ->
     started: list[SolverProcess] = []
 
     class Noted:
+        is_reachable = True
+
         def start(self) -> SolverProcess:
             started.append(solvers.start())
             return started[-1]

@@ -87,5 +87,5 @@ def test_a_cluster_without_a_head_is_not_reachable(cluster, monkeypatch) -> None
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         context = SimpleNamespace(gcs_address=address)
-        monkeypatch.setattr(engine_ray.ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(f"{engine_ray.__name__}.ray.get_runtime_context", lambda: context)
         assert solvers.is_reachable

@@ -333,7 +333,7 @@ def test_the_same_are_answered_jobs_of_one_owner_newest_first(store) -> None:
 
     def accepts(job: JobRecord) -> bool:
         seen.append(job.id)
-        return job.id == older
+        return bool(job.id == older)
 
     def answer(limit: int) -> Any:
         seen.clear()
