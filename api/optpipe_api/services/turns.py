@@ -27,8 +27,8 @@ class Turns:
 
     Submissions run before reads. Within both, the next call belongs to the caller with the fewest
     running calls, and then to the call that came first. Submissions and reads have a line each. A
-    full line still takes a caller with less than its share of it, which is ``max_waiting`` divided
-    by the number of callers in the line.
+    full line still takes a caller with less than its share of it. The share is ``max_waiting``
+    divided by the number of callers in the line.
 
     ``max_waiting``: the weight of all calls of one line. ``refuse``: returns the error for a call
     that finds no place, from the number of calls that wait.
