@@ -11,10 +11,16 @@ import yaml
 
 from optpipe_api import Settings, create_app
 from optpipe_api.main import server_config
+from optpipe_api.protocol import Protocol
+from optpipe_api.services import parse_pool
+from optpipe_api.services.parse_pool import ParsePool
+from optpipe_api.services.render import Charts
 from tests.test_packaging import ROOT
 
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
+PROMETHEUS = ROOT / "deploy" / "prometheus.yaml"
+CADDY = ROOT / "deploy" / "Caddyfile"
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +118,54 @@ def test_the_pod_runs_as_the_images_user_without_privileges(compose, pod) -> Non
     assert pod["enableServiceLinks"] is False
 
 
-def test_memory_suffices_for_all_solver_processes(pod) -> None:
+def test_memory_suffices_for_all_processes_of_a_pod(pod, monkeypatch) -> None:
+    """Solvers, the two pools of two processes, and the one that traces."""
     (container,) = pod["containers"]
-    values = {item["name"]: item.get("value") for item in container["env"]}
-    solvers = int(values["OPTPIPE_SOLVER_PROCESSES"]) * int(values["OPTPIPE_SOLVER_MEMORY_BYTES"])
+    values = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    settings = settings_of(values, monkeypatch)
+    assert settings.solver_memory_bytes is not None
+    solvers = settings.solver_processes * settings.solver_memory_bytes
+    pools = [pool._limits[1] * parse_pool._MAX_RUNNING for pool in (ParsePool(), Charts()._pool)]
+    needed = SERVER_BYTES + solvers + sum(pools) + settings.trace_memory_bytes
     limit = container["resources"]["limits"]["memory"]
     assert limit.endswith("Gi")
-    assert int(limit.removesuffix("Gi")) * 1024**3 > solvers + SERVER_BYTES
+    assert int(limit.removesuffix("Gi")) * 1024**3 >= needed
+
+
+def test_a_drained_node_leaves_a_replica_and_strangers_reach_none(objects) -> None:
+    labels = objects["Deployment"]["spec"]["selector"]
+    budget, policy = objects["PodDisruptionBudget"]["spec"], objects["NetworkPolicy"]["spec"]
+    assert budget["selector"] == policy["podSelector"] == labels
+    assert budget["minAvailable"] < objects["Deployment"]["spec"]["replicas"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    for rule in policy["ingress"]:
+        assert all(source["podSelector"]["matchLabels"] for source in rule["from"])
+        assert rule["ports"] == [{"protocol": "TCP", "port": "http"}]
+
+
+def test_prometheus_scrapes_the_pods_with_a_key(objects) -> None:
+    """No annotation asks for a scrape without one."""
+    template = objects["Deployment"]["spec"]["template"]
+    assert "annotations" not in template["metadata"]
+    (job,) = yaml.safe_load(PROMETHEUS.read_text("utf-8"))["scrape_configs"]
+    assert job["authorization"]["credentials_file"]
+    ((name, value),) = template["metadata"]["labels"].items()
+    (found,) = job["kubernetes_sd_configs"]
+    assert found["selectors"] == [{"role": "pod", "label": f"{name}={value}"}]
+
+
+def test_the_edge_has_the_limits_of_the_service() -> None:
+    text = CADDY.read_text("utf-8")
+    settings = Settings()
+    assert f"max_size {settings.max_body_bytes // 1024**2}MiB" in text
+    assert f"max_header_size {Protocol.HEADER_BYTES // 1024}KiB" in text
+    assert f"read_header {Protocol.HEADERS_S:g}s" in text
+    assert f"read_body {Protocol.BODY_S:g}s" in text
+    (waits,) = re.findall(r"response_header_timeout (\d+)s", text)
+    assert int(waits) > settings.max_wait_s
+    (path,) = re.findall(r"health_uri (\S+)", text)
+    assert path == PROBES["readiness"]
+    assert text.count("{") == text.count("}")
 
 
 def test_no_pod_of_the_old_version_meets_the_tables_of_the_new(objects) -> None:

@@ -77,6 +77,7 @@ class ApiKey:
     digest: str = field(repr=False)
     created_at: float
     revoked_at: float | None = None
+    expires_at: float | None = None
 
     @property
     def principal(self) -> Principal:

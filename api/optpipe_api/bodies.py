@@ -47,8 +47,9 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     uvicorn discards the rest of a refused body. A client that sends everything before it reads
     therefore still gets the refusal.
 
-    Raises `MediaTypeError` if the Content-Type is not JSON; `BodyTooLargeError` as soon as the body
-    is known to be larger than ``max_bytes``; `TooManyBodiesError` as `UnreadBodies.counted`;
+    Raises `MediaTypeError` if the Content-Type is not JSON or the body is encoded;
+    `BodyTooLargeError` as soon as the body is known to be larger than ``max_bytes``;
+    `TooManyBodiesError` as `UnreadBodies.counted`;
     `RequestError` if the client disconnects before the end of the body.
     """
     # A browser lets pages of other sites send forms and plain text to this service, but not JSON.
@@ -57,6 +58,11 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise MediaTypeError(
             f"Content-Type {declared_type[:80]!r} is not JSON; send Content-Type: application/json"
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise MediaTypeError(
+            f"Content-Encoding {encoding[:80]!r} is not read; send the body without it"
         )
     declared_length = request.headers.get("content-length", "")[:20]
     if declared_length.isdecimal() and int(declared_length) > max_bytes:

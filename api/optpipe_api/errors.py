@@ -41,6 +41,7 @@ __all__ = [
     "TooManyKeptError",
     "TooManyPipelinedError",
     "TooManyRequestsError",
+    "TooManyTracesError",
 ]
 
 
@@ -314,6 +315,15 @@ class TooManyBodiesError(ServerBusyError):
 
     def __init__(self, num_waiting: int) -> None:
         super().__init__(f"{num_waiting} bodies wait to be read, or for their rest")
+
+
+class TooManyTracesError(ServerBusyError):
+    """The number of configs that wait to be traced is at its limit."""
+
+    code = "trace.busy"
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(f"{num_waiting} configs wait to be traced, as many as may")
 
 
 class TooManyFormsError(ServerBusyError):

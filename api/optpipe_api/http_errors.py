@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["ErrorBoundary", "documented", "install", "response_to", "status_of"]
+__all__ = ["ErrorBoundary", "HeadAsGet", "documented", "install", "response_to", "status_of"]
 
 _STATUSES: dict[type[OptPipeError], int] = {
     KeyRequiredError: 401,
@@ -69,7 +69,7 @@ _WHEN = {
     406: "None of the formats above is acceptable, or the server cannot produce it.",
     409: "Proven infeasible (`needs` names what is too small), or not possible in this state.",
     413: "The body is too large.",
-    415: "The Content-Type of the body is not JSON.",
+    415: "The Content-Type of the body is not JSON, or it has a Content-Encoding.",
     422: "The request breaks a rule; `errors` names it.",
     429: "Too many jobs, requests or connections; `Retry-After` is the time until the next try.",
     500: "The solver failed, or needs more memory or time than its limit; `code` says which.",
@@ -192,7 +192,7 @@ def _problem_response(
 def _list_methods(request: Request) -> list[str]:
     """Return every method of an address. Starlette names only those of the first route."""
     own = {name: request.scope[name] for name in ("type", "path", "root_path", "headers")}
-    return [
+    found = [
         method
         for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
         if any(
@@ -200,10 +200,35 @@ def _list_methods(request: Request) -> list[str]:
             for route in request.app.router.routes
         )
     ]
+    has_head = "GET" in found and not _is_stream(request.scope)
+    return ["HEAD", *found] if has_head else found
+
+
+def _is_stream(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.endswith("/events")
 
 
 def _shorten(line: str) -> str:
     return line if len(line) <= _MAX_LINE_CHARS else f"{line[:_MAX_LINE_CHARS]}..."
+
+
+class HeadAsGet:
+    """ASGI middleware that answers HEAD as GET; the server leaves out the body.
+
+    An event stream has no end to wait for, so that it answers 405.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            inner = {**scope, "method": "HEAD" if _is_stream(scope) else "GET"}
+            await self._app(inner, receive, send)
+            scope["route"] = inner.get("route")
+        else:
+            await self._app(scope, receive, send)
 
 
 class ErrorBoundary:

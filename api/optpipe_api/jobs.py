@@ -299,8 +299,6 @@ class NewJob(JobRecord):
     ----------
     documents
         The question of its kind (see `KINDS`).
-    num_cells
-        Stages x micro-batches; layers x micro-batches of a model.
     idempotency_key
         Keys of different owners are independent.
     start
@@ -312,7 +310,6 @@ class NewJob(JobRecord):
     """
 
     documents: Documents = field(default_factory=dict)
-    num_cells: int = 0
     idempotency_key: str | None = None
     start: JobStart | None = None
     is_start_required: bool = False

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import resource
 import socket
 import ssl
-import sys
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -115,6 +113,8 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url="",
         docs_url=None,
         redoc_url=None,
+        # A redirect would lead to whatever Host the client names.
+        redirect_slashes=False,
         generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
     )
     for router in (
@@ -143,6 +143,7 @@ def create_app(settings: Settings) -> FastAPI:
         return service.keys.valid()
 
     # A request passes the middleware that is added last first.
+    app.add_middleware(http_errors.HeadAsGet)
     per_minute = settings.max_requests_per_minute
     app.add_middleware(
         KeyGate,
@@ -220,9 +221,6 @@ _BACKLOG = 64
 """Connections that wait to be accepted. The event loop accepts them all before other work: with
 2,048 a burst delayed other clients by 45 ms (benchmarks/hostile_clients.py)."""
 
-_SWITCH_INTERVAL_S = 0.0005
-_GC_THRESHOLDS = (10_000, 20, 20)
-
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return the configuration of uvicorn. Its connection limit leaves files to other uses."""
@@ -238,6 +236,8 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=sorted(settings.trusted_proxies),
         timeout_graceful_shutdown=5,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
@@ -250,31 +250,6 @@ class ApiServer(uvicorn.Server):
     A second signal does not end it earlier. Running jobs would then stay locked until their leases
     expire.
     """
-
-    _switch_interval_s = sys.getswitchinterval()
-    _gc_thresholds = gc.get_threshold()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then tune the interpreter for short pauses of the event loop.
-
-        * The objects from imports, about 400,000, are never garbage. Frozen, they save 0.1 s per
-          full collection.
-        * A full collection with 200 followers takes 0.04 s. Higher thresholds make it rarer.
-          Objects outside of cycles do not need it.
-        * A busy thread returns the interpreter lock after 0.5 ms instead of 5 ms.
-        """
-        await super().startup(sockets)
-        gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
-        self._switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop the application and restore the settings of the interpreter."""
-        await super().shutdown(sockets)
-        sys.setswitchinterval(self._switch_interval_s)
-        gc.set_threshold(*self._gc_thresholds)
-        gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.should_exit = True

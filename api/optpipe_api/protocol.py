@@ -49,6 +49,8 @@ class Protocol(HttpToolsProtocol):
       ``HEADER_FIELDS``; a larger request is answered 431, and the connection closes.
     * At most ``PIPELINED`` requests wait for an earlier answer; one more is answered 429, and the
       connection closes.
+    * A connection that closes after an answer first reads the rest of the request, until the
+      deadline of its body. Otherwise the client's system could drop the answer.
     * A new connection beyond uvicorn's ``limit_concurrency`` closes the connections that have made
       the server wait for more than ``IDLE_S``. If there are none, the new connection is aborted.
       Files are left for the database.
@@ -77,6 +79,7 @@ class Protocol(HttpToolsProtocol):
     _unparsed_bytes = 0
     """Bytes that were received since the parser last reported a field or a part of a body."""
     _headers_complete = False
+    _closes_after_body = False
     _active_at = 0.0
 
     # --- The connection
@@ -189,6 +192,8 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
+        if self.cycle is not None:
+            self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
         self._set_deadline(self.BODY_S)
 
     def on_body(self, body: bytes) -> None:
@@ -201,6 +206,14 @@ class Protocol(HttpToolsProtocol):
         self._headers_complete = False
         self._set_deadline(None)
         super().on_message_complete()
+        if self._closes_after_body:
+            self.transport.close()
+
+    def close_after_body(self) -> None:
+        """Close the connection when the request that is being received is complete."""
+        self._closes_after_body = self._headers_complete
+        if not self._closes_after_body:
+            self.transport.close()
 
     def _count(self, num_bytes: int, num_fields: int) -> None:
         self._unparsed_bytes = 0
@@ -281,3 +294,11 @@ class Protocol(HttpToolsProtocol):
             return
         self._unsent_bytes = unsent or None
         self._write_check = self.loop.call_later(self.WRITE_S, self._check_writing)
+
+
+class _AnswerTransport:
+    """What a request writes its answer to: the connection, whose end waits for the request's."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.write = protocol.transport.write
+        self.close = protocol.close_after_body

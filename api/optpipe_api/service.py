@@ -11,6 +11,7 @@ import structlog
 from optpipe_api.engine.engine import NO_OBSERVER, SlotEngine, open_solvers
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.batches import BatchService
+from optpipe_api.services.cursors import Cursors
 from optpipe_api.services.events import ConnectionLimit, SharedCalls
 from optpipe_api.services.jobs import JobCache, JobService
 from optpipe_api.services.parse_pool import ParsePool
@@ -37,9 +38,10 @@ class Service:
     """One server's stores and engine. Coroutines are for the event loop, other methods for threads.
 
     ``methods``: the descriptions of the methods that jobs may name. ``keys``: the store of API
-    keys. ``pool``: parses request bodies outside the event loop. ``connections``: limits event
-    streams and waiting requests. ``tracer``: traces configs without a formula. ``shared``: shares
-    reads of clients at the same time. ``charts``: draws schedules and frontiers.
+    keys. ``cursors``: encrypts the positions of pages. ``pool``: parses request bodies outside the
+    event loop. ``connections``: limits event streams and waiting requests. ``tracer``: traces
+    configs without a formula. ``shared``: shares reads of clients at the same time. ``charts``:
+    draws schedules and frontiers.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Service:
         self.tracer = Tracer(settings)
         self.connections = ConnectionLimit(settings.max_followers, settings.max_followers_per_key)
         self.shared = SharedCalls()
+        self.cursors = Cursors(stores.secret())
         self._stores = stores
         self._changes = changes
         self._counts_lock = threading.Lock()
@@ -66,7 +69,7 @@ class Service:
         self._engine = SlotEngine(
             stores.jobs, settings, changes.publish, self._solvers.start, observer
         )
-        cache = JobCache(settings, stores.jobs, self.pool)
+        cache = JobCache(settings, stores.jobs)
         self.jobs = JobService(
             settings, stores.jobs, self._engine, changes, cache=cache, observer=observer
         )
@@ -104,10 +107,12 @@ class Service:
     def recent_counts(self) -> dict[JobState, int]:
         """Return the counts of at most a second ago, because readiness checks need no API key.
 
-        Raises `StoreUnavailableError` if the store accepts no writes.
+        Counts from before a write failed do not count. Raises `StoreUnavailableError` if the store
+        accepts no writes.
         """
         with self._counts_lock:
-            if self._counts is None or time.monotonic() > self._counted_at + _COUNTS_FRESH_S:
+            is_old = time.monotonic() > self._counted_at + _COUNTS_FRESH_S
+            if self._counts is None or is_old or self._stores.is_failing:
                 self._counts = None
                 self._stores.probe()
                 self._counts = self.counts()
@@ -117,7 +122,7 @@ class Service:
     @property
     def is_solving(self) -> bool:
         """Whether the engine claims jobs, and can solve them."""
-        return self._engine.can_solve
+        return self._engine.can_solve and self._solvers.is_reachable
 
 
 # --- Retention: jobs and batches that ended long ago are deleted once an hour.

@@ -34,6 +34,9 @@ class Settings(BaseSettings):
         The names that requests may have as ``Host``, separated by commas. None = any name if keys
         are required or other machines can reach ``host``. Otherwise only names of this machine,
         because any web page may send the local browser here.
+    trusted_proxies
+        Addresses of proxies, separated by commas. Only their ``X-Forwarded-For`` counts, for limits
+        per address. None by default: anybody can send the header.
     ssl_certfile, ssl_keyfile
         PEM files; with both, the service speaks HTTPS.
     require_keys
@@ -106,6 +109,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[frozenset[str] | None, NoDecode] = None
+    trusted_proxies: Annotated[frozenset[str], NoDecode] = frozenset()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     require_keys: bool | None = None
@@ -150,6 +154,11 @@ class Settings(BaseSettings):
         if not isinstance(given, str):
             return given
         return frozenset(name.strip().lower() for name in given.split(",") if name.strip()) or None
+
+    @field_validator("trusted_proxies", mode="before")
+    @classmethod
+    def _split_proxies(cls, given: Any) -> Any:
+        return cls._split_hosts(given) or frozenset()
 
     @model_validator(mode="after")
     def _check_certificate(self) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from itertools import islice
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
     from optpipe.client import Client, Job
+    from optpipe_api.access import ApiKey as KeyRecord
     from optpipe_api.store import KeyStore
 
 __all__ = ["fetch", "make_jobs_app", "make_keys_app", "serve", "submit"]
@@ -382,6 +384,9 @@ DatabaseUrl = Annotated[
         help="Database of the service.  [default: OPTPIPE_DATABASE_URL, or sqlite:///optpipe.db]",
     ),
 ]
+Days = Annotated[
+    float | None, typer.Option(min=0, help="Days until the key expires.  [default: never]")
+]
 
 
 def make_keys_app() -> typer.Typer:
@@ -391,8 +396,9 @@ def make_keys_app() -> typer.Typer:
         "Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
         "  optpipe keys create --name ci --role submit\n"
         "  optpipe keys list\n"
+        "  optpipe keys rotate ci\n"
         "  optpipe keys revoke ci",
-        {"create": create_key, "list": list_keys, "revoke": revoke_key},
+        {"create": create_key, "list": list_keys, "rotate": rotate_key, "revoke": revoke_key},
     )
 
 
@@ -407,11 +413,12 @@ def create_key(
             "and changes everything."
         ),
     ] = "submit",
+    days: Days = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Make a key and print it once; only its hash is stored.
 
-    The name of a revoked key can be used again, which renews the key.
+    The name of a revoked or expired key can be used again.
 
     \b
     Examples:
@@ -421,7 +428,34 @@ def create_key(
     with _open_keys(database_url) as keys:
         from optpipe_api.access import Role
 
-        key, text = keys.create(name, Role(role))
+        key, text = keys.create(name, Role(role), _expiry(days))
+    _print_key(key, text)
+
+
+def rotate_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")],
+    overlap_hours: Annotated[
+        float, typer.Option(min=0, help="Hours in which the old key still works.")
+    ] = 24.0,
+    days: Days = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Make the next key of a name and print it once; the old key works on for a while.
+
+    \b
+    Example:
+      optpipe keys rotate ci --overlap-hours 48
+    """
+    with _open_keys(database_url, must_exist=True) as keys:
+        key, text = keys.rotate(name, overlap_hours * 3600, _expiry(days))
+    _print_key(key, text)
+
+
+def _expiry(days: float | None) -> float | None:
+    return None if days is None else time.time() + days * 86_400
+
+
+def _print_key(key: KeyRecord, text: str) -> None:
     stdout().print(text, markup=False, soft_wrap=True)
     stderr().print(
         f"key {key.name!r} with role {key.role}; it is shown only now, so keep it", markup=False
@@ -437,11 +471,11 @@ def list_keys(database_url: DatabaseUrl = None) -> None:
     """
     with _open_keys(database_url, must_exist=True) as keys:
         found = keys.all()
-    table = Table("name", "role", "id", "made", "revoked", box=None, pad_edge=False)
+    table = Table("name", "role", "id", "made", "revoked", "expires", box=None, pad_edge=False)
     for key in found:
-        revoked = "" if key.revoked_at is None else _time(key.revoked_at)
-        created = _time(key.created_at)
-        table.add_row(key.name, key.role.value, key.id, created, revoked)
+        times = (key.created_at, key.revoked_at, key.expires_at)
+        shown = ["" if seconds is None else _time(seconds) for seconds in times]
+        table.add_row(key.name, key.role.value, key.id, *shown)
     stdout().print(table)
 
 
@@ -449,15 +483,15 @@ def revoke_key(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Revoke a key; servers refuse it within 5 s. Its jobs remain.
+    """Revoke a key and cancel its jobs; servers refuse it within 5 s. Its ended jobs remain.
 
     \b
     Example:
       optpipe keys revoke ci
     """
     with _open_keys(database_url, must_exist=True) as keys:
-        key = keys.revoke(name)
-    stderr().print(f"key {key.name!r} is revoked", markup=False)
+        key, num_jobs = keys.revoke(name)
+    stderr().print(f"key {key.name!r} is revoked, {num_jobs} jobs are cancelled", markup=False)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from optpipe_api.settings import Settings
 class InstantSolvers:
     """Starts threads that call the fakes which the settings name."""
 
+    is_reachable = True
+
     def __init__(self, settings: Settings) -> None:
         self._paths = {kind.value: getattr(settings, f"{kind}_path") for kind in JobKind}
 

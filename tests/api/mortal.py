@@ -34,6 +34,7 @@ METHODS = (
     "claim",
     "heartbeat",
     "record",
+    "note_near",
     "finish",
     "requeue",
     "expire",

@@ -9,12 +9,13 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from optpipe.answers import JobState
 from optpipe_api.access import ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.auth import KeyGate, KeyRing, Rates
 from optpipe_api.errors import KeyNameError, StoreUnavailableError
 from optpipe_api.store import KeyStore, Stores
 from tests.api.live import Clock
-from tests.api.store.test_jobs import together
+from tests.api.store.test_jobs import submit, together
 
 pytestmark = pytest.mark.anyio
 
@@ -42,9 +43,9 @@ def test_a_new_key_is_found_and_its_text_is_kept_nowhere(keys: KeyStore, clock: 
 def test_a_revoked_key_is_listed_and_not_valid(keys: KeyStore, clock: Clock) -> None:
     keys.create("ci", Role.SUBMIT)
     other, _ = keys.create("ops", Role.ADMIN)
-    revoked = keys.revoke("ci")
+    revoked, _ = keys.revoke("ci")
     assert revoked.revoked_at == clock.now
-    assert keys.revoke("ci") == revoked
+    assert keys.revoke("ci") == (revoked, 0)
     assert keys.all() == [revoked, other]
     assert keys.valid() == [other]
 
@@ -58,6 +59,39 @@ def test_a_name_is_given_once_until_it_is_revoked(keys: KeyStore) -> None:
     assert keys.all() == [key]
     assert key.is_text(text)
     assert not key.is_text(old)
+
+
+def test_a_rotated_key_overlaps_with_the_next_and_then_expires(
+    keys: KeyStore, clock: Clock
+) -> None:
+    old, _ = keys.create("ci", Role.READ)
+    new, text = keys.rotate("ci", 100.0, expires_at=clock.now + 1000.0)
+    assert (new.role, new.is_text(text)) == (Role.READ, True)
+    clock.now += 99.0
+    assert [key.id for key in keys.valid()] == [old.id, new.id]
+    clock.now += 2.0
+    assert keys.valid() == [new]
+    clock.now += 1000.0
+    assert keys.valid() == []
+    with pytest.raises(KeyNameError, match="no key 'ci'"):
+        keys.rotate("ci", 100.0)
+    keys.create("ci", Role.SUBMIT)
+    assert [key.role for key in keys.all()] == [Role.SUBMIT]
+
+
+def test_the_jobs_of_a_revoked_key_end(keys: KeyStore, stores: Stores) -> None:
+    """A queued job at once, a running one at its next heartbeat; others go on."""
+    keys.create("ci", Role.SUBMIT)
+    store = stores.jobs
+    running, queued = submit(store, "ci", number=2)
+    (other,) = submit(store, "ops")
+    claim = store.claim("w", 60.0)
+    assert claim is not None
+    assert claim.job.id == running
+    assert keys.revoke("ci")[1] == 2
+    assert store.get(queued).state is JobState.CANCELLED
+    assert store.heartbeat([claim.lease], 60.0) == {claim.lease: True}
+    assert store.get(other).state is JobState.QUEUED
 
 
 def test_of_keys_made_at_once_under_one_name_one_stays(keys: KeyStore) -> None:

@@ -70,10 +70,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     run = Charts.run
 
-    async def run_without_drawing(self, function, *args):
+    async def run_without_drawing(self, function, *args, **named):
         if function in (draw_schedule, draw_frontier):
             return b"<svg/>"
-        return await run(self, function, *args)
+        return await run(self, function, *args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Charts, "run", run_without_drawing)

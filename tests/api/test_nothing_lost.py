@@ -31,7 +31,7 @@ from tests.api.serial import serial
 pytestmark = pytest.mark.long
 
 WRITES = (
-    *("add.miss", "add.near", "add.hit", "claim", "heartbeat", "record.incumbent", "record.bound"),
+    *("add.miss", "note_near", "add.hit", "claim", "heartbeat", "record.incumbent", "record.bound"),
     *("finish.succeed", "finish.prove_infeasible", "finish.fail", "finish.cancel"),
     *("requeue.death", "requeue.stop", "expire", "resume"),
     *("request_cancel.queued", "request_cancel.running"),

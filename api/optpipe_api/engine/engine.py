@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from optpipe.errors import MissingExtraError, install_command
+from optpipe_api.engine.near import MAX_NEAR_JOBS
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
-from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, TracePoint
+from optpipe_api.jobs import AttemptOutcome, DocumentKind, JobError, JobEvent, TracePoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_api.engine.processes import SolverProcess, Solvers
-    from optpipe_api.jobs import Claim, JobRecord
+    from optpipe_api.jobs import Claim, JobRecord, Lease
     from optpipe_api.settings import Settings
     from optpipe_api.store.jobs import JobStore
 
@@ -44,6 +45,7 @@ __all__ = [
 _TICK_S = 0.05
 _MIN_TIME_S = 1.0
 _RETRY_S = 0.5
+_AUTO = "auto"
 
 
 class Attempt:
@@ -51,8 +53,8 @@ class Attempt:
 
     `run` returns when the job has ended, was queued again, or belongs to another lease. Then
     ``job_after`` is the job, or None if the lease is lost. ``has_result`` says whether the process
-    has finished its work; if not, the caller must stop it. Other threads may call only `cancel` and
-    `give_back`.
+    has finished its work; if not, the caller must stop it. Other threads may call only `cancel`,
+    `give_back`, `lose` and `lease`.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class Attempt:
         self._cancelled = threading.Event()
         self._is_returned = threading.Event()
         self._stop_at: float | None = None
-        # The first heartbeat is immediate: it finds a cancellation since the claim.
-        self._heartbeat_at = 0.0
+        self._looked_at = self._began
+        self._is_lost = threading.Event()
         options = claim.job.options
         # A job that died just before its end still needs time to return its incumbent.
         time_limit_s = max(_MIN_TIME_S, options.time_limit_s - claim.job.spent_s)
@@ -106,6 +108,16 @@ class Attempt:
         """Request that the job is queued again, with its best schedule and the time it has left."""
         self._is_returned.set()
 
+    def lose(self) -> None:
+        """Stop without a write: the lease is lost."""
+        self._is_lost.set()
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease to renew; None if the attempt has not looked at its process for too long."""
+        is_stuck = time.monotonic() - self._looked_at > self._settings.lease_s
+        return None if is_stuck else self._lease
+
     def run(self, opening: Message | None) -> None:
         """Run the job until its end, or until the server closes.
 
@@ -126,14 +138,14 @@ class Attempt:
                 return
 
     def _check_clock(self) -> None:
-        """Renew the lease, pass on a cancellation, and enforce timeouts, each when it is due."""
-        now = time.monotonic()
+        """Pass on a cancellation, and enforce timeouts, each when it is due."""
+        self._looked_at = now = time.monotonic()
         if self._closing.is_set() or self._is_returned.is_set():
             self._give_back(None)
             return
-        if now >= self._heartbeat_at:
-            self._heartbeat_at = now + self._settings.heartbeat_s
-            self._renew(self._store.heartbeat)
+        if self._is_lost.is_set():
+            self._lose()
+            return
         if self._cancelled.is_set() and self._stop_at is None:
             self._stop_at = now + self._settings.stop_grace_s
             self._process.send(Message("stop"))
@@ -154,12 +166,19 @@ class Attempt:
         match message.kind:
             case "ready":
                 claim = self._claim
+                near = self._find_near()
                 job_header = {
                     "kind": claim.job.kind.value,
                     "options": asdict(self._options),
                     "is_carried": claim.is_carried,
+                    "near": list(near),
                 }
-                self._process.send(Message("job", job_header, dict(claim.documents)))
+                documents = dict(claim.documents)
+                for job_id, texts in near.items():
+                    documents |= {f"{kind} of {job_id}": text for kind, text in texts.items()}
+                self._process.send(Message("job", job_header, documents))
+            case "near":
+                self._renew(self._store.note_near, header["job_id"])
             case "progress":
                 point = TracePoint(
                     seconds=self._claim.job.spent_s + header["seconds"],
@@ -178,18 +197,33 @@ class Attempt:
             case _:
                 self._finish(_failure(header["code"], header["message"]))
 
+    def _find_near(self) -> dict[str, dict[str, str]]:
+        """Return problem and schedule of near jobs, by id, if the job may start from them.
+
+        Only the optimiser of a problem takes a start: other methods have exactly one schedule.
+        """
+        job = self._claim.job
+        is_wanted = self._settings.cache and self._options.cache != "refresh"
+        has_start = DocumentKind.SCHEDULE in self._claim.documents
+        if not is_wanted or has_start or not job.shape_hash or self._options.method != _AUTO:
+            return {}
+        return self._store.near(job.shape_hash, owner=job.owner, limit=MAX_NEAR_JOBS)
+
     def _renew(
         self, write: Callable[..., JobRecord | None], *values: object, **named: object
     ) -> None:
         """Write to the store, and renew the lease by that; stop if the lease is lost."""
         job = self._retry(write, *values, lease_s=self._settings.lease_s, **named)
         if job is None:
-            self._log("job.lost", "another server has taken the job over, or it has ended")
-            self._is_done = True
+            self._lose()
             return
         self._job = job
         if job.cancel_requested:
             self._cancelled.set()
+
+    def _lose(self) -> None:
+        self._log("job.lost", "another server has taken the job over, or it has ended")
+        self._is_done = True
 
     def _outcome(self, message: Message) -> AttemptOutcome:
         """Return the outcome of a result message."""
@@ -339,6 +373,7 @@ class SlotEngine:
         }
         steps["leases"] = self._expire_leases
         steps["borrowed"] = self._return_borrowed
+        steps["heartbeats"] = self._renew_leases
         self._threads = [
             threading.Thread(target=self._repeat, args=(step,), name=name)
             for name, step in steps.items()
@@ -462,6 +497,22 @@ class SlotEngine:
     def _claim(self) -> Claim | None:
         settings = self._settings
         return self._store.claim(self._owner, settings.lease_s, settings.max_running)
+
+    def _renew_leases(self) -> None:
+        """Renew the leases of all attempts in one transaction, then wait until the next time."""
+        running = {}
+        for attempt in list(self._attempts.values()):
+            lease = attempt.lease
+            if lease is not None:
+                running[lease] = attempt
+        if running:
+            is_cancelled = self._store.heartbeat(list(running), self._settings.lease_s)
+            for lease, attempt in running.items():
+                if lease not in is_cancelled:
+                    attempt.lose()
+                elif is_cancelled[lease]:
+                    attempt.cancel()
+        self._closing.wait(self._settings.heartbeat_s)
 
     def _return_borrowed(self) -> None:
         """Queue a borrowed job again if another key waits for its slot; wait for the next look.

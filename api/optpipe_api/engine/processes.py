@@ -48,9 +48,11 @@ __all__ = [
 # ==========  =========  ===========================================  ==========================
 # to          kind       header                                       documents
 # ==========  =========  ===========================================  ==========================
-# process     job        kind (of the job), options, is_carried       those of the job
+# process     job        kind (of the job), options, is_carried,      those of the job, and
+#                        near (ids of jobs to start from)             problem and schedule of each
 # process     stop       (finish now, keep the best)
 # server      ready      (imports are done)
+# server      near       job_id (the search starts from its schedule)
 # server      progress   seconds, method, objective_ms, bound_ms      those that improved
 # server      log        text (a sentence for the history)
 # server      result     status, objective_ms, bound_ms, method,      the answer
@@ -152,7 +154,7 @@ class SolverProcess(Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it may get another job; a cluster gives its cores to the next in line instead."""
+        """Whether it may get another job; a cluster then gives its cores to the next in line."""
 
     @property
     def machine(self) -> MachineState:
@@ -180,6 +182,10 @@ class SolverProcess(Protocol):
 
 class Solvers(Protocol):
     """A source of solver processes; any thread may use it."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the machine or cluster of the processes answers; waits for a second at most."""
 
     def start(self) -> SolverProcess:
         """Start a process. Raises `SolverFailedError` if that is impossible."""
@@ -297,6 +303,8 @@ class SolverChild:
 
 class LocalSolvers:
     """Starts solver processes as children of this server."""
+
+    is_reachable = True
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = worker_arguments(settings)

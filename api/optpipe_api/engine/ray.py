@@ -24,6 +24,7 @@ import os
 import re
 import resource
 import socket
+import time
 from collections import deque
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
@@ -54,6 +55,9 @@ _READ_S = 5.0
 _ANSWER_S = 3.0
 _FREE_CORE_S = 10.0
 _CONNECT_S = 5.0
+_KEEP_S = 60.0
+"""Jobs of an actor begin within this time. The start of an actor takes seconds."""
+_REACHABLE_S = 1.0
 _DEATH_CAUSE = re.compile(r"The actor is dead because ([^.\n]+)")
 
 
@@ -96,8 +100,6 @@ class RayProcess:
     the actor.
     """
 
-    is_reusable = False
-
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._pending = actor.read.remote(_READ_S)
@@ -105,6 +107,12 @@ class RayProcess:
         self._machine = MachineState.PENDING
         self._has_ended = False
         self._death = ""
+        self._given_at = 0.0
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether it may get another job: an actor gives its cores to the next in line in time."""
+        return time.monotonic() - self._given_at < _KEEP_S
 
     @property
     def name(self) -> str:
@@ -163,6 +171,8 @@ class RayProcess:
             self._machine, self._has_ended = MachineState.LOST, True
             self._death = _describe_death(error)
             return
+        if self._machine is MachineState.PENDING:
+            self._given_at = time.monotonic()
         self._machine = MachineState.GIVEN
         if data is None:
             self._has_ended = True
@@ -208,6 +218,15 @@ class RaySolvers:
                 f"cannot start a solver process on the Ray cluster: {_first_line(error)}; is the "
                 "cluster that RAY_ADDRESS names up?"
             ) from error
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the head of the cluster takes a connection within a second."""
+        try:
+            _check_port(ray.get_runtime_context().gcs_address, _REACHABLE_S)
+        except (OSError, RayError, RuntimeError):
+            return False
+        return True
 
     def close(self) -> None:
         """Disconnect from the cluster."""
@@ -307,7 +326,7 @@ def _do_nothing() -> None:
     return
 
 
-def _check_port(address: str) -> None:
+def _check_port(address: str, timeout_s: float = _CONNECT_S) -> None:
     """Connect to a ``host:port``, because Ray itself tries for two minutes.
 
     Raises `OSError` if nothing listens there.
@@ -316,7 +335,7 @@ def _check_port(address: str) -> None:
     if not (host and port.isdecimal()):
         return
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
     except OSError as error:
         raise OSError(f"nothing answers at RAY_ADDRESS = {address}: {error}") from error
 

@@ -16,6 +16,7 @@ from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.formats.tables import dump_comparison
 from optpipe.requests import FollowRequest, JobKind, TuneRequest
 from optpipe.schedule import Provenance, TraceEntry
+from optpipe_api.engine.near import best_start
 from optpipe_api.engine.processes import Message
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _solve(channel: Channel, job: Message, solve: Callable[..., Result]) -> Mess
     options = job.header["options"]
     reporter = ProgressReporter(channel, options["seed"], problem)
     last = job.documents.get("schedule")
-    start = None if last is None else load_schedule(last)
+    start = _start_near(channel, job, problem, reporter) if last is None else load_schedule(last)
     start_method = "given start" if start is None else start.provenance.method
     if start is not None and job.header["is_carried"]:
         start_method = "tighter problem"
@@ -84,6 +85,21 @@ def _solve(channel: Channel, job: Message, solve: Callable[..., Result]) -> Mess
         should_stop=channel.stop.is_set,
     )
     return _result_message(result)
+
+
+def _start_near(
+    channel: Channel, job: Message, problem: Problem, reporter: ProgressReporter
+) -> Schedule | None:
+    """Return the best legal schedule of near jobs, and send it as the first one; None without."""
+    ids, documents = job.header["near"], job.documents
+    others = [(documents[f"problem of {one}"], documents[f"schedule of {one}"]) for one in ids]
+    found = best_start(problem, documents["problem"], others)
+    if found is None:
+        return None
+    index, start = found
+    channel.send(Message("near", {"job_id": ids[index]}))
+    reporter.report_start(problem, start.programs, start.provenance.method, start.bound_ms)
+    return start
 
 
 def _plan(channel: Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:
@@ -289,15 +305,20 @@ class ProgressReporter:
             header["objective_ms"] = self._best_ms
             self._channel.send(Message("progress", header, _documents(schedule, progress.problem)))
 
-    def report_start(self, problem: Problem, programs: Programs, method: str) -> None:
-        """Send programs of a tighter problem as the first schedule of this problem.
+    def report_start(
+        self, problem: Problem, programs: Programs, method: str, bound_ms: float | None = None
+    ) -> None:
+        """Send programs of a tighter or near problem as the first schedule of this problem.
 
         Raises `IllegalScheduleError` if they are illegal here.
         """
         provenance = Provenance(method=method, seed=self._seed)
-        schedule = evaluate(problem, programs, provenance, stopped_by="cancelled")
+        schedule = evaluate(
+            problem, programs, provenance, bound_ms=bound_ms, stopped_by="cancelled"
+        )
         self._best_ms, self._best = schedule.objective_ms, programs
-        header = {"seconds": 0.0, "method": method, "objective_ms": self._best_ms, "bound_ms": None}
+        header = {"seconds": 0.0, "method": method, "objective_ms": self._best_ms}
+        header["bound_ms"] = bound_ms
         self._channel.send(Message("progress", header, _documents(schedule)))
 
 

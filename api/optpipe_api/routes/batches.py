@@ -110,7 +110,8 @@ def list_batches(
     service: Serving, caller: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> BatchList:
     """Return a page of batches and their progress; `next` is the `cursor` of the next page."""
-    page, following = split_page(service.batches.page(limit + 1, cursor, caller), limit)
+    found = service.batches.page(limit + 1, service.cursors.decode(cursor), caller)
+    page, following = split_page(service, found, limit)
     return BatchList(batches=tuple(_view_batch(batch, caller) for batch in page), next=following)
 
 
@@ -184,7 +185,7 @@ async def frontier(
     name, lines = await run_in_threadpool(service.batches.frontier, batch_id, caller)
     headers = {"Vary": "Accept"}
     if chosen == "svg":
-        picture = await service.charts.run(draw_frontier, tuple(lines), name)
+        picture = await service.charts.run(draw_frontier, tuple(lines), name, caller=caller)
         return Response(picture, headers=headers | NO_SCRIPTS, media_type=FRONTIER_FORMS["svg"])
     views = [
         FrontierLineView.of(

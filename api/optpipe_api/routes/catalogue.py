@@ -98,7 +98,9 @@ async def estimates(request: Request, service: Serving, _caller: Reader) -> Resp
     """Return the problem of a model on an accelerator, varied by `values`: nothing is measured."""
     # Heavy: a short request can describe a large problem, a long pipeline of many layers.
     return JsonText(
-        await parse_model_body(request, service, read_estimate, EstimateRequest, is_heavy=True)
+        await parse_model_body(
+            request, service, read_estimate, EstimateRequest, is_heavy=True, is_read=True
+        )
     )
 
 
@@ -111,7 +113,7 @@ async def estimates(request: Request, service: Serving, _caller: Reader) -> Resp
 )
 async def variants(request: Request, service: Serving, _caller: Reader) -> Response:
     """Return the problem with less memory, more micro-batches and so on: one value per axis."""
-    return JsonText(await parse_body(request, service, read_variant))
+    return JsonText(await parse_body(request, service, read_variant, is_read=True))
 
 
 # --- Tunes: the search for the fastest configuration, and its rows.

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.access import ANYBODY, Principal, Role
-from optpipe_api.bodies import etag_of, is_known, known_number, read_json_body
+from optpipe_api.bodies import etag_of, is_known, read_json_body
 from optpipe_api.service import Service
 from optpipe_api.services.events import Purpose
 
@@ -93,7 +93,6 @@ Submitter = Annotated[Principal, Depends(_require_submitter)]
 # --- Parameters.
 
 Accept = Annotated[str | None, Header()]
-# An id instead of a number: numbers would reveal how many jobs other keys have submitted.
 Cursor = Annotated[
     str | None,
     Query(pattern="^[0-9a-f]{32}$", description="`next` of the page before."),
@@ -218,18 +217,23 @@ async def parse_body(
     parse: Callable[[bytes, *Ts], T],
     *arguments: *Ts,
     is_heavy: bool = False,
+    is_read: bool = False,
     max_bytes: int | None = None,
 ) -> T:
     """Return ``parse(body, *arguments)`` for the JSON body of a request.
 
-    The service parses large bodies in processes. ``is_heavy``: parses small ones there, too. The
-    body is released before this returns.
+    The service parses large bodies in processes. ``is_heavy``: parses small ones there, too.
+    ``is_read``: whether the request submits nothing; submissions are parsed first. The body is
+    released before this returns.
 
     Raises as `read_json_body`, `ParsePool.run` and ``parse``.
     """
     limit = service.settings.max_body_bytes
     body = await read_json_body(request, min(limit, max_bytes or limit))
-    return await service.pool.run(parse, body, *arguments, is_heavy=is_heavy)
+    caller = await _find_caller(request)
+    return await service.pool.run(
+        parse, body, *arguments, caller=caller, is_heavy=is_heavy, is_read=is_read
+    )
 
 
 async def parse_model_body(
@@ -239,6 +243,7 @@ async def parse_model_body(
     model: type[ModelOnGpus],
     *arguments: *Ts,
     is_heavy: bool = False,
+    is_read: bool = False,
 ) -> T:
     """Return ``parse(body, *arguments, trace)`` for the body of a request with a model on GPUs.
 
@@ -246,8 +251,11 @@ async def parse_model_body(
     as `parse_body` and `Tracer.trace`.
     """
     body = await read_json_body(request, service.settings.max_body_bytes)
-    trace = await service.tracer.trace_body(body, model, service.pool)
-    return await service.pool.run(parse, body, *arguments, trace, is_heavy=is_heavy)
+    caller = await _find_caller(request)
+    trace = await service.tracer.trace_body(body, model, service.pool, caller, is_read=is_read)
+    return await service.pool.run(
+        parse, body, *arguments, trace, caller=caller, is_heavy=is_heavy, is_read=is_read
+    )
 
 
 class JsonText(Response):
@@ -268,11 +276,11 @@ def visible_owner(owner: str, caller: Principal) -> str | None:
     return owner if caller.role is Role.ADMIN else None
 
 
-def split_page(found: Sequence[T], limit: int) -> tuple[Sequence[T], str | None]:
+def split_page(service: Service, found: Sequence[T], limit: int) -> tuple[Sequence[T], str | None]:
     """Return a page and the cursor of the next one, from up to ``limit + 1`` records."""
     page = found[:limit]
     last: Any = page[-1] if len(found) > limit else None
-    return page, None if last is None else last.id
+    return page, None if last is None else service.cursors.encode(last.position)
 
 
 # --- Documents with entity tags.
@@ -295,7 +303,7 @@ async def answer_version(
 ) -> Response:
     """Return 304 if the client has this version in this form, else the JSON text to build."""
     headers = version_headers(document_id, number, form)
-    if known_number(if_none_match, document_id, form) == number:
+    if is_known(if_none_match, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     return JsonText(await build(), headers=headers)
 

@@ -30,6 +30,7 @@ from optpipe_api.bodies import (
     SCHEDULE_FORMS,
     TABLE_FORMS,
     decode_json,
+    is_known,
     known_number,
     preferred_form,
     read_json_body,
@@ -224,15 +225,21 @@ def list_jobs(
     state: JobState | None = None,
     tag: Annotated[Tag | None, Query()] = None,
     batch: Annotated[str | None, Query(pattern=r"^[0-9a-f]{32}$")] = None,
+    owner: Annotated[
+        str | None, Query(max_length=100, description="Name of a key; yours, unless you are admin.")
+    ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> JobList:
-    """Return a page of the jobs in a state, with a tag, of a batch.
+    """Return a page of the jobs in a state, with a tag, of a batch, of an owner.
 
     `next` is the `cursor` of the next page.
     """
-    found = service.jobs.page(limit + 1, cursor, caller, state=state, tag=tag, batch_id=batch)
-    page, following = split_page(found, limit)
+    before = service.cursors.decode(cursor)
+    found = service.jobs.page(
+        limit + 1, before, caller, owner=owner, state=state, tag=tag, batch_id=batch
+    )
+    page, following = split_page(service, found, limit)
     places = service.jobs.places(page)
     views = tuple(_view_job(job, caller, places=places) for job in page)
     return JobList(jobs=views, next=following)
@@ -514,17 +521,20 @@ async def schedule(
             stored = await wait_while_connected(request, waiting, wait)
     else:
         stored = await run_in_threadpool(service.jobs.schedule, job_id, caller)
-    if stored is None or stored.number == known:
-        headers = _schedule_headers(job_id, known or 0, chosen)
+    number = (known or 0) if stored is None else stored.number
+    headers = _schedule_headers(job_id, number, chosen)
+    if stored is None or is_known(if_none_match, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     newest, problem = stored, ""
     if chosen in {"trace", "svg"}:
         problem, newest = await run_in_threadpool(solution, service.jobs, job_id, caller)
     content: str | bytes = newest.document
     if chosen == "svg":
-        content = await service.charts.run(draw_schedule, newest.document, problem)
+        content = await service.charts.run(draw_schedule, newest.document, problem, caller=caller)
     elif chosen != "json":
-        content = await service.pool.run(dump_schedule, chosen, newest.document, problem)
+        content = await service.pool.run(
+            dump_schedule, chosen, newest.document, problem, caller=caller
+        )
     headers = _schedule_headers(job_id, newest.number, chosen)
     return Response(content, headers=headers, media_type=SCHEDULE_FORMS[chosen])
 
@@ -557,7 +567,7 @@ async def explain(
         job_id,
         stored.number,
         "explanation",
-        lambda: explain_schedule(service.pool, stored.document, problem),
+        lambda: explain_schedule(service.pool, stored.document, problem, caller),
     )
 
 
@@ -626,7 +636,7 @@ async def chart(
         job_id,
         number,
         form,
-        lambda: service.charts.run(chart_schedules, tuple(shown), theme),
+        lambda: service.charts.run(chart_schedules, tuple(shown), theme, caller=caller),
     )
 
 
@@ -668,4 +678,6 @@ async def frontier_chart(
     """Return the best objective and its bound over the memory limit, with tooltips."""
     _, lines = await run_in_threadpool(service.batches.frontier, batch_id, caller)
     # No title: the page shows the name of the batch above the chart.
-    return JsonText(await service.charts.run(chart_frontier, tuple(lines), "", theme))
+    return JsonText(
+        await service.charts.run(chart_frontier, tuple(lines), "", theme, caller=caller)
+    )

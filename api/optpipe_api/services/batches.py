@@ -32,7 +32,7 @@ from optpipe_api.errors import (
 )
 from optpipe_api.jobs import BatchItem, BatchPlan, DocumentKind, ItemPlan, JobStart, NewBatch
 from optpipe_api.services.events import Watch
-from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS, check_priority
+from optpipe_api.services.jobs import check_priority
 from optpipe_api.services.render import solution
 from optpipe_api.services.submission import ReadItem, check_num_items, hash_of, solved_job
 
@@ -53,7 +53,6 @@ __all__ = ["BatchService", "make_items"]
 
 _AXIS = "question"
 _MAX_NAME_CHARS = 200
-_MAX_TRIED_PER_BATCH = 100
 
 
 class BatchService:
@@ -103,7 +102,9 @@ class BatchService:
                 max_cells,
                 batch.options,
                 job.is_proven,
+                caller=caller,
                 is_heavy=True,
+                is_read=False,
             )
         except BodyTooHeavyError:
             raise TooLargeToDrawError(
@@ -172,10 +173,8 @@ class BatchService:
             request_hash=_request_hash(batch),
             idempotency_key=key,
         )
-        max_tried = _max_tried([item.job.num_cells for item in batch.items])
         drafts = [
-            self._jobs.cache.complete(replace(item.job, owner=caller.name), max_tried)
-            for item in batch.items
+            self._jobs.cache.complete(replace(item.job, owner=caller.name)) for item in batch.items
         ]
         record, jobs = self._store.add(
             new,
@@ -196,13 +195,12 @@ class BatchService:
             raise BatchNotFoundError(batch_id)
         return batch
 
-    def page(self, limit: int, after: str | None, caller: Principal) -> list[BatchRecord]:
-        """Return up to ``limit`` batches, newest first, that follow the one ``after``.
+    def page(self, limit: int, before: int | None, caller: Principal) -> list[BatchRecord]:
+        """Return up to ``limit`` batches, newest first, at positions below ``before``.
 
         An admin sees the batches of all keys.
         """
         owner = None if caller.role is Role.ADMIN else caller.name
-        before = None if after is None else self.find(after, caller).position
         return self._store.page(limit, before, owner=owner)
 
     def load(
@@ -307,16 +305,6 @@ class BatchService:
         timeout_s = min(seconds, self._settings.max_wait_s)
         if timeout_s > 0:
             await self._watch.until(batch_id, lambda standing: standing.is_finished, timeout_s)
-
-
-def _max_tried(num_cells: list[int]) -> int:
-    """Return the number of similar problems whose programs each item may try.
-
-    The request waits for them. The limit keeps the time for all items to a few seconds. An item
-    without a try starts without a schedule.
-    """
-    by_size = MAX_NEAR_CELLS // max(1, sum(num_cells))
-    return min(MAX_NEAR_JOBS, by_size, _MAX_TRIED_PER_BATCH // len(num_cells))
 
 
 def _request_hash(batch: ReadBatch) -> str:

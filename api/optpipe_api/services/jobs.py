@@ -1,33 +1,21 @@
 """Jobs as callers see them: submit, show, follow, cancel, resume; and the cache of answers.
 
-The cache answers a new job, or gives it a start, from finished jobs of the same owner:
-
-* A *hit* has the same problem (or model) and method, and an answer that the new job would find
-  again. The answer is proven, or is within the requested gap, or was found from the same seed with
-  at least the same budget.
-* A *near* job has a problem of the same shape with similar numbers. If its programs are legal for
-  the new problem, they become the first schedule of the new job.
-
-A job with ``cache: refresh`` uses neither, so its answer depends on its request alone.
+The cache answers a new job from a finished job of the same owner. Such a *hit* has the same problem
+(or model) and method, and an answer that the new job would find again. The answer is proven, or is
+within the requested gap, or was found from the same seed with at least the same budget. A solver
+process gives other jobs a start from a near job (`optpipe_api.engine.near`). A job with
+``cache: refresh`` uses neither, so its answer depends on its request alone.
 """
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import structlog
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.answers import Cache, JobState
-from optpipe.check import find_violations
-from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, RequestError
-from optpipe.evaluate import evaluate
-from optpipe.formats.json import load_problem, load_schedule
-from optpipe.schedule import Provenance
-from optpipe.simulate import simulate
+from optpipe.errors import InfeasibleProblemError, InputError, RequestError
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import NO_OBSERVER, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
@@ -37,7 +25,6 @@ from optpipe_api.jobs import (
     AttemptOutcome,
     DocumentKind,
     JobEvent,
-    JobStart,
 )
 from optpipe_api.services.events import Followers, Watch
 
@@ -45,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable
 
     from optpipe.answers import JobOptions
-    from optpipe.schedule import Schedule
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
     from optpipe_api.jobs import (
@@ -56,110 +42,58 @@ if TYPE_CHECKING:
         TracePoint,
     )
     from optpipe_api.services.events import Changes
-    from optpipe_api.services.parse_pool import ParsePool
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
 
 __all__ = [
-    "MAX_NEAR_CELLS",
-    "MAX_NEAR_JOBS",
-    "TOLERANCE",
     "JobCache",
     "JobService",
-    "best_start",
     "check_priority",
-    "is_near",
     "is_reusable",
 ]
 
 
-MAX_NEAR_CELLS = 20_000
-"""Cells of all near problems of one look-up together: about a second, at 50 us each."""
-MAX_NEAR_JOBS = 5
-"""Near jobs of one look-up; the newest first."""
 _MAX_SAME = 20
-_AUTO = "auto"
 
 
 class JobCache:
-    """Finds answers and starts of new jobs among finished jobs; for threads."""
+    """Finds answers of new jobs among finished jobs; for threads."""
 
-    def __init__(self, settings: Settings, store: JobStore, pool: ParsePool) -> None:
+    def __init__(self, settings: Settings, store: JobStore) -> None:
         self._is_enabled = settings.cache
         self._store = store
-        self._pool = pool
 
-    def complete(self, new: NewJob, max_near: int = MAX_NEAR_JOBS) -> NewJob:
-        """Return the job with its answer, or with a start, or unchanged.
+    def complete(self, new: NewJob) -> NewJob:
+        """Return the job with the newest answer of a hit, or unchanged.
 
         A job that has a start keeps it, unless there is an answer that is no worse.
-
-        ``max_near``: the maximum number of near jobs to try; 0 if there is no time for that.
         """
         has_schedule = DocumentKind.SCHEDULE in KINDS[new.kind].answers
         if not (self._is_enabled and has_schedule) or new.options.cache == "refresh":
             return new
-        answered = self._answer(new)
-        if answered is not None or new.start is not None:
-            return answered or new
-        return self._start(new, max_near) or new
-
-    def _answer(self, new: NewJob) -> NewJob | None:
-        """Return the job with the newest answer of a hit; None without a hit."""
-        same = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_MAX_SAME)
-        for job in same:
-            if not (is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)):
-                continue
-            is_infeasible = job.state is JobState.INFEASIBLE
-            try:
-                documents = self._store.documents(job.id, *KINDS[job.kind].answers)
-                method = self._store.made_by(job.id)
-                # If the job was resumed meanwhile, the documents may be those of another answer.
-                is_unchanged = self._store.get(job.id) == job
-            except JobNotFoundError:
-                continue
-            if is_unchanged and (is_infeasible or DocumentKind.SCHEDULE in documents):
-                outcome = AttemptOutcome(
-                    event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-                    documents=documents,
-                    objective_ms=job.objective_ms,
-                    bound_ms=job.bound_ms,
-                    error=job.error,
-                    method=method,
-                )
-                return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
-        return None
-
-    def _start(self, new: NewJob, max_near: int) -> NewJob | None:
-        """Return the job with the best start that near jobs give; None without one.
-
-        Only the optimiser of a problem takes a start: other methods have exactly one schedule.
-        """
-        limit = min(max_near, MAX_NEAR_CELLS // max(1, new.num_cells))
-        problem = new.documents.get(DocumentKind.PROBLEM)
-        if problem is None or new.options.method != _AUTO or limit == 0:
-            return None
-        kinds = (DocumentKind.PROBLEM, DocumentKind.SCHEDULE)
-        ids: list[str] = []
-        texts: list[str] = []
-        for job in self._store.alike(new.shape_hash, owner=new.owner, limit=limit):
-            with suppress(JobNotFoundError):
-                documents = self._store.documents(job.id, *kinds)
-                if len(documents) == len(kinds):
-                    ids.append(job.id)
-                    texts += [documents[kind] for kind in kinds]
-        if not ids:
-            return None
-        try:
-            best = self._pool.run_from_thread(best_start, problem, *texts)
-        except OptPipeError as error:
-            # The job can be solved without a start.
-            structlog.get_logger(__name__).warning(str(error), action="cache.near_failed")
-            return None
-        if best is None:
-            return None
-        index, start = best
-        return replace(new, cache=Cache.NEAR, source_id=ids[index], start=start)
+        found = self._store.answer(
+            new.problem_hash,
+            *KINDS[new.kind].answers,
+            kind=new.kind,
+            owner=new.owner,
+            limit=_MAX_SAME,
+            accepts=lambda job: (
+                is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)
+            ),
+        )
+        if found is None:
+            return new
+        job, documents, method = found
+        is_infeasible = job.state is JobState.INFEASIBLE
+        outcome = AttemptOutcome(
+            event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
+            documents=documents,
+            objective_ms=job.objective_ms,
+            bound_ms=job.bound_ms,
+            error=job.error,
+            method=method,
+        )
+        return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
 
 
 def is_reusable(job: JobRecord, options: JobOptions) -> bool:
@@ -172,75 +106,6 @@ def is_reusable(job: JobRecord, options: JobOptions) -> bool:
     is_noisy = options.robust is not None and job.state is not JobState.INFEASIBLE
     is_close = job.gap is not None and job.gap <= options.gap
     return (not is_noisy and (job.is_proven or is_close)) or job.options.covers(options)
-
-
-# --- Near problems: which of their programs are legal for a new problem, and which are the best.
-# Two problems of one shape are near if no time and no size differs by more than a quarter. Their
-# programs are checked and simulated under the new problem, like those of a client.
-
-TOLERANCE = 0.25
-"""Largest relative difference of a time or a size, to the larger of the two."""
-
-_SIZES = ("_ms", "_bytes", "_gb_per_s")
-
-
-def is_near(value: Any, other: Any, name: str = "") -> bool:
-    """Return whether two problems of one shape, as JSON values, differ by at most `TOLERANCE`.
-
-    Names of devices and stages may differ; the devices of a link may not.
-
-    ``name``: of the field that has these values.
-    """
-    if name.endswith(_SIZES):
-        if value is None or other is None:
-            return value is other
-        return bool(abs(value - other) <= TOLERANCE * max(abs(value), abs(other)))
-    if name in ("from", "to", "half_duplex"):
-        return bool(value == other)
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value.keys() == other.keys() and all(
-            is_near(value[key], other[key], key) for key in value
-        )
-    if isinstance(value, list) and isinstance(other, list):
-        return len(value) == len(other) and all(map(is_near, value, other))
-    return True
-
-
-def best_start(text: str, *others: str) -> tuple[int, JobStart] | None:
-    """Return the shortest legal schedule of near problems' programs, and the index of its pair.
-
-    The bound is kept only if the problem is the same. None if no programs are near and legal.
-
-    ``text``: the problem, as JSON text. ``others``: pairs of another problem and its schedule.
-    """
-    problem, fields = load_problem(text), json.loads(text)
-    best: tuple[int, Schedule] | None = None
-    for index, (other, schedule_text) in enumerate(zip(others[::2], others[1::2], strict=True)):
-        if not is_near(fields, json.loads(other)):
-            continue
-        known = load_schedule(schedule_text)
-        if find_violations(problem, known.programs):
-            continue
-        is_same = known.problem_hash == problem.problem_hash
-        schedule = evaluate(
-            problem,
-            known.programs,
-            Provenance(method=known.provenance.method, seed=known.provenance.seed),
-            bound_ms=known.bound_ms if is_same else None,
-            stopped_by="cancelled",
-            run=simulate(problem, known.programs),
-        )
-        if best is None or schedule.objective_ms < best[1].objective_ms:
-            best = index, schedule
-    if best is None:
-        return None
-    index, schedule = best
-    return index, JobStart(
-        documents={DocumentKind.SCHEDULE: schedule.model_dump_json(by_alias=True)},
-        objective_ms=schedule.objective_ms,
-        bound_ms=schedule.bound_ms,
-        method=schedule.provenance.method,
-    )
 
 
 class JobService:
@@ -314,25 +179,30 @@ class JobService:
 
     def job(self, job_id: str, caller: Principal) -> tuple[JobRecord, list[TracePoint]]:
         """Return a job and its improvements so far."""
-        job = self.find(job_id, caller)
-        return job, self._store.trace(job_id)
+        job, trace = self._store.trace(job_id)
+        if not caller.sees(job.owner):
+            raise JobNotFoundError(job_id)
+        return job, trace
 
     def page(
         self,
         limit: int,
-        after: str | None,
+        before: int | None,
         caller: Principal,
         *,
+        owner: str | None = None,
         state: JobState | None = None,
         tag: str | None = None,
         batch_id: str | None = None,
     ) -> list[JobRecord]:
-        """Return jobs older than the job ``after``, newest first; an admin sees all owners' jobs.
+        """Return jobs at positions below ``before``, newest first; an admin sees all owners' jobs.
 
-        Raises `JobNotFoundError` if the caller sees no job of that id.
+        Others see none of another owner.
         """
-        owner = None if caller.role is Role.ADMIN else caller.name
-        before = None if after is None else self.find(after, caller).position
+        if caller.role is not Role.ADMIN:
+            if owner not in (None, caller.name):
+                return []
+            owner = caller.name
         return self._store.page(limit, before, owner=owner, state=state, tag=tag, batch_id=batch_id)
 
     def document(self, job_id: str, kind: DocumentKind, caller: Principal) -> str:

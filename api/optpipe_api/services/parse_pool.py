@@ -7,14 +7,13 @@ body exceeded its limits.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import multiprocessing
 import os
 import resource
 import signal
 import threading
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
@@ -23,16 +22,19 @@ from anyio import CapacityLimiter, to_thread
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_api.errors import BodyTooHeavyError, TooManyBodiesError
+from optpipe_api.services.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
+    from optpipe_api.access import Principal
+
 __all__ = ["ParsePool"]
 
 
 _IN_THREAD_BYTES, _IN_THREAD_VALUES = 256 * 1024, 10_000
-_MAX_RUNNING, _MAX_WAITING = 2, 16
+_MAX_RUNNING, _MAX_WAITING = 2, 64
 _TIMEOUT_S = 60.0
 _MAX_KEPT_BYTES = 400_000_000
 _STATM = Path("/proc/self/statm")
@@ -42,7 +44,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class ParsePool:
-    """Calls functions on bodies; large bodies in processes.
+    """Calls functions on bodies; large bodies in processes. For one event loop.
 
     A function for a process must belong to a module, because it is pickled together with its
     arguments and its result. An `OptPipeError` whose constructor takes more than a message arrives
@@ -53,34 +55,43 @@ class ParsePool:
 
     def __init__(self, cpu_s: float = 5.0, memory_bytes: int = 2 * 1024**3) -> None:
         self._limits = (cpu_s, memory_bytes)
-        self._threads = ThreadPoolExecutor(_MAX_RUNNING, "parse")
         # Few, because each holds the interpreter's lock while it parses.
         self._limiter = CapacityLimiter(_MAX_RUNNING)
+        self._turns = Turns(_MAX_RUNNING, _MAX_WAITING, TooManyBodiesError)
+        self._threads = CapacityLimiter(_MAX_RUNNING)
         self._workers: set[_ParseWorker] = set()
         self._idle: list[_ParseWorker] = []
-        self._num_waiting = 0
         self._is_closed = False
         self._lock = threading.Lock()
 
-    async def run(self, function: Callable[[*Ts], T], *args: *Ts, is_heavy: bool = False) -> T:
+    async def run(
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        caller: Principal,
+        is_heavy: bool = False,
+        is_read: bool = True,
+    ) -> T:
         """Return the result of a function, called in a thread or in a process.
 
-        ``is_heavy``: use a process even if the arguments are small. Raises `BodyTooHeavyError` if
-        the call exceeds its time or memory, `TooManyBodiesError` if too many calls wait for a
-        process, and the errors of the function.
+        ``caller``: has a share of the calls that wait for a process. ``is_read``: whether the call
+        submits nothing; submissions run first. ``is_heavy``: use a process even if the arguments
+        are small. Raises `BodyTooHeavyError` if the call exceeds its time or memory,
+        `TooManyBodiesError` if too many calls wait for a process, and the errors of the function.
         """
-        if not is_heavy and _is_light(args):
+        num_bytes, is_light = _measure(args)
+        if is_light and not is_heavy:
             return await to_thread.run_sync(partial(function, *args), limiter=self._limiter)
-        return await asyncio.wrap_future(self._submit(function, args))
-
-    def run_from_thread(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Return the result of a function, called in this thread or in a process; as `run`."""
-        return function(*args) if _is_light(args) else self._submit(function, args).result()
+        call = partial(self._call, function, args)
+        weight = 1 + num_bytes // 1024**2
+        async with self._turns.turn(caller.name, is_read=is_read, weight=weight):
+            # A caller that gives up leaves; the call ends alone.
+            return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
 
     @property
     def num_waiting(self) -> int:
         """The number of calls that wait for a process."""
-        return self._num_waiting
+        return self._turns.num_waiting
 
     def close(self) -> None:
         """End the processes and their calls."""
@@ -89,29 +100,12 @@ class ParsePool:
             workers = list(self._workers)
         for worker in workers:
             worker.kill()
-        self._threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
-
-    def _submit(self, function: Callable[..., T], args: Sequence[Any]) -> Future[T]:
-        with self._lock:
-            if self._num_waiting >= _MAX_WAITING:
-                raise TooManyBodiesError(self._num_waiting)
-            self._num_waiting += 1
-        call = self._threads.submit(self._call, function, args)
-        call.add_done_callback(self._forget_cancelled)
-        return call
-
-    def _forget_cancelled(self, call: Future[Any]) -> None:
-        """Remove a call from the count whose caller cancelled it before it began."""
-        if call.cancelled():
-            with self._lock:
-                self._num_waiting -= 1
 
     def _call(self, function: Callable[..., T], args: Sequence[Any]) -> T:
         """Call a function in an idle or new process; keep the process if it is small enough."""
         with self._lock:
-            self._num_waiting -= 1
             worker = self._idle.pop() if self._idle else _ParseWorker(*self._limits)
             self._workers.add(worker)
             if self._is_closed:
@@ -134,12 +128,16 @@ class ParsePool:
         return result
 
 
-def _is_light(args: Sequence[Any]) -> bool:
-    """Return whether parsing takes only milliseconds; ten thousand invalid values take 20."""
+def _measure(args: Sequence[Any]) -> tuple[int, bool]:
+    """Return the bytes of the texts, and whether parsing them takes only milliseconds.
+
+    Ten thousand invalid values take 20 ms.
+    """
     texts = [arg.encode() if isinstance(arg, str) else arg for arg in args]
     bodies = [text for text in texts if isinstance(text, bytes)]
+    num_bytes = sum(map(len, bodies))
     num_values = sum(body.count(b",") for body in bodies)
-    return sum(map(len, bodies)) <= _IN_THREAD_BYTES and num_values <= _IN_THREAD_VALUES
+    return num_bytes, num_bytes <= _IN_THREAD_BYTES and num_values <= _IN_THREAD_VALUES
 
 
 class _ParseWorker:
@@ -147,6 +145,7 @@ class _ParseWorker:
 
     def __init__(self, cpu_s: float, memory_bytes: int) -> None:
         self._cpu_s = cpu_s
+        self._closing = threading.Lock()
         context = multiprocessing.get_context("spawn")
         # The process ends when this end of the pipe is closed, or is gone with the server.
         self._their_end, self._our_end = context.Pipe(duplex=False)
@@ -165,10 +164,11 @@ class _ParseWorker:
         self._our_end.close()
 
     def close(self) -> None:
-        """End the process without a call, and wait until it is gone."""
-        self.kill()
-        self._executor.shutdown()
-        self._their_end.close()
+        """End the process without a call, and wait until it is gone; from any thread."""
+        with self._closing:
+            self.kill()
+            self._executor.shutdown()
+            self._their_end.close()
 
 
 # --- Functions in the process.

@@ -122,14 +122,14 @@ class Charts:
     def close(self) -> None:
         self._pool.close()
 
-    async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    async def run(self, function: Callable[[*Ts], T], *args: *Ts, caller: Principal) -> T:
         """Return the chart or picture that a function of this module makes.
 
         Raises as the function; `TooLargeToDrawError` if it takes too much time or memory;
         `TooManyFormsError` if too many calls wait; `FormUnavailableError` if a package is missing.
         """
         try:
-            return await self._pool.run(function, *args, is_heavy=True)
+            return await self._pool.run(function, *args, caller=caller, is_heavy=True)
         except BodyTooHeavyError:
             raise _too_large(
                 f"drawing it takes more than {_CHART_CPU_S:g} s or {_CHART_MEMORY_BYTES} bytes of "
@@ -255,7 +255,7 @@ def dump_schedule(form: str, schedule: str, problem: str = "") -> str:
     return dump_chrome_trace(load_problem(problem), programs)
 
 
-async def explain_schedule(pool: ParsePool, schedule: str, problem: str) -> str:
+async def explain_schedule(pool: ParsePool, schedule: str, problem: str, caller: Principal) -> str:
     """Return the explanation of a schedule, as JSON text of `optpipe.explain.Explanation`.
 
     A large schedule holds the interpreter lock for a second or more, so a process explains it. For
@@ -265,7 +265,7 @@ async def explain_schedule(pool: ParsePool, schedule: str, problem: str) -> str:
     `ParsePool.run`.
     """
     try:
-        return await pool.run(explain_texts, schedule, problem, is_heavy=True)
+        return await pool.run(explain_texts, schedule, problem, caller=caller, is_heavy=True)
     except BodyTooHeavyError:
         raise TooLargeToDrawError(
             "the schedule is too large: explaining it takes more time or memory than this service "
@@ -304,7 +304,7 @@ async def run_on_row(
     """
     kinds = (DocumentKind.QUESTION, DocumentKind.CHECKPOINT)
     question, checkpoint = await run_in_threadpool(jobs.documents, job_id, caller, *kinds)
-    return await pool.run(function, question, checkpoint, *args, is_heavy=True)
+    return await pool.run(function, question, checkpoint, *args, caller=caller, is_heavy=True)
 
 
 def kept_row(question: str, checkpoint: str, row_id: str) -> KeptRow:

@@ -138,7 +138,7 @@ def solved_job(
 
     Raises `ProblemError` if the problem has more than ``max_cells`` cells; None = no limit.
     """
-    num_cells = _count_cells(problem, len(problem.stages), max_cells)
+    _check_cells(problem, len(problem.stages), max_cells)
     return NewJob(
         name=problem.name,
         problem_hash=problem.problem_hash,
@@ -146,7 +146,6 @@ def solved_job(
         objective=problem.objective,
         options=options,
         documents={DocumentKind.PROBLEM: problem.model_dump_json(by_alias=True)},
-        num_cells=num_cells,
         **fields,
     )
 
@@ -154,14 +153,13 @@ def solved_job(
 def planned_job(model: Model, options: JobOptions, max_cells: int | None = None) -> NewJob:
     """Return the job that plans a model; raises as `solved_job`."""
     data = model.model_dump(mode="json", by_alias=True)
-    num_cells = _count_cells(model, model.num_layers, max_cells)
+    _check_cells(model, model.num_layers, max_cells)
     return NewJob(
         name=model.name,
         problem_hash=hash_of({**data, "name": ""}),
         objective=model.objective,
         options=options,
         documents={DocumentKind.MODEL: model.model_dump_json(by_alias=True)},
-        num_cells=num_cells,
     )
 
 
@@ -234,7 +232,7 @@ _READERS: Mapping[JobKind, Callable[[Any, JobOptions, int], NewJob]] = {
 """The job of a request with these options, of at most so many cells, for each kind of job."""
 
 
-def _count_cells(document: Problem | Model, num_stages: int, max_cells: int | None) -> int:
+def _check_cells(document: Problem | Model, num_stages: int, max_cells: int | None) -> None:
     num_microbatches = document.num_microbatches
     num_cells = num_stages * num_microbatches
     if max_cells is not None and num_cells > max_cells:
@@ -243,7 +241,6 @@ def _count_cells(document: Problem | Model, num_stages: int, max_cells: int | No
             f"exceeds {max_cells}, the limit of this service (OPTPIPE_MAX_CELLS); lower "
             "num_microbatches"
         ).at(f"/{'problem' if isinstance(document, Problem) else 'model'}/num_microbatches")
-    return num_cells
 
 
 def _shape_hash(problem: Problem) -> str:

@@ -16,13 +16,14 @@ import tempfile
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from anyio import CapacityLimiter
-
 from optpipe.errors import FieldError, FieldRef
 from optpipe_api.bodies import decode_json
+from optpipe_api.errors import TooManyTracesError
+from optpipe_api.services.turns import Turns
 
 if TYPE_CHECKING:
     from optpipe.requests import ModelOnGpus
+    from optpipe_api.access import Principal
     from optpipe_api.services.parse_pool import ParsePool
     from optpipe_api.settings import Settings
 
@@ -34,7 +35,7 @@ _NEEDED = ("torch", "transformers")
 _REFUSED = 2
 _NO_MEMORY = ("MemoryError", "allocate", "failed to map segment")
 """Words in the last line of a process whose address space is full."""
-_MAX_RUNNING = 1
+_MAX_RUNNING, _MAX_WAITING = 1, 8
 _MAX_KEPT = 32
 
 
@@ -51,17 +52,23 @@ class Tracer:
     """Traces models in child processes, one at a time, and keeps the newest answers.
 
     A form asks again with each change of a degree, and a trace takes seconds: most of it is the
-    import of torch. So the answers of the last questions are kept.
+    import of torch. So the answers of the last questions are kept. Callers take turns.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._seconds = settings.trace_time_limit_s
         self._memory_bytes = settings.trace_memory_bytes
-        self._limiter = CapacityLimiter(_MAX_RUNNING)
+        self._turns = Turns(_MAX_RUNNING, _MAX_WAITING, TooManyTracesError)
         self._kept: OrderedDict[str, str] = OrderedDict()
 
     async def trace_body(
-        self, body: bytes, request: type[ModelOnGpus], pool: ParsePool
+        self,
+        body: bytes,
+        request: type[ModelOnGpus],
+        pool: ParsePool,
+        caller: Principal,
+        *,
+        is_read: bool,
     ) -> str | None:
         """Return the trace that a body's request needs, as JSON text; None if it needs none.
 
@@ -69,13 +76,18 @@ class Tracer:
         """
         if b'"config"' not in body:
             return None
-        question = await pool.run(read_trace_question, body, request)
-        return None if question is None else await self.trace(question)
+        question = await pool.run(
+            read_trace_question, body, request, caller=caller, is_read=is_read
+        )
+        if question is None:
+            return None
+        return await self.trace(question, caller.name, is_read=is_read)
 
-    async def trace(self, question: str) -> str:
+    async def trace(self, question: str, owner: str, *, is_read: bool) -> str:
         """Return the traced model of a question, as JSON text.
 
-        Raises `FieldError` if the model cannot be traced within the limits, or not at all here.
+        Raises `FieldError` if the model cannot be traced within the limits, or not at all here, and
+        `TooManyTracesError` if too many questions wait.
         """
         if question in self._kept:
             self._kept.move_to_end(question)
@@ -90,7 +102,7 @@ class Tracer:
                 FieldRef("trace"),
                 ", which optpipe estimate and tune make on your machine",
             )
-        async with self._limiter:
+        async with self._turns.turn(owner, is_read=is_read):
             if question in self._kept:  # another request has traced it meanwhile
                 return self._kept[question]
             answer = await self._run_child(question)

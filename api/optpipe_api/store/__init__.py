@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_api.jobs import AttemptOutcome
 from optpipe_api.store.batches import BatchStore
-from optpipe_api.store.database import connect, probe
+from optpipe_api.store.database import connect, is_failing, load_secret, probe
 from optpipe_api.store.jobs import JobStore
 from optpipe_api.store.keys import KeyStore
 
@@ -32,6 +32,15 @@ class Stores:
     jobs: JobStore
     batches: BatchStore
     keys: KeyStore
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a write has failed since the last probe."""
+        return is_failing(self.engine)
+
+    def secret(self) -> str:
+        """Return a random text that all servers of the database share."""
+        return load_secret(self.engine)
 
     def probe(self) -> None:
         """Raise `StoreUnavailableError` unless the database accepts a write."""

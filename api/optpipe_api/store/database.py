@@ -7,6 +7,7 @@ database is upgraded by the migrations.
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from optpipe_api.store.tables import metadata
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["connect", "probe", "reading", "writing"]
+__all__ = ["connect", "is_failing", "load_secret", "probe", "reading", "writing"]
 
 _BUSY_TIMEOUT_S = 10
 _POOL_SIZE = 20
@@ -45,6 +46,8 @@ _LIBPQ_TIMEOUTS = {
 }
 _WRITE_LOCK = "optpipe_write_lock"
 _FILE = "optpipe_file"
+_FAILURE = "optpipe_failure"
+_PROBE_BYTES = 64 * 1024
 _HIDDEN = "***"
 _TOO_OLD = {f"{number:04}" for number in range(1, 8)}
 """Revisions whose migrations are gone."""
@@ -66,6 +69,7 @@ def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
             "OPTPIPE_DATABASE_URL or --database-url"
         )
     engine = _sqlite(parsed) if parsed.drivername == "sqlite" else _postgres(parsed)
+    engine.update_execution_options(**{_FAILURE: threading.Event()})
     try:
         with writing(engine) as connection:
             _create_or_upgrade(connection)
@@ -83,7 +87,7 @@ def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
 
 
 def probe(engine: sa.Engine) -> None:
-    """Write a row without a change, to find a full disk, a lost file or a read-only file.
+    """Write 64 KiB, to find a full disk, a lost file or a read-only file.
 
     Raises `StoreUnavailableError` if the database does not answer or does not accept the write.
     """
@@ -95,7 +99,27 @@ def probe(engine: sa.Engine) -> None:
             "put it back and restart the server"
         )
     with writing(engine) as connection:
-        connection.execute(sql.WRITE_PROBE)
+        value = secrets.token_hex(_PROBE_BYTES // 2)
+        connection.execute(sql.PUT_VALUE, {"name": "probe", "value": value})
+    _failure(engine).clear()
+
+
+def is_failing(engine: sa.Engine) -> bool:
+    """Return whether a write has failed since the last probe of this process."""
+    return _failure(engine).is_set()
+
+
+def load_secret(engine: sa.Engine) -> str:
+    """Return a random text that belongs to the database; make it for the first caller."""
+    with writing(engine) as connection:
+        connection.execute(sql.ADD_VALUE, {"name": "secret", "value": secrets.token_hex(32)})
+        text: str = connection.execute(sql.VALUE, {"name": "secret"}).scalar_one()
+        return text
+
+
+def _failure(engine: sa.Engine) -> threading.Event:
+    failure: threading.Event = engine.get_execution_options()[_FAILURE]
+    return failure
 
 
 @contextmanager
@@ -115,7 +139,7 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
     beginning. If it took the lock after a read, it would fail after a write of another process.
     """
     lock: threading.Lock | None = engine.get_execution_options().get(_WRITE_LOCK)
-    with _translated_errors(engine):
+    with _translated_errors(engine, _failure(engine)):
         if lock is None:
             with engine.begin() as connection:
                 yield connection
@@ -132,12 +156,14 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 @contextmanager
-def _translated_errors(engine: sa.Engine) -> Iterator[None]:
+def _translated_errors(engine: sa.Engine, failure: threading.Event | None = None) -> Iterator[None]:
     try:
         yield
     except (exc.DatabaseError, exc.InterfaceError, exc.TimeoutError) as error:
         if isinstance(error, _STATEMENT_ERRORS):
             raise
+        if failure is not None:
+            failure.set()
         raise StoreUnavailableError(
             f"the database {_without_secrets(engine.url)} does not answer: "
             f"{_reason(error, engine.url)}; check that it is there, reachable and writable"
@@ -195,8 +221,8 @@ def _reason(error: Exception, url: sa.URL) -> str:
     """Return the first line of the driver's message, without the passwords of the URL."""
     text = str(getattr(error, "orig", None) or error).strip().split("\n", maxsplit=1)[0]
     names = {name for name in url.query if "pass" in name.lower()}
-    secrets = [url.password, *(value for name in names for value in url.normalized_query[name])]
-    for secret in filter(None, secrets):
+    hidden = [url.password, *(value for name in names for value in url.normalized_query[name])]
+    for secret in filter(None, hidden):
         text = text.replace(secret, _HIDDEN)
     return text
 

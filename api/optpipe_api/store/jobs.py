@@ -214,17 +214,48 @@ class JobStore:
         with reading(self._engine) as connection:
             return jobs_of(connection, page_rows(connection, jobs, limit, filters))
 
-    def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[JobRecord]:
-        """Return an owner's succeeded and infeasible jobs of one problem or model, newest first."""
+    def answer(
+        self,
+        problem_hash: str,
+        *kinds: DocumentKind,
+        kind: JobKind,
+        owner: str,
+        limit: int,
+        accepts: Callable[[JobRecord], bool],
+    ) -> tuple[JobRecord, dict[str, str], str] | None:
+        """Return an owner's newest accepted job of one problem or model that has an answer.
+
+        Its documents of these kinds and its method come with it, all of one moment. Of the jobs
+        that succeeded or are infeasible, ``limit`` are looked at.
+        """
         parameters = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
         with reading(self._engine) as connection:
-            return jobs_of(connection, connection.execute(sql.SAME_JOBS, parameters).all())
+            # One at a time: the newest is nearly always accepted.
+            for row in connection.execute(sql.SAME_JOBS, parameters).all():
+                (job,) = jobs_of(connection, [row])
+                if not accepts(job):
+                    continue
+                wanted = {"id": job.id, "kinds": [one.value for one in kinds]}
+                found = connection.execute(sql.DOCUMENTS_OF_JOB, wanted)
+                texts = {one.kind: one.document for one in found if one.kind is not None}
+                if job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts:
+                    method = connection.execute(sql.NEWEST_METHOD, {"at": job.position})
+                    return job, texts, method.scalar_one_or_none() or ""
+            return None
 
-    def alike(self, shape_hash: str, *, owner: str, limit: int) -> list[JobRecord]:
-        """Return an owner's finished jobs of one shape that have a schedule, newest first."""
+    def near(self, shape_hash: str, *, owner: str, limit: int) -> dict[str, dict[str, str]]:
+        """Return problem and schedule of an owner's newest finished jobs of one shape, by id."""
         parameters = {"hash": shape_hash, "owner": owner, "most": limit}
+        kinds = [DocumentKind.PROBLEM.value, DocumentKind.SCHEDULE.value]
         with reading(self._engine) as connection:
-            return jobs_of(connection, connection.execute(sql.ALIKE_JOBS, parameters).all())
+            ids = connection.execute(sql.ALIKE_JOBS, parameters).scalars().all()
+            found: dict[str, dict[str, str]] = {}
+            for job_id in ids:
+                rows = connection.execute(sql.DOCUMENTS_OF_JOB, {"id": job_id, "kinds": kinds})
+                texts = {row.kind: row.document for row in rows}
+                if len(texts) == len(kinds):
+                    found[job_id] = texts
+            return found
 
     def documents(self, job_id: str, *kinds: DocumentKind) -> dict[str, str]:
         """Return the documents of these kinds that a job has, all of one moment."""
@@ -264,17 +295,13 @@ class JobStore:
             rows = connection.execute(sql.HISTORY, {"at": at, "after": after, "most": limit})
             return [to_record(HistoryEntry, row, kind=EventKind(row.kind)) for row in rows]
 
-    def trace(self, job_id: str) -> list[TracePoint]:
-        """Return the better schedules and higher bounds of a job's history, oldest first."""
+    def trace(self, job_id: str) -> tuple[JobRecord, list[TracePoint]]:
+        """Return a job, and the better schedules and higher bounds of its history, oldest first."""
         with reading(self._engine) as connection:
-            rows = connection.execute(sql.TRACE, {"at": _find(connection, job_id).position})
-            return [to_record(TracePoint, row) for row in rows]
-
-    def made_by(self, job_id: str) -> str:
-        """Return the method of the newest incumbent; an empty text without one."""
-        with reading(self._engine) as connection:
-            parameters = {"at": _find(connection, job_id).position}
-            return connection.execute(sql.NEWEST_METHOD, parameters).scalar_one_or_none() or ""
+            row = _find(connection, job_id)
+            rows = connection.execute(sql.TRACE, {"at": row.position})
+            points = [to_record(TracePoint, one) for one in rows]
+            return jobs_of(connection, [row])[0], points
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs in each state; health checks call it, too."""
@@ -422,11 +449,20 @@ class JobStore:
             order = _next_owners(connection, server, max_running)
             return {owner for borrows, owner in order if not borrows}
 
-    def heartbeat(self, lease: Lease, lease_s: float) -> JobRecord | None:
-        """Renew a lease; None if it is lost."""
+    def heartbeat(self, leases: Sequence[Lease], lease_s: float) -> dict[Lease, bool]:
+        """Renew the leases of one owner in one transaction.
+
+        Returns the leases that hold, each with whether the end of its job is requested.
+        """
+        wanted = set(leases)
+        is_cancelled: dict[Lease, bool] = {}
         with writing(self._engine) as connection:
-            row = _leased(connection, lease)
-            return None if row is None else self._renew(connection, row, lease_s)
+            for ids in groups_of_ids([lease.job_id for lease in leases]):
+                values: dict[str, Any] = {"ids": ids, "server": leases[0].owner}
+                values["expires_at"] = self._now() + lease_s
+                for row in connection.execute(sql.RENEW_LEASES, values):
+                    is_cancelled[Lease(row.id, leases[0].owner, row.attempt)] = row.cancel_requested
+        return {lease: ends for lease, ends in is_cancelled.items() if lease in wanted}
 
     def record(
         self,
@@ -446,6 +482,17 @@ class JobStore:
                 return None
             better = _store_improvement(connection, row, point, self._now(), documents)
             return self._renew(connection, row, lease_s, **better)
+
+    def note_near(self, lease: Lease, source_id: str, lease_s: float) -> JobRecord | None:
+        """Store the near job that a job starts from, and renew the lease; None if it is lost."""
+        with writing(self._engine) as connection:
+            row = _leased(connection, lease)
+            if row is None:
+                return None
+            text = f"started from a schedule of job {source_id}"
+            add_entry(connection, row, self._now(), EventKind.LOG, text=text)
+            near = {"cache": Cache.NEAR.value, "source_id": source_id}
+            return self._renew(connection, row, lease_s, **near)
 
     def tell(self, lease: Lease, text: str, lease_s: float) -> JobRecord | None:
         """Add a sentence of a search to the history and renew the lease; None if it is lost."""

@@ -1,10 +1,11 @@
 """The store of API keys, over SQLite and PostgreSQL.
 
 1. **Secret.** `create` returns the text of a key once. The store keeps only a digest.
-2. **One name, one key.** Two valid keys never have the same name. If two are created at the same
-   time under one name, one of them is refused.
-3. **Renewal.** The name of a revoked key can be given to a new key. The new key owns what the old
-   key created, because jobs belong to names. The old key stays invalid.
+2. **One name, one key.** A key is created only under a name without a valid key. If two are created
+   at the same time under one name, one of them is refused.
+3. **Rotation.** `rotate` makes the next key of a name. The keys before it stay valid for a while.
+   All own what any of them creates, because jobs belong to names.
+4. **Revocation.** `revoke` ends all keys of a name and cancels its jobs.
 
 Methods block. They raise `StoreUnavailableError` if the database does not answer.
 """
@@ -19,7 +20,7 @@ from optpipe_api.access import KEY_NAME, ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.errors import KeyNameError
 from optpipe_api.store import statements as sql
 from optpipe_api.store.database import reading, writing
-from optpipe_api.store.shared import to_record
+from optpipe_api.store.shared import cancel, to_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ class KeyStore:
         self._engine = engine
         self._now = clock
 
-    def create(self, name: str, role: Role) -> tuple[ApiKey, str]:
+    def create(self, name: str, role: Role, expires_at: float | None = None) -> tuple[ApiKey, str]:
         """Create a key; return its record and its text.
 
         Raises `KeyNameError` if the name is not allowed, or a valid key has it.
@@ -46,44 +47,90 @@ class KeyStore:
                 f"{name[:120]!r} cannot be a key's name: use 1 to 100 letters, digits, '.', '_', "
                 "'@' and '-', and begin with a letter or a digit"
             )
+        try:
+            with writing(self._engine) as connection:
+                if self._valid_of(connection, name):
+                    raise _name_taken(name)
+                return self._insert(connection, name, role, expires_at)
+        except IntegrityError:
+            raise _name_taken(name) from None
+
+    def rotate(
+        self, name: str, overlap_s: float, expires_at: float | None = None
+    ) -> tuple[ApiKey, str]:
+        """Create the next key of a name, with the same role; return its record and its text.
+
+        The keys before it expire after ``overlap_s``. Raises `KeyNameError` if no valid key has
+        this name, or another call rotates it at the same time.
+        """
+        now = self._now()
+        try:
+            with writing(self._engine) as connection:
+                valid = self._valid_of(connection, name)
+                if not valid:
+                    raise _no_such_name(name)
+                until = {"of_name": name, "now": now, "until": now + overlap_s}
+                connection.execute(sql.EXPIRE_KEYS, until)
+                return self._insert(connection, name, valid[-1].role, expires_at)
+        except IntegrityError:
+            raise _name_taken(name) from None
+
+    def _valid_of(self, connection: sa.Connection, name: str) -> list[ApiKey]:
+        rows = connection.execute(sql.VALID_KEYS, {"now": self._now()})
+        return [_key_of(row) for row in rows if row.name == name]
+
+    def _insert(
+        self, connection: sa.Connection, name: str, role: Role, expires_at: float | None
+    ) -> tuple[ApiKey, str]:
         text = mint()
         values: dict[str, Any] = {
             "id": id_of(text) or "",
             "name": name,
             "digest": digest_of(text),
             "created_at": self._now(),
+            "expires_at": expires_at,
         }
-        try:
-            with writing(self._engine) as connection:
-                connection.execute(sql.DELETE_REVOKED_KEY, {"name": name})
-                connection.execute(sql.INSERT_KEY, {**values, "role": role.value})
-        except IntegrityError:
-            raise KeyNameError(
-                f"there is a key {name!r} already; choose another name, or renew this one: "
-                f"`optpipe keys revoke {name}`, then create it again"
-            ) from None
+        connection.execute(sql.DELETE_INVALID_KEYS, {"name": name, "now": self._now()})
+        connection.execute(sql.INSERT_KEY, {**values, "role": role.value})
         return ApiKey(role=role, **values), text
 
     def all(self) -> list[ApiKey]:
-        """Return every key by name, revoked keys included."""
+        """Return every key by name, revoked and expired keys included."""
         with reading(self._engine) as connection:
             return [_key_of(row) for row in connection.execute(sql.ALL_KEYS)]
 
     def valid(self) -> list[ApiKey]:
         with reading(self._engine) as connection:
-            return [_key_of(row) for row in connection.execute(sql.VALID_KEYS)]
+            rows = connection.execute(sql.VALID_KEYS, {"now": self._now()})
+            return [_key_of(row) for row in rows]
 
-    def revoke(self, name: str) -> ApiKey:
-        """Make a key invalid; a key that is revoked already does not change.
+    def revoke(self, name: str) -> tuple[ApiKey, int]:
+        """Make the keys of a name invalid, and cancel its jobs; return the newest and how many.
 
-        Raises `KeyNameError` if no key has this name.
+        A key that is revoked already does not change. Raises `KeyNameError` if no key has this
+        name.
         """
+        now = self._now()
         with writing(self._engine) as connection:
-            connection.execute(sql.REVOKE_KEY, {"of_name": name, "revoked_at": self._now()})
-            row = connection.execute(sql.KEY_BY_NAME, {"name": name}).one_or_none()
-        if row is None:
-            raise KeyNameError(f"there is no key {name[:120]!r}; `optpipe keys list` lists them")
-        return _key_of(row)
+            connection.execute(sql.REVOKE_KEYS, {"of_name": name, "now": now})
+            keys = connection.execute(sql.KEYS_OF_NAME, {"name": name}).all()
+            if not keys:
+                raise _no_such_name(name)
+            unfinished = connection.execute(sql.UNFINISHED_OF_OWNER_LOCKED, {"owner": name}).all()
+            for row in unfinished:
+                cancel(connection, row, now)
+            return _key_of(keys[-1]), len(unfinished)
+
+
+def _name_taken(name: str) -> KeyNameError:
+    return KeyNameError(
+        f"there is a key {name!r} already; choose another name, or renew this one: "
+        f"`optpipe keys rotate {name}`"
+    )
+
+
+def _no_such_name(name: str) -> KeyNameError:
+    return KeyNameError(f"there is no key {name[:120]!r}; `optpipe keys list` lists them")
 
 
 def _key_of(row: sa.Row[Any]) -> ApiKey:

@@ -24,6 +24,7 @@ from optpipe_api.store.tables import (
     events,
     job_tags,
     jobs,
+    service_values,
     turns,
 )
 
@@ -49,8 +50,15 @@ _BATCH_RECORD = [column for column in batches.c if column.name != "document"]
 
 LOCK_MIGRATIONS = select(func.pg_advisory_xact_lock(0x0F71D1FE))
 LOCK_CLAIMS = select(func.pg_advisory_xact_lock(0x0F71D1FF))
-# A write that changes nothing: it fails if the disk is full or the file is read-only.
-WRITE_PROBE = sa.text("UPDATE alembic_version SET version_num = version_num")
+# It fails if the disk is full or the file is read-only.
+PUT_VALUE = sa.text(
+    "INSERT INTO service_values (name, value) VALUES (:name, :value) "
+    "ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+)
+ADD_VALUE = sa.text(
+    "INSERT INTO service_values (name, value) VALUES (:name, :value) ON CONFLICT (name) DO NOTHING"
+)
+VALUE = select(service_values.c.value).where(service_values.c.name == param("name"))
 
 
 @cache
@@ -85,6 +93,12 @@ JOB_UNDER_LEASE_LOCKED = JOB_BY_ID_LOCKED.where(
 )
 UPDATE_JOB = sa.update(jobs).where(job.position == _AT).returning(jobs)
 # Compare and set: the UPDATE finds the job only in the state and attempt that it starts from.
+RENEW_LEASES = (
+    sa.update(jobs)
+    .where(_RUNNING, job.lease_owner == param("server"), job.id.in_(_IDS))
+    .values(lease_expires_at=param("expires_at"))
+    .returning(job.id, job.attempt, job.cancel_requested)
+)
 CHANGE_STATE = UPDATE_JOB.where(
     job.state == param("from_state"), job.attempt == param("from_attempt")
 )
@@ -98,7 +112,7 @@ SAME_JOBS = _NEWEST_OF_OWNER.where(
     job.kind == param("kind"),
     job.state.in_([JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]),
 )
-ALIKE_JOBS = _NEWEST_OF_OWNER.where(
+ALIKE_JOBS = _NEWEST_OF_OWNER.with_only_columns(job.id).where(
     job.shape_hash == param("hash"), job.state.in_(FINAL), job.objective_ms.is_not(None)
 )
 _LAST_ENTRY = select(func.max(event.number)).where(event.position == job.position).scalar_subquery()
@@ -291,10 +305,26 @@ BEST_ENDED_ITEM = BEST_ITEM.where(job.finished_at.is_not(None))
 # --- API keys.
 
 INSERT_KEY = sa.insert(api_keys)
-ALL_KEYS = select(api_keys).order_by(key.name)
-VALID_KEYS = select(api_keys).where(key.revoked_at.is_(None))
-KEY_BY_NAME = select(api_keys).where(key.name == param("name"))
-DELETE_REVOKED_KEY = sa.delete(api_keys).where(
-    key.name == param("name"), key.revoked_at.is_not(None)
+_IS_VALID = key.revoked_at.is_(None) & (key.expires_at.is_(None) | (key.expires_at > param("now")))
+ALL_KEYS = select(api_keys).order_by(key.name, key.created_at)
+VALID_KEYS = ALL_KEYS.where(_IS_VALID)
+KEYS_OF_NAME = ALL_KEYS.where(key.name == param("name"))
+DELETE_INVALID_KEYS = sa.delete(api_keys).where(key.name == param("name"), ~_IS_VALID)
+# A rotated key expires; one that would expire sooner does.
+EXPIRE_KEYS = (
+    sa.update(api_keys)
+    .where(key.name == param("of_name"), _IS_VALID)
+    .where(key.expires_at.is_(None) | (key.expires_at > param("until")))
+    .values(expires_at=param("until"))
 )
-REVOKE_KEY = sa.update(api_keys).where(key.name == param("of_name"), key.revoked_at.is_(None))
+REVOKE_KEYS = (
+    sa.update(api_keys)
+    .where(key.name == param("of_name"), key.revoked_at.is_(None))
+    .values(revoked_at=param("now"))
+)
+UNFINISHED_OF_OWNER_LOCKED = (
+    select(jobs)
+    .where(job.owner == param("owner"), job.state.in_(UNFINISHED))
+    .order_by(job.position)
+    .with_for_update()
+)

@@ -130,10 +130,27 @@ api_keys = sa.Table(
     "api_keys",
     metadata,
     sa.Column("id", sa.String(16), primary_key=True),
-    sa.Column("name", sa.String(100), nullable=False, unique=True),
+    sa.Column("name", sa.String(100), nullable=False),
     sa.Column("role", sa.String(16), nullable=False),
     # SHA-256 of 256 random bits. Nobody can guess them, so a slow hash would add nothing.
     sa.Column("digest", sa.String(64), nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("revoked_at", sa.Double),
+    sa.Column("expires_at", sa.Double),
+    # Of the keys of one name, one has no end: that which a rotation makes.
+    sa.Index(
+        "ix_api_keys_endless",
+        "name",
+        unique=True,
+        sqlite_where=sa.text("revoked_at IS NULL AND expires_at IS NULL"),
+        postgresql_where=sa.text("revoked_at IS NULL AND expires_at IS NULL"),
+    ),
+)
+
+# What the servers of a database share: a secret, and a text that readiness checks write.
+service_values = sa.Table(
+    "service_values",
+    metadata,
+    sa.Column("name", sa.String(32), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
 )

@@ -17,20 +17,23 @@ from contextlib import ExitStack, closing
 from typing import Any, cast
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Programs, load_schedule
-from optpipe.answers import JobState
+from optpipe import Problem, Programs, load_schedule
+from optpipe.answers import JobOptions, JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
 from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
 from optpipe_api.engine.tasks import ProgressReporter
 from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.services.submission import solved_job
+from optpipe_api.store import open_stores
 from optpipe_solver import Progress
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
-from tests.api.live import make_settings, until
+from tests.api.live import make_settings, two_stages, until
 from tests.building import problem, programs, stage
 
 pytestmark = pytest.mark.long
@@ -77,7 +80,7 @@ def test_every_incumbent_is_stored_and_told_as_it_comes(threads: Bench) -> None:
     assert not first.state.is_final
     assert bench.schedule(job_id).objective_ms <= first.objective_ms
     bench.end(job_id)
-    trace = bench.store.trace(job_id)
+    trace = bench.store.trace(job_id)[1]
     found = [point.objective_ms for point in trace if point.objective_ms is not None]
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
@@ -204,15 +207,41 @@ def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:
     job_id = bench.submit("")
     lease = bench.store.claim(engine._owner, 0.0).lease
     engine._checked_at -= 3600
-    renewal = threading.Timer(0.2, bench.store.heartbeat, (lease, 60.0))
+    renewal = threading.Timer(0.2, bench.store.heartbeat, ([lease], 60.0))
     renewal.start()
     engine._expire_leases()
     renewal.join()
     job = bench.store.get(job_id)
     assert (job.state, job.deaths) == (JobState.RUNNING, 0)
-    bench.store.heartbeat(lease, 0.0)
+    bench.store.heartbeat([lease], 0.0)
     engine._expire_leases()
     assert bench.store.get(job_id).deaths == 1
+
+
+def test_running_jobs_renew_their_leases_in_one_transaction(tmp_path) -> None:
+    """Thirty jobs cost as many transactions as one."""
+    settings = make_settings(tmp_path, solver_processes=30, heartbeat_s=0.2, lease_s=1.0)
+    with closing(open_stores(settings.database_url)) as stores:
+        engine = SlotEngine(stores.jobs, settings, lambda _: None, InstantSolvers(settings).start)
+        new = solved_job(Problem.parse(two_stages("improve:1:600")), JobOptions(time_limit_s=900.0))
+        for _ in range(30):
+            stores.jobs.add(new, max_queued=99)
+        engine.start()
+        try:
+            until(lambda: all(job.has_schedule for job in stores.jobs.page(99)))
+            begun: list[str] = []
+
+            def note(connection: Any) -> None:
+                begun.append(connection.get_execution_options().get("optpipe_begin", "BEGIN"))
+
+            sa.event.listen(stores.engine, "begin", note)
+            time.sleep(3.0)
+            sa.event.remove(stores.engine, "begin", note)
+            running = stores.jobs.page(99)
+        finally:
+            engine.close()
+    assert {(job.state, job.deaths) for job in running} == {(JobState.RUNNING, 0)}
+    assert 3 <= begun.count("BEGIN IMMEDIATE") <= 15
 
 
 def _no_process() -> Any:
@@ -235,7 +264,7 @@ def test_a_killed_solver_process_loses_nothing(bench: Bench) -> None:
     assert again.objective_ms <= before.objective_ms
     job = bench.end(job_id)
     assert (job.state, job.deaths) == (JobState.SUCCEEDED, 1)
-    methods = [point.method for point in bench.store.trace(job_id)]
+    methods = [point.method for point in bench.store.trace(job_id)[1]]
     assert len(methods) == len(set(methods)) == 5  # nothing was found twice: it started from there
 
 
@@ -274,7 +303,7 @@ def test_shutdown_gives_running_jobs_back_with_their_incumbents(open_bench) -> N
     second = open_bench()
     job = second.end(job_id)
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 0)
-    assert len(second.store.trace(job_id)) == 5
+    assert len(second.store.trace(job_id)[1]) == 5
 
 
 def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> None:
@@ -321,7 +350,7 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
     monkeypatch.setattr(engine, "_RETRY_S", 0.01)
     job = bench.end(bench.submit("improve:3:0.1"))
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
-    assert len(store.trace(job.id)) == 4
+    assert len(store.trace(job.id)[1]) == 4
     assert set(missed) == {"heartbeat", "record", "finish"}
 
 

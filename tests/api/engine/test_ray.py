@@ -139,7 +139,9 @@ def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:
 def test_every_incumbent_comes_and_a_cancelled_job_keeps_its_best(bench: Bench) -> None:
     job_id = bench.submit("improve:3:0.2")
     assert bench.end(job_id).state is JobState.SUCCEEDED
-    assert [point.method for point in bench.store.trace(job_id)] == [f"fake-{n}" for n in range(4)]
+    assert [point.method for point in bench.store.trace(job_id)[1]] == [
+        f"fake-{n}" for n in range(4)
+    ]
     deaf = bench.submit("stubborn")
     bench.until(deaf, lambda job: job.has_schedule)
     bench.cancel(deaf)
@@ -154,7 +156,7 @@ def test_a_dead_actor_is_a_death_of_the_attempt_and_loses_nothing(bench: Bench, 
     os.kill(parent_of(solver), signal.SIGKILL)
     job = bench.end(job_id)
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 1)
-    methods = [point.method for point in bench.store.trace(job_id)]
+    methods = [point.method for point in bench.store.trace(job_id)[1]]
     assert len(methods) == len(set(methods)) == 5  # it started from where the first had come
     logs = [entry.text or "" for entry in bench.store.history(job_id) if entry.kind == "log"]
     assert any("its Ray actor died" in log for log in logs)
@@ -174,6 +176,8 @@ def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) ->
     started: list[SolverProcess] = []
 
     class Noted:
+        is_reachable = True
+
         def start(self) -> SolverProcess:
             started.append(solvers.start())
             return started[-1]

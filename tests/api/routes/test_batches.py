@@ -15,8 +15,6 @@ from optpipe_api import Settings
 from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooLargeError
 from optpipe_api.services import submission
-from optpipe_api.services.batches import _max_tried
-from optpipe_api.services.jobs import MAX_NEAR_CELLS, MAX_NEAR_JOBS
 from optpipe_api.services.submission import read_batch
 from tests.api import fake_solver, start_solver
 from tests.api.live import (
@@ -365,13 +363,3 @@ def test_batches_of_others_do_not_exist(tmp_path) -> None:
         answer = as_["ann"].post(BASE, json=body(axes={"memory_scale": [1, 0.9, 0.8, 0.7]}))
         assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
         assert as_["ann"].post(BASE, json=body()).status_code in (200, 202)
-
-
-def test_all_items_together_try_so_many_near_problems() -> None:
-    """However many items there are, and however large: the request waits for it."""
-    assert _max_tried([10] * 3) == MAX_NEAR_JOBS
-    for cells in ([10] * 500, [10_000] * 3, [1000] * 10, [1], [MAX_NEAR_CELLS + 1]):
-        tried = _max_tried(cells)
-        assert 0 <= tried <= MAX_NEAR_JOBS
-        assert tried * len(cells) <= 100
-        assert tried * sum(cells) <= MAX_NEAR_CELLS

@@ -1,11 +1,13 @@
 """Configs without a formula: the service traces them in a child process, or says why not."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from optpipe.planning import Training, find_model
 from optpipe_api import Settings
+from optpipe_api.errors import TooManyTracesError
 from optpipe_api.services import tracing
 from tests.api.live import connected, make_settings
 from tests.api.routes.test_jobs import fault
@@ -118,3 +120,27 @@ def test_a_trace_above_the_limits_of_the_service_is_refused(tmp_path, limit) -> 
         answer = http.post("/v1/estimates", json={"config": OLMO2, **ASKED})
     assert answer.status_code == 422
     assert "OPTPIPE_TRACE_TIME_LIMIT_S" in answer.json()["detail"]
+
+
+def test_traces_wait_in_a_line_in_which_each_key_has_a_share(monkeypatch, tmp_path) -> None:
+    """One key may fill the line, and a submission of another key is traced before its reads."""
+    traced: list[str] = []
+
+    async def trace_all() -> list[Any]:
+        tracer = tracing.Tracer(make_settings(tmp_path))
+        monkeypatch.setattr(tracer, "_run_child", run_child)
+        calls = [tracer.trace(f"r{number}", "reader", is_read=True) for number in range(30)]
+        calls.append(tracer.trace("other reader", "other", is_read=True))
+        calls.append(tracer.trace("submission", "submitter", is_read=False))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def run_child(question: str) -> str:
+        await asyncio.sleep(0.01)
+        traced.append(question)
+        return question
+
+    monkeypatch.setattr(tracing, "_NEEDED", ())
+    *reads, other, submission = asyncio.run(trace_all())
+    refused = [one for one in reads if isinstance(one, TooManyTracesError)]
+    assert (len(refused), other, submission) == (21, "other reader", "submission")
+    assert traced[:2] == ["r0", "submission"]

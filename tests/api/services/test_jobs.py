@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from optpipe import Problem, check_schedule, evaluate, load_schedule
+from optpipe import Problem, evaluate
 from optpipe.answers import Cache, JobOptions, JobState
 from optpipe.requests import JobKind
 from optpipe.schedule import Provenance
 from optpipe_api.access import ANYBODY, Principal, Role
-from optpipe_api.errors import BodyTooHeavyError, JobNotFoundError, ScheduleNotFoundError
+from optpipe_api.errors import JobNotFoundError, ScheduleNotFoundError
 from optpipe_api.jobs import (
     AttemptOutcome,
     HistoryEntry,
@@ -28,14 +26,10 @@ from optpipe_api.jobs import (
 )
 from optpipe_api.services.events import Changes
 from optpipe_api.services.jobs import (
-    MAX_NEAR_CELLS,
-    TOLERANCE,
     JobCache,
     JobService,
-    is_near,
     is_reusable,
 )
-from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, two_stages
@@ -75,9 +69,8 @@ class Bench:
         engine: Any = Engine()
         self.engine = engine
         self.changes = Changes()
-        self.pool = ParsePool()
         self.waiting: list[asyncio.Future[Any]] = []
-        cache = JobCache(self.settings, self.store, self.pool)
+        cache = JobCache(self.settings, self.store)
         self.jobs = JobService(self.settings, self.store, engine, self.changes, cache=cache)
 
     def submit(self, who: Principal = ANYBODY, key: str | None = None, **kwargs) -> JobRecord:
@@ -106,7 +99,6 @@ class Bench:
         return [] if entries is None else [entry async for entry in entries]
 
     def close(self) -> None:
-        self.pool.close()
         self.stores.close()
 
 
@@ -289,8 +281,7 @@ class Shelf:
         self.settings = make_settings(folder, **({"cache": True} | settings))
         self.stores = open_stores(self.settings.database_url)
         self.store = self.stores.jobs
-        self.pool = ParsePool()
-        self.cache = JobCache(self.settings, self.store, self.pool)
+        self.cache = JobCache(self.settings, self.store)
 
     def new(self, problem: Problem, owner: str = "", **options) -> NewJob:
         return solved_job(problem, replace(JobOptions(time_limit_s=5.0), **options), owner=owner)
@@ -322,7 +313,6 @@ class Shelf:
         return self.store.finish(claim.lease, outcome)
 
     def close(self) -> None:
-        self.pool.close()
         self.stores.close()
 
 
@@ -422,13 +412,8 @@ def test_an_older_answer_counts_where_the_newest_does_not(shelf) -> None:
 def test_what_was_cut_short_is_no_answer_but_a_start(shelf, event: JobEvent) -> None:
     job = shelf.solved(two(), event=event)
     new = shelf.ask(two())
-    assert (new.cache, new.source_id, new.finished) == (Cache.NEAR, job.id, None)
-
-
-def test_a_bound_of_the_same_problem_comes_with_the_start(shelf) -> None:
-    job = shelf.solved(two(), time_limit_s=1.0)
-    start = shelf.ask(two()).start
-    assert (start.objective_ms, start.bound_ms) == (job.objective_ms, 1.0)
+    assert (new.cache, new.finished) == (Cache.MISS, None)
+    assert list(shelf.store.near(new.shape_hash, owner="", limit=5)) == [job.id]
 
 
 def test_a_job_of_somebody_else_is_neither(shelf) -> None:
@@ -458,108 +443,3 @@ def test_a_plan_that_was_made_before_comes_with_its_problem(shelf) -> None:
     new = shelf.cache.complete(plan)
     assert (new.cache, new.documents) == (Cache.HIT, {"model": "M"})
     assert new.finished.documents == {"problem": "P", "schedule": "S"}
-
-
-# Which problems are near
-
-
-@given(st.floats(1, 1e6), st.floats(0.5, 2))
-def test_near_is_a_quarter_of_the_larger_number_and_mutual(value: float, factor: float) -> None:
-    """What is near does not depend on which of the two came first."""
-    a, b = {"forward_ms": value}, {"forward_ms": value * factor}
-    assert is_near(a, b) is is_near(b, a)
-    larger, smaller = max(value, value * factor), min(value, value * factor)
-    if abs((larger - smaller) / larger - TOLERANCE) > 1e-9:
-        assert is_near(a, b) is ((larger - smaller) / larger < TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("changes", "near"),
-    [
-        ({"forward_ms": 12.5}, True),
-        ({"forward_ms": 13.4}, False),
-        ({"activation_bytes": 800}, True),
-        ({"activation_bytes": 700}, False),
-        ({"static_bytes": 1}, False),
-        ({"grad_sync_ms": 0.1}, False),
-        ({"backward_ms": None}, False),
-    ],
-)
-def test_every_time_and_every_size_counts(shelf, changes, near: bool) -> None:
-    shelf.solved(two())
-    assert shelf.ask(two(**changes)).cache is (Cache.NEAR if near else Cache.MISS)
-
-
-def test_names_do_not_count_and_links_do(shelf) -> None:
-    data = two_stages() | {"links": [{"from": 0, "to": 1, "latency_ms": 1.0}]}
-    shelf.solved(Problem.parse(data))
-    renamed = [{**device, "name": "other", "host": "h"} for device in data["devices"]]
-    assert shelf.ask(Problem.parse(data | {"devices": renamed})).cache is Cache.NEAR
-    slow = data | {"links": [{"from": 0, "to": 1, "latency_ms": 2.0}]}
-    assert shelf.ask(Problem.parse(slow)).cache is Cache.MISS
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_microbatches": 5},
-        {"objective": "span"},
-        {"devices": [{"memory_bytes": 4000}, {"memory_bytes": 4000}, {"memory_bytes": 4000}]},
-    ],
-)
-def test_another_shape_is_never_near(shelf, changes: dict[str, Any]) -> None:
-    shelf.solved(two())
-    assert shelf.ask(Problem.parse(two_stages(**changes))).cache is Cache.MISS
-
-
-def test_a_start_is_checked_and_simulated_under_the_new_problem(shelf) -> None:
-    shelf.solved(two())
-    problem = two(forward_ms=11)
-    start = shelf.ask(problem).start
-    schedule = load_schedule(start.documents["schedule"])
-    check_schedule(problem, schedule)
-    again = evaluate(problem, schedule.programs, Provenance(method="again"))
-    assert start.objective_ms == schedule.objective_ms == again.objective_ms
-    assert (start.method, start.bound_ms, schedule.bound_ms) == ("zb", None, None)
-
-
-def test_programs_that_are_illegal_here_are_no_start(shelf) -> None:
-    """The serial schedule holds one activation at a time, which has room in the first only."""
-    shelf.solved(Problem.parse(two_stages(devices=[{"memory_bytes": 1100}] * 2)))
-    for memory_bytes, expected in ((1000, Cache.NEAR), (999, Cache.MISS)):
-        devices = [{"memory_bytes": memory_bytes}] * 2
-        assert shelf.ask(Problem.parse(two_stages(devices=devices))).cache is expected
-
-
-def test_the_best_of_the_newest_five_is_the_start(shelf) -> None:
-    jobs = [
-        shelf.solved(two(forward_ms=10 + n / 10), fused)
-        for n, fused in enumerate((4, 1, 3, 2, 0, 1))
-    ]
-    new = shelf.ask(two(forward_ms=11))
-    assert new.source_id == jobs[2].id
-
-
-def test_large_problems_are_tried_less_and_the_largest_not_at_all(shelf) -> None:
-    best = shelf.solved(two(forward_ms=10), 4)
-    last = shelf.solved(two(forward_ms=10.5), 1)
-    new = shelf.new(two(forward_ms=11))
-    for cells, source in ((8, best), (MAX_NEAR_CELLS // 2, best), (MAX_NEAR_CELLS, last)):
-        assert shelf.cache.complete(replace(new, num_cells=cells)).source_id == source.id
-    largest = replace(new, num_cells=MAX_NEAR_CELLS + 1)
-    assert shelf.cache.complete(largest).cache is Cache.MISS
-    assert shelf.cache.complete(new, max_near=0).cache is Cache.MISS
-
-
-def test_other_methods_get_no_start(shelf) -> None:
-    shelf.solved(two(), method="1f1b")
-    assert shelf.ask(two(forward_ms=11), method="1f1b").cache is Cache.MISS
-
-
-def test_a_search_for_a_start_that_fails_is_done_without(shelf, monkeypatch) -> None:
-    def too_heavy(*_: object) -> None:
-        raise BodyTooHeavyError("5 s")
-
-    shelf.solved(two())
-    monkeypatch.setattr(shelf.pool, "run_from_thread", too_heavy)
-    assert shelf.ask(two(forward_ms=11)).cache is Cache.MISS

@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from optpipe.errors import InputError, ProblemError
+from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.errors import BodyTooHeavyError, TooManyBodiesError
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import heavy
 from tests.api.fleet import is_running
 from tests.api.live import until
 
+T = TypeVar("T")
 LARGE = b"x" * 300_000
 ROOT = Path(__file__).parents[2]
 
@@ -30,14 +32,14 @@ def pool():
         yield pool
 
 
-def spin(pool: ParsePool) -> None:
-    with pytest.raises(BodyTooHeavyError):
-        pool.run_from_thread(heavy.spin, LARGE)
+def run(pool: ParsePool, function: Callable[[bytes], T], body: bytes = LARGE) -> T:
+    """What the pool makes of a body."""
+    return asyncio.run(pool.run(function, body, caller=ANYBODY))
 
 
 @pytest.mark.parametrize("body", [b"x" * 10, LARGE])
 def test_small_bodies_are_read_here_and_large_ones_elsewhere(pool, body: bytes) -> None:
-    pid, length = asyncio.run(pool.run(heavy.measure, body))
+    pid, length = run(pool, heavy.measure, body)
     assert length == len(body)
     assert (pid == os.getpid()) is (body is not LARGE)
 
@@ -45,12 +47,12 @@ def test_small_bodies_are_read_here_and_large_ones_elsewhere(pool, body: bytes) 
 @pytest.mark.parametrize("body", [b"x", LARGE])
 def test_an_error_of_ours_arrives_as_what_it_is(pool, body: bytes) -> None:
     with pytest.raises(ProblemError, match="bytes: one too many"):
-        pool.run_from_thread(heavy.refuse, body)
+        run(pool, heavy.refuse, body)
 
 
 def test_an_error_that_says_more_than_a_message_keeps_its_message(pool) -> None:
     with pytest.raises(InputError, match="two"):
-        pool.run_from_thread(heavy.refuse_with_more, LARGE)
+        run(pool, heavy.refuse_with_more)
 
 
 @pytest.mark.parametrize("function", [heavy.spin, heavy.eat, heavy.die])
@@ -58,62 +60,75 @@ def test_what_takes_too_much_is_refused_and_the_next_body_is_read(
     pool, function: Callable[[bytes], Any]
 ) -> None:
     with pytest.raises(BodyTooHeavyError, match="1 s or 2147483648 bytes"):
-        pool.run_from_thread(function, LARGE)
-    assert pool.run_from_thread(heavy.measure, LARGE)[1] == len(LARGE)
+        run(pool, function)
+    assert run(pool, heavy.measure)[1] == len(LARGE)
 
 
 def test_a_process_is_kept_whatever_its_parent_has(pool) -> None:
     """Linux counts what the parent had into the most that the child ever had."""
     ballast = bytearray(b"x" * 500_000_000)
-    before, _ = pool.run_from_thread(heavy.measure, LARGE)
-    assert pool.run_from_thread(heavy.measure, LARGE)[0] == before
+    before, _ = run(pool, heavy.measure)
+    assert run(pool, heavy.measure)[0] == before
     assert ballast
 
 
 def test_a_process_that_has_grown_is_replaced(pool) -> None:
-    before, _ = pool.run_from_thread(heavy.hoard, LARGE)
-    assert pool.run_from_thread(heavy.measure, LARGE)[0] != before
+    before, _ = run(pool, heavy.hoard)
+    assert run(pool, heavy.measure)[0] != before
 
 
 def test_a_fault_of_ours_is_one(pool) -> None:
     with pytest.raises(ZeroDivisionError):
-        pool.run_from_thread(heavy.fail, LARGE)
+        run(pool, heavy.fail)
 
 
 def test_what_is_printed_is_no_answer(pool, capfd) -> None:
-    assert pool.run_from_thread(heavy.talk, LARGE) == "said"
+    assert run(pool, heavy.talk) == "said"
     assert capfd.readouterr().out == ""
 
 
-def test_a_queue_of_large_bodies_ends_somewhere(pool) -> None:
-    """And a body whose process is ended meanwhile takes no other one with it."""
-    began, refused, lengths = threading.Barrier(30), [], []
+def test_submissions_are_read_beside_any_number_of_estimates(pool) -> None:
+    """Of 80 estimates of one key some are refused. All 40 submissions of another key are read."""
+    reader, submitter = Principal("reader", Role.READ), Principal("submitter", Role.SUBMIT)
 
-    def submit() -> None:
-        began.wait()
-        try:
-            lengths.append(pool.run_from_thread(heavy.measure, LARGE)[1])
-        except TooManyBodiesError as error:
-            refused.append(error.retry_after_s)
+    async def read_all() -> list[Any]:
+        options: dict[str, Any] = {"is_heavy": True}
+        reads = [pool.run(heavy.measure, b"r", caller=reader, **options) for _ in range(80)]
+        submissions = [
+            pool.run(heavy.measure, b"s", caller=submitter, is_read=False, **options)
+            for _ in range(40)
+        ]
+        return await asyncio.gather(*reads, *submissions, return_exceptions=True)
 
-    threads = [threading.Thread(target=submit) for _ in range(30)]
-    blocker = threading.Thread(target=spin, args=(pool,))
-    for thread in (blocker, *threads):
-        thread.start()
-    for thread in (blocker, *threads):
-        thread.join()
-    assert refused.count(5) == len(refused) < 30
-    assert lengths == [len(LARGE)] * (30 - len(refused))
+    found = asyncio.run(read_all())
+    assert [type(one) for one in found].count(TooManyBodiesError) == 14
+    assert all(isinstance(one, tuple) for one in found[80:])
+
+
+def test_a_large_body_takes_a_place_for_each_megabyte(pool) -> None:
+    """A process that is ended meanwhile ends no other call."""
+    body = b"x" * 8_000_000
+
+    async def read_all() -> list[Any]:
+        calls = [pool.run(heavy.measure, body, caller=ANYBODY) for _ in range(12)]
+        blocker = pool.run(heavy.die, LARGE, caller=ANYBODY)
+        return await asyncio.gather(blocker, *calls, return_exceptions=True)
+
+    dead, *found = asyncio.run(read_all())
+    assert isinstance(dead, BodyTooHeavyError)
+    assert [isinstance(one, TooManyBodiesError) for one in found].count(True) == 3
+    assert [one for one in found if isinstance(one, tuple) and one[1] != len(body)] == []
 
 
 def test_whoever_gives_up_leaves_the_queue(pool) -> None:
     """As a request does whose key is revoked: places that are never free again end in refusals."""
 
     async def give_up() -> None:
-        busy = [asyncio.create_task(pool.run(heavy.spin, LARGE)) for _ in range(2)]
+        busy = [asyncio.create_task(pool.run(heavy.spin, LARGE, caller=ANYBODY)) for _ in range(2)]
         await asyncio.sleep(0)
         await asyncio.to_thread(until, lambda: pool.num_waiting == 0)
-        waiting = [asyncio.create_task(pool.run(heavy.measure, LARGE)) for _ in range(3)]
+        calls = [pool.run(heavy.measure, LARGE, caller=ANYBODY) for _ in range(3)]
+        waiting = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(0)
         assert pool.num_waiting == 3
         for task in waiting:
@@ -125,12 +140,13 @@ def test_whoever_gives_up_leaves_the_queue(pool) -> None:
 
 
 SERVER = """
-import time
+import asyncio, time
+from optpipe_api.access import ANYBODY
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import heavy
-from tests.api.fleet import is_running
 if __name__ == "__main__":
-    print(ParsePool().run_from_thread(heavy.measure, b"x" * 300_000)[0], flush=True)
+    body = b"x" * 300_000
+    print(asyncio.run(ParsePool().run(heavy.measure, body, caller=ANYBODY))[0], flush=True)
     time.sleep(600)
 """
 
@@ -147,8 +163,13 @@ def test_a_process_ends_with_its_server_however_that_ended() -> None:
 
 def test_closing_ends_what_is_read() -> None:
     pool = ParsePool(cpu_s=60.0)
-    pid, _ = pool.run_from_thread(heavy.measure, LARGE)
-    thread = threading.Thread(target=spin, args=(pool,))
+    pid, _ = run(pool, heavy.measure)
+
+    def spin() -> None:
+        with pytest.raises(BodyTooHeavyError):
+            run(pool, heavy.spin)
+
+    thread = threading.Thread(target=spin)
     thread.start()
     time.sleep(0.5)
     pool.close()

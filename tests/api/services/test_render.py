@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from optpipe.errors import MissingExtraError
+from optpipe_api.access import ANYBODY
 from optpipe_api.errors import (
     BodyTooHeavyError,
     FormUnavailableError,
@@ -117,14 +118,20 @@ def test_a_process_makes_the_same_as_this_one(shown, monkeypatch) -> None:
     with closing(Charts()) as maker:
 
         def drawn(*shown: Shown) -> str:
-            return asyncio.run(maker.run(render.chart_schedules, shown, "light"))
+            return asyncio.run(draw(shown))
+
+        async def draw(shown: tuple[Shown, ...]) -> str:
+            return await maker.run(render.chart_schedules, shown, "light", caller=ANYBODY)
 
         assert drawn(shown) == render.chart_schedules([shown], "light")
         with pytest.raises(NotComparableError, match="no published method"):
             drawn(Shown(problem=shown.problem, method="magic"))
-        monkeypatch.setattr("optpipe_api.services.parse_pool._MAX_WAITING", 0)
+
+        async def draw_many() -> None:
+            await asyncio.gather(*[draw(shown) for _ in range(70)])
+
         with pytest.raises(TooManyFormsError):
-            drawn(shown)
+            asyncio.run(draw_many())
 
 
 @pytest.mark.parametrize("kind", ["chart", "picture"])
@@ -166,4 +173,4 @@ def test_what_ends_a_process_is_said_of_drawing(
     with closing(Charts()) as charts:
         monkeypatch.setattr(charts._pool, "run", run)
         with pytest.raises(expected, match=words):
-            asyncio.run(charts.run(render.draw_schedule, "", ""))
+            asyncio.run(charts.run(render.draw_schedule, "", "", caller=ANYBODY))

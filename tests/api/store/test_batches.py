@@ -178,7 +178,7 @@ def test_retry_gives_failed_jobs_their_whole_time_again_and_their_schedules(stor
         assert (claim.job.id, claim.documents.get("schedule")) == (first.job.id, "{}")
         # It overruns its time.
         clock.now += 6
-        stores.jobs.heartbeat(claim.lease, LEASE_S)
+        stores.jobs.heartbeat([claim.lease], LEASE_S)
         stores.jobs.finish(claim.lease, FAILED)
 
 

@@ -7,7 +7,16 @@ import pytest
 from optpipe.answers import Cache, EventKind, JobState
 from optpipe.requests import JobKind
 from optpipe_api.errors import KeyReusedError, QueueFullError, StateConflictError, TooManyJobsError
-from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, JobStart, Standing, StoredSchedule
+from optpipe_api.jobs import (
+    AttemptOutcome,
+    DocumentKind,
+    JobError,
+    JobEvent,
+    JobRecord,
+    JobStart,
+    Standing,
+    StoredSchedule,
+)
 from tests.api.store.test_jobs import LEASE_S, add, claimed, document_text, new, point, store
 
 __all__ = ["store"]
@@ -75,12 +84,12 @@ def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> Non
         "P8",
         "S8",
     )
-    assert store.trace(job.id)[-1].method == "plan"
+    assert store.trace(job.id)[1][-1].method == "plan"
 
 
 def test_a_tune_has_a_question_and_what_it_found_goes_on_with_it(store) -> None:
     """Like a plan's cut; found is what comes last, unless with a schedule that is worse."""
-    tune = {"kind": JobKind.TUNE, "documents": {"question": "Q"}, "num_cells": 0}
+    tune = {"kind": JobKind.TUNE, "documents": {"question": "Q"}}
     claim = claimed(store, changes=tune)
     assert (
         claim.documents.get("question"),
@@ -213,7 +222,7 @@ def test_a_standing_moves_with_all_that_happens_and_only_then(store) -> None:
     (claim,) = claims
     step(lambda: store.record(claim.lease, point(9.0), LEASE_S, documents={"schedule": "S"}))
     step(lambda: store.record(claim.lease, point(None, 1.0), LEASE_S))
-    store.heartbeat(claim.lease, LEASE_S)
+    store.heartbeat([claim.lease], LEASE_S)
     assert store.standings(ids) == seen[-1]
     step(lambda: store.requeue(claim.lease, death="it died", max_attempts=9))
     step(lambda: store.request_cancel(ids[0]))
@@ -250,7 +259,7 @@ def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
     entries = store.history(claim.job.id)
     assert [entry.is_final for entry in entries] == [False] * 9 + [True]
     assert {entry.at for entry in entries} == {clock.now}
-    trace = [(one.objective_ms, one.bound_ms) for one in store.trace(claim.job.id)]
+    trace = [(one.objective_ms, one.bound_ms) for one in store.trace(claim.job.id)[1]]
     assert trace == [(9.0, None), (None, 2.0), (8.0, 2.0), (7.0, 2.0)]
 
 
@@ -320,10 +329,23 @@ def test_the_same_are_answered_jobs_of_one_owner_newest_first(store) -> None:
     finished(store, changes={"owner": "b"})
     finished(store, changes={"kind": JobKind.PLAN})
     claimed(store)
-    key = new().problem_hash
-    found = store.same(key, kind=JobKind.SOLVE, owner="", limit=9)
-    assert [job.id for job in found] == [infeasible, newer, older]
-    assert len(store.same(key, kind=JobKind.SOLVE, owner="", limit=2)) == 2
+    seen: list[str] = []
+
+    def accepts(job: JobRecord) -> bool:
+        seen.append(job.id)
+        return bool(job.id == older)
+
+    def answer(limit: int) -> Any:
+        seen.clear()
+        key = new().problem_hash
+        return store.answer(
+            key, *DocumentKind, kind=JobKind.SOLVE, owner="", limit=limit, accepts=accepts
+        )
+
+    job, documents, method = answer(9)
+    assert (job.id, seen) == (older, [infeasible, newer, older])
+    assert (set(documents), method) == ({"problem", "schedule"}, "m")
+    assert (answer(2), seen) == (None, [infeasible, newer])
 
 
 def test_the_alike_have_ended_with_a_schedule(store) -> None:
@@ -337,4 +359,4 @@ def test_the_alike_have_ended_with_a_schedule(store) -> None:
     claim = claimed(store, changes=shape)
     store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
     add(store, changes=shape)
-    assert [job.id for job in store.alike("sha256:s", owner="", limit=9)] == ended[::-1]
+    assert list(store.near("sha256:s", owner="", limit=9)) == ended[::-1]

@@ -247,13 +247,13 @@ def test_many_claimers_at_once_never_share_a_job_and_keep_turns_and_limits(
 def test_a_heartbeat_and_a_record_keep_a_lease(store, clock: Clock) -> None:
     lease = claimed(store).lease
     clock.now += LEASE_S - 1
-    assert store.heartbeat(lease, LEASE_S) is not None
+    assert store.heartbeat([lease], LEASE_S) == {lease: False}
     clock.now += LEASE_S - 1
     assert store.record(lease, point(bound_ms=1.0), LEASE_S) is not None
     clock.now += LEASE_S - 1
     assert store.expire(3) == []
     clock.now += LEASE_S
-    assert store.heartbeat(lease, LEASE_S) is not None, "it lapsed, and nobody took it"
+    assert store.heartbeat([lease], LEASE_S) == {lease: False}, "it lapsed, and nobody took it"
     assert store.expire(3) == []
 
 
@@ -300,7 +300,7 @@ def test_who_lost_a_lease_can_write_nothing_more(store, clock: Clock) -> None:
     current = store.claim("worker", LEASE_S).lease
     assert old.owner == current.owner
     assert_refuses_writes(store, old)
-    assert store.heartbeat(current, LEASE_S) is not None
+    assert store.heartbeat([old, current], LEASE_S) == {current: False}
 
 
 def test_a_job_that_dies_too_often_fails_with_a_sentence(store, clock: Clock) -> None:
@@ -339,7 +339,7 @@ def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
         AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "last"}, objective_ms=8.1),
     )
     assert (store.schedule(job.id).document, job.objective_ms) == ("better", 8.0)
-    trace = store.trace(job.id)
+    trace = store.trace(job.id)[1]
     assert [(one.objective_ms, one.bound_ms) for one in trace] == [(9.0, 2.0), (8.0, 2.0)]
 
 
@@ -395,7 +395,7 @@ def test_a_cancelled_job_is_not_started_again(store, clock: Clock, how: str) -> 
 
 def assert_refuses_writes(store: JobStore, lease) -> None:
     before = store.get(lease.job_id)
-    assert store.heartbeat(lease, LEASE_S) is None
+    assert store.heartbeat([lease], LEASE_S) == {}
     assert store.record(lease, point(0.1, 0.1), LEASE_S, documents={"schedule": "late"}) is None
     assert (
         store.finish(lease, AttemptOutcome(event=JobEvent.SUCCEED, documents={"schedule": "late"}))

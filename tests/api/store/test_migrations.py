@@ -103,7 +103,7 @@ def test_every_job_has_its_documents_tags_and_history(old: Stores) -> None:
     assert (solved.objective_ms, solved.bound_ms, solved.num_schedules) == (8.0, 7.0, 2)
     kinds = [entry.kind for entry in old.jobs.history(solved.id)]
     assert kinds == [EventKind.STATE] * 2 + [EventKind.INCUMBENT] * 2 + [EventKind.STATE]
-    assert [one.objective_ms for one in old.jobs.trace(solved.id)] == [9.0, 8.0]
+    assert [one.objective_ms for one in old.jobs.trace(solved.id)[1]] == [9.0, 8.0]
     stored = old.jobs.schedule(solved.id, with_problem=True)
     assert stored is not None
     assert (stored.number, stored.problem) == (2, "problem of solved")

@@ -35,8 +35,10 @@ CALLS: dict[str, Callable[[Stores], Any]] = {
     "page of both": lambda stores: stores.jobs.page(50, owner="o1", state=JobState.FAILED),
     "page of a tag": lambda stores: stores.jobs.page(50, 900, tag="t"),
     "page of batches": lambda stores: stores.batches.page(50, 900),
-    "the same": lambda stores: stores.jobs.same("p1", kind=JobKind.SOLVE, owner="o1", limit=20),
-    "alike": lambda stores: stores.jobs.alike("s1", owner="o1", limit=5),
+    "answer": lambda stores: stores.jobs.answer(
+        "p1", kind=JobKind.SOLVE, owner="o1", limit=20, accepts=bool
+    ),
+    "near": lambda stores: stores.jobs.near("s1", owner="o1", limit=5),
     "get": lambda stores: stores.jobs.get(ID),
     "schedule": lambda stores: stores.jobs.schedule(ID),
     "documents": lambda stores: stores.jobs.documents(ID, *DocumentKind),
