@@ -96,6 +96,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIASES",
+    "CHOSEN_BY_PLAN",
     "DEFAULT_NOISE",
     "DEFAULT_THRESHOLD",
     "MAX_AUTO_GPUS",
@@ -103,6 +104,7 @@ __all__ = [
     "CompareOptions",
     "CompareRequest",
     "CurrentRun",
+    "EstimateAndPlan",
     "EstimateRequest",
     "FixedDegrees",
     "FollowRequest",
@@ -1117,6 +1119,16 @@ class EstimateRequest(ModelOnGpus):
                 )
             ranks += [kind.hardware] * (count // gpus_per_stage)
         return ranks
+
+
+CHOSEN_BY_PLAN = ("chunks", "placement", "layout", "slices", "lengths", "costs")
+"""Fields of an estimate that a plan does not take."""
+
+
+class EstimateAndPlan(EstimateRequest):
+    """A model on accelerators, and the options to plan its cut, placement and schedule."""
+
+    options: PlanOptions = Field(default_factory=PlanOptions)
 
 
 class VariantRequest(Request):

@@ -77,13 +77,13 @@ def takes(
     Parameters
     ----------
     without
-        Fields that are no options of this command.
+        Fields that are no options of this command; of a nested request as ``options.cache``.
     defaults
         Field -> default of this command, instead of the request's.
     readers
         Field -> function that reads the option's text.
     """
-    fields = [field for field in _option_fields(request) if field.name not in without]
+    fields = [field for field in _option_fields(request) if field.path not in without]
     defaults, readers = defaults or {}, readers or {}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -162,6 +162,10 @@ class _OptionField:
     is_list: bool
     choices: tuple[Any, ...]
     limits: dict[str, float]
+
+    @property
+    def path(self) -> str:
+        return ".".join((*self.parents, self.name))
 
     @property
     def flag(self) -> str:

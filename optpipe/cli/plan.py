@@ -28,9 +28,12 @@ from optpipe.cli.console import (
     write_output,
     write_schedule,
 )
-from optpipe.cli.options import RequestBuilder, takes
+from optpipe.cli.estimate import read_config
+from optpipe.cli.options import RequestBuilder, flags_of, takes
+from optpipe.cli.tracing import read_trace, trace_model
+from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem, load_model
-from optpipe.requests import PlanOptions
+from optpipe.requests import CHOSEN_BY_PLAN, EstimateAndPlan, PlanOptions
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -48,9 +51,11 @@ __all__ = ["plan"]
 _SHOWN_ROWS, _SHOWN_DEVICES, _DRAWN_LAYERS = 12, 64, 48
 
 ModelFile = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
-        metavar="MODEL", help="Model file (optpipe/model/v1, JSON); - is standard input."
+        metavar="MODEL",
+        help="Model file (optpipe/model/v1, JSON); - is standard input. Without one, --model, "
+        "--config or --trace says what is planned.",
     ),
 ]
 ProblemOut = Annotated[
@@ -59,10 +64,16 @@ ProblemOut = Annotated[
 ]
 
 
-@takes(PlanOptions, defaults={"time_limit_s": 60.0, "threads": 2})
+@takes(
+    EstimateAndPlan,
+    # The search chooses the cut, and a model's layers are of whole, equal micro-batches.
+    without=["name", "values", *CHOSEN_BY_PLAN],
+    defaults={"time_limit_s": 60.0, "threads": 2},
+    readers={"config": read_config, "trace": read_trace},
+)
 def plan(
-    builder: RequestBuilder[PlanOptions],
-    model_file: ModelFile,
+    builder: RequestBuilder[EstimateAndPlan],
+    model_file: ModelFile = None,
     output: Output = None,
     problem_out: ProblemOut = None,
     as_json: AsJson = False,
@@ -78,13 +89,12 @@ def plan(
       optpipe plan model.json
       optpipe plan model.json -o schedule.json --problem-out problem.json
       optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
+      optpipe plan --config config.json --gpu h100:64 --pp 8 --microbatches 64
     """
     began_s = time.monotonic()
-    options = builder.build()
-    with name_file(model_file):
-        model = load_model(read_input(model_file))
     check_schedule_name(output)
-    check_outputs(output, problem_out, inputs=[model_file])
+    check_outputs(output, problem_out, inputs=[model_file, *builder.files])
+    model, options = _read_model(builder, model_file)
     with needs_extra("solver"), searching("planning") as search:
         from optpipe_solver.plan import plan as plan_model
 
@@ -108,6 +118,30 @@ def plan(
         _show(result_console(output), model, result)
     if result.schedule is None:
         raise nothing_found(result.status, result.message)
+
+
+def _read_model(
+    builder: RequestBuilder[EstimateAndPlan], path: Path | None
+) -> tuple[Model, PlanOptions]:
+    """Return the model of a file, or the estimated one. Raises `InputError`."""
+    others = builder.values.keys() - {"options"}
+    if path is None and not others:
+        raise InputError(
+            "MODEL is missing: give a model file, or --model, --config or --trace with --gpu"
+        )
+    if path is None:
+        request = trace_model(builder.build())
+        return request.estimate().model, request.options
+    if others:
+        flag = flags_of(EstimateAndPlan)(min(others))
+        raise InputError(
+            f"{path} and {flag}: a model file has the durations and bytes of its layers; leave "
+            "one of them out"
+        )
+    given = builder.values.get("options", {})
+    options = RequestBuilder(PlanOptions, given, []).build()
+    with name_file(path):
+        return load_model(read_input(path)), options
 
 
 def _show(console: Console, model: Model, result: PlanResult) -> None:

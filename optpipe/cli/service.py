@@ -103,7 +103,7 @@ def serve(
 
 @takes(
     SolveRequest,
-    without=["chunks", "placements", "cache", "objective"],
+    without=[f"options.{name}" for name in ("chunks", "placements", "cache", "objective")],
     defaults={"time_limit_s": 60.0},
 )
 def submit(

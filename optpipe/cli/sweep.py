@@ -79,7 +79,7 @@ MaybeUrl = Annotated[
 
 @takes(
     SweepRequest,
-    without=["what_if", "name", "tags", "priority", "cache"],
+    without=["what_if", "name", "tags", "priority", "options.cache"],
     defaults={"time_limit_s": 20.0, "threads": 2},
     readers={"axes": lambda texts: {"axes": parse_axes(texts)}},
 )

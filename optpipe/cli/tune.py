@@ -132,7 +132,10 @@ def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dic
 
 @takes(
     TuneRequest,
-    without=["name", "gpu_counts", "current_file", "current_format", "cache", "tags", "priority"],
+    without=[
+        *("name", "gpu_counts", "current_file", "current_format", "options.cache"),
+        *("tags", "priority"),
+    ],
     defaults={"time_limit_s": 120.0},
     readers={
         "config": read_config,

@@ -8,10 +8,11 @@ import pytest
 from optpipe.cli import options
 from optpipe.planning import Training, find_model
 from optpipe.requests import (
+    CHOSEN_BY_PLAN,
     CompareOptions,
+    EstimateAndPlan,
     EstimateRequest,
     ImportRequest,
-    PlanOptions,
     ProfileRequest,
     Request,
     ResumeRequest,
@@ -27,7 +28,7 @@ CONFIG = {"model_type": "llama", "max": 1}
 TRACE = traced_like(find_model("llama3.2-1b"), Training())
 COMMANDS = [
     ("solve", SubmitOptions, ["problem.json"]),
-    ("plan", PlanOptions, ["model.json"]),
+    ("plan", EstimateAndPlan, []),
     ("compare", CompareOptions, ["problem.json"]),
     ("sweep", SweepRequest, ["problem.json"]),
     ("explain", SearchOptions, ["problem.json", "schedule.json"]),
@@ -116,7 +117,7 @@ def test_every_option_reaches_the_request(
     command = ["jobs", "resume"] if name == "resume" else [name]
     parameters = parameters_of(command)
     fields_of = list(options._option_fields(request_type))
-    listed = [field for field in fields_of if field.name in parameters]
+    listed = [field for field in fields_of if field.path not in NOT_OPTIONS[name]]
     assert {field.flag for field in listed} <= {
         flag for flags in parameters.values() for flag in flags
     }
@@ -133,22 +134,25 @@ def test_every_option_reaches_the_request(
                 if isinstance(value, float)
                 else (values[key] == value)
             ), (field.flag, values)
-    assert {field.name for field in fields_of} - set(parameters) <= NOT_OPTIONS[name]
+    assert {field.name for field in listed} <= set(parameters)
 
 
 # Fields that a command does not have, each for a reason.
 NOT_OPTIONS: dict[str, set[str]] = {
     "solve": {"chunks", "placements", "cache"},
-    "plan": set(),
+    "plan": {"name", "values", *CHOSEN_BY_PLAN},
     "compare": set(),
-    "sweep": {"what_if", "name", "tags", "priority", "cache"},
+    "sweep": {"what_if", "name", "tags", "priority", "options.cache"},
     "explain": set(),
-    "submit": {"chunks", "placements", "cache", "objective"},
+    "submit": {f"options.{name}" for name in ("chunks", "placements", "cache", "objective")},
     "resume": set(),
     "profile": set(),
     "import": set(),
     "estimate": {"name", "values"},
-    "tune": {"name", "gpu_counts", "current_file", "current_format", "cache", "tags", "priority"},
+    "tune": {
+        *("name", "gpu_counts", "current_file", "current_format", "options.cache"),
+        *("tags", "priority"),
+    },
 }
 
 

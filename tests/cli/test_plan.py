@@ -101,3 +101,21 @@ def test_bad_options_leave_with_2(optpipe, model_file, arguments, message) -> No
     code, _, err = optpipe("plan", model_file, *arguments)
     assert code == 2
     assert message in err
+
+
+def test_a_model_by_name_is_planned_as_its_file_and_not_next_to_one(optpipe, tmp_path) -> None:
+    path = tmp_path / "model.json"
+    named = ("--model", "llama3.2-1b", "--gpu", "h100", "--pp", "2", "--microbatches", "4")
+    assert optpipe("estimate", *named, "--model-json", "-o", path).code == 0
+    limits = ("--work-limit", 0.3, "--chunks", "1,2", "--placements", "linear,loop", "--json")
+    by_file, by_name = (
+        json.loads(optpipe("plan", *what, *limits).out) for what in ((path,), named)
+    )
+    assert by_name["problem"] == by_file["problem"]
+    assert by_name["schedule"]["programs"] == by_file["schedule"]["programs"]
+    both = optpipe("plan", path, *named)
+    assert both.code == 2
+    assert "--gpu: a model file has the durations" in both.err
+    neither = optpipe("plan")
+    assert neither.code == 2
+    assert "--model" in neither.err
