@@ -133,7 +133,7 @@ def _read_model(
         request = trace_model(builder.build())
         return request.estimate().model, request.options
     if others:
-        flag = flags_of(EstimateAndPlan)(min(others))
+        flag = flags_of(EstimateAndPlan)(min(others), None)
         raise InputError(
             f"{path} and {flag}: a model file has the durations and bytes of its layers; leave "
             "one of them out"
