@@ -120,7 +120,7 @@ _REFUSALS: dict[type[ServiceError], str] = {
     "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
     "request.headers_too_large chart.beside schedule.too_large",
     BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
-    "followers.full request.busy request.pipelined forms.busy store.unavailable "
+    "followers.full request.busy request.pipelined trace.busy forms.busy store.unavailable "
     "solver.unavailable",
     SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
 }

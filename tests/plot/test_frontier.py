@@ -1,10 +1,11 @@
 """The frontier's picture: every line named, what is infeasible marked, equal bytes."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from optpipe.errors import InputError, MissingExtraError
+from optpipe.errors import InputError, MissingExtraError, install_command
 from optpipe.plot import scene
 from optpipe.plot.image import draw_frontier, frontier_svg, save_frontier
 from optpipe.plot.scene import require_drawing, unit_of
@@ -113,5 +114,5 @@ def test_what_is_missing_is_told_before_the_work(monkeypatch, suffix: str) -> No
     """Hours of solving must not end in a missing package."""
     require_drawing(suffix)
     monkeypatch.setattr(scene, "find_spec", lambda package: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("plot"))):
         require_drawing(suffix)

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import re
 from contextlib import closing
 
 import pytest
 
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, install_command
 from optpipe_api.access import ANYBODY
 from optpipe_api.errors import (
     BodyTooHeavyError,
@@ -146,7 +147,7 @@ def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("optpipe.plot.scene.find_spec", lambda name: None)
-        with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
+        with pytest.raises(MissingExtraError, match=re.escape(install_command("plot"))):
             draw()
     monkeypatch.setattr(render, "MAX_DRAWN_ACTIONS", 5)
     with pytest.raises(TooLargeToDrawError, match=r"20 actions, .* may have 5.*optpipe plot"):
