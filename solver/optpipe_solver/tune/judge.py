@@ -155,9 +155,9 @@ class TuneRow:
         row |= {"label": self.label, "tflops_per_gpu": self.tflops_per_gpu}
         if framework is not None:
             row["command"] = train_command(self.configuration, framework)
-        if price_per_gpu_hour is not None:
-            row["cost_per_million_tokens"] = self.cost_per_million_tokens(price_per_gpu_hour)
-        return row
+        price = price_per_gpu_hour
+        cost = None if price is None else self.cost_per_million_tokens(price)
+        return row | {"cost_per_million_tokens": cost}
 
     def _fields(self) -> dict[str, Any]:
         training, cut = self.configuration.training, self.configuration.pipeline

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import ray
 
 from optpipe import Problem, load_schedule
 from optpipe.answers import JobState
-from optpipe.errors import MissingExtraError
+from optpipe.errors import MissingExtraError, install_command
 from optpipe_api import Settings
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.engine.processes import MachineState, Message, SolverProcess, Solvers
@@ -250,7 +251,8 @@ def test_candidates_of_a_tune_are_tasks_of_the_cluster_where_it_has_room(
         for threads in (1, 3):
             question = {**body, "options": {**options, "threads": threads}}
             path = http.post("/v1/tunes", json=question).headers["location"]
-            assert end_of(http, path)["state"] == "succeeded"
+            job = end_of(http, path)
+            assert job["state"] == "succeeded", job["error"]
             answer = http.get(f"{path}/configuration")
             assert answer.status_code == 200, answer.text
             answers.append(answer.json() | {"seconds": 0.0})
@@ -261,5 +263,5 @@ def test_candidates_of_a_tune_are_tasks_of_the_cluster_where_it_has_room(
 
 def test_without_ray_the_pip_command_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("ray"))):
         open_solvers(make_settings(tmp_path, engine="ray"))
