@@ -1688,6 +1688,12 @@ class FollowRequest(Request):
                 "do not name the micro-batch of a time",
                 "give equal micro-batches, or plan each batch (optpipe_solver.replan)",
             )
+        if not self.problem.is_even:
+            raise rule_broken(
+                "problem: has samples or a given order of micro-batches, for which no bound says "
+                "what measured times cost",
+                "leave sample and order out",
+            )
         stages = {sample.stage for sample in self.measurements.samples}
         if not stages:
             raise rule_broken(

@@ -262,10 +262,10 @@ class TrainingRun:
                 if left_s <= 0 or (client.job(job)).is_finished:
                     raise
         problem = client.problem(job)
-        if problem.num_costs > 1:
+        if not problem.is_even:
             raise InputError(
-                f"job {job.id} has micro-batches of {problem.num_costs} costs, and measured times "
-                "do not name their micro-batch; plan each batch instead (follow(replan=))"
+                f"job {job.id} has micro-batches with costs, samples or a given order, which jobs "
+                "of kind follow do not support; plan each batch instead (follow(replan=))"
             )
         if job.kind in (JobKind.SOLVE, JobKind.FOLLOW):
             given = {name: getattr(job.options, name) for name in SolveOptions.model_fields}

@@ -446,10 +446,14 @@ def test_adapters_are_trained_and_the_model_is_frozen():
     assert trace_config(one, sequence=64, lora=lora).hidden == 64
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fused_kernels_keep_less_and_have_the_same_products(name):
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [*((name, 1) for name in CONFIGS), ("dense", 2), ("experts after dense layers", 2)],
+)
+def test_fused_kernels_keep_less_and_have_the_same_products(name, tp):
     plain, fused = (
-        trace_config(CONFIGS[name], sequence=64, kernels=one).ranks[0] for one in ("torch", "fused")
+        trace_config(CONFIGS[name], sequence=64, tps=(tp,), kernels=one).ranks[0]
+        for one in ("torch", "fused")
     )
     assert fused.head.saved_bytes.at(1) < plain.head.saved_bytes.at(1)
     for eager, one in zip(plain.kinds, fused.kinds, strict=True):

@@ -213,6 +213,12 @@ def two_costs() -> dict[str, Any]:
     return two_stages(format="optpipe/problem/v2", stages=stages, microbatches=micro)
 
 
+def in_slices() -> dict[str, Any]:
+    """The same two stages, and micro-batches that are halves of two samples."""
+    micro = [{"sample": j // 2} for j in range(4)]
+    return two_stages(format="optpipe/problem/v2", microbatches=micro)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -222,6 +228,8 @@ def two_costs() -> dict[str, Any]:
             "measurements.samples name stage 2, but the problem has 2 stages",
         ),
         ({"problem": two_costs()}, "problem: has micro-batches of 2 costs"),
+        ({"problem": in_slices()}, "problem: has samples or a given order"),
+        ({"problem": in_slices() | {"microbatches": None, "order": "given"}}, "has samples or a g"),
         ({"threshold": 1}, "threshold = 1"),
         ({"schedule": {}}, "problem_hash: is missing"),
     ],

@@ -207,7 +207,11 @@ class Attempt:
         has_start = DocumentKind.SCHEDULE in self._claim.documents
         if not is_wanted or has_start or not job.shape_hash or self._options.method != _AUTO:
             return {}
-        return self._store.near(job.shape_hash, owner=job.owner, limit=MAX_NEAR_JOBS)
+        try:
+            return self._store.near(job.shape_hash, owner=job.owner, limit=MAX_NEAR_JOBS)
+        except StoreUnavailableError as error:
+            self._log("job.store_unavailable", f"{error}; the search starts without a near job")
+            return {}
 
     def _renew(
         self, write: Callable[..., JobRecord | None], *values: object, **named: object

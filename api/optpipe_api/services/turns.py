@@ -84,12 +84,11 @@ class Turns:
 
     def _leave(self) -> None:
         """Give a place to the next call."""
-        if not self._waiting:
+        # A cancelled call removes itself when it runs next.
+        waiting = [call for call in self._waiting if not call.place.cancelled()]
+        if not waiting:
             self._num_free += 1
             return
-        call = min(self._waiting, key=lambda one: (one.is_read, self._running[one.owner]))
+        call = min(waiting, key=lambda one: (one.is_read, self._running[one.owner]))
         self._waiting.remove(call)
-        if call.place.cancelled():
-            self._leave()
-        else:
-            call.place.set_result(None)
+        call.place.set_result(None)

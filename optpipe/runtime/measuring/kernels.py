@@ -642,7 +642,8 @@ def _gated_mlp(module: Any, hidden_states: Tensor) -> Tensor:
         read = [module.gate_up_proj(hidden_states)]
     else:
         read = [module.gate_proj(hidden_states), module.up_proj(hidden_states)]
-    inner = _empty(*read[0].shape[:-1], module.down_proj.in_features, like=read[0])
+    width = sum(one.shape[-1] for one in read) // 2  # of a rank's part
+    inner = _empty(*read[0].shape[:-1], width, like=read[0])
     (inner,) = run_leaf("gate", read, [inner], saved=read)
     found: Tensor = module.down_proj(inner)
     return found

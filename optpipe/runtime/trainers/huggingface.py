@@ -205,6 +205,8 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         rule = plan.get(replace_layer_number_by_wildcard(place))
         if isinstance(module, Passed):
             continue
+        if rule is None and _is_between(module, replace_layer_number_by_wildcard(place), plan):
+            rule = _PARTIAL_GRADIENT
         for name, parameter in module.named_parameters(recurse=False):
             whole = f"{place}.{name}"
             own = plan.get(replace_layer_number_by_wildcard(whole), rule)
@@ -261,6 +263,19 @@ def _plan_for(model: nn.Module, tp: int) -> dict[str, str]:
 
 
 _PARTIAL_GRADIENT: Final = "replicated_with_grad_allreduce"
+
+
+def _is_between(module: nn.Module, place: str, plan: dict[str, str]) -> bool:
+    """Whether a module is an activation with parameters that takes parts of divided columns.
+
+    Plans leave these out, such as Apertus's xIELU, whose gradients are parts, too.
+    """
+    home = place.rpartition(".")[0]
+    columns = {name.rpartition(".")[0] for name, style in plan.items() if style in _COLUMNS}
+    return type(module).__module__ == "transformers.activations" and home in columns
+
+
+_COLUMNS: Final = ("colwise", "packed_colwise")
 
 
 def _run_class_forward(layer: nn.Module, *args: Any) -> Any:

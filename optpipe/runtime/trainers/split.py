@@ -526,8 +526,8 @@ def materialize(
         Of a model built under ``torch.device("meta")``.
     initialize
         Called with every module that has parameters or buffers of its own, children first; by
-        default modules reset their parameters as their ``__init__`` does. A checkpoint loaded
-        afterwards makes values of no importance.
+        default modules reset their parameters as their ``__init__`` does. What it leaves out is
+        NaN, and not what the memory held. A checkpoint loaded afterwards replaces all values.
 
     Raises
     ------
@@ -535,6 +535,10 @@ def materialize(
         If a module cannot initialize itself.
     """
     stage.to_empty(device=device)
+    with torch.no_grad():
+        for one in (*stage.parameters(), *stage.buffers()):
+            if one.is_floating_point():
+                one.fill_(torch.nan)
 
     def reset(module: nn.Module) -> None:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

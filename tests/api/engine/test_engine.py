@@ -55,9 +55,10 @@ def bench(open_bench):
 
 
 @pytest.fixture
-def threads(tmp_path):
+def threads(request, tmp_path):
     """A bench whose solvers are threads, for what does not depend on processes."""
-    with closing(Bench(tmp_path, InstantSolvers(make_settings(tmp_path)))) as bench:
+    solvers = InstantSolvers(make_settings(tmp_path))
+    with closing(Bench(tmp_path, solvers, **getattr(request, "param", {}))) as bench:
         yield bench
 
 
@@ -327,8 +328,12 @@ def assert_gone(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
+@pytest.mark.parametrize("threads", [{"cache": True}], indirect=True)
 def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypatch) -> None:
-    """Whatever the solver says meanwhile is told again, and the job is solved in one go."""
+    """Whatever the solver says meanwhile is told again, and the job is solved in one go.
+
+    A search that finds no near schedule because of that starts without one.
+    """
     bench = threads
     store, missed = bench.store, []
 
@@ -345,13 +350,13 @@ def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(threads, monkeypa
 
         monkeypatch.setattr(store, name, asked)
 
-    for name in ("heartbeat", "record", "finish"):
+    for name in ("near", "heartbeat", "record", "finish"):
         absent(name)
     monkeypatch.setattr(engine, "_RETRY_S", 0.01)
     job = bench.end(bench.submit("improve:3:0.1"))
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
     assert len(store.trace(job.id)[1]) == 4
-    assert set(missed) == {"heartbeat", "record", "finish"}
+    assert set(missed) == {"near", "heartbeat", "record", "finish"}
 
 
 def test_names_are_unique_and_fit_the_column() -> None:

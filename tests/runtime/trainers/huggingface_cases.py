@@ -1,5 +1,6 @@
 """What the ranks run with models of transformers, made from their configurations."""
 
+import copy
 import warnings
 from typing import Any, NamedTuple
 
@@ -291,6 +292,31 @@ def _train_replicas(config: Any) -> float:
     ]
     largest = max(float(theirs.abs().max()) for _, theirs in pairs)
     return max(float((ours - theirs).abs().max()) for ours, theirs in pairs) / largest
+
+
+def train_activations() -> float:
+    """Train Apertus, whose activation has parameters, on two tensor-parallel ranks, twice.
+
+    Return the worst difference of a gradient, relative to the largest one.
+    """
+    from transformers import ApertusConfig, ApertusForCausalLM
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    config = ApertusConfig(**{**_SIZES, "num_hidden_layers": 1, "dtype": torch.float64})
+    torch.manual_seed(0)
+    whole = ApertusForCausalLM._from_config(config)
+    ours = copy.deepcopy(whole)
+    shard_layers(ours, mesh["tensor"])
+    for seed in range(2):
+        tokens = padded(2, seed)[0]
+        for model in (whole, ours):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    pairs = [
+        (whole_gradient(one), whole_gradient(other))
+        for one, other in zip(ours.parameters(), whole.parameters(), strict=True)
+    ]
+    largest = max(float(other.abs().max()) for _, other in pairs)
+    return max(float((one - other).abs().max()) for one, other in pairs) / largest
 
 
 def whole_gradient(parameter: Tensor) -> Any:

@@ -27,6 +27,7 @@ from tests.runtime.trainers.huggingface_cases import (
     UNLISTED,
     padded,
     small_config,
+    train_activations,
     train_replicas,
     train_transformer,
 )
@@ -123,6 +124,11 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
 def test_fsdp2_shards_what_tensor_parallel_ranks_have(ranks):
     """Qwen3's norms of queries have parts of their gradients on each tensor-parallel rank."""
     assert max(ranks.run(train_replicas, "qwen3", timeout=200)) < 1e-12
+
+
+def test_an_activation_between_divided_layers_has_parts_of_its_gradient(ranks):
+    """Plans of transformers leave them out."""
+    assert max(ranks.run(train_activations, timeout=200)) < 1e-9
 
 
 @pytest.mark.parametrize("falls_back", [False, True])

@@ -94,6 +94,7 @@ def test_stages_built_without_memory_get_it_and_values():
     seen = []
     materialize(last, "cpu", lambda module: seen.append(type(module).__name__))
     assert set(seen) == {"LayerNorm", "Linear"}
+    assert all(parameter.isnan().all() for parameter in last.parameters())  # nothing set them
 
 
 class _Outside(LanguageModel):
