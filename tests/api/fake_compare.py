@@ -1,6 +1,7 @@
 """A comparison whose every step a test decides: the problem's name is its script.
 
-``hang:FILE`` writes its process id to a file and never ends, whatever it is told. Anything else
+``hang:FILE`` writes its process id to a file and never ends, whatever it is told. ``waits:FILE``
+makes the file and ends when it is stopped. Anything else
 answers at once with one row that holds the options it was given.
 """
 
@@ -30,6 +31,10 @@ def compare(
         Path(argument).write_text(str(os.getpid()), encoding="utf-8")
         while True:
             time.sleep(1.0)
+    if word == "waits":
+        Path(argument).touch()
+        while not should_stop():
+            time.sleep(0.05)
     if word == "fails":
         raise ZeroDivisionError("secret detail of a stack trace")
     if word == "dies":

@@ -21,7 +21,7 @@ from optpipe.errors import MissingExtraError, install_command
 from optpipe_api.engine.near import MAX_NEAR_JOBS
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
-from optpipe_api.jobs import AttemptOutcome, DocumentKind, JobError, JobEvent, TracePoint
+from optpipe_api.jobs import KINDS, AttemptOutcome, DocumentKind, JobError, JobEvent, TracePoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +94,16 @@ class Attempt:
     def owner(self) -> str:
         """The owner of the job."""
         return self._claim.job.owner
+
+    @property
+    def priority(self) -> int:
+        """The priority of the job."""
+        return self._claim.job.priority
+
+    @property
+    def keeps_schedule(self) -> bool:
+        """Whether the job's next attempt starts from the best schedule of this one."""
+        return DocumentKind.SCHEDULE in KINDS[self._claim.job.kind].answers
 
     @property
     def seconds(self) -> float:
@@ -521,19 +531,23 @@ class SlotEngine:
     def _return_borrowed(self) -> None:
         """Queue a borrowed job again if another key waits for its slot; wait for the next look.
 
-        A job is borrowed if its key runs more than ``max_running``. Its best schedule is kept. The
-        other key must have waited since the last look: an idle slot of any server serves it sooner.
+        A job is borrowed if its key runs more than ``max_running``. Its best schedule is kept; a
+        job that would lose its work stays. Of several, the one of the lowest priority goes back,
+        the newest of equal ones. The other key must have waited since the last look: an idle slot
+        of any server serves it sooner.
         """
         attempts = list(self._attempts.values())
         num_running = Counter(attempt.owner for attempt in attempts if attempt.owner)
         limit = self._settings.max_running
-        borrowed = [attempt for attempt in attempts if num_running[attempt.owner] > limit]
+        borrowed = [
+            one for one in attempts if num_running[one.owner] > limit and one.keeps_schedule
+        ]
         num_slots = sum(not self._is_broken(slot) for slot in self._slots)
         seen, self._entitled = self._entitled, set()
         if borrowed and len(attempts) >= num_slots:
             self._entitled = self._store.entitled(self._owner, limit)
             if seen & self._entitled:
-                min(borrowed, key=lambda attempt: attempt.seconds).give_back()
+                min(borrowed, key=lambda one: (one.priority, one.seconds)).give_back()
         self._closing.wait(self._settings.poll_s)
 
     def _report_lost_process(self, process: SolverProcess) -> None:

@@ -127,6 +127,26 @@ def test_a_key_borrows_a_slot_until_another_waits_and_may_not_push_in_front(tmp_
         assert answers[1].json()["code"] == "key.too_many_jobs"
 
 
+def test_a_borrowed_job_that_would_lose_its_work_is_not_given_back(tmp_path) -> None:
+    """A comparison has no schedule that its next attempt could start from."""
+    settings = make_settings(tmp_path, require_keys=True)
+    solve = {"problem": two_stages("improve:1:60"), "options": {"time_limit_s": 300}}
+    compare = {
+        "problem": two_stages(f"waits:{tmp_path / 'begun'}"),
+        "options": {"time_limit_s": 300},
+    }
+    with keyed(settings, alice=Role.SUBMIT, bob=Role.SUBMIT) as as_:
+        alice, bob = as_["alice"], as_["bob"]
+        older = alice.post("/v1/jobs", json=solve).headers["location"]
+        until(lambda: alice.get(older).json()["state"] == "running")
+        newer = alice.post("/v1/compare", json=compare).headers["location"]
+        until(lambda: (tmp_path / "begun").exists())
+        his = bob.post("/v1/jobs", json=solve).headers["location"]
+        until(lambda: bob.get(his).json()["state"] == "running")
+        states = [alice.get(path).json()["state"] for path in (older, newer)]
+        assert states == ["queued", "running"]
+
+
 def test_answers_from_the_cache_count_until_they_are_deleted(tmp_path) -> None:
     settings = make_settings(tmp_path, require_keys=True, cache=True, max_kept_jobs_per_key=2)
     body = {"problem": two_stages()}
