@@ -140,7 +140,7 @@ def test_a_borrowed_job_that_would_lose_its_work_is_not_given_back(tmp_path) -> 
         older = alice.post("/v1/jobs", json=solve).headers["location"]
         until(lambda: alice.get(older).json()["state"] == "running")
         newer = alice.post("/v1/compare", json=compare).headers["location"]
-        until(lambda: (tmp_path / "begun").exists())
+        until((tmp_path / "begun").exists)
         his = bob.post("/v1/jobs", json=solve).headers["location"]
         until(lambda: bob.get(his).json()["state"] == "running")
         states = [alice.get(path).json()["state"] for path in (older, newer)]
