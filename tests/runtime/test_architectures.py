@@ -335,6 +335,18 @@ def test_parameters_of_real_configurations_are_those_published(name):
         assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.2)  # rounded
 
 
+def test_the_text_of_a_wrapper_is_divided_by_its_own_plan():
+    """Also where transformers has the text model without a head, as of Qwen3-VL."""
+    config = REAL["qwen3-vl-30b-a3b"]["config"]
+    whole, half = trace_config(config, sequence=128, tps=(1, 2)).ranks
+    for one, other in ((whole.head, half.head), (whole.kinds[0], half.kinds[0])):
+        works = (one.forward.each, other.forward.each)
+        flops, divided = (work.matmul_flops + work.narrow_flops for work in works)
+        # Routers are not divided.
+        assert divided == pytest.approx(flops / 2, rel=0.02)
+    assert half.kinds[0].forward_sent_bytes.at(1) > 0
+
+
 def test_a_wrapper_whose_file_has_the_fields_of_its_text_beside_it_is_read():
     model = trace_config(
         {"model_type": "qwen2_5_vl", **SMALL, "hidden_size": 512, "vision_config": {}},

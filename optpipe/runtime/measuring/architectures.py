@@ -207,6 +207,12 @@ class _WithHead(nn.Module):
         if getattr(config, "tie_word_embeddings", False):
             self.lm_head.weight = model.get_input_embeddings().weight
 
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """The plan of the text model, and of the head as in transformers' causal models."""
+        plan = {f"model.{place}": style for place, style in (self.model.tp_plan or {}).items()}
+        return plan and {"lm_head": "colwise_gather_output", **plan}
+
     def forward(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Return the logits of token ids (b, tokens)."""
         states = self.model(input_ids=input_ids, **options).last_hidden_state
