@@ -1,5 +1,6 @@
 """What the job store must do on every database: the promises of `optpipe_api.store.jobs`."""
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -225,9 +226,14 @@ def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores
 
 
 def test_many_claimers_at_once_never_share_a_job_and_keep_turns_and_limits(
-    store, open_store
+    store, open_store, monkeypatch
 ) -> None:
-    """Each counts what the others have taken: a key borrows only when the other is done."""
+    """Each counts what the others have taken: a key borrows only when the other is done.
+
+    A ticking clock says in which order jobs were claimed: threads may return in another order.
+    """
+    ticks = itertools.count(1)
+    monkeypatch.setattr(Clock, "__call__", lambda clock: clock.now + 1e-3 * next(ticks))
     ids = {one for owner in "ab" for one in submit(store, owner, number=6)}
     stores = [open_store() for _ in range(4)]
     taken: list[JobRecord] = []
@@ -239,6 +245,7 @@ def test_many_claimers_at_once_never_share_a_job_and_keep_turns_and_limits(
                 taken.append(claim.job)
 
     together([partial(take, other) for other in stores])
+    taken.sort(key=lambda job: job.started_at or 0.0)
     assert sorted(job.owner for job in taken[:4]) == ["a", "a", "b", "b"]
     assert len(taken) == 12
     assert {job.id for job in taken} == ids
