@@ -93,7 +93,8 @@ def has_ended(process: SolverProcess) -> bool:
 
 def tell(process: SolverProcess, name: str) -> None:
     problem = Problem.parse(two_stages(name)).model_dump_json(by_alias=True)
-    process.send(Message("job", {"kind": "solve", "options": OPTIONS}, {"problem": problem}))
+    header = {"kind": "solve", "options": OPTIONS, "near": []}
+    process.send(Message("job", header, {"problem": problem}))
 
 
 def parent_of(pid: int) -> int:
