@@ -1,12 +1,15 @@
 """Rank schedules of equal objective (docs/specification.md, "Best"), and spread one by noise.
 
-Among equals the one goes first whose devices fill less of what is free, then the one that moves
-fewer bytes, then the one that recomputes for less time, then the one whose objective is shorter in
-the 95th percentile under noise. Each is asked only where all before it are equal.
+Schedules are compared in this order, each criterion only if all before it are equal:
+
+* the share of free memory that devices fill;
+* the bytes that move between device and host;
+* the duration of recomputation;
+* the 95th percentile of the objective under noise.
 
 Noise multiplies durations and leaves all orders as they are. An action has the same factor in the
-same draw of every schedule (common random numbers), so that schedules differ by what they are and
-not by their luck. Not noisy: gradient reductions, and the time to launch anything.
+same draw of every schedule (common random numbers), so luck does not decide between schedules.
+Gradient reductions and launch times have no noise.
 """
 
 from __future__ import annotations

@@ -360,8 +360,12 @@ def _mean_stage(costs: list[tuple[Stage, int]], like: Stage, *, largest: bool) -
 def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[NDArray[np.int64]]:
     """Return orders for `CompiledProblem.deal`: ``order[k]`` takes the place of micro-batch k.
 
-    The first is the given order. A free order adds the longest first, the longest last, long and
-    short in turn, the longest in the middle, the shortest in the middle, and random orders.
+    The first is the given order. If the order is free, these follow:
+
+    * the longest micro-batches first, or last;
+    * long and short ones in turn;
+    * the longest or the shortest ones in the middle;
+    * random orders.
     """
     m = problem.num_microbatches
     given = np.arange(m, dtype=np.int64)
