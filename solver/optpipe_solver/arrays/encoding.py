@@ -348,6 +348,7 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         there=np.array([there for there, _ in transits]),
         back=np.array([back for _, back in transits]),
         device_of=np.array(problem.placement, dtype=np.int64),
+        owned=_owned(problem),
         grad_sync=np.array([stage.grad_sync_ms for stage in problem.stages]),
         shared=np.array(shared),
         half_duplex=np.array([d.half_duplex for d in problem.devices]),
@@ -364,6 +365,14 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         hidden=_hidden(problem),
         forward=np.array([stage.forward_ms for stage in stages]),
     )
+
+
+def _owned(problem: Problem) -> Ints:
+    """Return the stages of each device in model order, -1 after them."""
+    owned = np.full((len(problem.devices), max(map(len, problem.stages_of))), -1, dtype=np.int64)
+    for device, stages in enumerate(problem.stages_of):
+        owned[device, : len(stages)] = stages
+    return owned
 
 
 def _hidden(problem: Problem) -> Floats:

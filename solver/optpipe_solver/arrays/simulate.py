@@ -55,6 +55,7 @@ class TimeArrays(NamedTuple):
     ``device_of`` and ``grad_sync``. ``mode_ms`` is in ms by kind, stage and mode; ``varies`` flags
     stages where a cell's mode says how long its actions take. There ``duration`` is that of keep,
     or of whoever replaced it.
+    ``owned[d]`` lists the stages of device d in model order, -1 after them.
     ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
     messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
     ``noise`` has for each pass (as ``end`` of the scratch) what multiplies its message's time; it
@@ -73,6 +74,7 @@ class TimeArrays(NamedTuple):
     there: Floats
     back: Floats
     device_of: Ints
+    owned: Ints
     grad_sync: Floats
     shared: Flags
     half_duplex: Flags

@@ -1,4 +1,4 @@
-"""List scheduling of F, I, W (or B) under byte limits, compiled; greedy, PO-H and PO-F made of it.
+"""The greedy schedule, PipeOffload's GIS, GIS-H, PO-H and PO-F, and the start after AdaOffload.
 
 PipeOffload, arXiv 2503.01328, sections 3.2 (selective offload) and 4.
 
@@ -23,8 +23,6 @@ recompute, and the fused backward.
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from operator import attrgetter, le
@@ -34,6 +32,7 @@ import numpy as np
 
 from optpipe.schedule import ActionType
 from optpipe_solver.arrays.encoding import program_of, within_hosts
+from optpipe_solver.arrays.list_scheduler import ListRule, ListScheduler, Policy, SplitBackward
 from optpipe_solver.budget import check_stop
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.common import (
@@ -42,22 +41,7 @@ from optpipe_solver.families.common import (
     chunks_of_loop,
     fusing_pays,
 )
-from optpipe_solver.families.squeeze import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    GreedyRules,
-    GreedyState,
-    announce,
-    begin,
-    encoded,
-    execute,
-    fits,
-    has_all,
-    rules_in_bytes,
-)
 from optpipe_solver.families.zero_bubble import build_zb_h1
-from optpipe_solver.jit import jitted, lean
 from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit, hide_offload
 
 if TYPE_CHECKING:
@@ -65,12 +49,10 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
-    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.offload_fit.fit import Fit
 
 __all__ = [
-    "ListPolicy",
     "build_ada_offload",
     "build_gis",
     "build_gis_h",
@@ -79,198 +61,12 @@ __all__ = [
     "build_po_h",
     "greedy_candidates",
     "grouped_interleaved",
-    "list_schedule",
     "pipeoffload",
-    "schedule",
     "smallest_group",
 ]
 
 
-_WAIT = -1
-
-
-@jitted
-def schedule(rules: GreedyRules, most: Ints, patience: float, m: int) -> tuple[bool, Ints, Ints]:
-    """Return (whether it got to the end, programs, their lengths) for m micro-batches.
-
-    ``most[s]`` is how many micro-batches stage s may have between F and I.
-    """
-    num_stages, num_devices = rules.device_of.size, rules.num_owned.size
-    state = begin(rules, m)
-    wakes = [(0.0, 0)]
-    for device in range(1, num_devices):
-        wakes.append((0.0, device))  # noqa: PERF401 - numba types the list by its first item
-    while len(wakes) > 0:
-        now, device = heapq.heappop(wakes)
-        if state.free_at[device] > now:
-            continue
-        choice = _choose(device, now, rules, most, state, patience)
-        if choice != _WAIT:
-            kind, stage = choice // num_stages, choice % num_stages
-            end = execute(kind, stage, now, rules, state)
-            heapq.heappush(wakes, (end, device))
-            target, arrival = announce(kind, stage, end, rules, state)
-            if target >= 0:
-                heapq.heappush(wakes, (arrival, target))
-    return has_all(rules, state), state.programs, state.lengths
-
-
-@lean
-def _choose(  # noqa: PLR0917 - compiled code takes its arguments by position
-    device: int, now: float, rules: GreedyRules, most: Ints, state: GreedyState, patience: float
-) -> int:
-    """Return what an idle device does now, kind and stage in one number, or wait."""
-    num_stages, m = rules.device_of.size, state.ready.shape[2]
-    later = np.inf
-    for at in range(rules.num_owned[device]):
-        s = rules.owned[device, at]
-        j = state.done[BACKWARD, s]
-        if j < m and state.memory[device] + rules.finish[BACKWARD, s] <= rules.limit[device]:
-            ready = state.ready[BACKWARD, s, j]
-            if ready <= now:
-                return int(BACKWARD * num_stages + s)
-            later = min(later, ready)
-    for at in range(rules.num_owned[device] - 1, -1, -1):
-        s = rules.owned[device, at]
-        j = state.done[FORWARD, s]
-        if j < m and state.ready[FORWARD, s, j] < np.inf and _admits(device, s, rules, most, state):
-            ready = state.ready[FORWARD, s, j]
-            if ready <= now:
-                return int(FORWARD * num_stages + s)
-            later = min(later, ready)
-    return _filling_weight(device, later - now, rules, state, patience)
-
-
-@lean
-def _filling_weight(
-    device: int, wait: float, rules: GreedyRules, state: GreedyState, patience: float
-) -> int:
-    """Return the oldest waiting W if the wait is long enough for the patience, else wait."""
-    oldest, stage = state.ready.shape[2], -1
-    for at in range(rules.num_owned[device]):
-        s = rules.owned[device, at]
-        j = state.done[WEIGHT, s]
-        if rules.split == 1 and j < state.done[BACKWARD, s] and j <= oldest:
-            oldest, stage = j, s
-    if stage < 0 or wait < patience * rules.duration[WEIGHT, stage]:
-        return _WAIT
-    return int(WEIGHT * rules.device_of.size + stage)
-
-
-@lean
-def _admits(device: int, s: int, rules: GreedyRules, most: Ints, state: GreedyState) -> bool:
-    if not fits(device, FORWARD, s, rules, state):
-        return False
-    if state.done[FORWARD, s] - state.done[BACKWARD, s] >= most[s]:
-        return False
-    return _is_safe(device, s, rules, state)
-
-
-@lean
-def _is_safe(device: int, admitted: int, rules: GreedyRules, state: GreedyState) -> bool:
-    """Banker's rule: what is in flight can be finished, oldest first, after this forward."""
-    room = rules.limit[device] - state.memory[device] - rules.delta[FORWARD, admitted]
-    first, last, ample = state.ready.shape[2], 0, 0
-    for at in range(rules.num_owned[device]):
-        s = rules.owned[device, at]
-        first = min(first, state.done[WEIGHT if rules.split == 1 else BACKWARD, s])
-        last = max(last, state.done[FORWARD, s] + (1 if s == admitted else 0))
-        ample += rules.peak[FORWARD, s] + max(0, rules.finish[BACKWARD, s])
-    if room >= ample:
-        return True
-    for j in range(first, last):
-        held_bytes, needed = _to_finish(device, j, admitted, rules, state)
-        if needed > room:
-            return False
-        room += held_bytes
-        if rules.num_owned[device] == 1 and held_bytes > 0:
-            return True
-    return True
-
-
-@lean
-def _to_finish(
-    device: int, j: int, admitted: int, rules: GreedyRules, state: GreedyState
-) -> tuple[int, int]:
-    """Return the bytes micro-batch j holds on a device, and the most it adds until it is done."""
-    held_bytes, extra, needed = 0, 0, 0
-    for at in range(rules.num_owned[device]):
-        s = rules.owned[device, at]
-        if j >= state.done[FORWARD, s] + (1 if s == admitted else 0):
-            needed = max(needed, extra + rules.peak[FORWARD, s])
-            extra += rules.delta[FORWARD, s]
-        elif j >= state.done[BACKWARD, s]:
-            held_bytes += rules.delta[FORWARD, s]
-        elif rules.split == 1 and j >= state.done[WEIGHT, s]:
-            held_bytes -= rules.delta[WEIGHT, s]
-    for at in range(rules.num_owned[device] - 1, -1, -1):
-        s = rules.owned[device, at]
-        if j >= state.done[BACKWARD, s]:
-            needed = max(needed, extra + rules.finish[BACKWARD, s])
-            extra -= rules.delta[FORWARD, s]
-    return held_bytes, needed
-
-
-# --- List scheduling of F, I, W (or B) under byte limits: the engine of the greedy families.
-# A device that becomes free takes, of what is ready, an input gradient first, then a forward if
-# memory admits it, and fills idle time with weight gradients. Micro-batches go first in, first out
-# through every stage.
-#
-# Memory-limited scheduling can deadlock when a device holds several stages: forwards of its first
-# fill the memory its last needs. A forward is therefore admitted only if the device could still
-# finish what it holds one micro-batch after the other, oldest first (the banker's rule).
-
-
-@dataclass(frozen=True, slots=True)
-class ListPolicy:
-    """The choices of one run.
-
-    Parameters
-    ----------
-    limits
-        Per device, the bytes that activations may fill (static and reserved bytes excluded).
-    patience
-        A weight gradient is started only if the next known arrival is at least this fraction of
-        its duration away: 0 = at once, 1 = only where it delays nothing known.
-    fused
-        Whether the backward is B instead of I and W.
-    in_flight
-        Most micro-batches between F and I on a stage, as a multiple of the stages still ahead of
-        it (1 = 1F1B's); inf = memory alone decides.
-    """
-
-    limits: tuple[int, ...]
-    patience: float = 1.0
-    fused: bool = False
-    in_flight: float = inf
-
-
-def list_schedule(problem: Problem, policy: ListPolicy) -> Rows | None:
-    """Return compute programs within the policy's limits, or None where they get stuck.
-
-    They are integers, as `CompiledProblem.encode` makes them.
-    """
-    check_stop()
-    num_stages, m = len(problem.stages), problem.num_microbatches
-    rules = rules_in_bytes(problem, fused=policy.fused)
-    rules = rules._replace(limit=np.array(policy.limits, dtype=np.int64))
-    done, rows, lengths = schedule(
-        rules, _most_in_flight(policy, num_stages, m), policy.patience, m
-    )
-    if not done:
-        return None
-    codes = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    return encoded(problem, codes, fused=policy.fused)
-
-
-def _most_in_flight(policy: ListPolicy, num_stages: int, m: int) -> Ints:
-    """Return how many micro-batches each stage may have between F and I."""
-    if policy.in_flight == inf:
-        return np.full(num_stages, m)
-    ahead = np.arange(num_stages, 0, -1)
-    return np.maximum(1, (policy.in_flight * ahead).astype(np.int64))
-
-
+_UNLIMITED = 2**60
 _VIRTUAL = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, inf)
 _WORK = 800_000
 _FEWEST = 4
@@ -283,7 +79,7 @@ def build_greedy(problem: Problem) -> Programs:
 
     After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
-    Rule: list scheduling (`list_schedule`) over a small grid of policies - how eagerly weight
+    Rule: list scheduling (`ListRule.GREEDY`) over a small grid of policies - how eagerly weight
     gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split
     backward - each first under the memory limit itself, then under larger, virtual limits whose
     excess `fit` offloads or recomputes. The best simulated schedule wins. Memory: at most
@@ -309,10 +105,10 @@ def greedy_candidates(problem: Problem) -> Iterator[Fit]:
 
     A policy that gets stuck does not count as tried.
     """
-    scheduled = (list_schedule(problem, policy) for policy in _policies(problem))
+    scheduled = (scheduler.run(policy) for scheduler, policy in _policies(problem))
     tried = max(_FEWEST, min(_MAX_POLICIES, _WORK // _num_actions(problem)))
-    for rows in islice(filter(None, scheduled), tried):
-        fitted = fit(Frame(problem, rows), _FIT_TRIES)
+    for schedule in islice(filter(None, scheduled), tried):
+        fitted = fit(Frame(problem, schedule.rows()), _FIT_TRIES)
         if fitted is not None:
             yield fitted
 
@@ -321,18 +117,28 @@ def _num_actions(problem: Problem) -> int:
     return 3 * len(problem.stages) * problem.num_microbatches
 
 
-def _policies(problem: Problem) -> Iterator[ListPolicy]:
+def _policies(problem: Problem) -> Iterator[tuple[ListScheduler, Policy]]:
     room = [problem.room_bytes(device) for device in range(len(problem.devices))]
     may_shrink = any(
         problem.can_offload(s) or stage.can_recompute for s, stage in enumerate(problem.stages)
     )
-    fused = (False, True) if fusing_pays(problem) else (False,)
+    splits = (
+        (SplitBackward.ALWAYS, SplitBackward.NEVER)
+        if fusing_pays(problem)
+        else (SplitBackward.ALWAYS,)
+    )
+    schedulers = [
+        ListScheduler(
+            problem,
+            limits=tuple(_UNLIMITED if factor == inf else int(factor * size) for size in room),
+        )
+        for factor in (_VIRTUAL if may_shrink else (1.0,))
+    ]
     for in_flight in (inf, 1.0, 2.0, 1.5):
-        for factor in _VIRTUAL if may_shrink else (1.0,):
-            limits = tuple(2**60 if factor == inf else int(factor * size) for size in room)
-            for fuse in fused:
-                for patience in (1.0,) if fuse else (1.0, 0.0, 0.5):
-                    yield ListPolicy(limits, patience, fuse, in_flight)
+        for scheduler in schedulers:
+            for split in splits:
+                for patience in (1.0, 0.0, 0.5) if split else (1.0,):
+                    yield scheduler, Policy(ListRule.GREEDY, patience, split, in_flight=in_flight)
 
 
 # --- PipeOffload: GIS and GIS-H, PO-H and PO-F, and the start after AdaOffload.
@@ -484,7 +290,7 @@ def build_gis_h(problem: Problem) -> Programs:
     """GIS-H: the interleaved schedule with about half of GIS's memory.
 
     PipeOffload, arXiv 2503.01328, section 4: GIS with the smallest group that keeps the steady
-    state free of bubbles. Rule: g = ceil(d / 2), more where the stages are so unequal that g
+    state free of bubbles. ListRule: g = ceil(d / 2), more where the stages are so unequal that g
     micro-batches of the busiest do not cover one pass through a chunk's devices: g max(F + I + W)
     >= sum F and >= sum I, up to d.
 
@@ -525,7 +331,6 @@ def smallest_group(problem: Problem) -> int:
 
 _LARGE_BASES = 60_000
 _FEW_BASES = 2
-_UNLIMITED = 2**60
 
 
 def build_ada_offload(problem: Problem) -> Programs:
@@ -574,8 +379,8 @@ def _bases(problem: Problem) -> Iterator[Programs | Rows]:
             yield build(problem)
         except NotApplicable:
             continue
-    limits = (_UNLIMITED,) * len(problem.devices)
+    scheduler = ListScheduler(problem, limits=(_UNLIMITED,) * len(problem.devices))
     for in_flight, patience in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0), (inf, 1.0)):
-        programs = list_schedule(problem, ListPolicy(limits, patience, in_flight=in_flight))
-        if programs is not None:
-            yield programs
+        schedule = scheduler.run(Policy(ListRule.GREEDY, patience, in_flight=in_flight))
+        if schedule is not None:
+            yield schedule.rows()

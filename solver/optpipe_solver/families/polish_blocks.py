@@ -1,9 +1,9 @@
-"""Building blocks that need not be uniform, polished for what they are for: the whole schedule.
+"""Building blocks that need not be uniform, annealed for the length of the whole schedule.
 
-Annealing (Kirkpatrick et al. 1983) on the waits of one micro-batch along its chain and on the
-period of a building block; the squeeze (`families.squeeze`) decodes them. So warm-up and cool-down
-count as they are, memory limits are kept whatever is tried, and the size of what is searched does
-not depend on the number of micro-batches. docs/solve.md says what this is worth.
+Annealing (Kirkpatrick et al. 1983) changes the waits of one micro-batch along its chain and the
+period of a building block. The list scheduler (`ListRule.BLOCK`) turns each block into a schedule.
+So warm-up and cool-down count, memory limits are kept, and the size of the search space does not
+depend on the number of micro-batches. docs/solve.md has the measured gain.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe_solver.arrays.list_scheduler import (
+    Early,
+    ListRule,
+    ListScheduler,
+    Policy,
+    SplitBackward,
+)
+from optpipe_solver.families.building_blocks import BuildingBlock, candidate_blocks, unroll
 from optpipe_solver.families.common import fusing_pays
-from optpipe_solver.families.squeeze import BuildingBlock, Early, SqueezePolicy, Squeezer
-from optpipe_solver.families.v_shape import candidate_blocks
 from optpipe_solver.feasibility import refuse_unless
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.arrays import Floats
+    from optpipe_solver.arrays.list_scheduler import ListSchedule
     from optpipe_solver.budget import Stop
-    from optpipe_solver.families.squeeze import Squeezed
     from optpipe_solver.incumbent import Incumbent
 
 __all__ = ["BlockPolisher", "blocks_can_improve", "improve_by_blocks"]
@@ -98,22 +104,22 @@ class _PolishRounds:
             self._offer(polisher.result())
         return True
 
-    def _offer(self, squeezed: Squeezed | None) -> None:
+    def _offer(self, squeezed: ListSchedule | None) -> None:
         problem = self.best.problem
         if squeezed is None or squeezed.objective_ms(problem.objective) >= self.best.objective_ms:
             return
-        self.best.offer(squeezed.programs(len(problem.stages)), _METHOD)
+        self.best.offer(squeezed.programs(), _METHOD)
 
     def _is_over(self) -> bool:
         return self.stop.is_over() or self.best.is_optimal
 
 
 _POLICIES = (
-    SqueezePolicy(Early.BEFORE_WEIGHT, 1.0),
-    SqueezePolicy(Early.AFTER_WEIGHT, 1.0),
-    SqueezePolicy(Early.AFTER_WEIGHT, 0.5),
-    SqueezePolicy(Early.BEFORE_WEIGHT, 0.0),
-    SqueezePolicy(Early.NEVER, 1.0),
+    Policy(ListRule.BLOCK, 1.0, early=Early.BEFORE_WEIGHT),
+    Policy(ListRule.BLOCK, 1.0, early=Early.AFTER_WEIGHT),
+    Policy(ListRule.BLOCK, 0.5, early=Early.AFTER_WEIGHT),
+    Policy(ListRule.BLOCK, 0.0, early=Early.BEFORE_WEIGHT),
+    Policy(ListRule.BLOCK, 1.0, early=Early.NEVER),
 )
 _FEWEST = 24
 """Micro-batches by which a large problem is evaluated, at least: the block does not change."""
@@ -153,7 +159,8 @@ class BlockPolisher:
     def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
         self.problem = problem
         self.num_stages = len(problem.stages)
-        self.squeezer = Squeezer.in_bytes(problem, fused=fused)
+        self.scheduler = ListScheduler(problem)
+        self.split = SplitBackward.NEVER if fused else SplitBackward.ALWAYS
         self.few = min(problem.num_microbatches, max(_FEWEST, 3 * len(problem.devices)))
         self.draw = np.random.default_rng(seed)
         chain = np.concatenate([block.forward, block.backward[::-1]]) - block.forward[0]
@@ -176,7 +183,7 @@ class BlockPolisher:
                     self.best, self.best_ms = course, length
         return self.best_ms < before
 
-    def result(self) -> Squeezed | None:
+    def result(self) -> ListSchedule | None:
         """Return the best block squeezed for all micro-batches; None where none fitted."""
         return self._squeezed(self.best, None)
 
@@ -206,8 +213,10 @@ class BlockPolisher:
         squeezed = self._squeezed(course, self.few)
         return inf if squeezed is None else squeezed.objective_ms(self.problem.objective)
 
-    def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> Squeezed | None:
+    def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> ListSchedule | None:
         times = np.cumsum(course.waits)
         forward, backward = times[: self.num_stages], times[self.num_stages :][::-1]
         block = BuildingBlock(forward, backward, course.period)
-        return self.squeezer.squeeze(block, _POLICIES[course.policy], num_microbatches)
+        policy = _POLICIES[course.policy]._replace(split=self.split)
+        order = unroll(self.problem, block, num_microbatches or self.problem.num_microbatches)
+        return self.scheduler.run(policy, order, num_microbatches)

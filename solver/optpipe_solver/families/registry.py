@@ -26,6 +26,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from optpipe.problem import MAX_CELLS, Link, Stage, StageLayers
+from optpipe_solver.families.building_blocks import (
+    build_building_blocks,
+    build_paired_blocks,
+    build_v_half,
+    build_v_min,
+    build_zb_v,
+)
 from optpipe_solver.families.classic import (
     build_dualpipe_v,
     build_gpipe,
@@ -45,13 +52,6 @@ from optpipe_solver.families.list_scheduling import (
     build_greedy,
     build_po_f,
     build_po_h,
-)
-from optpipe_solver.families.paired_blocks import build_paired_blocks
-from optpipe_solver.families.v_shape import (
-    build_building_blocks,
-    build_v_half,
-    build_v_min,
-    build_zb_v,
 )
 from optpipe_solver.families.zero_bubble import (
     build_zb_1p,

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, dump_csv, find_violations, simulate
-from optpipe_solver.families.classic import build_one_f_one_b
-from optpipe_solver.families.common import NotApplicable, NotApplicableReason
-from optpipe_solver.families.paired_blocks import build_paired_blocks
-from optpipe_solver.families.v_shape import (
+from optpipe_solver.families.building_blocks import (
     build_building_blocks,
+    build_paired_blocks,
     build_v_half,
     build_v_min,
     build_zb_v,
 )
+from optpipe_solver.families.classic import build_one_f_one_b
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.feasibility import smallest_memory
 from tests.building import problem, stage
 from tests.solver.families.pipelines import built, v_problems

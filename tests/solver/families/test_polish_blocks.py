@@ -4,8 +4,8 @@ import time
 
 from optpipe import Problem, find_violations
 from optpipe_solver.budget import Stop
+from optpipe_solver.families.building_blocks import build_building_blocks
 from optpipe_solver.families.polish_blocks import improve_by_blocks
-from optpipe_solver.families.v_shape import build_building_blocks
 from optpipe_solver.incumbent import Incumbent
 from tests.building import problem, stage
 from tests.solver.families.v_problems import equal_v

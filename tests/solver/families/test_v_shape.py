@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from optpipe import Problem, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe.simulate import bubble_rate
+from optpipe_solver.families.building_blocks import build_v_half, build_v_min, build_zb_v
 from optpipe_solver.families.classic import build_one_f_one_b
-from optpipe_solver.families.v_shape import build_v_half, build_v_min, build_zb_v
 from optpipe_solver.families.zero_bubble import build_zb_h2
 from tests.building import problem, stage
 from tests.solver.families.pipelines import v_problems
