@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.schedule import Action, ActionType
-from optpipe_solver.arrays.encoding import KINDS, durations_of, memory_of
+from optpipe_solver.arrays.encoding import KINDS, CompiledProblem
 from optpipe_solver.budget import check_stop
 from optpipe_solver.families.common import (
     NotApplicable,
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Programs
     from optpipe_solver.arrays import Floats, Ints
+    from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
 
 __all__ = [
     "FORWARD",
     "INPUT",
     "WEIGHT",
     "GreedyRun",
-    "StageLine",
     "build_zb_1p",
     "build_zb_2p",
     "build_zb_h1",
@@ -66,42 +66,15 @@ FORWARD, INPUT, WEIGHT = 0, 1, 2
 _TINY = 1e-9
 
 
-class StageLine(NamedTuple):
-    """A line of stages; every array has one entry per stage.
-
-    Parameters
-    ----------
-    duration
-        Of F, I and W: shape (3, S).
-    there, back
-        From F(s) to F(s+1), and from I(s+1) to I(s).
-    activation, context
-        Bytes from F to I, and from I to W.
-    workspace
-        Of F, I and W: shape (3, S).
-    limit
-        Bytes that all of it may fill.
-    num_microbatches
-        m.
-    """
-
-    duration: Floats
-    there: Floats
-    back: Floats
-    activation: Ints
-    context: Ints
-    workspace: Ints
-    limit: Ints
-    num_microbatches: int
-
-
 class GreedyRun(NamedTuple):
     """The state of one run, and in the end its result.
 
     ``kinds[s, :filled[s]]`` is the program of stage s: the k-th action of a kind is that of
-    micro-batch k. ``first`` and ``free`` are when it starts and ends.
+    micro-batch k. ``first`` and ``free`` are when it starts and ends, ``memory`` are bytes held.
     """
 
+    times: TimeArrays
+    bytes: MemoryArrays
     kinds: NDArray[np.int8]
     filled: Ints
     done: Ints
@@ -113,13 +86,16 @@ class GreedyRun(NamedTuple):
 
 
 @jitted
-def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -> GreedyRun:
+def plan_line(
+    times: TimeArrays, memory: MemoryArrays, one_more: bool, small_gaps: int, patient: bool
+) -> GreedyRun:
     """Return the programs of one setting of the hyper-parameters.
 
     Parameters
     ----------
-    line
-        Every stage must have room for one micro-batch.
+    times, memory
+        A problem with one stage per device; ``memory.limit`` is by stage, and every stage must
+        have room for one micro-batch.
     one_more
         Whether the warm-up ends with a forward that delays the first I rather than with a gap.
     small_gaps
@@ -128,8 +104,10 @@ def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -
     patient
         Whether an F that would delay a known I goes behind it; else only one that arrives later.
     """
-    num_stages, m = line.activation.size, line.num_microbatches
+    num_stages, m = times.num_stages, times.num_microbatches
     plan = GreedyRun(
+        times=times,
+        bytes=memory,
         kinds=np.empty((num_stages, 3 * m), dtype=np.int8),
         filled=np.zeros(num_stages, dtype=np.int64),
         done=np.zeros((3, num_stages), dtype=np.int64),
@@ -139,67 +117,66 @@ def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -
         idle=np.zeros(num_stages),
         memory=np.zeros(num_stages, dtype=np.int64),
     )
-    _play(line, plan, _warmup_counts(line, one_more), small_gaps, patient)
+    _play(plan, _warmup_counts(times, memory, one_more), small_gaps, patient)
     return plan
 
 
 @lean
-def _play(line: StageLine, plan: GreedyRun, warmup: Ints, small_gaps: int, patient: bool) -> None:
+def _play(plan: GreedyRun, warmup: Ints, small_gaps: int, patient: bool) -> None:
     """Run everything: the warm-up, turns of F and I with W between, and the W that remain."""
-    num_stages, m = line.activation.size, line.num_microbatches
+    num_stages, m = plan.times.num_stages, plan.times.num_microbatches
     for s in range(num_stages):
         for _ in range(warmup[s]):
-            _put(line, plan, s, FORWARD, _forward_ready(line, plan, s))
+            _put(plan, s, FORWARD, _forward_ready(plan, s))
     while plan.done[INPUT, 0] < m:  # its I is the last of every micro-batch
         for s in range(num_stages - 1, -1, -1):
             f, i = plan.done[FORWARD, s], plan.done[INPUT, s]
             has_forward = f < m and (s == 0 or plan.done[FORWARD, s - 1] > f)
             has_input = i < f and (s == num_stages - 1 or plan.done[INPUT, s + 1] > i)
             if has_forward or has_input:
-                _turn(line, plan, s, has_forward, has_input, small_gaps, patient)
+                _turn(plan, s, has_forward, has_input, small_gaps, patient)
     for s in range(num_stages):
         while plan.done[WEIGHT, s] < m:
-            _put(line, plan, s, WEIGHT, 0.0)
+            _put(plan, s, WEIGHT, 0.0)
 
 
 @jitted
-def _warmup_counts(line: StageLine, one_more: bool) -> Ints:
+def _warmup_counts(times: TimeArrays, memory: MemoryArrays, one_more: bool) -> Ints:
     """Return how many forwards each stage runs before its first I.
 
     As many as end before that I arrives, and memory admits here and on every stage before; the
     arrivals follow from the last stage to the first.
     """
-    num_stages, m = line.activation.size, line.num_microbatches
+    num_stages, m = times.num_stages, times.num_microbatches
     ends = np.empty((num_stages, m))
     cap = np.empty(num_stages, dtype=np.int64)
     for s in range(num_stages):
         most = m if s == 0 else cap[s - 1]
         cap[s] = 1
-        while cap[s] < most and _holds(line, s, cap[s] + 1):
+        while cap[s] < most and _holds(memory, s, cap[s] + 1):
             cap[s] += 1
         for j in range(cap[s]):
             free = ends[s, j - 1] if j > 0 else 0.0
             if s > 0:
-                free = max(free, ends[s - 1, j] + line.there[s - 1])
-            ends[s, j] = free + line.duration[FORWARD, s]
+                free = max(free, ends[s - 1, j] + times.there[s - 1])
+            ends[s, j] = free + times.mode_ms[FORWARD, s, 0]
     counts = np.empty(num_stages, dtype=np.int64)
     arrival = ends[num_stages - 1, 0]
     for s in range(num_stages - 1, -1, -1):
         k = 1
         while k < cap[s] and ends[s, k] <= arrival + _TINY:
             k += 1
-        if one_more and k < cap[s] and ends[s, k] - line.duration[FORWARD, s] < arrival - _TINY:
+        if one_more and k < cap[s] and ends[s, k] - times.mode_ms[FORWARD, s, 0] < arrival - _TINY:
             k += 1
         counts[s] = k
         if s > 0:
             start = max(arrival, ends[s, k - 1])
-            arrival = start + line.duration[INPUT, s] + line.back[s - 1]
+            arrival = start + times.mode_ms[INPUT, s, 0] + times.back[s - 1]
     return counts
 
 
 @lean
 def _turn(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: StageLine,
     plan: GreedyRun,
     s: int,
     has_forward: bool,
@@ -208,44 +185,46 @@ def _turn(  # noqa: PLR0917 - compiled code takes its arguments by position
     patient: bool,
 ) -> None:
     """Give a stage its next F and I, as far as their inputs exist: the alternation of 1F1B."""
-    last = line.activation.size - 1
+    last = plan.times.num_stages - 1
     f, i = plan.done[FORWARD, s], plan.done[INPUT, s]
     arrival = np.inf
     if has_input:
-        arrival = plan.end[FORWARD, s, i] if s == last else plan.end[INPUT, s + 1, i] + line.back[s]
-    if has_forward and _holds(line, s, f + 1 - i):
-        ready = _forward_ready(line, plan, s)
-        lasts = max(ready, plan.free[s]) + line.duration[FORWARD, s] if patient else ready
+        arrival = (
+            plan.end[FORWARD, s, i] if s == last else plan.end[INPUT, s + 1, i] + plan.times.back[s]
+        )
+    if has_forward and _holds(plan.bytes, s, f + 1 - i):
+        ready = _forward_ready(plan, s)
+        lasts = max(ready, plan.free[s]) + plan.times.mode_ms[FORWARD, s, 0] if patient else ready
         if lasts <= max(arrival, plan.free[s]) + _TINY:
-            _fill(line, plan, s, ready, small_gaps)
-            _make_room(line, plan, s, FORWARD)
-            _put(line, plan, s, FORWARD, ready)
+            _fill(plan, s, ready, small_gaps)
+            _make_room(plan, s, FORWARD)
+            _put(plan, s, FORWARD, ready)
     if has_input:
-        _fill(line, plan, s, arrival, small_gaps)
-        _make_room(line, plan, s, INPUT)
-        _put(line, plan, s, INPUT, arrival)
+        _fill(plan, s, arrival, small_gaps)
+        _make_room(plan, s, INPUT)
+        _put(plan, s, INPUT, arrival)
 
 
 @lean
-def _forward_ready(line: StageLine, plan: GreedyRun, s: int) -> float:
+def _forward_ready(plan: GreedyRun, s: int) -> float:
     if s == 0:
         return 0.0
-    ready: float = plan.end[FORWARD, s - 1, plan.done[FORWARD, s]] + line.there[s - 1]
+    ready: float = plan.end[FORWARD, s - 1, plan.done[FORWARD, s]] + plan.times.there[s - 1]
     return ready
 
 
 @lean
-def _fill(line: StageLine, plan: GreedyRun, s: int, until: float, small_gaps: int) -> None:
+def _fill(plan: GreedyRun, s: int, until: float, small_gaps: int) -> None:
     """Run weight gradients in the gap before the next action."""
     while plan.done[WEIGHT, s] < plan.done[INPUT, s]:
         gap = until - plan.free[s]
         if gap <= _TINY:
             return
-        if gap < line.duration[WEIGHT, s] - _TINY and (
+        if gap < plan.times.mode_ms[WEIGHT, s, 0] - _TINY and (
             small_gaps == 0 or (small_gaps == 1 and plan.idle[s] + gap <= _most_idle(plan) + _TINY)
         ):
             return
-        _put(line, plan, s, WEIGHT, 0.0)
+        _put(plan, s, WEIGHT, 0.0)
 
 
 @lean
@@ -257,42 +236,38 @@ def _most_idle(plan: GreedyRun) -> float:
 
 
 @lean
-def _make_room(line: StageLine, plan: GreedyRun, s: int, kind: int) -> None:
+def _make_room(plan: GreedyRun, s: int, kind: int) -> None:
     """Run weight gradients until an F or I fits, and behind it any W."""
+    memory = plan.bytes
     while plan.done[WEIGHT, s] < plan.done[INPUT, s] or kind == INPUT:
-        grown = line.activation[s] if kind == FORWARD else line.context[s] - line.activation[s]
-        now = plan.memory[s]
-        own = now + max(0, grown) + line.workspace[kind, s]
-        behind = now + grown + line.workspace[WEIGHT, s]
-        if max(own, behind) <= line.limit[s] or plan.done[WEIGHT, s] == plan.done[INPUT, s]:
+        behind = memory.adds[kind, s, 0] + memory.rises[WEIGHT, s, 0]
+        needs = plan.memory[s] + max(memory.rises[kind, s, 0], behind)
+        if needs <= memory.limit[s] or plan.done[WEIGHT, s] == plan.done[INPUT, s]:
             return
-        _put(line, plan, s, WEIGHT, 0.0)
+        _put(plan, s, WEIGHT, 0.0)
 
 
 @lean
-def _holds(line: StageLine, s: int, in_flight: int) -> bool:
+def _holds(memory: MemoryArrays, s: int, in_flight: int) -> bool:
     """Whether, no W waiting, a stage has room for so many micro-batches and for finishing one."""
-    grown = line.context[s] - line.activation[s]
-    finishing = max(max(0, grown) + line.workspace[INPUT, s], grown + line.workspace[WEIGHT, s])
-    most = max(finishing, line.workspace[FORWARD, s])
-    fits: bool = in_flight * line.activation[s] + most <= line.limit[s]
+    finishing = max(
+        memory.rises[INPUT, s, 0], memory.adds[INPUT, s, 0] + memory.rises[WEIGHT, s, 0]
+    )
+    activation = memory.adds[FORWARD, s, 0]
+    most = max(finishing, memory.rises[FORWARD, s, 0] - activation)
+    fits: bool = in_flight * activation + most <= memory.limit[s]
     return fits
 
 
 @lean
-def _put(line: StageLine, plan: GreedyRun, s: int, kind: int, ready: float) -> None:
+def _put(plan: GreedyRun, s: int, kind: int, ready: float) -> None:
     start = max(plan.free[s], ready)
     if plan.filled[s] == 0:
         plan.first[s] = start
     else:
         plan.idle[s] += start - plan.free[s]
-    plan.free[s] = start + line.duration[kind, s]
-    if kind == FORWARD:
-        plan.memory[s] += line.activation[s]
-    elif kind == INPUT:
-        plan.memory[s] += line.context[s] - line.activation[s]
-    else:
-        plan.memory[s] -= line.context[s]
+    plan.free[s] = start + plan.times.mode_ms[kind, s, 0]
+    plan.memory[s] += plan.bytes.adds[kind, s, 0]
     if kind != WEIGHT:
         plan.end[kind, s, plan.done[kind, s]] = plan.free[s]
     plan.kinds[s, plan.filled[s]] = kind
@@ -366,11 +341,13 @@ def _beside(stage: Stage) -> int:
 
 
 def _best(problem: Problem, limits: list[int]) -> Programs:
-    line = _line(problem, limits)
+    compiled = CompiledProblem.of(problem)
+    bounded = np.array([min(limit, _UNLIMITED) for limit in limits], dtype=np.int64)
+    memory = compiled.memory._replace(limit=bounded)
     plans = []
     for setting in _settings(problem):
         check_stop()
-        plans.append(plan_line(line, *setting))
+        plans.append(plan_line(compiled.times, memory, *setting))
     best = min(plans, key=lambda plan: _objective_ms(problem, plan))
     return programs_by_device(
         problem, [list(_program(best, stage)) for stage in range(len(problem.stages))]
@@ -382,19 +359,6 @@ def _settings(problem: Problem) -> Iterator[tuple[bool, int, bool]]:
     size = 3 * len(problem.stages) * problem.num_microbatches
     everything = product((False, True), (1, 2, 0), (True, False))
     return islice(everything, max(2, min(12, _WORK // size)))
-
-
-def _line(problem: Problem, limits: list[int]) -> StageLine:
-    return StageLine(
-        duration=durations_of(problem)[: len(_TYPES)],
-        there=np.array([there for there, _ in problem.boundary_ms], dtype=np.float64),
-        back=np.array([back for _, back in problem.boundary_ms], dtype=np.float64),
-        activation=np.array([stage.activation_bytes for stage in problem.stages], dtype=np.int64),
-        context=np.array([stage.weight_context_bytes for stage in problem.stages], dtype=np.int64),
-        workspace=memory_of(problem).workspace[: len(_TYPES)],
-        limit=np.array([min(limit, _UNLIMITED) for limit in limits], dtype=np.int64),
-        num_microbatches=problem.num_microbatches,
-    )
 
 
 def _objective_ms(problem: Problem, plan: GreedyRun) -> float:

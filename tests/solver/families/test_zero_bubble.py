@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from optpipe import Problem, Programs, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe.simulate import bubble_rate
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.families import zero_bubble
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, programs_by_device
 from optpipe_solver.families.zero_bubble import (
@@ -144,13 +146,13 @@ def test_named_limits_are_legal_on_any_line(given: Problem) -> None:
 @given(lines(memory=lambda draw, one_stage: 100))
 def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -> None:
     """Every combination of hyper-parameters runs exactly as planned; none beats the result."""
-    limits = [100] * len(given.stages)
-    line = zero_bubble._line(given, limits)
+    compiled = CompiledProblem.of(given)
+    memory = compiled.memory._replace(limit=np.full(len(given.stages), 100))
     won = simulate(given, build_zero_bubble_greedy(given)).objective_ms(given.objective)
     settings_ = list(zero_bubble._settings(given))
     assert len(set(settings_)) == 12
     for setting in settings_:
-        plan = plan_line(line, *setting)
+        plan = plan_line(compiled.times, memory, *setting)
         rows = programs_by_device(
             given, [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))]
         )
