@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
 
 __all__ = [
+    "AGAIN",
+    "AWAY",
     "CODES",
     "KINDS",
     "PAIRED_NUMBER",
@@ -152,7 +154,7 @@ class CompiledProblem:
         tells = ~self.times.varies[self.times.row]
         away = self.cells_with(simulate.OFFLOAD, rows) & tells
         again = self.cells_with(simulate.RECOMPUTE, rows) & tells
-        return np.where(again, _AGAIN, np.where(away, _AWAY, _KEPT))
+        return np.where(again, AGAIN, np.where(away, AWAY, _KEPT))
 
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
@@ -258,7 +260,7 @@ _PARTS = tuple(itemgetter(at) for at in range(5))
 # --- Modes by number: in a menu that v1 can say 0, 1 and 2 are keep, offload and recompute, whether
 # it has them or not, because there actions alone tell the mode. Other menus keep their numbers.
 
-_KEPT, _AWAY, _AGAIN = 0, 1, 2
+_KEPT, AWAY, AGAIN = 0, 1, 2
 
 
 def numbered_menus(problem: Problem) -> tuple[tuple[CellMode | None, ...], ...]:
@@ -294,7 +296,7 @@ def _numbers_of_modes(problem: Problem) -> Ints:
             if stage.modes or mode == 0:
                 numbers[row, mode] = mode
             else:
-                numbers[row, mode] = _AWAY if stage.offload_bytes and mode == 1 else _AGAIN
+                numbers[row, mode] = AWAY if stage.offload_bytes and mode == 1 else AGAIN
     return numbers
 
 
@@ -392,16 +394,11 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
     rows, menus = _rows(problem), numbered_menus(problem)
     stages = [stage for _, stage, _ in rows]
     most = max(map(len, menus))
-    delta = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
-    workspace = np.zeros_like(delta)
     adds = np.zeros((len(CODES), len(stages), most), dtype=np.int64)
     rises = np.zeros_like(adds)
     for at, kind in enumerate(CODES):
         effect = EFFECTS[kind]
-        for s, stage in enumerate(stages):
-            implied = problem.menu_of(rows[s][0], rows[s][2])[stage.implied_mode(kind)]
-            if at < len(KINDS):
-                delta[at, s], workspace[at, s] = effect.delta(implied), effect.workspace(implied)
+        for s in range(len(stages)):
             for number in range(most):
                 mode = _mode_or_keep(menus[s], number)
                 adds[at, s, number] = effect.delta(mode)
@@ -419,8 +416,6 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
                 may[s, number] = problem.can_use(at, in_menu, problem.cost_of[j])
                 again[s, number] = known.recompute == "apart"
     return simulate.MemoryArrays(
-        delta=delta,
-        workspace=workspace,
         adds=adds,
         rises=rises,
         may=may,

@@ -93,15 +93,12 @@ class MemoryArrays(NamedTuple):
     """What memory depends on: bytes by device, by host, and of an action.
 
     ``adds`` is what it adds for good, ``rises`` the most it holds above what was there before, both
-    by kind, stage and mode. ``delta`` (for good) and ``workspace`` are by kind and stage, of keep
-    or of the mode that the action alone asks for. By stage and mode: ``may`` flags those that may
+    by kind, stage and mode. By stage and mode: ``may`` flags those that may
     be used, ``again`` those with a RECOMPUTE. A stage is a row (see `TimeArrays`). By stage:
     ``num_modes`` is how many numbers of modes there are, ``uniform`` flags stages that use one for
     all micro-batches.
     """
 
-    delta: Ints
-    workspace: Ints
     adds: Ints
     rises: Ints
     may: Flags

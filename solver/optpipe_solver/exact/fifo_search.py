@@ -183,6 +183,7 @@ def fifo_problem_of(problem: Problem, horizon_ms: float) -> FifoProblem:
     stages = problem.stages
     passes = _passes(problem, unit)
     length = max(float(passes.mean()), 1.0)
+    memory = memory_of(problem)
     return FifoProblem(
         num_microbatches=problem.num_microbatches,
         device=np.array(problem.placement, dtype=np.int64),
@@ -195,7 +196,7 @@ def fifo_problem_of(problem: Problem, horizon_ms: float) -> FifoProblem:
         may_fuse=np.array([fusing_may_pay(problem, s) for s in range(len(stages))]),
         activation=whole(s.activation_bytes for s in stages),
         context=whole(s.weight_context_bytes for s in stages),
-        workspace=memory_of(problem).workspace[:4],
+        workspace=(memory.rises - np.maximum(memory.adds, 0))[:4, :, 0],
         room=whole(map(problem.room_bytes, range(len(problem.devices)))),
         there=_units(model.there, unit),
         back=_units(model.back, unit),

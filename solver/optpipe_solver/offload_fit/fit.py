@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows, within_hosts
+from optpipe_solver.arrays.encoding import AGAIN, AWAY, CompiledProblem, Rows, within_hosts
 from optpipe_solver.budget import check_stop
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, DeviceProgram, Rule, sweep
 
@@ -215,22 +215,25 @@ class Frame:
         stage_of_cell = np.repeat(stages, m)
         cells = stage_of_cell * m + np.tile(np.arange(m, dtype=np.int64), stages.size)
         row, rows = times.row[cell], times.row[cells]
+        away, again = (np.where(times.varies[rows], 0, mode) for mode in (AWAY, AGAIN))
+        adds, saved = memory.adds[kind, row, 0], memory.adds[simulate.RECOMPUTE, rows, again]
         return DeviceProgram(
             kind=kind,
             cell=own,
             duration=times.duration[codes],
             arrival=np.zeros(kind.size),
-            delta=memory.delta[kind, row],
-            workspace=memory.workspace[kind, row],
+            delta=adds,
+            workspace=memory.rises[kind, row, 0] - np.maximum(adds, 0),
             backward_at=where[0],
             weight_at=where[1],
-            offload_bytes=memory.delta[simulate.RELOAD, rows],
+            offload_bytes=memory.adds[simulate.RELOAD, rows, away],
             offload_ms=times.duration[simulate.OFFLOAD * times.num_cells + cells],
             reload_ms=times.duration[simulate.RELOAD * times.num_cells + cells],
             may_offload=self._may_offload[rows],
-            saved_bytes=memory.delta[simulate.RECOMPUTE, rows],
+            saved_bytes=saved,
             recompute_ms=times.duration[simulate.RECOMPUTE * times.num_cells + cells],
-            recompute_workspace=memory.workspace[simulate.RECOMPUTE, rows],
+            recompute_workspace=memory.rises[simulate.RECOMPUTE, rows, again]
+            - np.maximum(saved, 0),
             may_recompute=self._may_recompute[rows],
             half_duplex=bool(times.half_duplex[device]),
         )
