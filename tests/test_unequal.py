@@ -443,6 +443,23 @@ def test_starts_of_slices_are_legal_and_above_all_bounds(case: Case) -> None:
     assert max(bound.ms for bound in lower_bounds(problem)) <= min(lengths) * (1 + 1e-9)
 
 
+def test_samples_of_different_sizes_share_the_mode_of_a_stage() -> None:
+    """A single slice alone would recompute, two slices would not; uniform_modes allows one mode."""
+    again = {"name": "again", "forward_bytes": 10, "recompute": "apart", "recompute_ms": 1.0}
+    modes = [{"name": "keep"}, again]
+    given = building.problem(
+        [building.stage(0, activation_bytes=60, modes=modes, uniform_modes=True)],
+        [{"memory_bytes": 120}],
+        3,
+        format="optpipe/problem/v2",
+        microbatches=[{"cost": 0, "sample": 0}, {"cost": 0, "sample": 0}, {"cost": 0}],
+    )
+    assert {fault.code for fault in find_violations(given, build_serial(given))} == {"mode.uniform"}
+    (start,) = all_starts(given, ("serial",))
+    assert start.legal
+    assert find_violations(given, start.programs or ()) == []
+
+
 @given(sliced_cases())
 def test_samples_need_all_their_slices_at_once(case: Case) -> None:
     """Here just so much: with a byte less on one device nothing fits, and that much is said."""

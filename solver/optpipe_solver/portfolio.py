@@ -16,7 +16,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
-from optpipe_solver.arrays.encoding import CompiledProblem, keeps_limits, keeps_turns
+from optpipe_solver.arrays.encoding import (
+    CompiledProblem,
+    keeps_limits,
+    keeps_turns,
+    keeps_uniform_modes,
+)
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stopped, stopped_by
 from optpipe_solver.exact.fifo_search import fifo_can_search
@@ -29,6 +34,7 @@ from optpipe_solver.exact.rounds import (
     improve_by_exact_search,
 )
 from optpipe_solver.families import FAMILIES, NotApplicable
+from optpipe_solver.families.common import NotApplicableReason
 from optpipe_solver.families.polish_blocks import blocks_can_improve, improve_by_blocks
 from optpipe_solver.feasibility import exact_parts_know, feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
@@ -60,7 +66,6 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.budget import Limits, Progress, Stop
-    from optpipe_solver.families.common import NotApplicableReason
     from optpipe_solver.families.registry import Family
     from optpipe_solver.reductions import Reduction
 
@@ -566,6 +571,14 @@ class _StartBuilder:
             seconds = time.perf_counter() - began
             return FamilyStart(family.name, None, 0.0, False, seconds, str(why), why.reason), None
         rows = self.compiled.encode(programs)
+        if not keeps_uniform_modes(self.compiled, rows.modes):
+            # Samples that each fit alone in another mode of the stage.
+            fitted = with_uniform_modes(self.compiled, self.compiled.without_transfers(rows))
+            if fitted is None:
+                reason = "no single mode of a stage with uniform_modes fits all micro-batches"
+                wants, seconds = NotApplicableReason.DOES_NOT_FIT, time.perf_counter() - began
+                return FamilyStart(family.name, None, 0.0, False, seconds, reason, wants), None
+            rows, programs = fitted, self.compiled.decode(fitted)
         return self._measured(family.name, programs, rows, began), rows
 
     def with_modes(self, method: str, rows: Rows) -> FamilyStart | None:

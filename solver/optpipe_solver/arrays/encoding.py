@@ -59,6 +59,7 @@ __all__ = [
     "evaluate_by_reference",
     "keeps_limits",
     "keeps_turns",
+    "keeps_uniform_modes",
     "memory_of",
     "new_action",
     "numbered_menus",
@@ -214,6 +215,15 @@ class CompiledProblem:
         """Whether programs hold F, I, W and B alone, and no pairs."""
         first = simulate.OFFLOAD * self.times.num_cells
         return all(bool((codes < first).all()) for codes in rows.programs())
+
+    def without_transfers(self, rows: Rows) -> Rows:
+        """Return the F, I, W and B of programs without pairs, in the same order, in mode 0."""
+        first = simulate.OFFLOAD * self.times.num_cells
+        kept = [codes[codes < first] for codes in rows.programs()]
+        actions, lengths = np.zeros_like(rows.actions), np.array([codes.size for codes in kept])
+        for device, codes in enumerate(kept):
+            actions[device, : codes.size] = codes
+        return Rows(actions, lengths, np.zeros_like(rows.modes))
 
     def refuse_transfers(self, rows: Rows, part: str) -> None:
         """Refuse programs that a part for compute programs would read as others (`InputError`)."""
@@ -625,7 +635,7 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
 def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
     """Whether each cell has F, I and W or B, and what its mode asks for, which may be used."""
     there, memory = place >= 0, compiled.memory
-    if (modes < 0).any() or _is_uneven(compiled, modes):
+    if (modes < 0).any() or not keeps_uniform_modes(compiled, modes):
         return False
     stages = compiled.times.row
     split, fused = there[_I] & there[_W], there[_B] & ~there[_I] & ~there[_W]
@@ -637,13 +647,13 @@ def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
     return bool((there[_F] & once & matches & memory.may[stages, modes]).all())
 
 
-def _is_uneven(compiled: CompiledProblem, modes: Ints) -> bool:
-    """Whether a stage that uses one mode for all micro-batches has two."""
+def keeps_uniform_modes(compiled: CompiledProblem, modes: Ints) -> bool:
+    """Whether every stage with ``uniform_modes`` has one mode for all micro-batches of a cost."""
     row, uniform = compiled.times.row, compiled.memory.uniform
     if not uniform.any():
-        return False
+        return True
     _, first = np.unique(row, return_index=True)
-    return bool((uniform[row] & (modes != modes[first][row])).any())
+    return not (uniform[row] & (modes != modes[first][row])).any()
 
 
 def _is_in_order(place: Ints) -> bool:
