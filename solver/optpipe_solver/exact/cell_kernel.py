@@ -604,6 +604,9 @@ def _by_load(model: CellProblem, state: CellState, loads: CellLoads) -> int:
             if loads.backwards[s] < m:
                 is_over = False
                 tail = min(tail, model.last_i[0, s])
+        if model.home_device >= 0 and is_over and weights == 0 and end <= state.times[0]:
+            # The clock has moved on since the device ended, which its span does not count.
+            continue
         if model.home_device >= 0 and device != model.home_device:
             least = max(least, end + weights + state.times[begun + device])
         else:

@@ -52,6 +52,15 @@ def test_under_span_others_may_end_after_the_first_device() -> None:
     assert answer(given, 11.0) is HorizonAnswer.NONE
 
 
+def test_under_span_a_device_that_has_ended_is_busy_no_longer() -> None:
+    """Device 0 ends at 10 ms, as device 1 starts its first W of two: 10 ms each."""
+    late = [stage(0, 5, 1, 0), stage(1, 1, 1, 3), stage(1, 1, 1, 3)]
+    given = problem(late, m=1, objective="span")
+    assert optimum(given) == 10
+    assert answer(given, 10.0) is HorizonAnswer.FOUND
+    assert answer(given, 9.0) is HorizonAnswer.NONE
+
+
 @few(60)
 @given(tiny_problems(menus=True))
 def test_nothing_that_exists_is_denied(given: Problem) -> None:
