@@ -11,7 +11,7 @@ from tests.solver.exhaustive import optimum, tiny_problems_with_pairs
 from tests.solver.starting import schedule_of
 from tests.strategies import few
 
-# That copies queue is not proven within the time; the search over cells alone knows it.
+# That copies queue is not proven within the time; the search by cell alone knows it.
 CASES = {name: given for name, given in EXACT.items() if name != "reloads queue"} | {
     "fused is shorter": problem(
         [stage(d, 4, 4, 2, backward_ms=5.0, weight_context_bytes=5) for d in range(2)],

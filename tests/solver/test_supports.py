@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from optpipe_solver.bounds import Paths, lower_bound, lower_bounds, work_bound
 from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms, shortened
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.cell_search import search_cells
 from optpipe_solver.exact.fifo_search import search_fifo_beam
 from optpipe_solver.exact.general_search import search_beam, search_general
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
@@ -128,7 +128,7 @@ PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "fifo": _within(search_fifo_beam),
     "general beam": _within(search_beam),
     "general": _within(search_general, (0,)),
-    "cells": _within(search_cells, (0,)),
+    "cells": _within(partial(search_general, by_cell=True), (0,)),
     "in turn": _within(search_in_turn, [(0,)]),
     "horizon": lambda posed, least_ms: solve_horizon(
         posed,

@@ -49,12 +49,12 @@ def test_one_process_compiles_and_the_others_wait_for_it(
     assert compiled == ["_compile_starts", "_compile_models"]
 
 
-def test_the_search_over_cells_is_compiled_with_the_others() -> None:
+def test_the_general_search_is_compiled_once_for_counted_copies_and_by_cell() -> None:
     """Else the first solve of a small menu would compile it for a quarter of a minute."""
     code = (
         "from optpipe_solver import warm\n"
-        "from optpipe_solver.exact.cell_kernel import expand_cells\n"
-        "warm._compile_models(); print(len(expand_cells.signatures))"
+        "from optpipe_solver.exact.general_layers import expand_general\n"
+        "warm._compile_models(); print(len(expand_general.signatures))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"

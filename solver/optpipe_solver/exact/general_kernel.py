@@ -3,12 +3,17 @@
 See `general_search` for what a state is and why nothing is lost. Times are whole numbers of a unit.
 
 A *code* says how far a micro-batch is: in its lowest bits the number of passes it has started on
-its way up the stages and down again, then per stage a digit, its *mode* between F and backward.
+its way up the stages and down again, then per stage a digit, between F and backward: the *phase*
+of its cell, and the mode. Copies of a device are *counted*, or known *by cell* (``by_cell``):
+
+* Counted, all have one size. An OFFLOAD follows its F at once, as no event. The copies to come, and
+  the RELOADs on their way, are told by their number and by when the lane is free.
+* By cell, each copy is an event, and a state has the end of the last one of every cell.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,20 +24,19 @@ if TYPE_CHECKING:
 
     from optpipe_solver.arrays import Flags, Ints
 
-    Codes = NDArray[np.int32]
     Bytes = NDArray[np.int8]
 
 __all__ = [
-    "AWAY",
-    "CHECKPOINT",
-    "COMING",
+    "CELL_BITS",
     "DROP",
+    "FORWARD",
     "FUSED",
     "GRADIENT",
     "KEEP",
-    "LANES",
+    "KINDS",
     "MODE_BITS",
     "MOST_COMING",
+    "OFFLOAD",
     "POSITION_BITS",
     "RECOMPUTE",
     "RELOAD",
@@ -45,7 +49,6 @@ __all__ = [
     "free_at",
     "make_general_loads",
     "make_general_state",
-    "needs",
     "run",
     "start_of",
     "survey",
@@ -53,62 +56,104 @@ __all__ = [
 ]
 
 
-LANES = 4
-POSITION_BITS = 5
-MODE_BITS = 3
-AWAY, COMING, CHECKPOINT = 1, 2, 7
-"""Modes: to be or being or having been offloaded; from ``COMING`` on the last RELOAD of the device,
-the last but one, ...; with its checkpoint alone. 0 is all there."""
+POSITION_BITS, PHASE_BITS, MODE_BITS = 5, 3, 3
+CELL_BITS = PHASE_BITS + MODE_BITS
 
-MOST_COMING = CHECKPOINT - COMING
+HERE, AWAY, COMING, LESS = 0, 1, 2, 7
+"""Phases: there is what the backward needs; OFFLOAD begun (counted: or to come); counted, from
+``COMING`` on, the last RELOAD of the device, the last but one, ...; RECOMPUTE to come."""
+
+LEAVES = COMING
+"""By cell: OFFLOAD to come."""
+
+MOST_COMING = LESS - COMING
 """RELOADs on their way that are told apart."""
 
-KEEP, SEND, DROP, GRADIENT, FUSED, WEIGHT, RELOAD, RECOMPUTE = range(8)
-"""Events: F in three ways, I, B, W, RELOAD, RECOMPUTE."""
+FORWARD, GRADIENT, FUSED, WEIGHT, OFFLOAD, RELOAD, RECOMPUTE = range(7)
+KINDS = 7
+"""How many kinds of events there are: F, I, B, W, OFFLOAD, RELOAD, RECOMPUTE."""
+
+KEEP, SEND, DROP = range(3)
+"""Modes where copies are counted: those of v1."""
+
+NEVER = 1 << 60
 
 
 class GeneralProblem(NamedTuple):
-    """The kept devices and stages in whole numbers: entries per stage, or per device where said.
+    """The kept devices and stages in whole numbers.
 
-    ``moved`` (device) is what one copy carries, in bytes, ``out`` and ``home`` (device) how long it
-    takes; 0 bytes = nothing can be offloaded; ``waits`` (device): whether all RELOADs on their way
-    are waited for. ``again`` is the time of a RECOMPUTE, -1 where there
-    is none. An F takes ``forward`` and ``hidden``, the most that it can hide in a pair; ``pairs_i``
-    and ``pairs_b`` tell whether an I, a B may pair. ``workspace`` has a row each for F, I, W, B,
-    RECOMPUTE; ``room`` is per device.
+    Entries are per stage, ``[s, k]`` per stage and mode, or per device where said.
+
+    ``is_open[s, k]``: whether a stage has this mode. An F takes ``forward`` and ``hidden``, the
+    most that it can hide in a pair; ``pairs_i`` and ``pairs_b`` tell whether an I, a B may pair.
+    ``split_i`` and ``fused`` ``[s, k]`` hold ``inside`` of recomputation, ``shortest_i`` is the
+    least ``split_i``. ``again[s, k]`` is the time of a RECOMPUTE, -1 where there is none,
+    ``extra`` the least recomputation of any mode. ``has_modes``: whether anything can be offloaded
+    or recomputed.
+
+    A cell holds ``forward_bytes[s, k]`` after its F, ``backward_bytes[s, k]`` when its backward
+    begins, then ``context[s, c]`` in class c = ``context_of[s, k]`` until W. ``needs[kind, s, k]``
+    are the bytes an event needs above those held before it (of a W by class); ``room`` is per
+    device. ``moved[s, k]`` bytes take ``out`` and ``home``. ``same_as[s, k]`` is the first mode
+    that equals k once all is there.
+
+    ``lane_out`` and ``lane_home`` (device) are places in the times of a state, as are
+    ``group_out`` and ``group_home``, lanes shared with other devices, -1 = none. ``issued``
+    (device): whether a RELOAD stands between two compute actions. Where copies are counted
+    ``one_moved``, ``one_out`` and ``one_home`` (device) are those of every copy; ``waits``
+    (device): whether all RELOADs on their way are waited for.
+
     ``there[s]`` and ``back[s]`` are the least times between the passes of s and those of the next
     kept stage, behind the last one ``there`` to its own backward; ``head`` is that before the
-    first. ``has_modes``: whether anything can be offloaded or recomputed. ``rest[q]`` is the least
-    time from the start of the q-th pass of a micro-batch, on its way up and down the stages, to the
-    end of the schedule. ``head_f[k, s]`` is the earliest start of the k-th F of s, ``last_f[k, s]``
-    the least time after the end of the k-th last, k from 0; ``head_i[k, s]`` the earliest start of
-    the k-th I or B, ``last_i`` and ``last_w`` the times after the pieces ``gradient`` and
-    ``weight`` (see `bounds.relaxation`). ``horizon`` is the longest schedule looked for.
+    first. ``rest[q]`` is the least time from the start of the q-th pass of a micro-batch, on its
+    way up and down the stages, to the end of the schedule. ``head_f[k, s]`` is the earliest start
+    of the k-th F of s, ``last_f[k, s]`` the least time after the end of the k-th last, k from 0;
+    ``head_i[k, s]`` the earliest start of the k-th I or B, ``last_i`` and ``last_w`` the times
+    after the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`).
+
+    ``home_device`` is -1, or by cell under span that of stage 0, beyond the last where that is not
+    kept. ``steps`` is how many events a mode has beside passes, at most. ``paired``, ``inputs``,
+    ``ends``, ``begins`` and ``num_times`` are places in the times of a state. ``horizon`` is the
+    longest schedule looked for.
     """
 
     num_microbatches: int
+    by_cell: bool
+    has_modes: bool
     device: Ints
+    is_open: Flags
     forward: Ints
     hidden: Ints
     pairs_i: Flags
     pairs_b: Flags
+    may_fuse: Flags
     split_i: Ints
     split_w: Ints
     fused: Ints
+    shortest_i: Ints
     gradient: Ints
     weight: Ints
+    inside: Ints
     again: Ints
-    may_fuse: Flags
-    may_leave: Flags
-    has_modes: bool
-    activation: Ints
+    extra: Ints
+    forward_bytes: Ints
+    backward_bytes: Ints
     context: Ints
-    checkpoint: Ints
-    workspace: Ints
-    room: Ints
+    context_of: Ints
+    needs: Ints
+    same_as: Ints
     moved: Ints
     out: Ints
     home: Ints
+    room: Ints
+    lane_out: Ints
+    lane_home: Ints
+    group_out: Ints
+    group_home: Ints
+    issued: Flags
+    one_moved: Ints
+    one_out: Ints
+    one_home: Ints
     waits: Flags
     there: Ints
     back: Ints
@@ -119,6 +164,13 @@ class GeneralProblem(NamedTuple):
     last_f: Ints
     last_i: Ints
     last_w: Ints
+    home_device: int
+    steps: int
+    paired: int
+    inputs: int
+    ends: int
+    begins: int
+    num_times: int
     horizon: int
 
 
@@ -126,23 +178,26 @@ class GeneralState(NamedTuple):
     """How far all is.
 
     ``codes`` of all micro-batches, in order, equal ones by when their next input is there;
-    ``weights`` = W started per stage; ``times``: the clock, then per device when compute, D2H and
-    H2D are free, and compute for a backward that pairs with the F before it, ``LANES`` in all, then
-    per micro-batch when the input of its next pass is there; none before the clock, copies and
-    inputs not before their device is free (see `_forget`).
+    ``waiting[s C + c]`` = W that could start, by class of their context, C classes a stage.
+
+    ``times``: the clock; per device when compute is free; per lane when it is; per device when
+    compute is free for a backward that pairs with the F before it; per micro-batch when the input
+    of its next pass is there. By cell then the end of its last copy, RECOMPUTE or F, and under span
+    per device minus when it began. None is before the clock, and nothing that only a device waits
+    for before that device is free (see `_forget`).
     """
 
-    codes: Codes
-    weights: Bytes
+    codes: Ints
+    waiting: Bytes
     times: NDArray[np.int32]
 
 
 class GeneralLoads(NamedTuple):
     """What is read off a state: per device ``held_bytes`` and micro-batches ``sent``.
 
-    ``held_bytes`` counts what is AWAY as if it were there. ``owed`` is the time of the RECOMPUTEs
-    to come. Per stage: ``forwards`` and ``gradients`` started. Per position: ``num_at`` of
-    micro-batches, and when the first of them is ``ready`` for its next pass.
+    ``held_bytes`` counts what is AWAY as if it were there. ``owed`` is the time of the
+    recomputation to come. Per stage: ``forwards``, ``gradients`` and ``weights`` started. Per
+    position: ``num_at`` of micro-batches, and when the first of them is ``ready``.
     """
 
     held_bytes: Ints
@@ -150,23 +205,27 @@ class GeneralLoads(NamedTuple):
     owed: Ints
     forwards: Ints
     gradients: Ints
+    weights: Ints
     num_at: Ints
     ready: Ints
 
 
-def make_general_state(num_microbatches: int, num_stages: int, num_devices: int) -> GeneralState:
+def make_general_state(model: GeneralProblem) -> GeneralState:
     """Return the state before everything."""
-    return GeneralState(
-        np.zeros(num_microbatches, dtype=np.int32),
-        np.zeros(num_stages, dtype=np.int8),
-        np.zeros(1 + LANES * num_devices + num_microbatches, dtype=np.int32),
+    state = GeneralState(
+        np.zeros(model.num_microbatches, dtype=np.int64),
+        np.zeros(model.context.size, dtype=np.int8),
+        np.zeros(model.num_times, dtype=np.int32),
     )
+    state.times[model.inputs : model.ends] = model.head
+    return state
 
 
-def make_general_loads(num_stages: int, num_devices: int) -> GeneralLoads:
+def make_general_loads(model: GeneralProblem) -> GeneralLoads:
     """Return loads to write on."""
-    devices = [np.zeros(num_devices, dtype=np.int64) for _ in range(3)]
-    stages = [np.zeros(num_stages, dtype=np.int64) for _ in range(2)]
+    num_stages = len(model.forward)
+    devices = [np.zeros(len(model.room), dtype=np.int64) for _ in range(3)]
+    stages = [np.zeros(num_stages, dtype=np.int64) for _ in range(3)]
     positions = [np.zeros(2 * num_stages + 1, dtype=np.int64) for _ in range(2)]
     return GeneralLoads(*devices, *stages, *positions)
 
@@ -178,21 +237,30 @@ def position_of(code: int) -> int:
 
 
 @lean
-def mode_of(code: int, s: int) -> int:
-    """Return the mode of a micro-batch on stage s."""
-    return int(code >> (POSITION_BITS + MODE_BITS * s) & ((1 << MODE_BITS) - 1))
+def cell_of(code: int, s: int) -> tuple[int, int]:
+    """Return phase and mode of a micro-batch on stage s."""
+    digit = code >> (POSITION_BITS + CELL_BITS * s) & ((1 << CELL_BITS) - 1)
+    return int(digit & ((1 << PHASE_BITS) - 1)), int(digit >> PHASE_BITS)
 
 
 @lean
-def with_mode(code: int, s: int, mode: int) -> int:
-    """Return the code with another mode on stage s."""
-    return int(code + ((mode - mode_of(code, s)) << (POSITION_BITS + MODE_BITS * s)))
+def with_cell(code: int, s: int, phase: int, k: int) -> int:
+    """Return the code with another phase and mode on stage s."""
+    before, mode = cell_of(code, s)
+    more = phase - before + ((k - mode) << PHASE_BITS)
+    return int(code + (more << (POSITION_BITS + CELL_BITS * s)))
+
+
+@lean
+def is_held(code: int, s: int, num_stages: int) -> bool:
+    """Whether F has started on stage s and the backward has not."""
+    return bool(s < position_of(code) <= 2 * num_stages - 1 - s)
 
 
 @lean
 def survey(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> None:
     """Write on the loads what a state holds, ``num_at`` and ``ready`` aside."""
-    num_stages = len(model.forward)
+    num_stages, classes = model.context.shape
     loads.held_bytes[:] = 0
     loads.sent[:] = 0
     loads.owed[:] = 0
@@ -206,22 +274,31 @@ def survey(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> N
             if at > 2 * num_stages - 1 - s:
                 loads.gradients[s] += 1
             else:
-                _hold(model, mode_of(code, s), s, loads)
+                _hold(model, code, s, loads)
     for s in range(num_stages):
-        waiting = loads.gradients[s] - state.weights[s]
-        loads.held_bytes[model.device[s]] += waiting * model.context[s]
+        device, all_waiting = model.device[s], 0
+        for c in range(classes):
+            waiting = state.waiting[classes * s + c]
+            all_waiting += waiting
+            loads.held_bytes[device] += waiting * model.context[s, c]
+        loads.weights[s] = loads.gradients[s] - all_waiting
+        if model.by_cell:
+            loads.owed[device] += (model.num_microbatches - loads.forwards[s]) * model.extra[s]
 
 
 @lean
-def _hold(model: GeneralProblem, mode: int, s: int, loads: GeneralLoads) -> None:
-    """Add what one micro-batch holds on stage s, between F and backward."""
+def _hold(model: GeneralProblem, code: int, s: int, loads: GeneralLoads) -> None:
+    """Add what one micro-batch holds and owes on stage s, between F and backward."""
     device = model.device[s]
-    if mode == CHECKPOINT:
-        loads.held_bytes[device] += model.checkpoint[s]
-        loads.owed[device] += model.again[s]
+    phase, k = cell_of(code, s)
+    if phase == HERE:
+        loads.held_bytes[device] += model.backward_bytes[s, k]
     else:
-        loads.held_bytes[device] += model.activation[s]
-        loads.sent[device] += mode == AWAY
+        loads.held_bytes[device] += model.forward_bytes[s, k]
+        loads.owed[device] += max(0, model.again[s, k])
+        loads.sent[device] += phase == AWAY
+    if model.by_cell:
+        loads.owed[device] += model.inside[s, k]
 
 
 @lean
@@ -234,109 +311,182 @@ def fits_from(
 ) -> int:
     """Return from when on so many more bytes fit on a device; -1 = not before others go.
 
-    ``what``: the bytes, how many copies to the host may not have ended, one after the other, and
-    whether it is for a backward that may pair. A gap before a copy is over when its F ends; only
-    such a backward starts sooner, so of copies before the last one nothing is known to it.
+    ``what``: the bytes, how many counted copies to the host may not have ended, one after the
+    other, and whether it is for a backward that may pair. A gap before a copy is over when its F
+    ends; only such a backward starts sooner, so of copies before the last one nothing is known to
+    it.
     """
     needs, most, pairs = what
     sent = loads.sent[device]
     over = loads.held_bytes[device] + needs - model.room[device]
+    if model.by_cell:
+        return _fits_by_cell(model, state, device, over) if over > 0 else int(state.times[0])
     if over > 0:
-        if model.moved[device] == 0:
+        if model.one_moved[device] == 0:
             return -1
-        most = min(most, sent - (over + model.moved[device] - 1) // model.moved[device])
+        most = min(most, sent - (over + model.one_moved[device] - 1) // model.one_moved[device])
         if most < 0:
             return -1
     if most >= sent or (pairs and most > 0):
         return int(state.times[0])
-    left = state.times[1 + len(model.room) + device] - most * model.out[device]
+    left = state.times[model.lane_out[device]] - most * model.one_out[device]
     return int(max(left, state.times[0]))
 
 
 @lean
-def start_of(
-    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, event: tuple[int, int, int]
-) -> int:
-    """Return when an event (kind, index of the micro-batch, stage) can start; -1 = it cannot.
+def _fits_by_cell(model: GeneralProblem, state: GeneralState, device: int, over: int) -> int:
+    """Return when copies to the host have freed so many bytes if nothing starts; -1 = never."""
+    num_stages, at = len(model.forward), int(state.times[0])
+    while at < NEVER:
+        freed, following = 0, NEVER
+        for s in range(num_stages):
+            if model.device[s] != device:
+                continue
+            for j in range(len(state.codes)):
+                phase, k = cell_of(state.codes[j], s)
+                if phase == AWAY:
+                    end = state.times[model.ends + j * num_stages + s]
+                    if end <= at:
+                        freed += model.moved[s, k]
+                    else:
+                        following = min(following, end)
+        if freed >= over:
+            return at
+        at = int(following)
+    return -1
 
-    A RELOAD starts when it is issued.
+
+@lean
+def start_of(
+    model: GeneralProblem,
+    state: GeneralState,
+    loads: GeneralLoads,
+    event: tuple[int, int, int, int],
+) -> int:
+    """Return when an event (kind, index of the micro-batch, stage, mode) can start; -1 = it cannot.
+
+    A W has the class of its context in place of a mode. A RELOAD starts when it is issued, or where
+    lanes are shared when its copy does.
     """
-    kind, j, s = event
+    kind, j, s, k = event
     device = model.device[s]
+    if kind == OFFLOAD:
+        return max(_end_of(model, state, j, s), _lanes_free(model, state, device, kind))
     most = loads.sent[device] - (kind == RELOAD)
     pairs = (kind == GRADIENT and model.pairs_i[s]) or (kind == FUSED and model.pairs_b[s])
-    fits = fits_from(model, state, loads, device, (needs(model, kind, s), most, pairs))
+    fits = fits_from(model, state, loads, device, (model.needs[kind, s, k], most, pairs))
     if fits < 0:
         return -1
-    start = max(fits, free_at(model, state, device, pairs))
-    if kind <= DROP:
+    if kind == RELOAD and not model.issued[device]:
+        start = max(fits, _lanes_free(model, state, device, kind))
+    else:
+        start = max(fits, free_at(model, state, device, pairs))
+    if kind == FORWARD:
         start = max(start, model.head_f[loads.forwards[s], s])
     if kind <= FUSED:
         start = max(start, ready_at(model, state, j, s))
         if kind >= GRADIENT:
             start = max(start, model.head_i[loads.gradients[s], s])
+    elif model.by_cell and kind != WEIGHT:
+        start = max(start, _end_of(model, state, j, s))
     return int(start)
 
 
 @lean
 def free_at(model: GeneralProblem, state: GeneralState, device: int, pairs: bool) -> int:
     """Return when a device is free for a pass: for one that pairs, while the F before it runs."""
-    return int(state.times[1 + device + pairs * (LANES - 1) * len(model.room)])
+    return int(state.times[device + (model.paired if pairs else 1)])
 
 
 @lean
-def needs(model: GeneralProblem, kind: int, s: int) -> int:
-    """Return the bytes an event needs above those held before it."""
-    if kind == RELOAD:
-        return int(model.moved[model.device[s]])
-    if kind == RECOMPUTE:
-        return int(model.activation[s] - model.checkpoint[s] + model.workspace[4, s])
-    if kind == GRADIENT:
-        return int(max(0, model.context[s] - model.activation[s]) + model.workspace[1, s])
-    if kind == FUSED:
-        return int(model.workspace[3, s])
-    if kind == WEIGHT:
-        return int(model.workspace[2, s])
-    makes = model.checkpoint[s] if kind == DROP else model.activation[s]
-    return int(makes + model.workspace[0, s])
+def _end_of(model: GeneralProblem, state: GeneralState, j: int, s: int) -> int:
+    """Return when the last copy, RECOMPUTE or F of a cell ends, by cell."""
+    return int(state.times[model.ends + j * len(model.forward) + s])
+
+
+@lean
+def _lanes_free(model: GeneralProblem, state: GeneralState, device: int, kind: int) -> int:
+    """Return when the lanes of an OFFLOAD or RELOAD are free."""
+    own = model.lane_out[device] if kind == OFFLOAD else model.lane_home[device]
+    group = model.group_out[device] if kind == OFFLOAD else model.group_home[device]
+    free = state.times[own]
+    return int(free if group < 0 else max(free, state.times[group]))
 
 
 @lean
 def ready_at(model: GeneralProblem, state: GeneralState, j: int, s: int) -> int:
     """Return when the next pass of a micro-batch, on stage s, has its input and its activation.
 
-    What is AWAY or CHECKPOINT needs a RELOAD or RECOMPUTE, which starts when the device is free.
+    What is not there needs copies or RECOMPUTE, which start when device and lanes are free.
     """
-    devices, device = len(model.room), model.device[s]
-    ready = state.times[1 + LANES * devices + j]
+    device, ready = model.device[s], state.times[model.inputs + j]
     if position_of(state.codes[j]) < len(model.forward):
         return int(ready)
-    mode = mode_of(state.codes[j], s)
-    free, lane = state.times[1 + device], state.times[1 + 2 * devices + device]
-    if mode == AWAY and model.waits[device]:
-        return int(max(ready, max(free, lane) + model.home[device]))
-    if mode == CHECKPOINT:
-        return int(max(ready, free + model.again[s]))
-    if COMING <= mode < CHECKPOINT:
-        return int(max(ready, lane - (mode - COMING) * model.home[device]))
+    phase, k = cell_of(state.codes[j], s)
+    if model.by_cell:
+        return max(int(ready), _cell_ready(model, state, j, s))
+    free, lane = state.times[1 + device], state.times[model.lane_home[device]]
+    if phase == AWAY and model.waits[device]:
+        return int(max(ready, max(free, lane) + model.one_home[device]))
+    if phase == LESS:
+        return int(max(ready, free + model.again[s, k]))
+    if COMING <= phase < LESS:
+        return int(max(ready, lane - (phase - COMING) * model.one_home[device]))
     return int(ready)
+
+
+@lean
+def _cell_ready(model: GeneralProblem, state: GeneralState, j: int, s: int) -> int:
+    """Return when all is there that the backward of a cell needs, by cell."""
+    phase, k = cell_of(state.codes[j], s)
+    device, at = model.device[s], _end_of(model, state, j, s)
+    if phase == LEAVES:
+        at += model.out[s, k]
+    if phase in (LEAVES, AWAY):
+        at = max(at, _lanes_free(model, state, device, RELOAD)) + model.home[s, k]
+    if phase != HERE and model.again[s, k] >= 0:
+        at = max(at, int(state.times[1 + device])) + model.again[s, k]
+    return int(at)
 
 
 @lean
 def wastes(
     model: GeneralProblem, state: GeneralState, loads: GeneralLoads, device: int, start: int
 ) -> bool:
-    """Whether an I or W that waits would fit into the idle time before the start of an event."""
-    free = state.times[1 + device]
-    if start <= free:
+    """Whether an I or W that waits would fit into idle time before the start of an event.
+
+    Counted, on the event's device; by cell, on any, and OFFLOADs too.
+    """
+    if start <= state.times[0 if model.by_cell else 1 + device]:
         return False
-    for s in range(len(model.forward)):
-        if model.device[s] == device and state.weights[s] < loads.gradients[s]:
-            what = (model.workspace[2, s], loads.sent[device], False)
-            room = fits_from(model, state, loads, device, what)
-            if room >= 0 and max(room, free) + model.split_w[s] <= start and model.split_w[s] > 0:
-                return True
+    num_stages, classes = model.context.shape
+    for s in range(num_stages):
+        own, length = model.device[s], model.split_w[s]
+        free = state.times[1 + own]
+        if (own != device and not model.by_cell) or length == 0 or free + length > start:
+            continue
+        for c in range(classes):
+            if state.waiting[classes * s + c]:
+                what = (model.needs[WEIGHT, s, c], loads.sent[own], False)
+                room = fits_from(model, state, loads, own, what)
+                if room >= 0 and max(room, free) + length <= start:
+                    return True
+    if model.by_cell and _wastes_offload(model, state, start):
+        return True
     return _wastes_gradient(model, state, loads, device, start)
+
+
+@lean
+def _wastes_offload(model: GeneralProblem, state: GeneralState, start: int) -> bool:
+    for s in range(len(model.forward)):
+        lanes = _lanes_free(model, state, model.device[s], OFFLOAD)
+        for j in range(len(state.codes)):
+            phase, k = cell_of(state.codes[j], s)
+            if phase == LEAVES and model.out[s, k] > 0:
+                at = max(lanes, _end_of(model, state, j, s))
+                if at + model.out[s, k] <= start:
+                    return True
+    return False
 
 
 @lean
@@ -349,15 +499,17 @@ def _wastes_gradient(
         if at <= last // 2 or at > last:
             continue
         s = last - at
-        if model.device[s] != device or model.may_fuse[s] or model.split_i[s] == 0:
+        if (model.device[s] != device and not model.by_cell) or model.may_fuse[s]:
             continue
         if model.has_modes and not _may_go_first(model, loads.gradients[s], s, start):
             continue
-        mode = mode_of(state.codes[j], s)
-        if mode in (AWAY, CHECKPOINT) or model.context[s] > model.activation[s]:
+        phase, k = cell_of(state.codes[j], s)
+        if phase in (AWAY, LESS) or (model.by_cell and phase != HERE) or model.split_i[s, k] == 0:
             continue
-        begin = start_of(model, state, loads, (GRADIENT, j, s))
-        if begin >= 0 and begin + model.split_i[s] <= start:
+        if model.context[s, model.context_of[s, k]] > model.backward_bytes[s, k]:
+            continue
+        begin = start_of(model, state, loads, (GRADIENT, j, s, k))
+        if begin >= 0 and begin + model.split_i[s, k] <= start:
             return True
     return False
 
@@ -366,7 +518,7 @@ def _wastes_gradient(
 def _may_go_first(model: GeneralProblem, k: int, s: int, start: int) -> bool:
     """Whether all I of s from the k-th on may each be one number later, as none starts sooner."""
     for number in range(k, model.num_microbatches - 1):
-        least = max(start + (number - k) * model.split_i[s], model.head_i[number, s])
+        least = max(start + (number - k) * model.shortest_i[s], model.head_i[number, s])
         if least < model.head_i[number + 1, s]:
             return False
     return True
@@ -376,135 +528,230 @@ def _may_go_first(model: GeneralProblem, k: int, s: int, start: int) -> bool:
 def run(
     model: GeneralProblem,
     state: GeneralState,
-    event: tuple[int, int, int],
+    event: tuple[int, int, int, int],
     start: int,
     new: GeneralState,
-) -> None:
-    """Write the state after an event (kind, index of the micro-batch, stage) from its start."""
-    advance(model, state, event, start, new)
-    _sort(new, 1 + LANES * len(model.room))
+) -> int:
+    """Write the state after an event from its start (see `start_of`); return the steps it takes."""
+    steps = advance(model, state, event, start, new)
+    _sort(model, new)
+    return steps
 
 
 @lean
 def advance(
     model: GeneralProblem,
     state: GeneralState,
-    event: tuple[int, int, int],
+    event: tuple[int, int, int, int],
     start: int,
     new: GeneralState,
-) -> None:
+) -> int:
     """As `run`, with every micro-batch left in its place."""
-    kind, j, s = event
-    device, devices = model.device[s], len(model.room)
-    for i in range(len(state.codes)):
-        new.codes[i] = state.codes[i]
-    for i in range(len(state.weights)):
-        new.weights[i] = state.weights[i]
-    for i in range(len(state.times)):
-        new.times[i] = max(state.times[i], start)
-    paired = 1 + (LANES - 1) * devices + device
-    if kind == RELOAD:
-        _reload(model, new, j, s)
-    elif kind == RECOMPUTE:
-        new.times[1 + device] = start + model.again[s]
-        new.codes[j] = with_mode(new.codes[j], s, 0)
+    kind, j, s, k = event
+    device, steps = model.device[s], 1
+    _carry_over(model, state, start, new)
+    if kind == FORWARD:
+        if 0 <= model.home_device != device and _is_first(model, state, device):
+            new.times[model.begins + device] = -start
+        steps = _forward(model, new, event, start)
+    elif kind <= FUSED:
+        _backward(model, new, event, start)
+        steps = 2 if kind == FUSED else 1
     elif kind == WEIGHT:
         new.times[1 + device] = start + model.split_w[s]
-        new.weights[s] += 1
+        new.waiting[model.context.shape[1] * s + k] -= 1
+    elif kind == RECOMPUTE:
+        new.times[1 + device] = start + model.again[s, k]
+        _put(model, new, (j, s), (HERE, k), start + model.again[s, k])
+    elif model.by_cell:
+        _copy(model, new, event, start)
     else:
-        _pass(model, new, event, start)
-        if kind == SEND:
-            lane = 1 + devices + device
-            new.times[lane] = max(new.times[lane], new.times[1 + device]) + model.out[device]
-    new.times[paired] = new.times[1 + device]
-    if kind <= DROP:
-        new.times[paired] -= model.hidden[s]
+        _reload(model, new, j, s)
+    new.times[model.paired + device] = new.times[1 + device]
+    if kind == FORWARD:
+        new.times[model.paired + device] -= model.hidden[s]
     _forget(model, new)
-    _settle(model, new)
+    if not model.by_cell:
+        _settle(model, new)
+    return int(steps)
 
 
 @lean
-def _pass(
-    model: GeneralProblem, new: GeneralState, event: tuple[int, int, int], start: int
+def _carry_over(model: GeneralProblem, state: GeneralState, start: int, new: GeneralState) -> None:
+    """Copy a state, with no time before the new clock but when devices began."""
+    for i in range(len(state.codes)):
+        new.codes[i] = state.codes[i]
+    for i in range(len(state.waiting)):
+        new.waiting[i] = state.waiting[i]
+    for i in range(model.begins):
+        new.times[i] = max(state.times[i], start)
+    for i in range(model.begins, len(state.times)):
+        new.times[i] = state.times[i]
+
+
+@lean
+def _put(
+    model: GeneralProblem,
+    new: GeneralState,
+    cell: tuple[int, int],
+    what: tuple[int, int],
+    end: int,
 ) -> None:
-    """Run F, I or B of a micro-batch."""
-    kind, j, s = event
-    end, arrival = start + model.forward[s], 0
-    code = new.codes[j] + 1
-    if kind < GRADIENT:
-        arrival = end + model.there[s]
-        code = with_mode(code, s, AWAY * (kind == SEND) + CHECKPOINT * (kind == DROP))
-    else:
-        end = start + (model.fused[s] if kind == FUSED else model.split_i[s])
-        arrival = end + model.back[s - 1] if s > 0 else start
-        code = with_mode(code, s, 0)
-        new.weights[s] += kind == FUSED
-    new.codes[j] = code
-    if kind < GRADIENT:
-        end += model.hidden[s]
-    lane = 1 + model.device[s]
-    new.times[lane] = max(new.times[lane], end)
-    new.times[1 + LANES * len(model.room) + j] = arrival
+    """Give a cell (index of the micro-batch, stage) its phase and mode, and by cell its end."""
+    j, s = cell
+    phase, k = what
+    new.codes[j] = with_cell(new.codes[j], s, phase, model.same_as[s, k] if phase == HERE else k)
+    if model.by_cell:
+        new.times[model.ends + j * len(model.forward) + s] = end
+
+
+@lean
+def _is_first(model: GeneralProblem, state: GeneralState, device: int) -> bool:
+    """Whether nothing has started on a device."""
+    for s in range(len(model.forward)):
+        if model.device[s] == device:
+            for j in range(len(state.codes)):
+                if position_of(state.codes[j]) > s:
+                    return False
+    return True
+
+
+@lean
+def _forward(
+    model: GeneralProblem, new: GeneralState, event: tuple[int, int, int, int], start: int
+) -> int:
+    """Run an F; return its steps: one, and one for each event that its mode has not."""
+    _, j, s, k = event
+    device, phase, steps = model.device[s], HERE, 1 + model.steps
+    end = start + model.forward[s]
+    new.times[model.inputs + j] = end + model.there[s]
+    end += model.hidden[s]
+    new.times[1 + device] = max(new.times[1 + device], end)
+    if model.again[s, k] >= 0:
+        phase, steps = LESS, steps - 1
+    if model.moved[s, k] > 0 and model.by_cell:
+        phase, steps = LEAVES, steps - 2
+    elif model.moved[s, k] > 0:
+        phase, steps = AWAY, steps - 1
+        lane = model.lane_out[device]
+        new.times[lane] = max(new.times[lane], new.times[1 + device]) + model.one_out[device]
+    new.codes[j] += 1
+    _put(model, new, (j, s), (phase, k), end)
+    return int(steps)
+
+
+@lean
+def _backward(
+    model: GeneralProblem, new: GeneralState, event: tuple[int, int, int, int], start: int
+) -> None:
+    """Run an I or B."""
+    kind, j, s, k = event
+    device = model.device[s]
+    end = start + (model.fused[s, k] if kind == FUSED else model.split_i[s, k])
+    new.times[model.inputs + j] = end + model.back[s - 1] if s > 0 else start
+    new.times[1 + device] = max(new.times[1 + device], end)
+    if kind == GRADIENT:
+        new.waiting[model.context.shape[1] * s + model.context_of[s, k]] += 1
+    new.codes[j] += 1
+    _put(model, new, (j, s), (HERE, KEEP), start)
+
+
+@lean
+def _copy(
+    model: GeneralProblem, new: GeneralState, event: tuple[int, int, int, int], start: int
+) -> None:
+    """Run a copy on its lanes, by cell."""
+    kind, j, s, k = event
+    device, phase = model.device[s], HERE
+    is_out = kind == OFFLOAD
+    end = max(start, _lanes_free(model, new, device, kind))
+    end += model.out[s, k] if is_out else model.home[s, k]
+    new.times[model.lane_out[device] if is_out else model.lane_home[device]] = end
+    group = model.group_out[device] if is_out else model.group_home[device]
+    if group >= 0:
+        new.times[group] = end
+    if is_out:
+        phase = AWAY
+    elif model.again[s, k] >= 0:
+        phase = LESS
+    _put(model, new, (j, s), (phase, k), end)
 
 
 @lean
 def _reload(model: GeneralProblem, new: GeneralState, j: int, s: int) -> None:
-    """Put a RELOAD behind those of its device."""
-    device, devices = model.device[s], len(model.room)
+    """Put a RELOAD behind those of its device, counted."""
+    device = model.device[s]
     for i in range(len(new.codes)):
         for other in range(len(model.forward)):
             if model.device[other] == device:
-                mode = mode_of(new.codes[i], other)
-                if COMING <= mode < CHECKPOINT:
-                    after = mode + 1 if mode + 1 < CHECKPOINT else 0
-                    new.codes[i] = with_mode(new.codes[i], other, after)
-    new.codes[j] = with_mode(new.codes[j], s, COMING)
-    lane = 1 + 2 * devices + device
-    new.times[lane] += model.home[device]
+                phase, k = cell_of(new.codes[i], other)
+                if COMING <= phase < LESS - 1:
+                    new.codes[i] = with_cell(new.codes[i], other, phase + 1, k)
+                elif phase == LESS - 1:
+                    new.codes[i] = with_cell(new.codes[i], other, HERE, KEEP)
+    new.codes[j] = with_cell(new.codes[j], s, COMING, SEND)
+    new.times[model.lane_home[device]] += model.one_home[device]
 
 
 @lean
 def _forget(model: GeneralProblem, new: GeneralState) -> None:
     """Raise all that a device has sooner than it is free, even for a pair, to then.
 
-    Nothing of it starts before that, so states that differ in no more are one.
+    Nothing of it starts before that, so states that differ in no more are one. By cell, copies may.
     """
-    devices, last = len(model.room), 2 * len(model.forward) - 1
-    clock = free_at(model, new, 0, True)
-    for device in range(1, devices):
-        clock = min(clock, free_at(model, new, device, True))
-    new.times[0] = max(new.times[0], clock)
-    for device in range(devices):
-        free = free_at(model, new, device, True)
-        for lane in range(1, LANES - 1):
-            at = 1 + lane * devices + device
-            new.times[at] = max(new.times[at], free)
+    devices, num_stages = len(model.room), len(model.forward)
+    last = 2 * num_stages - 1
+    if not model.by_cell:
+        clock = free_at(model, new, 0, True)
+        for device in range(1, devices):
+            clock = min(clock, free_at(model, new, device, True))
+        new.times[0] = max(new.times[0], clock)
+        for i in range(devices):
+            free = free_at(model, new, i, True)
+            new.times[model.lane_out[i]] = max(new.times[model.lane_out[i]], free)
+            new.times[model.lane_home[i]] = max(new.times[model.lane_home[i]], free)
     for j in range(len(new.codes)):
         at, free = position_of(new.codes[j]), new.times[0]
         if at <= last:
             free = free_at(model, new, model.device[min(at, last - at)], True)
-        new.times[1 + LANES * devices + j] = max(new.times[1 + LANES * devices + j], free)
+        new.times[model.inputs + j] = max(new.times[model.inputs + j], free)
+        if model.by_cell:
+            _forget_ends(model, new, j)
+
+
+@lean
+def _forget_ends(model: GeneralProblem, new: GeneralState, j: int) -> None:
+    """Raise the ends of cells that only passes or issues wait for."""
+    num_stages = len(model.forward)
+    for s in range(num_stages):
+        phase, _ = cell_of(new.codes[j], s)
+        device = model.device[s]
+        if is_held(new.codes[j], s, num_stages) and (
+            phase in (HERE, LESS) or (phase == AWAY and model.issued[device])
+        ):
+            at = model.ends + j * num_stages + s
+            new.times[at] = max(new.times[at], new.times[1 + device])
 
 
 @lean
 def _settle(model: GeneralProblem, new: GeneralState) -> None:
-    """What has come back by the time its device is free is there."""
-    devices = len(model.room)
+    """What has come back by the time its device is free is there, counted."""
     for i in range(len(new.codes)):
         if new.codes[i] >> POSITION_BITS == 0:
             continue
         for s in range(len(model.forward)):
-            mode = mode_of(new.codes[i], s)
-            if COMING <= mode < CHECKPOINT:
+            phase, _ = cell_of(new.codes[i], s)
+            if COMING <= phase < LESS:
                 device = model.device[s]
-                free, end = free_at(model, new, device, True), new.times[1 + 2 * devices + device]
-                if end - (mode - COMING) * model.home[device] <= free:
-                    new.codes[i] = with_mode(new.codes[i], s, 0)
+                end = new.times[model.lane_home[device]] - (phase - COMING) * model.one_home[device]
+                if end <= free_at(model, new, device, True):
+                    new.codes[i] = with_cell(new.codes[i], s, HERE, KEEP)
 
 
 @lean
-def _sort(new: GeneralState, first: int) -> None:
+def _sort(model: GeneralProblem, new: GeneralState) -> None:
     """Sort micro-batches by code, then by when their next input is there."""
+    first, num_stages = model.inputs, len(model.forward)
     for i in range(1, len(new.codes)):
         k = i
         while k > 0 and (
@@ -513,7 +760,14 @@ def _sort(new: GeneralState, first: int) -> None:
                 new.codes[k - 1] == new.codes[k] and new.times[first + k - 1] > new.times[first + k]
             )
         ):
-            new.codes[k - 1], new.codes[k] = new.codes[k], new.codes[k - 1]
-            a, b = first + k - 1, first + k
-            new.times[a], new.times[b] = new.times[b], new.times[a]
+            _swap(new.codes, k - 1, k)
+            _swap(new.times, first + k - 1, first + k)
+            if model.by_cell:
+                for at in range(model.ends + k * num_stages, model.ends + (k + 1) * num_stages):
+                    _swap(new.times, at - num_stages, at)
             k -= 1
+
+
+@lean
+def _swap(row: NDArray[Any], a: int, b: int) -> None:
+    row[a], row[b] = row[b], row[a]

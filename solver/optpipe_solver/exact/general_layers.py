@@ -9,19 +9,23 @@ import numpy as np
 from optpipe_solver.exact.fifo_kernel import SEED, hashed, same
 from optpipe_solver.exact.general_kernel import (
     AWAY,
-    CHECKPOINT,
-    DROP,
+    FORWARD,
     FUSED,
     GRADIENT,
-    KEEP,
-    LANES,
+    HERE,
+    KINDS,
+    LEAVES,
+    LESS,
+    NEVER,
+    OFFLOAD,
     RECOMPUTE,
     RELOAD,
     SEND,
     WEIGHT,
     GeneralState,
+    cell_of,
     free_at,
-    mode_of,
+    is_held,
     position_of,
     ready_at,
     run,
@@ -41,6 +45,7 @@ __all__ = [
     "GeneralLayer",
     "NotedSteps",
     "chain_general",
+    "event_of",
     "expand_general",
     "least_end",
     "least_end_by",
@@ -49,23 +54,23 @@ __all__ = [
     "rate",
     "set_out",
     "sweep",
+    "way_of",
 ]
 
 
 _NONE = -1
-_PASSES = FUSED + 1
 
 
 class GeneralLayer(NamedTuple):
     """States with the same number of steps done: ``size[0]`` rows.
 
     ``end`` is the greatest lower bound of the end on the way to a state, ``parent`` the row before
-    it, in its layer, and ``way`` the event between (see `_way_of`). ``first`` and ``link``
+    it, in its layer, and ``way`` the event between (see `way_of`). ``first`` and ``link``
     chain rows with one hash.
     """
 
-    codes: NDArray[np.int32]
-    weights: NDArray[np.int8]
+    codes: Ints
+    waiting: NDArray[np.int8]
     times: NDArray[np.int32]
     end: NDArray[np.int32]
     parent: NDArray[np.int32]
@@ -117,32 +122,30 @@ def sweep(
             reach[row] = reach[instead[row]]
 
 
-def make_general_layer(
-    most: int, num_microbatches: int, num_stages: int, num_devices: int
-) -> GeneralLayer:
-    """Return an empty layer with room for ``most`` states."""
+def make_general_layer(most: int, start: GeneralState) -> GeneralLayer:
+    """Return an empty layer with room for ``most`` states of the size of ``start``."""
     slots = 1
     while slots < most:
         slots *= 2
-    num_times = 1 + LANES * num_devices + num_microbatches
     return GeneralLayer(
-        codes=np.zeros((most, num_microbatches), dtype=np.int32),
-        weights=np.zeros((most, num_stages), dtype=np.int8),
-        times=np.zeros((most, num_times), dtype=np.int32),
+        codes=np.empty((most, len(start.codes)), dtype=np.int64),
+        waiting=np.empty((most, len(start.waiting)), dtype=np.int8),
+        times=np.empty((most, len(start.times)), dtype=np.int32),
         end=np.zeros(most, dtype=np.int32),
-        parent=np.zeros(most, dtype=np.int32),
-        way=np.zeros(most, dtype=np.int32),
+        parent=np.empty(most, dtype=np.int32),
+        way=np.empty(most, dtype=np.int32),
         alive=np.zeros(most, dtype=np.bool_),
-        link=np.full(most, -1, dtype=np.int32),
-        instead=np.full(most, -1, dtype=np.int32),
-        first=np.full(slots, -1, dtype=np.int32),
+        link=np.empty(most, dtype=np.int32),
+        instead=np.empty(most, dtype=np.int32),
+        first=np.full(slots, _NONE, dtype=np.int32),
         size=np.zeros(1, dtype=np.int64),
     )
 
 
-def set_out(layer: GeneralLayer, model: GeneralProblem) -> None:
+def set_out(layer: GeneralLayer, start: GeneralState) -> None:
     """Put the state before everything into an empty layer."""
-    layer.times[0, 1 + LANES * len(model.room) :] = model.head
+    layer.codes[0], layer.waiting[0], layer.times[0] = start
+    layer.end[0], layer.parent[0], layer.way[0], layer.instead[0] = 0, _NONE, _NONE, _NONE
     layer.alive[0] = True
     layer.size[0] = 1
 
@@ -152,7 +155,7 @@ def chain_general(layer: GeneralLayer) -> None:
     """Chain all rows of a layer anew."""
     layer.first[:] = _NONE
     for row in range(layer.size[0]):
-        state = GeneralState(layer.codes[row], layer.weights[row], layer.times[row])
+        state = GeneralState(layer.codes[row], layer.waiting[row], layer.times[row])
         slot = _hash(state) & (len(layer.first) - 1)
         layer.link[row], layer.first[slot] = layer.first[slot], row
 
@@ -160,7 +163,7 @@ def chain_general(layer: GeneralLayer) -> None:
 @lean
 def expand_general(
     model: GeneralProblem,
-    layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
+    layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer, GeneralLayer, GeneralLayer],
     work: tuple[GeneralState, GeneralLoads, GeneralLoads, NotedSteps],
     begin: int,
     most: int,
@@ -173,7 +176,7 @@ def expand_general(
     end = min(layer.size[0], begin + most)
     for row in range(begin, end):
         if layer.alive[row]:
-            state = GeneralState(layer.codes[row], layer.weights[row], layer.times[row])
+            state = GeneralState(layer.codes[row], layer.waiting[row], layer.times[row])
             if not _expand_row(model, layers, state, work, (layer.end[row], row)):
                 return -1
     return int(end)
@@ -182,7 +185,7 @@ def expand_general(
 @lean
 def _expand_row(
     model: GeneralProblem,
-    layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
+    layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer, GeneralLayer, GeneralLayer],
     state: GeneralState,
     work: tuple[GeneralState, GeneralLoads, GeneralLoads, NotedSteps],
     known: tuple[int, int],
@@ -194,25 +197,24 @@ def _expand_row(
     new, loads, other, noted = work
     end, row = known
     survey(model, state, loads)
-    latest = _latest(model, state, loads)
-    num_stages = len(model.forward)
-    for number in range(num_stages + len(state.codes) * (_PASSES + num_stages)):
-        event = _event(model, state, loads, number)
+    latest = _latest(model, loads)
+    num_stages, classes = model.context.shape
+    ways = model.is_open.shape[1] + 2 + num_stages
+    for number in range(num_stages * classes + len(state.codes) * ways):
+        event = _event(model, state, number)
         if event[0] == _NONE:
             continue
         start = start_of(model, state, loads, event)
-        least = max(end, least_end_by(model, state, loads, event, start))
+        least = max(end, least_end_by(model, loads, event, start))
         if start < 0 or start > latest or least > model.horizon:
             continue
         if wastes(model, state, loads, model.device[event[2]], start):
             continue
-        run(model, state, event, start, new)
+        steps = run(model, state, event, start, new)
         least = max(least, least_end(model, new, other))
         if least > model.horizon:
             continue
-        # A kept F counts for the RELOAD or RECOMPUTE it saves, a B for I and W.
-        steps = 2 if event[0] == KEEP or event[0] == FUSED else 1
-        target = _keep(layers[steps], new, (least, row, _way_of(event)))
+        target = _keep(layers[steps], new, (least, row, way_of(model, event)))
         of = _number_of(model, loads, event)
         if target < 0 or not _note(noted, (row, target, steps), of, start):
             return False
@@ -220,54 +222,84 @@ def _expand_row(
 
 
 @lean
-def _event(
-    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, number: int
-) -> tuple[int, int, int]:
-    """Return one of all events as (kind, index of the micro-batch, stage); kind -1 = not now.
+def _event(model: GeneralProblem, state: GeneralState, number: int) -> tuple[int, int, int, int]:
+    """Return one of all events as (kind, index of the micro-batch, stage, mode); -1 = not now.
 
-    First a W per stage, then per micro-batch its next pass in every way, and RELOAD or RECOMPUTE
-    on every stage.
+    First the W of each class per stage. Then per micro-batch its next pass, F in every mode, I and
+    B, and the next copy or RECOMPUTE of its cell on every stage. Of equal ones the first goes.
     """
-    num_stages = len(model.forward)
-    if number < num_stages:
-        waits = state.weights[number] < loads.gradients[number]
-        return (WEIGHT if waits else _NONE, 0, number)
-    j = (number - num_stages) // (_PASSES + num_stages)
-    way = (number - num_stages) % (_PASSES + num_stages)
-    is_again = j > 0 and state.codes[j - 1] == state.codes[j]
-    if way >= _PASSES:
-        s = way - _PASSES
-        first = 1 + LANES * len(model.room)
-        if is_again and state.times[first + j - 1] == state.times[first + j]:
-            return (_NONE, j, s)
-        mode = mode_of(state.codes[j], s)
-        return (RELOAD if mode == AWAY else RECOMPUTE if mode == CHECKPOINT else _NONE, j, s)
-    q = position_of(state.codes[j])
-    if is_again or q == 2 * num_stages:
-        return (_NONE, j, 0)
-    s = q if q < num_stages else 2 * num_stages - 1 - q
-    return (way if _is_open(model, state.codes[j], way, s) else _NONE, j, s)
+    num_stages, classes = model.context.shape
+    modes = model.is_open.shape[1]
+    if number < num_stages * classes:
+        kind = WEIGHT if state.waiting[number] > 0 else _NONE
+        return (kind, 0, number // classes, number % classes)
+    j = (number - num_stages * classes) // (modes + 2 + num_stages)
+    way = (number - num_stages * classes) % (modes + 2 + num_stages)
+    code, kind, s, k = state.codes[j], _NONE, way - modes - 2, 0
+    if s >= 0:
+        phase, k = cell_of(code, s)
+        kind = _copy_kind(model, phase)
+    else:
+        q = position_of(code)
+        s = q if q < num_stages else 2 * num_stages - 1 - q
+        if s < 0:
+            return (_NONE, j, 0, 0)
+        if q < num_stages:
+            k = way
+            kind = FORWARD if way < modes and model.is_open[s, way] else _NONE
+        elif way >= modes:
+            phase, k = cell_of(code, s)
+            kind = GRADIENT + way - modes
+            is_there = phase == HERE if model.by_cell else phase not in (AWAY, LESS)
+            if not is_there or (kind == FUSED and not model.may_fuse[s]):
+                kind = _NONE
+    if kind != _NONE and _is_again(model, state, j, kind):
+        kind = _NONE
+    return (kind, j, s, k)
 
 
 @lean
-def _is_open(model: GeneralProblem, code: int, kind: int, s: int) -> bool:
-    """Whether the next pass of a micro-batch, on stage s, can be of a kind."""
-    if position_of(code) < len(model.forward):
-        if kind == SEND:
-            return bool(model.may_leave[s])
-        if kind == DROP:
-            return bool(model.again[s] >= 0)
-        return bool(kind == KEEP)
-    mode = mode_of(code, s)
-    if kind < GRADIENT or mode in (AWAY, CHECKPOINT):
+def _copy_kind(model: GeneralProblem, phase: int) -> int:
+    """Return which copy or RECOMPUTE a phase asks for next, -1 = none."""
+    if phase == AWAY:
+        return RELOAD
+    if phase == LESS:
+        return RECOMPUTE
+    return OFFLOAD if model.by_cell and phase == LEAVES else _NONE
+
+
+@lean
+def _is_again(model: GeneralProblem, state: GeneralState, j: int, kind: int) -> bool:
+    """Whether the micro-batch before is as far, so that it goes first.
+
+    For copies and RECOMPUTEs its next input must be there at the same time, too.
+    """
+    if j == 0 or state.codes[j - 1] != state.codes[j]:
         return False
-    return bool(kind == GRADIENT or model.may_fuse[s])
+    at = model.inputs + j
+    if kind > WEIGHT and state.times[at - 1] != state.times[at]:
+        return False
+    if model.by_cell:
+        num_stages = len(model.forward)
+        for i in range(model.ends + j * num_stages, model.ends + (j + 1) * num_stages):
+            if state.times[i - num_stages] != state.times[i]:
+                return False
+    return True
 
 
 @lean
-def _way_of(event: tuple[int, int, int]) -> int:
-    """Return an event (kind, index of the micro-batch, stage) as ``64 j + 8 s + kind``."""
-    return int(64 * event[1] + 8 * event[2] + event[0])
+def way_of(model: GeneralProblem, event: tuple[int, int, int, int]) -> int:
+    """Return an event (kind, index of the micro-batch, stage, mode) as one number."""
+    kind, j, s, k = event
+    return int(((j * len(model.forward) + s) * KINDS + kind) * model.is_open.shape[1] + k)
+
+
+def event_of(model: GeneralProblem, way: int) -> tuple[int, int, int, int]:
+    """Return the event that `way_of` gives a number."""
+    rest, k = divmod(way, model.is_open.shape[1])
+    rest, kind = divmod(rest, KINDS)
+    j, s = divmod(rest, len(model.forward))
+    return kind, j, s, k
 
 
 @lean
@@ -285,10 +317,10 @@ def _note(steps: NotedSteps, way: tuple[int, int, int], number: int, start: int)
 
 
 @lean
-def _number_of(model: GeneralProblem, loads: GeneralLoads, event: tuple[int, int, int]) -> int:
+def _number_of(model: GeneralProblem, loads: GeneralLoads, event: tuple[int, int, int, int]) -> int:
     """Return k x stages + s of the k-th F of s, m x stages more of its k-th I or B, else -1."""
-    kind, _, s = event
-    if kind <= DROP:
+    kind, _, s, _ = event
+    if kind == FORWARD:
         return int(loads.forwards[s] * len(model.forward) + s)
     if kind <= FUSED:
         return int((model.num_microbatches + loads.gradients[s]) * len(model.forward) + s)
@@ -326,8 +358,8 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
         return -1
     for i in range(len(state.codes)):
         layer.codes[row, i] = state.codes[i]
-    for i in range(len(state.weights)):
-        layer.weights[row, i] = state.weights[i]
+    for i in range(len(state.waiting)):
+        layer.waiting[row, i] = state.waiting[i]
     for i in range(len(state.times)):
         layer.times[row, i] = state.times[i]
     layer.end[row], layer.parent[row], layer.way[row] = known
@@ -354,17 +386,15 @@ def _compare(a: NDArray[np.int32], b: NDArray[np.int32]) -> tuple[bool, bool]:
 
 @lean
 def _hash(state: GeneralState) -> int:
-    return hashed(hashed(SEED, state.codes), state.weights)
+    return hashed(hashed(SEED, state.codes), state.waiting)
 
 
 @lean
 def _same(layer: GeneralLayer, row: int, state: GeneralState) -> bool:
-    return same(layer.codes[row], state.codes) and same(layer.weights[row], state.weights)
+    return same(layer.codes[row], state.codes) and same(layer.waiting[row], state.waiting)
 
 
 # --- Compiled: how long every schedule through a state is at least.
-
-_NEVER = 1 << 60
 
 
 @lean
@@ -382,49 +412,55 @@ def least_end(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -
 
 @lean
 def least_end_by(
-    model: GeneralProblem,
-    state: GeneralState,
-    loads: GeneralLoads,
-    event: tuple[int, int, int],
-    start: int,
+    model: GeneralProblem, loads: GeneralLoads, event: tuple[int, int, int, int], start: int
 ) -> int:
     """Return a lower bound of the end if an event starts then: what must follow it, by number.
 
     ``loads`` is that of the state before. After the k-th F of a stage m - k are to come, so its
     tail is at least that of the k-th from the end; likewise I and W.
     """
-    kind, _, s = event
+    kind, _, s, k = event
     left_i = model.num_microbatches - 1 - loads.gradients[s]
-    left_w = model.num_microbatches - 1 - state.weights[s]
-    if kind < GRADIENT:
+    left_w = model.num_microbatches - 1 - loads.weights[s]
+    if kind == FORWARD:
         left_f = model.num_microbatches - 1 - loads.forwards[s]
         return int(start + model.forward[s] + model.last_f[left_f, s])
     if kind == WEIGHT:
         return int(start + model.split_w[s] + model.last_w[left_w, s])
     if kind == GRADIENT:
-        return int(start + model.split_i[s] + model.last_i[left_i, s])
+        return int(start + model.split_i[s, k] + model.last_i[left_i, s])
     if kind == FUSED:
-        end = start + model.fused[s] + model.last_w[left_w, s]
+        end = start + model.fused[s, k] + model.last_w[left_w, s]
         return int(max(end, start + model.gradient[s] + model.last_i[left_i, s]))
     return int(start)
 
 
 @lean
-def _latest(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+def _latest(model: GeneralProblem, loads: GeneralLoads) -> int:
     """Return when the next event starts at the latest: no device runs what it has left before.
 
-    Many events are left out by this alone, before the state after them is made.
+    Many events are left out by this alone, before the state after them is made. Under span a device
+    that has ended says nothing of others.
     """
-    m, latest = model.num_microbatches, model.horizon
+    m, latest = model.num_microbatches, model.horizon if model.home_device < 0 else NEVER
     for device in range(len(model.room)):
+        if _has_own_clock(model, device):
+            continue
         load = loads.owed[device]
         for s in range(len(model.forward)):
             if model.device[s] == device:
                 load += (m - loads.forwards[s]) * model.forward[s]
                 load += (m - loads.gradients[s]) * model.gradient[s]
-                load += (m - state.weights[s]) * model.weight[s]
-        latest = min(latest, model.horizon - load)
+                load += (m - loads.weights[s]) * model.weight[s]
+        if load > 0:
+            latest = min(latest, model.horizon - load)
     return int(latest)
+
+
+@lean
+def _has_own_clock(model: GeneralProblem, device: int) -> bool:
+    """Whether the horizon of a device counts from its first start: not that of stage 0."""
+    return bool(model.home_device >= 0 and device != model.home_device)
 
 
 @lean
@@ -434,7 +470,7 @@ def _by_ways(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
     last = 2 * num_stages - 1
     for q in range(last + 2):
         loads.num_at[q] = 0
-        loads.ready[q] = _NEVER
+        loads.ready[q] = NEVER
     for j in range(len(state.codes)):
         q = position_of(state.codes[j])
         loads.num_at[q] += 1
@@ -444,6 +480,10 @@ def _by_ways(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
         pairs = q >= num_stages and (model.pairs_i[s] or model.pairs_b[s])
         ready = max(ready_at(model, state, j, s), free_at(model, state, model.device[s], pairs))
         loads.ready[q] = min(loads.ready[q], ready)
+        for held in range(num_stages if model.by_cell else 0):
+            if is_held(state.codes[j], held, num_stages):
+                _, k = cell_of(state.codes[j], held)
+                ready += model.inside[held, k]
         least = max(least, ready + model.rest[q])
     return int(least)
 
@@ -469,9 +509,9 @@ def _by_positions(model: GeneralProblem, state: GeneralState, loads: GeneralLoad
             before = begin + (model.forward[s] if is_forward else model.gradient[s])
             tails = model.last_f if is_forward else model.last_i
             least = max(least, before + tails[left - 1, s])
-        if not is_forward and state.weights[s] < m:
-            begin = free if state.weights[s] < loads.gradients[s] else before
-            least = max(least, begin + model.weight[s] + model.last_w[m - 1 - state.weights[s], s])
+        if not is_forward and loads.weights[s] < m:
+            begin = free if loads.weights[s] < loads.gradients[s] else before
+            least = max(least, begin + model.weight[s] + model.last_w[m - 1 - loads.weights[s], s])
     return int(least)
 
 
@@ -481,18 +521,25 @@ def _by_load(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
     m, least, num_stages = model.num_microbatches, 0, len(model.forward)
     for device in range(len(model.room)):
         end = free_at(model, state, device, True) + loads.owed[device]
-        tail, weights, is_over = _NEVER, 0, True
+        tail, weights, is_over = NEVER, 0, True
         for s in range(num_stages):
             if model.device[s] != device:
                 continue
             end += (m - loads.forwards[s]) * model.forward[s]
             end += (m - loads.gradients[s]) * model.gradient[s]
-            weights += (m - state.weights[s]) * model.weight[s]
+            weights += (m - loads.weights[s]) * model.weight[s]
             if loads.gradients[s] < m:
                 is_over = False
                 tail = min(tail, model.last_i[0, s])
+        if model.home_device >= 0 and is_over and weights == 0 and end <= state.times[0]:
+            # Under span the clock may have moved on since the device ended.
+            continue
+        if _has_own_clock(model, device):
+            least = max(least, end + weights + state.times[model.begins + device])
+            continue
         least = max(least, end + weights, 0 if is_over else end + tail)
-        least = max(least, _by_reloads(model, state, loads, device))
+        if not model.by_cell:
+            least = max(least, _by_reloads(model, state, loads, device))
     return int(least)
 
 
@@ -501,17 +548,17 @@ def _by_reloads(
     model: GeneralProblem, state: GeneralState, loads: GeneralLoads, device: int
 ) -> int:
     """Behind the k-th last RELOAD of what is AWAY, k of its I start; no copy ends after the end."""
-    sent, num_stages, devices = loads.sent[device], len(model.forward), len(model.room)
-    away, lane = state.times[1 + devices + device], state.times[1 + 2 * devices + device]
+    sent, num_stages = loads.sent[device], len(model.forward)
+    away, lane = state.times[model.lane_out[device]], state.times[model.lane_home[device]]
     least = max(away, lane)
     at = max(state.times[1 + device], lane)
     for n in range(sent if model.waits[device] else 0):
-        tail = _NEVER
+        tail = NEVER
         for s in range(num_stages):
-            if model.device[s] == device and model.may_leave[s]:
+            if model.device[s] == device and model.is_open[s, SEND]:
                 k = min(sent - 1 - n, model.num_microbatches - 1) if _is_only(model, s) else 0
                 tail = min(tail, model.gradient[s] + model.last_i[k, s])
-        least = max(least, at + (n + 1) * model.home[device] + tail)
+        least = max(least, at + (n + 1) * model.one_home[device] + tail)
     return int(least)
 
 
@@ -534,7 +581,7 @@ def rate(general: GeneralProblem, layer: GeneralLayer, loads: GeneralLoads, rate
     """
     devices = len(general.room)
     for row in range(layer.size[0]):
-        state = GeneralState(layer.codes[row], layer.weights[row], layer.times[row])
+        state = GeneralState(layer.codes[row], layer.waiting[row], layer.times[row])
         survey(general, state, loads)
         total = 0
         for device in range(devices):
@@ -542,5 +589,5 @@ def rate(general: GeneralProblem, layer: GeneralLayer, loads: GeneralLoads, rate
         for s in range(len(general.forward)):
             total += (general.num_microbatches - loads.forwards[s]) * general.forward[s]
             total += (general.num_microbatches - loads.gradients[s]) * general.gradient[s]
-            total += (general.num_microbatches - state.weights[s]) * general.weight[s]
+            total += (general.num_microbatches - loads.weights[s]) * general.weight[s]
         rates[row] = layer.end[row] + total // devices

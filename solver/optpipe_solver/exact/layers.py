@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -70,9 +70,8 @@ _L = TypeVar("_L", bound=_SearchLayer)
 class LayeredSearch(ABC, Generic[_L]):
     """A walk from the empty schedule to whole ones.
 
-    A state of one layer leads into the next one or, where it takes two steps at once, into the one
-    after that; so three layers are there. ``ways`` has, of each layer that was left, the parents of
-    its states and what led to them.
+    A state of one layer leads into one of the next layers, as many steps ahead as its event takes.
+    ``ways`` has, of each layer that was left, the parents of its states and what led to them.
     """
 
     def __init__(self, layers: list[_L], num_layers: int, width: int | None) -> None:
@@ -90,26 +89,26 @@ class LayeredSearch(ABC, Generic[_L]):
         ``NONE`` only where no state was left out.
         """
         for _ in range(self.num_layers):
-            layer, one, two = self.layers
+            layer, *following = self.layers
             if self.width is not None:
                 self._thin(layer)
                 self.num_states += int(layer.size[0])
             if not self._expand(should_stop, most_states):
                 return HorizonAnswer.UNKNOWN
-            if one.size[0] == 0 and two.size[0] == 0:
+            if all(later.size[0] == 0 for later in following):
                 return HorizonAnswer.UNKNOWN if self.is_thinned else HorizonAnswer.NONE
             self._leave(layer)
-            self.layers = [one, two, layer]
+            self.layers = [*following, layer]
         return HorizonAnswer.FOUND
 
     def _expand(self, should_stop: Callable[[], bool], most_states: float) -> bool:
         """Expand the first layer into the others; False where it is too much, or told to stop."""
-        layer, one, two = self.layers
-        at, before = 0, self.num_states - int(one.size[0] + two.size[0])
+        layer, *following = self.layers
+        at, before = 0, self.num_states - _num_rows(following)
         while at < layer.size[0]:
             at = self._step(at)
             if self.width is None:
-                self.num_states = before + int(one.size[0] + two.size[0])
+                self.num_states = before + _num_rows(following)
             if at < 0 or self.num_states > most_states or should_stop():
                 return False
         return True
@@ -146,6 +145,10 @@ class LayeredSearch(ABC, Generic[_L]):
             at -= 2 if is_double(found[-1]) else 1
             parents, ways = self.ways[at]
         return found[::-1]
+
+
+def _num_rows(layers: Sequence[_SearchLayer]) -> int:
+    return sum(int(layer.size[0]) for layer in layers)
 
 
 def keep_rows(layer: _SearchLayer, columns: tuple[NDArray[Any], ...], rows: NDArray[Any]) -> None:

@@ -26,10 +26,10 @@ import numpy as np
 from optpipe_solver.bounds.heads_tails import Events, heads_beside, nothing_known, refill
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.budget import Stop, check_stop
-from optpipe_solver.exact.cell_search import cells_can_search, search_cells
 from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.general_search import (
     beam_can_search,
+    cells_can_search,
     general_can_search,
     search_beam,
     search_general,
@@ -293,14 +293,14 @@ class _Rounds:
         self.series_now.vain += num_states
 
     def _ask(self, choice: _DeviceSubset, horizon_ms: float, most_in_layer: int) -> HorizonAnswer:
-        search = search_cells if choice.method == _CELLS else search_general
-        found = search(
+        found = search_general(
             self.best.problem,
             choice.devices,
             horizon_ms,
             most_states=int(min(_MOST_STATES, self.stop.left_work)),
             most_in_layer=most_in_layer,
             should_stop=self._is_over,
+            by_cell=choice.method == _CELLS,
         )
         self._spend(found.num_states)
         if found.found_ms is not None:
@@ -424,7 +424,7 @@ def _go_on(
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
     """Yield who can search some devices.
 
-    The search over cells knows more, and has more states: it is for small problems, for menus, and
+    By cell it knows more, and has more states: it is for small problems, for menus, and
     under span for one device, as it knows when the first stage's begins.
     """
     is_general = general_can_search(problem, devices)

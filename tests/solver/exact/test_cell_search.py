@@ -1,4 +1,4 @@
-"""The search over cells: every schedule is met, and what it denies does not exist."""
+"""The general search by cell: every schedule is met, and what it denies does not exist."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.cell_search import cells_can_search, search_cells
+from optpipe_solver.exact.general_search import cells_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer
 from optpipe_solver.exact.rounds import improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
@@ -29,7 +29,9 @@ def answer(given: Problem, horizon_ms: float) -> HorizonAnswer:
 def asked(given: Problem, devices: Sequence[int], horizon_ms: float) -> HorizonAnswer:
     """What the search says of some devices."""
     used = [device for device in devices if given.stages_of[device]]
-    found = search_cells(given, used, horizon_ms, most_states=100_000, most_in_layer=MOST)
+    found = search_general(
+        given, used, horizon_ms, most_states=100_000, most_in_layer=MOST, by_cell=True
+    )
     return found.answer
 
 
@@ -50,6 +52,15 @@ def test_under_span_others_may_end_after_the_first_device() -> None:
     assert simulate(given, build_serial(given)).span_ms == 12
     assert answer(given, 12.0) is HorizonAnswer.FOUND
     assert answer(given, 11.0) is HorizonAnswer.NONE
+
+
+def test_under_span_a_device_that_has_ended_is_busy_no_longer() -> None:
+    """Device 0 ends at 10 ms, as device 1 starts its first W of two: 10 ms each."""
+    late = [stage(0, 5, 1, 0), stage(1, 1, 1, 3), stage(1, 1, 1, 3)]
+    given = problem(late, m=1, objective="span")
+    assert optimum(given) == 10
+    assert answer(given, 10.0) is HorizonAnswer.FOUND
+    assert answer(given, 9.0) is HorizonAnswer.NONE
 
 
 @few(60)

@@ -21,11 +21,8 @@ from optpipe_solver.exact.general_kernel import (
     survey,
     wastes,
 )
-from optpipe_solver.exact.general_search import (
-    general_can_search,
-    general_problem_of,
-    search_general,
-)
+from optpipe_solver.exact.general_problem import general_problem_of
+from optpipe_solver.exact.general_search import general_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.solver.bounds.judging import assert_below
@@ -154,9 +151,8 @@ def test_an_i_goes_first_only_where_all_others_may_be_one_number_later(
     known.gradient[:, 0] = heads
     model = general_problem_of(given, 100, (0,), known)
     assert model.has_modes
-    state, loads = make_general_state(3, 1, 1), make_general_loads(1, 1)
+    state, loads = make_general_state(model), make_general_loads(model)
     state.codes[:] = sorted([2] * num_done + [1, 1] + [0] * (1 - num_done))
-    state.weights[:] = num_done
     state.times[:] = 10
     survey(model, state, loads)
     assert wastes(model, state, loads, 0, 20) is is_wasted
@@ -301,4 +297,4 @@ def test_problems_that_states_do_not_say() -> None:
     unequal = problem([*sizes, stage(1)], [bus(memory_bytes=11 * UNIT), bus()], m=2)
     assert not general_can_search(unequal, (0,))
     assert general_can_search(unequal, (1,))
-    assert not general_can_search(problem([stage(0)] * 9), (0,))
+    assert not general_can_search(problem([stage(0)] * 10), (0,))
