@@ -4,43 +4,50 @@
 is ``optpipe_solver.solve``, the service ``optpipe_api.create_app``, running ``optpipe.runtime``.
 """
 
+import sys
 from typing import Any
 
-from optpipe.check import check, check_schedule, find_violations
-from optpipe.errors import (
-    IllegalScheduleError,
-    InfeasibleProblemError,
-    InputError,
-    ModelError,
-    OptPipeError,
-    ProblemError,
-    ScheduleFormatError,
-    ScheduleMismatchError,
-    Violation,
-    WorldError,
-)
-from optpipe.evaluate import evaluate
-from optpipe.formats.exports import dump_csv, load_csv
-from optpipe.formats.json import (
-    dump_model,
-    dump_problem,
-    dump_schedule,
-    load_model,
-    load_problem,
-    load_schedule,
-)
-from optpipe.model import Model
-from optpipe.problem import Device, Host, Link, Problem, Stage
-from optpipe.schedule import (
-    Action,
-    ActionType,
-    Program,
-    Programs,
-    Provenance,
-    Schedule,
-    parse_action,
-)
-from optpipe.simulate import Simulation, Timeline, make_timeline, simulate
+try:
+    from optpipe.check import check, check_schedule, find_violations
+    from optpipe.errors import (
+        IllegalScheduleError,
+        InfeasibleProblemError,
+        InputError,
+        ModelError,
+        OptPipeError,
+        ProblemError,
+        ScheduleFormatError,
+        ScheduleMismatchError,
+        Violation,
+        WorldError,
+    )
+    from optpipe.evaluate import evaluate
+    from optpipe.formats.exports import dump_csv, load_csv
+    from optpipe.formats.json import (
+        dump_model,
+        dump_problem,
+        dump_schedule,
+        load_model,
+        load_problem,
+        load_schedule,
+    )
+    from optpipe.model import Model
+    from optpipe.problem import Device, Host, Link, Problem, Stage
+    from optpipe.schedule import (
+        Action,
+        ActionType,
+        Program,
+        Programs,
+        Provenance,
+        Schedule,
+        parse_action,
+    )
+    from optpipe.simulate import Simulation, Timeline, make_timeline, simulate
+except KeyboardInterrupt:
+    # In a REPL or a program it stays. These two names are the command line's: it ends as always.
+    if sys.argv[0].rpartition("/")[2] in {"optpipe", "-m"}:
+        sys.exit(130)
+    raise
 
 __all__ = [
     "Action",

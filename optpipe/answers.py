@@ -33,6 +33,7 @@ from optpipe.requests import (
 )
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.sweep import sweep, useful_axes
+from optpipe.units import ShortRepr
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,7 +109,7 @@ def _require_all_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
     _add_example(schema, model)
 
 
-class Answer(BaseModel):
+class Answer(ShortRepr, BaseModel):
     """Base class of the answers.
 
     A client ignores fields that only a newer service sends. It fills in the defaults of fields that

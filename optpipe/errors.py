@@ -30,18 +30,20 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from pydantic import ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from pydantic import BaseModel, ValidationError
+    from pydantic import BaseModel
 
 __all__ = [
     "ActionSyntaxError",
@@ -68,6 +70,7 @@ __all__ = [
     "WorldError",
     "Writer",
     "explain",
+    "faults_of",
     "places",
     "plain",
     "pointer",
@@ -348,6 +351,15 @@ def explain(error: ValidationError, model: type[BaseModel], written: Writer = pl
     if len(details) > _SHOWN_ERRORS:
         lines.append(f"... and {len(details) - _SHOWN_ERRORS} more")
     return "\n".join(lines)
+
+
+@contextmanager
+def faults_of(model: type[BaseModel], fault: type[InputError]) -> Iterator[None]:
+    """Raise pydantic's errors about a model's fields as our error, which says where each is."""
+    try:
+        yield
+    except ValidationError as error:
+        raise fault(explain(error, model)).at(*places(error)) from None
 
 
 def places(error: ValidationError) -> tuple[str, ...]:

@@ -192,10 +192,29 @@ class Layer(FrozenValue):
 class Model(FileValue):
     """What is to be cut, placed and scheduled; complete and consistent once it exists.
 
+    Parameters
+    ----------
+    format
+        Format of its file.
+    name
+        For people.
+    num_microbatches
+        Micro-batches of a step.
+    objective
+        Which length is minimised, in ms: ``makespan`` or ``span``.
+    devices
+        The accelerators, each with its type and speed.
+    hosts
+        Hosts with a limit of memory.
+    layers
+        The layers in their order; sizes and times are per micro-batch and layer.
+    links, default_link
+        Connections between devices, and that of all pairs that ``links`` leaves out.
+
     Raises
     ------
-    pydantic.ValidationError
-        From the constructor. `Model.parse` raises `ModelError` with a line per fault instead.
+    ModelError
+        With one line per fault: path, value, rule, fix.
     """
 
     fault = ModelError

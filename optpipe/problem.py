@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from functools import cache, cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BeforeValidator,
@@ -23,7 +23,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
-    ValidationError,
     WithJsonSchema,
     field_validator,
     model_serializer,
@@ -31,7 +30,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
 
-from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
+from optpipe.errors import ProblemError, faults_of, rule_broken
 from optpipe.formats.problem import V2, StageSchema, oldest_format, read_document, write_document
 from optpipe.stage import (
     OF_STAGE,
@@ -86,8 +85,6 @@ __all__ = [
 class FileValue(FrozenValue):
     """What a file of a format of its own holds."""
 
-    fault: ClassVar[type[InputError]]
-
     @classmethod
     def parse(cls, data: Any) -> Self:
         """Return what a JSON-like object describes.
@@ -97,10 +94,8 @@ class FileValue(FrozenValue):
         ProblemError, ModelError, ScheduleFormatError
             With one line per fault: path, value, rule, fix.
         """
-        try:
+        with faults_of(cls, cls.fault):
             return cls.model_validate(data)
-        except ValidationError as error:
-            raise cls.fault(explain(error, cls)).at(*places(error)) from None
 
 
 class Device(FrozenValue):
@@ -167,7 +162,15 @@ class Device(FrozenValue):
 
 
 class Host(FrozenValue):
-    """One host; ``memory_bytes`` None means no limit."""
+    """One host.
+
+    Parameters
+    ----------
+    name
+        What devices call it.
+    memory_bytes
+        Its memory for offloaded bytes; None = no limit.
+    """
 
     name: Name
     memory_bytes: Bytes | None = None
@@ -176,8 +179,20 @@ class Host(FrozenValue):
 class Context(FrozenValue):
     """What tokens/s, MFU and framework files need; it changes no schedule, and no hash.
 
-    ``flops_per_token`` are those of the whole model, forward and backward; ``peak_flops`` is of one
-    GPU, per second; ``parallelism`` maps names of degrees (tp, pp, dp, ...) to numbers >= 1.
+    Parameters
+    ----------
+    tokens_per_microbatch
+        Tokens that one micro-batch trains.
+    flops_per_token
+        Of the whole model, forward and backward.
+    gpus_per_device
+        GPUs that one device of the problem stands for.
+    peak_flops
+        Of one GPU, per second.
+    model
+        Name of the model.
+    parallelism
+        Names of degrees (tp, pp, dp, ...) -> numbers >= 1.
     """
 
     tokens_per_microbatch: Index = 0
@@ -189,7 +204,17 @@ class Context(FrozenValue):
 
 
 class Link(FrozenValue):
-    """A directed connection between two devices; ``bandwidth_gb_per_s`` None = only latency."""
+    """A directed connection between two devices.
+
+    Parameters
+    ----------
+    source, target
+        Indices of its devices; in files ``from`` and ``to``.
+    latency_ms
+        From the end of a pass to the earliest start of the pass that waits, bandwidth aside.
+    bandwidth_gb_per_s
+        Bytes that it carries, in 1e9 per second; None = only latency.
+    """
 
     model_config = ConfigDict(validate_by_name=True)
 
@@ -299,10 +324,39 @@ Placement = Literal["linear", "loop", "v"]
 class Problem(FileValue):
     """What is to be scheduled; complete and consistent once it exists.
 
+    Parameters
+    ----------
+    format
+        Format of its file; v2 where it has fields that v1 has not.
+    name
+        For people.
+    num_microbatches
+        Micro-batches of a step.
+    microbatches
+        Cost and sample of each micro-batch; empty where all are alike.
+    order
+        ``given``: forwards of a stage run in the order of their micro-batches' numbers.
+    objective
+        Which length is minimised, in ms: ``makespan`` or ``span``.
+    devices
+        The accelerators; stages name them by index.
+    hosts
+        Hosts with a limit of memory.
+    stages
+        The slices of the model in their order; sizes and times are per micro-batch.
+    other_costs
+        Per cost but the first, the stages under that cost.
+    pairs
+        Passes of one device that may run together.
+    links
+        Connections between devices that take time; others take none.
+    context
+        What tokens/s, MFU and framework files need.
+
     Raises
     ------
-    pydantic.ValidationError
-        From the constructor. `Problem.parse` raises `ProblemError` with a line per fault instead.
+    ProblemError
+        With one line per fault: path, value, rule, fix.
     """
 
     fault = ProblemError
@@ -544,7 +598,7 @@ class Problem(FileValue):
         pydantic's own would neither validate nor forget the hash of the original.
         """
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self).model_validate({**fields, **(update or {})})
+        return self.parse({**fields, **(update or {})})
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -39,8 +38,7 @@ from optpipe.errors import (
     InputError,
     ProblemError,
     RequestError,
-    explain,
-    places,
+    faults_of,
     pointer,
     rule_broken,
 )
@@ -209,6 +207,12 @@ class Request(BaseModel):
 
     readers: ClassVar[Readers] = {}
 
+    def __init__(self, /, **fields: Any) -> None:
+        with faults_of(type(self), RequestError):
+            super().__init__(**fields)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     @classmethod
     def parse(cls, data: Any) -> Self:
         """Return the request that a JSON-like object describes.
@@ -227,10 +231,8 @@ class Request(BaseModel):
                 documents[name] = cls.readers[name](data[name])
             except InputError as error:
                 raise error.inside(pointer(name)) from None
-        try:
+        with faults_of(cls, RequestError):
             return cls.model_validate({**data, **documents})
-        except ValidationError as error:
-            raise RequestError(explain(error, cls)).at(*places(error)) from None
 
 
 def _schema(*examples: dict[str, Any], one_of: tuple[str, ...] = ()) -> ConfigDict:

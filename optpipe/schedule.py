@@ -16,6 +16,7 @@ from pydantic_core import core_schema
 
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError, rule_broken
 from optpipe.problem import FileValue, FrozenValue, LinkLane, Objective
+from optpipe.units import format_bytes, format_ms, format_share, html_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -338,16 +339,24 @@ class Provenance(FrozenValue):
     trace: tuple[TraceEntry, ...] = ()
 
 
+_SHOWN_ACTIONS = 24
+_SHOWN_DEVICES = 16
+
+
 class Schedule(FileValue):
     """One program per device, and what is known about it.
 
     Parameters
     ----------
+    format
+        Format of its file.
+    problem_hash
+        Hash of the problem that it belongs to.
     placement
         Device of each stage.
     programs
         One list of actions per device.
-    makespan_ms, span_ms
+    objective, makespan_ms, span_ms
         docs/specification.md, "Words"; ``objective`` says which of them was minimised.
     bound_ms, gap
         Proven lower bound of the objective and relative gap; None = nothing proven.
@@ -355,6 +364,10 @@ class Schedule(FileValue):
         Per device, static bytes included, reserved bytes not.
     host_peak_bytes
         Per host, offloaded bytes.
+    status, stopped_by
+        Whether it is proven optimal, and why the search ended.
+    provenance
+        Which method found it and which proved the bound.
     """
 
     fault = ScheduleFormatError
@@ -401,6 +414,37 @@ class Schedule(FileValue):
     def objective_ms(self) -> float:
         """The minimised length: makespan_ms or span_ms."""
         return self.makespan_ms if self.objective == "makespan" else self.span_ms
+
+    def __repr__(self) -> str:
+        """Return status, objective, bound and gap, and how many actions there are."""
+        bound = "none" if self.bound_ms is None else f"{self.bound_ms:.6g} ms"
+        gap = "unknown" if self.gap is None else f"{self.gap:.3%}"
+        return (
+            f"Schedule({self.status}: {self.objective} {self.objective_ms:.6g} ms, bound {bound}, "
+            f"gap {gap}, by {self.provenance.method[:60]}; {len(self.programs)} devices, "
+            f"{sum(map(len, self.programs))} actions)"
+        )
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return the numbers and each device's actions as tables, for notebooks."""
+        numbers = {
+            "makespan": f"{format_ms(self.makespan_ms)} ms",
+            "span": f"{format_ms(self.span_ms)} ms",
+            "proven bound": "none" if self.bound_ms is None else f"{format_ms(self.bound_ms)} ms",
+            "gap": "unknown" if self.gap is None else format_share(self.gap),
+            "found by": self.provenance.method,
+        }
+        devices = [
+            (f"device {device}", format_bytes(peak), " ".join(cells_of(program[:_SHOWN_ACTIONS])))
+            for device, (peak, program) in enumerate(
+                zip(self.peak_bytes[:_SHOWN_DEVICES], self.programs, strict=False)
+            )
+        ]
+        return html_table(numbers.items()) + html_table(
+            [("", "peak memory", f"first {_SHOWN_ACTIONS} actions"), *devices]
+        )
 
     @property
     def program_hash(self) -> str:

@@ -34,6 +34,7 @@ from optpipe.schedule import (
     starts_pair,
     transit_ms,
 )
+from optpipe.units import ShortRepr
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -89,8 +90,8 @@ class GradSync:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Simulation(ShortRepr):
     """The times of all actions: ``times[device][index]`` belongs to ``programs[device][index]``."""
 
     times: tuple[tuple[Times, ...], ...]
@@ -547,8 +548,8 @@ def side_by_side(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline(ShortRepr):
     """What happens when.
 
     Attributes

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeVar,
+)
 
 from pydantic import (
     BaseModel,
@@ -21,7 +31,7 @@ from pydantic import (
     model_validator,
 )
 
-from optpipe.errors import rule_broken
+from optpipe.errors import InputError, faults_of, rule_broken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,15 +123,37 @@ _OR_NULL: JsonDict = {"type": ["integer", "null"], "default": None}
 
 
 class FrozenValue(BaseModel):
-    """What the core's values have in common: frozen, no unknown fields, no NaN or infinity."""
+    """What the core's values have in common: frozen, no unknown fields, no NaN or infinity.
+
+    Raises
+    ------
+    InputError
+        From the constructor, with one line per fault: path, value, rule, fix. Values that have
+        files of their own raise `ProblemError`, `ModelError` or `ScheduleFormatError`.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
+    fault: ClassVar[type[InputError]] = InputError
+
+    def __init__(self, /, **fields: Any) -> None:
+        with faults_of(type(self), self.fault):
+            super().__init__(**fields)
+
+    # pydantic's own mark of an initialiser that validation need not call.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
 
 class StageLayers(FrozenValue):
-    """What of a model a stage holds, each by count; MTP is multi-token prediction."""
+    """What of a model a stage holds, each by count.
+
+    Parameters
+    ----------
+    embedding, transformer, head, mtp
+        Number of its layers of each kind; MTP is multi-token prediction.
+    """
 
     embedding: Index = 0
     transformer: Index = 0
@@ -179,7 +211,9 @@ class Mode(FrozenValue):
     weight_context_bytes
         Held between I and W; the stage's by default, but where forward_bytes is less than
         activation_bytes and nothing is recomputed, at most forward_bytes.
-    forward_workspace_bytes ... recompute_workspace_bytes
+    forward_workspace_bytes, backward_input_workspace_bytes, backward_weight_workspace_bytes
+        In place of the stage's.
+    backward_workspace_bytes, recompute_workspace_bytes
         In place of the stage's.
     """
 
@@ -289,8 +323,10 @@ class Stage(FrozenValue):
         Sent to the next stage by F, and back by I or B of the next stage.
     grad_sync_ms
         Gradient reduction after the stage's last W or B, on a lane of its own.
-    forward_workspace_bytes ... recompute_workspace_bytes
-        Extra bytes that exist only while the action runs.
+    forward_workspace_bytes, backward_input_workspace_bytes, backward_weight_workspace_bytes
+        Extra bytes that exist only while F, I or W runs.
+    backward_workspace_bytes, recompute_workspace_bytes
+        Extra bytes that exist only while B or RECOMPUTE runs.
     layers
         What of the model it holds, None where that is not known; only in v2. It changes no
         schedule, but what may be exported and cut finer; where given it is part of the hash.

@@ -1,10 +1,51 @@
-"""How pictures and tables write times, sizes and shares."""
+"""How pictures, tables and notebooks write times, sizes, shares and results."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sized
+from enum import Enum
+from html import escape
+from typing import Any
 
-__all__ = ["format_bytes", "format_ms", "format_share", "tick_step"]
+__all__ = ["ShortRepr", "format_bytes", "format_ms", "format_share", "html_table", "tick_step"]
+
+_MOST_CHARS = 199
+_MOST_TEXT = 60
+
+
+class ShortRepr:
+    """Base of results: their repr has less than 200 characters.
+
+    It shows numbers and texts, and how many items a list has. Empty fields are left out.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Return the class and its short fields."""
+        kind: Any = type(self)
+        names = getattr(kind, "model_fields", None) or kind.__dataclass_fields__
+        values = {name: getattr(self, name) for name in names}
+        parts = [f"{name}={text}" for name, it in values.items() if (text := _shorten(it))]
+        found = f"{kind.__name__}({', '.join(parts)})"
+        return found if len(found) <= _MOST_CHARS else f"{found[: _MOST_CHARS - 4]}...)"
+
+    __str__ = __repr__
+
+
+def _shorten(value: object) -> str:
+    """Return a number or text, the number of items of a list; nothing for all others."""
+    if isinstance(value, bool | int | Enum):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        cut = value if len(value) <= _MOST_TEXT else f"{value[: _MOST_TEXT - 3]}..."
+        return repr(cut) if value else ""
+    if isinstance(value, Sized) and len(value):
+        return f"<{len(value)} items>"
+    return ""
 
 
 def format_ms(value: float) -> str:
@@ -38,3 +79,9 @@ def tick_step(length: float, num_ticks: int) -> float:
     raw = length / max(1, num_ticks)
     power = 10.0 ** math.floor(math.log10(raw))
     return next((power * step for step in (1, 2, 5) if power * step >= raw), power * 10)
+
+
+def html_table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return rows of texts as an HTML table, for notebooks."""
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -16,7 +16,7 @@ from benchmarks.ledger import index
 from docs.generators import FORMULATION, SHOWN, find_subject, function_links, to_reference
 from docs.generators.figures import all_figures, line
 from optpipe import runtime, simulate
-from optpipe.cli import make_app
+from optpipe.cli.app import make_app
 from optpipe_solver import solve
 from tests.docs_console import ROOT, blocks
 

@@ -260,7 +260,7 @@ def test_a_copy_with_changes_is_validated_and_forgets_the_old_hash() -> None:
     one = problem([stage()], m=2)
     hashes = {one.problem_hash, one.model_copy(update={"num_microbatches": 3}).problem_hash}
     assert len(hashes) == 2
-    with pytest.raises(ValidationError):
+    with pytest.raises(ProblemError, match="num_microbatches = 0: must be >= 1"):
         one.model_copy(update={"num_microbatches": 0})
 
 

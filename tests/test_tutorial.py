@@ -11,7 +11,12 @@ pytestmark = pytest.mark.long
 
 DOCS = ROOT / "docs"
 CASES = re.split(r"^## ", (DOCS / "your-case.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
-HOW_TOS = sorted(page for page in (DOCS / "howto").glob("*.md") if steps(page.read_text("utf-8")))
+ALONE = {"tutorial.md", "your-case.md"}
+PAGES = sorted(
+    page
+    for page in (*DOCS.glob("*.md"), *DOCS.glob("howto/*.md"))
+    if steps(page.read_text("utf-8")) and page.name not in ALONE
+)
 
 
 # Fourteen programs, one after the other: 40 s of CPU time.
@@ -30,10 +35,14 @@ def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
-def test_a_how_to_runs_as_it_stands(page, tmp_path) -> None:
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_as_it_stands(page, tmp_path) -> None:
+    """The how-tos, and each page with a command and its output."""
     folder = make_workplace(tmp_path, "tiny-gpt-pp4.json")
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "batch.json").write_text("[8192, [6000, 2000], [512, 512, 7168]]")
     for step in steps(page.read_text("utf-8")):
         printed = run_step(step, folder, seconds=1)
         assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
@@ -57,6 +66,15 @@ def test_each_case_prints_what_it_says(case: str, tmp_path) -> None:
         else:
             printed = run_shell(step.command, folder)
         assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
+
+
+def test_no_command_is_shown_with_its_output_and_not_run() -> None:
+    """A prompt means: this block is run, and compared. So its language is ``console``."""
+    for page in (*DOCS.glob("*.md"), *DOCS.glob("howto/*.md"), ROOT / "README.md"):
+        text = page.read_text("utf-8")
+        prompts = re.findall(r"^\$ ", text, re.MULTILINE)
+        assert len(prompts) == len(steps(text)), page.name
+    assert {"estimate.md", "measurements.md", "profile.md", "solve.md"} <= {p.name for p in PAGES}
 
 
 def test_there_are_ten_cases() -> None:

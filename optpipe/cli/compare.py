@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +20,7 @@ from optpipe.cli.console import (
     needs_extra,
     nothing_found,
     print_json,
+    progress_line,
     read_problem,
     stderr,
     stdout,
@@ -92,7 +95,7 @@ def compare(
             threads=options.threads,
             seed=options.seed,
             workload=Workload(**options.workload.model_dump()),
-            on_row=lambda row: note_done(f"{row.method} ({row.placement})"),
+            on_row=note_done,
             should_stop=stop.is_set,
         )
     rows = [row.as_json() for row in found]
@@ -123,22 +126,33 @@ def _check_found(problem: Problem, found: Sequence[ComparisonRow]) -> None:
 
 
 @contextmanager
-def _progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a clock and the last finished row on a terminal; elsewhere print the text once."""
-    console = stderr()
-    if not console.is_terminal:
-        console.print(text, markup=False)
-        yield lambda _: None
-        return
+def _progress(text: str) -> Iterator[Callable[[ComparisonRow], None]]:
+    """Print each row better than all before; show a clock and the last row on a terminal."""
+    from optpipe_solver.compare import AS_GIVEN
+
+    began_s, best_ms = time.monotonic(), math.inf
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
         TextColumn("{task.fields[done]}", markup=False, style="dim"),
     )
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=stderr(), transient=True) as shown:
+        if not shown.console.is_terminal:
+            shown.console.print(text, markup=False)
         task = shown.add_task(text, total=None, done="")
-        yield lambda done: shown.update(task, done=f"done: {done}")
+
+        def note_done(row: ComparisonRow) -> None:
+            nonlocal best_ms
+            name = f"{row.method} ({row.placement})"
+            shown.update(task, done=f"done: {name}")
+            fits = row.programs is not None and not row.over_limit and row.placement == AS_GIVEN
+            if fits and row.objective_ms < best_ms:
+                best_ms = row.objective_ms
+                line = progress_line(time.monotonic() - began_s, row.method, best_ms, None)
+                shown.console.print(line, markup=False)
+
+        yield note_done
 
 
 def _show(rows: Rows) -> None:

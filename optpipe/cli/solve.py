@@ -261,12 +261,14 @@ def bound(problem_file: ProblemFile, as_json: AsJson = False) -> None:
     with needs_extra("solver"):
         from optpipe_solver.bounds import lower_bound
         from optpipe_solver.feasibility import feasibility
+        from optpipe_solver.warm import warm_in_background
 
         found = feasibility(problem)
         if found.plan is None:
             if as_json:
                 print_json({"status": "infeasible", "message": found.message, "needs": found.needs})
             raise InfeasibleProblemError(found.message, found.needs)
+        warm_in_background()
         proven = lower_bound(problem)
     if as_json:
         print_json({"objective": problem.objective, "bound_ms": proven.ms, "method": proven.method})

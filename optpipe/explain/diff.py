@@ -16,7 +16,7 @@ from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.problem import FrozenValue
 from optpipe.schedule import Action, ActionType
 from optpipe.simulate import bubble_rate, simulate
-from optpipe.units import format_bytes, format_ms, format_share
+from optpipe.units import ShortRepr, format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ class Cost(FrozenValue):
     after: float | int | None
 
 
-class ScheduleDifference(FrozenValue):
+class ScheduleDifference(ShortRepr, FrozenValue):
     """What changed from one schedule to another; empty for equal programs, and only for them.
 
     ``costs`` hold what is known of either, changed or not.
@@ -253,7 +253,7 @@ class FieldChange(FrozenValue):
     after: Any
 
 
-class ProblemDifference(FrozenValue):
+class ProblemDifference(ShortRepr, FrozenValue):
     """What changed from one problem to another; empty where both have the same problem_hash.
 
     ``costs`` hold what follows from the problems alone, changed or not.

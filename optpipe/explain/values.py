@@ -13,6 +13,7 @@ from pydantic import Field
 
 from optpipe.problem import FrozenValue, Objective
 from optpipe.schedule import Action
+from optpipe.units import ShortRepr
 
 __all__ = [
     "CriticalPath",
@@ -213,7 +214,7 @@ class Sentence(FrozenValue):
     text: str
 
 
-class Explanation(FrozenValue):
+class Explanation(ShortRepr, FrozenValue):
     """Why a schedule is as long as it is, and why it offloads and recomputes what it does."""
 
     format: Literal["optpipe/explanation/v1"] = "optpipe/explanation/v1"

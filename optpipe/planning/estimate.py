@@ -13,9 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import ValidationError
-
-from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError, explain
+from optpipe.errors import FieldError, FieldRef, FieldSentence, InputError
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
 from optpipe.planning.accelerators import Hardware
 from optpipe.planning.accuracy import find_accuracy
@@ -556,16 +554,13 @@ def _model(
     num_microbatches: int,
     memory_bytes: int | Sequence[int] | None,
 ) -> Model:
-    try:
-        return Model(
-            name=_name(shape, machines, len(machines)),
-            num_microbatches=num_microbatches,
-            devices=_devices(shape, machines, memory_bytes),
-            layers=_layers(shape, machines),
-            **_links(machines),
-        )
-    except ValidationError as error:
-        raise InputError(explain(error, Model)) from None
+    return Model(
+        name=_name(shape, machines, len(machines)),
+        num_microbatches=num_microbatches,
+        devices=_devices(shape, machines, memory_bytes),
+        layers=_layers(shape, machines),
+        **_links(machines),
+    )
 
 
 def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]:
@@ -665,17 +660,14 @@ def _context(shape: ModelShape, machines: Sequence[Machine], pp: int, slices: in
     tokens = training.micro_batch * training.sequence
     peaks = [one.hardware.peak_flops("bf16") for one in machines]
     degrees = {name: getattr(training, name) for name in ("tp", "cp", "ep", "etp", "dp")}
-    try:
-        return Context(
-            tokens_per_microbatch=tokens // slices,
-            flops_per_token=model_flops(shape, training) / tokens,
-            gpus_per_device=training.tp * training.cp,
-            peak_flops=sum(peaks) / len(peaks),
-            model=shape.name,
-            parallelism={"pp": pp, **degrees},
-        )
-    except ValidationError as error:
-        raise InputError(explain(error, Context)) from None
+    return Context(
+        tokens_per_microbatch=tokens // slices,
+        flops_per_token=model_flops(shape, training) / tokens,
+        gpus_per_device=training.tp * training.cp,
+        peak_flops=sum(peaks) / len(peaks),
+        model=shape.name,
+        parallelism={"pp": pp, **degrees},
+    )
 
 
 def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:

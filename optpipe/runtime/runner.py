@@ -424,7 +424,8 @@ class PipelineRunner:
         -------
         Tensor or None
             The losses by micro-batch, shape (num_microbatches,), on the last stage's rank. With
-            ``return_outputs`` the outputs there, detached and joined as in `Evaluation`.
+            ``return_outputs`` the outputs there, detached and joined as in `Evaluation`. None on
+            all other ranks.
 
         Raises
         ------

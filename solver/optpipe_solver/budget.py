@@ -7,11 +7,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from html import escape
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, MissingExtraError
 from optpipe.schedule import OPTIMAL_GAP
+from optpipe.units import html_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -332,6 +334,10 @@ class RobustChoice:
         )
 
 
+_MOST_DRAWN = 20_000
+"""Maximum number of actions of a notebook's picture."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The end of a solve.
@@ -350,6 +356,8 @@ class Result:
         Where infeasible: what is too small -> the smallest bytes that work.
     robust
         How the schedule was chosen, where noise was asked for.
+    problem
+        The problem of the schedule.
     """
 
     status: SolveStatus
@@ -358,6 +366,7 @@ class Result:
     message: str = ""
     needs: dict[str, int] = field(default_factory=dict)
     robust: RobustChoice | None = None
+    problem: Problem | None = field(default=None, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -373,14 +382,29 @@ class Result:
             "schedule": None if schedule is None else schedule.model_dump(mode="json"),
         }
 
+    def _repr_html_(self) -> str:
+        """Return the numbers and the picture of the schedule, for notebooks."""
+        if self.schedule is None:
+            return html_table([("status", self.status.value), ("message", self.message)])
+        return self.schedule._repr_html_() + self._picture()
+
+    def _picture(self) -> str:
+        """Return the schedule as SVG; a hint where matplotlib is missing; nothing if too large."""
+        found, problem = self.schedule, self.problem
+        if found is None or problem is None or sum(map(len, found.programs)) > _MOST_DRAWN:
+            return ""
+        from optpipe.plot.image import draw_svg  # noqa: PLC0415 - half a second, and an extra
+        from optpipe.plot.scene import View  # noqa: PLC0415
+
+        view = View(found.provenance.method, problem, found.programs, found.bound_ms)
+        try:
+            svg = draw_svg([view]).decode()
+        except MissingExtraError as error:
+            return f"<p>{escape(str(error))}</p>"
+        return svg[svg.index("<svg") :]
+
     def __repr__(self) -> str:
         """Return status, objective, bound and gap; not the programs."""
-        found = self.schedule
-        if found is None:
+        if self.schedule is None:
             return f"Result({self.status.value}: {self.message[:120]})"
-        bound = "none" if found.bound_ms is None else f"{found.bound_ms:.6g} ms"
-        gap = "unknown" if found.gap is None else f"{found.gap:.3%}"
-        return (
-            f"Result({self.status.value}: {found.objective} {found.objective_ms:.6g} ms, "
-            f"bound {bound}, gap {gap}, by {found.provenance.method})"
-        )
+        return repr(self.schedule).replace("Schedule", "Result", 1)

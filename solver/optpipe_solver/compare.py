@@ -28,12 +28,13 @@ from optpipe.explain.what_if import (
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.schedule import cells_of
 from optpipe.simulate import bubble_rate, simulate
+from optpipe.units import ShortRepr
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.registry import replaced
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
-from optpipe_solver.warm import ensure_warm
+from optpipe_solver.warm import warm_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -112,8 +113,8 @@ class Workload:
         return done / (length_ms / 1e3) / self.peak_flops_per_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonRow:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ComparisonRow(ShortRepr):
     """One method's schedule; times in ms, bytes as the largest over devices or hosts.
 
     ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``, or ``v x2, guess``
@@ -182,15 +183,16 @@ def compare(
     should_stop
         Asked between methods and by the optimiser.
     """
-    ensure_warm()
+    should_stop = should_stop or (lambda: False)
+    is_warm = warm_in_background()
     maker = _RowMaker(workload or Workload(), seed)
-    optimiser = _Optimiser(maker, threads, should_stop)
+    optimiser = _Optimiser(maker, threads, should_stop, is_warm)
     rows: list[ComparisonRow] = []
     for row in chain(maker.all_rows(problem), optimiser.rows(problem, rows, time_limit_s)):
         rows.append(row)
         if on_row is not None:
             on_row(row)
-        if should_stop is not None and should_stop():
+        if should_stop():
             break
     return sorted(rows, key=_rank)
 
@@ -318,17 +320,21 @@ class _RowMaker:
 class _Optimiser:
     """Makes the optimizer's rows: of the problem as given, and of the copy with the best family.
 
-    Each search starts from the best family's schedule of the same problem.
+    Each search starts from the best family's schedule of the same problem. Its clock starts when
+    its kernels are compiled.
     """
 
     maker: _RowMaker
     threads: int
-    should_stop: Callable[[], bool] | None
+    should_stop: Callable[[], bool]
+    is_warm: Callable[[], bool]
 
     def rows(
         self, problem: Problem, known: list[ComparisonRow], time_limit_s: float
     ) -> Iterator[ComparisonRow]:
         """Yield one or two rows; ``known`` holds the rows of all families once this is called."""
+        while not (self.is_warm() or self.should_stop()):
+            time.sleep(0.05)
         end = time.perf_counter() + time_limit_s
         legal = sorted((row for row in known if _is_legal(row)), key=_rank)
         given = next((row for row in legal if row.placement == AS_GIVEN), None)

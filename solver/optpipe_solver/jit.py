@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     Draw = NDArray[np.uint64]
 
-__all__ = ["Draw", "below", "jitted", "lean", "seeded", "unit"]
+__all__ = ["Draw", "below", "interpret_while", "jitted", "lean", "seeded", "unit"]
 
 
 _F = TypeVar("_F", bound="Callable[..., object]")
@@ -183,8 +184,49 @@ class _PartCompiler(_WholeCompiler):
     library_class = _Part
 
 
+_is_compiling: Callable[[], bool] = bool
+_namespaces: dict[int, dict[str, Any]] = {}
+
+
+def interpret_while(is_compiling: Callable[[], bool]) -> None:
+    """Run the Python source of kernels that are not in the cache while another process compiles.
+
+    Each result is the same to the last bit. A kernel takes 5 to 100 times as long. Its machine code
+    is loaded at the first call after the other process has stored it.
+    """
+    global _is_compiling  # noqa: PLW0603 - numba asks each kernel, which knows only its function
+    _is_compiling = is_compiling
+
+
 class _Kernel(CPUDispatcher):
     """What Python calls; compiled code that calls it is given its part instead."""
+
+    def compile(self, sig: Any) -> Any:
+        """Return what numba's dispatcher calls for this signature: machine code, or Python."""
+        if not _is_compiling():
+            return super().compile(sig)
+        stored = self._cache.load_overload(sig, self.targetctx)  # type: ignore[attr-defined]
+        if stored is None:
+            return self._interpret
+        context: Any = self.targetctx
+        context.insert_user_function(stored.entry_point, stored.fndesc, [stored.library])
+        self.add_overload(stored)
+        return stored.entry_point
+
+    def _interpret(self, *arguments: Any) -> Any:
+        with np.errstate(over="ignore"):  # random numbers overflow on purpose
+            return self._plain(*arguments)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The Python source, in a module where each kernel is its Python source too."""
+        function = self.py_func
+        namespace = _namespaces.get(id(function.__globals__))
+        if namespace is None:
+            namespace = _namespaces[id(function.__globals__)] = dict(function.__globals__)
+            kernels = {name: it for name, it in namespace.items() if isinstance(it, _Kernel)}
+            namespace.update((name, kernel._plain) for name, kernel in kernels.items())  # noqa: SLF001
+        return FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
 
     @cached_property
     def _part(self) -> Any:

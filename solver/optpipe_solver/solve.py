@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import suppress
@@ -29,7 +30,7 @@ from optpipe_solver.portfolio import (
     rule_starts,
     run_threads,
 )
-from optpipe_solver.warm import ensure_warm
+from optpipe_solver.warm import ensure_warm, warm_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from optpipe_solver.portfolio import FamilyStart, SearchPlan
 
 __all__ = ["METHODS", "contributions", "record", "solve"]
+
+_log = logging.getLogger(__name__)
 
 
 METHODS = ("auto", "milp", *(family.name for family in FAMILIES))
@@ -128,14 +131,22 @@ def solve(
     if feasible.plan is None:
         status = SolveStatus.INFEASIBLE if feasible.needs else SolveStatus.UNKNOWN
         return Result(status, None, message=feasible.message, needs=feasible.needs)
-    # With limited work, the result must not depend on when a part has been compiled.
-    is_warm = ensure_warm(whole=work_limit is not None)
+    if work_limit is None:
+        is_warm = warm_in_background()
+    else:
+        # The result must not depend on when a part has been compiled.
+        ensure_warm()
+        is_warm = _always
     best = Incumbent(problem, on_progress, pools=robust is not None)
     run = _SolveRun(best, limits, method, should_stop or (lambda: False), is_warm, robust=robust)
     if start is not None:
         run.best.offer(start, start_method)
     run.to_the_end()
     return run.result()
+
+
+def _always() -> bool:
+    return True
 
 
 class _SolveRun:
@@ -147,7 +158,7 @@ class _SolveRun:
         limits: Limits,
         method: str,
         should_stop: Callable[[], bool],
-        is_warm: Callable[[], bool] = lambda: True,
+        is_warm: Callable[[], bool] = _always,
         *,
         robust: Robust | None = None,
     ) -> None:
@@ -187,7 +198,10 @@ class _SolveRun:
             work += [partial(self._improve, plan, threads) for plan in found[1:]]
         run_threads(work, self._should_end, self.ended)
         self._note_why()
-        if self.lowers and self.stopped_by != "cancelled":
+        is_warm = self.is_warm()
+        if self.method in _OPTIMISE and not is_warm and self.stopped_by == "time_limit":
+            _log.warning("the search did not start: its kernels are still being compiled")
+        if self.lowers and is_warm and self.stopped_by != "cancelled":
             self._lower_peaks()
         if self.robust is not None:
             self._choose_robust(self.robust)
@@ -333,7 +347,13 @@ class _SolveRun:
             trace=tuple(best.trace),
         )
         schedule = record(best, provenance, self.stopped_by)
-        return Result(SolveStatus(schedule.status), schedule, best.bound_ms, robust=self.choice)
+        return Result(
+            SolveStatus(schedule.status),
+            schedule,
+            best.bound_ms,
+            robust=self.choice,
+            problem=best.problem,
+        )
 
 
 # --- The end of a solve as a schedule: its numbers as they are known, not evaluated once more.

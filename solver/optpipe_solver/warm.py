@@ -1,8 +1,8 @@
-"""Compile everything once per installation: first the code of the first turn, then the rest.
+"""Compile all kernels once per installation, in the background where an answer can come meanwhile.
 
 numba keeps compiled code in ``NUMBA_CACHE_DIR``, else next to the sources, else in the user's cache
-folder. A later process loads it from there in about a second. Two files next to it mark that the
-code for starts and bounds is complete, and that all code is.
+folder. A later process loads it from there in about a second. Files next to it mark that nothing
+older is there, and which kernels are complete: of starts and bounds, of the search, or all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from optpipe_solver.exact.rounds import (
 )
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.jit import seeded
+from optpipe_solver.jit import interpret_while, seeded
 from optpipe_solver.local_search.annealing import anneal, make_fit, table_for
 from optpipe_solver.local_search.dispatching import dispatched
 from optpipe_solver.local_search.pairing import improve_by_pairing
@@ -45,40 +45,63 @@ from optpipe_solver.reductions import orders
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["ensure_warm", "warm_up"]
+__all__ = ["ensure_warm", "warm_in_background", "warm_up"]
+
+_log = logging.getLogger(__name__)
 
 _COMPILE_S = 600.0
 _ROOT = Path(__file__).parent
+_background: Thread | None = None
 
 
-def ensure_warm(*, whole: bool = True) -> Callable[[], bool]:
+def ensure_warm(*, whole: bool = True) -> None:
     """Compile what no process of this installation has compiled before, and log that it does.
-
-    It takes seconds for starts and bounds, and up to a minute for all, once.
 
     Parameters
     ----------
     whole
-        Whether to wait for all of it. Else only for what makes starts and bounds; another process
-        compiles the rest meanwhile, and goes on with it when this one ends.
+        Whether to wait for all kernels, up to two minutes. Else wait only for those of starts and
+        bounds. Another process compiles the others meanwhile, and goes on when this one ends.
+    """
+    if _mark().exists() or (not whole and _mark("starts").exists()):
+        return
+    _log.warning("compiling kernels, once per installation: about a minute")
+    if whole or not _can_keep():
+        warm_up()
+        return
+    _begin_cache()
+    with _lock():
+        _compile_starts_and_bounds()
+    Thread(target=_compile_elsewhere, daemon=True, name="compile").start()
+
+
+def warm_in_background() -> Callable[[], bool]:
+    """Compile in another process what no process has compiled before, and log that it does.
+
+    Until that ends, kernels of this process run as Python, with the same results. The other process
+    goes on when this one ends.
 
     Returns
     -------
-    A function that says whether the rest is there, or will not come from elsewhere.
+    A function that says whether the search's kernels are compiled, or will not come from elsewhere.
     """
+    global _background  # noqa: PLW0603 - one for all calls of this process
     if _mark().exists():
         return lambda: True
-    logging.getLogger(__name__).warning(
-        "compiling the search, once for this installation: some seconds until the first schedule, "
-        "up to a minute for all of it"
-    )
-    if whole or not _can_keep():
-        warm_up()
+    if not _can_keep():
+        ensure_warm()
         return lambda: True
-    _warm_starts()
-    waiting = Thread(target=_spawn(warm_up).wait, daemon=True, name="compile")
-    waiting.start()
-    return lambda: not waiting.is_alive()
+    if _background is None:
+        _log.warning(
+            "compiling kernels in the background, once per installation: about a minute; "
+            "the search starts after that"
+        )
+        _begin_cache()
+        _background = Thread(target=_compile_elsewhere, daemon=True, name="compile")
+        _background.start()
+        interpret_while(_background.is_alive)
+    background, search_mark = _background, _mark("search")
+    return lambda: search_mark.exists() or not background.is_alive()
 
 
 def warm_up() -> None:
@@ -92,20 +115,42 @@ def warm_up() -> None:
         for compile_part in (_compile_starts, _compile_bounds, _compile_models, _compile_search):
             compile_part()
         return
-    _warm_starts()
+    _begin_cache()
     with _lock():
         if not _mark().exists():
-            _compile_in_two(_compile_models, _compile_search)
+            # The search first: what comes before it can run as Python.
+            if not _mark("search").exists():
+                _compile_in_two(_compile_models, _compile_search)
+                _mark("search").touch()
+            _compile_starts_and_bounds()
             _mark().touch()
 
 
-def _warm_starts() -> None:
-    """Compile what makes starts and bounds: all that a solve does first."""
-    with _lock():
-        if not (_mark().exists() or _mark("starts").exists()):
-            _forget_stale()
-            _compile_in_two(_compile_starts, _compile_bounds)
-            _mark("starts").touch()
+def _compile_starts_and_bounds() -> None:
+    """Compile all that a solve does before its search, where no process has."""
+    if not _mark("starts").exists():
+        _compile_in_two(_compile_starts, _compile_bounds)
+        _mark("starts").touch()
+
+
+def _compile_elsewhere() -> None:
+    """Return when another process has compiled everything, or has failed to."""
+    with (_folder() / "optpipe.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process is at it
+            return
+    _spawn(warm_up).wait()
+
+
+def _begin_cache() -> None:
+    """Delete kernels that were compiled from other sources, once for these sources."""
+    if not _mark("begun").exists():
+        with _lock():
+            if not _mark("begun").exists():
+                _forget_stale()
+                _mark("begun").touch()
 
 
 @contextmanager
@@ -136,7 +181,7 @@ def _fingerprint() -> str:
 
 
 def _forget_stale() -> None:
-    """Delete what was compiled from other sources, where no mark is there."""
+    """Delete all compiled kernels and marks."""
     folders = {path.parent for path in _ROOT.rglob("*.py")}
     caches = [folder / "__pycache__" for folder in folders]
     if _ROOT not in _folder().parents:
@@ -239,6 +284,10 @@ def _compile_plan() -> None:
 
 
 def _compile_search() -> None:
+    # First what measures each schedule: a process that waits for the rest loads it early.
+    timed = CompiledProblem.of(_tight([0, 1]))
+    measured = timed.encode(build_serial(_tight([0, 1])))
+    timed.length_ms(measured, timed.durations(measured))
     several = _serial([0, 1, 0, 1], num_microbatches=4)
     improve_by_local_search(several, _least())
     small = _serial([0, 1])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -238,6 +239,28 @@ def test_it_leaves_without_waiting_for_what_a_solve_has_left_behind() -> None:
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
     assert "optpipe solve problem.json" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["numpy", "pydantic", "typer", "rich"])
+@pytest.mark.parametrize("command", [["-m", "optpipe.cli"], ["optpipe"]])
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(
+    module: str, command: list[str], tmp_path: Path
+) -> None:
+    """Of the core and of the commands, as the script that pip writes and as a module."""
+    (tmp_path / module).mkdir()
+    interrupt = "import signal; signal.raise_signal(signal.SIGINT)"
+    (tmp_path / module / "__init__.py").write_text(interrupt)
+    (tmp_path / "optpipe").write_text("from optpipe.cli import main\nmain()")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, *command, "--version"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(optpipe, tmp_path) -> None:

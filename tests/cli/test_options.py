@@ -158,7 +158,7 @@ NOT_OPTIONS: dict[str, set[str]] = {
 
 def parameters_of(command: list[str]) -> dict[str, list[str]]:
     """The parameters of a command and their flags."""
-    from optpipe.cli import _program
+    from optpipe.cli.app import _program
 
     found = _program()
     for name in command:

@@ -2,10 +2,14 @@
 
 import fcntl
 import logging
+import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from threading import Thread
 
 import pytest
@@ -46,7 +50,7 @@ def test_one_process_compiles_and_the_others_wait_for_it(
     assert compiled == []
     warm._mark().unlink()
     warm.warm_up()
-    assert compiled == ["_compile_starts", "_compile_models"]
+    assert compiled == ["_compile_models", "_compile_starts"]
 
 
 def test_the_general_search_is_compiled_once_for_counted_copies_and_by_cell() -> None:
@@ -75,39 +79,138 @@ def test_a_search_that_could_not_be_compiled_beside_is_compiled_here(
     assert done == ["models", "search"]
 
 
-def test_a_solve_waits_for_the_starts_and_is_told_when_the_rest_is_there(
+def test_the_search_waits_for_another_process_and_its_kernels_run_as_python_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another process compiles is ready when that process has ended."""
-    compiled: list[str] = []
-    monkeypatch.setattr(warm, "_mark", lambda: tmp_path / "mark")
-    monkeypatch.setattr(warm, "_can_keep", lambda: True)
-    monkeypatch.setattr(warm, "_warm_starts", lambda: compiled.append("starts"))
+    """That process is started once, and the search begins when it has ended."""
+    monkeypatch.setattr(warm, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(warm, "_background", None)
+    waiting: list[Callable[[], bool]] = []
+    monkeypatch.setattr(warm, "interpret_while", waiting.append)
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     monkeypatch.setattr(warm, "_spawn", lambda _: other)
-    is_warm = warm.ensure_warm(whole=False)
-    assert compiled == ["starts"]
+    is_warm, again = warm.warm_in_background(), warm.warm_in_background()
     assert not is_warm()
+    assert not again()
+    assert [is_compiling() for is_compiling in waiting] == [True]
     assert other.stdin is not None
     other.stdin.close()
     end = time.monotonic() + 30
     while not is_warm() and time.monotonic() < end:
         time.sleep(0.01)
     assert is_warm()
+    assert again()
 
 
 def test_a_solve_ends_on_time_with_its_starts_where_the_search_is_not_there_yet(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The clock of a time limit does not wait for a compiler."""
+    """The clock of a time limit does not wait for a compiler, and the log says so."""
     module = sys.modules["optpipe_solver.solve"]  # hidden by the function of that name
-    monkeypatch.setattr(module, "ensure_warm", lambda *, whole: lambda: whole)
+    monkeypatch.setattr(module, "warm_in_background", lambda: lambda: False)
     found = solve(warm._tight([0, 1, 0, 1]), time_limit_s=1.0)
     assert found.schedule is not None
     assert found.schedule.stopped_by == "time_limit"
+    assert "the search did not start" in caplog.text
     methods = {entry.method for entry in found.schedule.provenance.trace}
     later = {"local-search", "beam", "general-search", "periodic"}
     assert not methods & later
+
+
+_INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances"
+_PROBLEMS = [
+    str(_INSTANCES / f"{name}.json")
+    for name in ("offload-recompute-p4-m8", "pcie-pairs-p4-m8", "v-offload-p4-m8", "host-8-p4-m8")
+]
+
+_ON_AN_EMPTY_CACHE = """
+import gc, os, subprocess, sys
+from optpipe_solver import warm
+# In place of the compiler: it ends with this process.
+warm._spawn = lambda _: subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL)
+try:
+{code}
+finally:
+    from optpipe_solver.jit import _Kernel
+    kernels = [it for it in gc.get_objects() if isinstance(it, _Kernel)]
+    print(sum(len(kernel.signatures) for kernel in kernels), "of", len(kernels), "compiled")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+"""
+
+
+def _run_on_an_empty_cache(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run code while another process compiles; check that this one has compiled nothing."""
+    code = _ON_AN_EMPTY_CACHE.format(code=indent(code, "    "))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *lines, compiled = done.stdout.splitlines()
+    assert re.fullmatch(r"0 of \d{2,3} compiled", compiled), done.stderr
+    done.stdout = "\n".join(lines)
+    return done
+
+
+_PRINT_STARTS = f"""
+from pathlib import Path
+from optpipe.formats.json import load_problem
+from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.portfolio import all_starts
+for path in {_PROBLEMS}:
+    problem = load_problem(Path(path).read_text())
+    for start in all_starts(problem):
+        print(start.method, start.legal, start.objective_ms, start.programs)
+    for bound in lower_bounds(problem):
+        print(bound.ms, bound.method)
+"""
+
+
+def test_starts_and_bounds_are_the_same_to_the_last_bit_before_a_kernel_is_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With offload, recomputation, pairs, chunks and a limit of host memory."""
+    code = f"warm.warm_in_background()\n{_PRINT_STARTS}"
+    found = _run_on_an_empty_cache(code, tmp_path).stdout.splitlines()
+    exec(_PRINT_STARTS, {})
+    assert found == capsys.readouterr().out.splitlines()
+    assert len(found) > 50
+
+
+_COMPARE = f"""
+from pathlib import Path
+from optpipe.formats.json import load_problem
+from optpipe_solver import compare
+rows = []
+problem = load_problem(Path({_PROBLEMS[0]!r}).read_text())
+compare(problem, on_row=rows.append, should_stop=lambda: len(rows) == 9)
+print(min(row.objective_ms for row in rows if row.programs), "ms")
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"from optpipe.cli import main\nmain(['solve', {_PROBLEMS[0]!r}, '--time-limit', '3'])",
+        f"from optpipe.cli import main\nmain(['bound', {_PROBLEMS[0]!r}])",
+        _COMPARE,
+    ],
+    ids=["solve", "bound", "compare"],
+)
+def test_the_first_answer_on_an_empty_cache_waits_for_no_compiler(
+    code: str, tmp_path: Path
+) -> None:
+    """One line says that kernels are compiled; a schedule or a bound is there long before."""
+    began_s = os.times().children_user
+    done = _run_on_an_empty_cache(code, tmp_path)
+    assert done.stderr.count("compiling kernels in the background") == 1
+    assert " ms" in done.stdout
+    assert os.times().children_user - began_s < 15
 
 
 def test_warming_up_leaves_the_mark() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance, gap_of
+from optpipe.units import ShortRepr
 from optpipe_solver.budget import Limits, SolveStatus, Stop
 from optpipe_solver.feasibility import feasibility, needs_text
 from optpipe_solver.plan.cuts import roomiest_cut
@@ -32,8 +33,8 @@ DEFAULT_CHUNKS = (1, 2, 4)
 _MOST_CHUNKS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanResult(ShortRepr):
     """The end of a plan.
 
     Attributes

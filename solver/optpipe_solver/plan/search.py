@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import ModelError
 from optpipe.model import fuse
+from optpipe.units import ShortRepr
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Progress, Stop
@@ -450,8 +451,8 @@ class Fate(StrEnum):
     NOT_TRIED = "not tried"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanRow(ShortRepr):
     """A candidate for people and programs; times in ms, None where there is none.
 
     ``quick_ms`` is the best family with a short search, ``final_ms`` the best known at the end.

@@ -15,6 +15,7 @@ from optpipe.planning.estimate import SlicedCut
 from optpipe.planning.overlap import model_phases, most_hidden, with_pairs
 from optpipe.planning.step import RankMemory
 from optpipe.problem import placement_of
+from optpipe.units import ShortRepr
 from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
@@ -72,8 +73,8 @@ _WALKS, _WALK = 3, 2.0
 """Annealings of a cut, and units of work that they take at most."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneRow:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TuneRow(ShortRepr):
     """A configuration with its best schedule found.
 
     Parameters
@@ -187,8 +188,8 @@ class TuneRow:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingRow:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ScalingRow(ShortRepr):
     """The fastest configuration on a number of GPUs; its numbers are None if none is known.
 
     Parameters

@@ -1,0 +1,147 @@
+"""The application: every command, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+import optpipe
+from optpipe.cli.compare import compare
+from optpipe.cli.console import BAD_INPUT, FAILURE, INFEASIBLE, print_error
+from optpipe.cli.estimate import estimate_problem
+from optpipe.cli.explain import diff, explain
+from optpipe.cli.plan import plan
+from optpipe.cli.plot import export, plot
+from optpipe.cli.profile import import_measurements, profile
+from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
+from optpipe.cli.solve import bound, check, solve
+from optpipe.cli.sweep import sweep
+from optpipe.cli.tune import tune
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["make_app", "run"]
+
+
+_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Estimate": {
+        "tune": tune,
+        "estimate": estimate_problem,
+        "profile": profile,
+        "import": import_measurements,
+    },
+    "Solve": {"solve": solve, "plan": plan, "sweep": sweep, "compare": compare, "bound": bound},
+    "Inspect": {"explain": explain, "diff": diff, "plot": plot, "check": check},
+    "Export": {"export": export},
+    "Serve": {"serve": serve, "submit": submit, "fetch": fetch},
+}
+
+
+class _ByTopic(TyperGroup):
+    """A group whose help lists the commands under headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each heading."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        longest = max(map(len, self.commands))
+        for name in self.list_commands(ctx):
+            command = self.commands[name]
+            line = (name.ljust(longest), command.get_short_help_str(formatter.width))
+            heading = str(getattr(command, "rich_help_panel", None) or "Serve")
+            sections.setdefault(heading, []).append(line)
+        for heading, lines in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(lines)
+
+
+def make_app() -> typer.Typer:
+    """Return the command line application."""
+    app = typer.Typer(
+        name="optpipe",
+        cls=_ByTopic,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_optpipe)
+    for heading, commands in _COMMANDS.items():
+        for name, command in commands.items():
+            app.command(name, rich_help_panel=heading)(command)
+    for group in (make_jobs_app(), make_keys_app()):
+        app.add_typer(group)
+    return app
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"optpipe {optpipe.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+]
+
+
+def _optpipe(version: Version = False) -> None:
+    """Pipeline-parallel schedules with activation offloading, chosen by optimisation.
+
+    \b
+    A first look:
+      optpipe tune --model llama3-8b --gpu h100 --gpus 8 --sequence 8192
+      optpipe solve examples/problems/llama3-8b-h100-pp4.json -o schedule.json
+      optpipe plot  examples/problems/llama3-8b-h100-pp4.json schedule.json -o schedule.svg
+
+    \b
+    Exit codes: 0 done; 1 a failure outside the input, such as a missing package or an
+    unreachable service; 2 bad input; 3 proven infeasible; 4 no schedule found, and none
+    proven impossible; 130 ended by Ctrl-C.
+    """
+
+
+@cache
+def _program() -> Any:
+    """Return the parsed application; cached because tests call `run` often."""
+    return get_command(make_app())
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; an `OptPipeError` is printed without a stack trace.
+
+    Without ``arguments`` it is its own process and exits without waiting for threads of a solve.
+    """
+    try:
+        try:
+            _program()(args=arguments, prog_name="optpipe")
+        except OptPipeError as error:
+            print_error(error)
+            if isinstance(error, InfeasibleProblemError):
+                sys.exit(INFEASIBLE)
+            sys.exit(BAD_INPUT if isinstance(error, InputError) else FAILURE)
+    except SystemExit as leave:
+        if arguments is None and isinstance(leave.code, int):
+            _exit_despite_threads(leave.code)
+        raise
+
+
+def _exit_despite_threads(code: int) -> None:
+    """Exit if a solve has left threads, which can take long to reach their next check."""
+    if any(thread.name.startswith("solve-") for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a closed pipe (| head)
+                stream.flush()
+        os._exit(code)
