@@ -337,9 +337,11 @@ class Event(Answer):
 
 
 class Item(Answer):
-    """An item of a batch: its values on the axes, and the results of its job so far.
+    """An item of a batch: its values on the axes, and the results so far.
 
-    ``memory_bytes`` is the memory limit of the device with the most memory.
+    ``memory_bytes`` is the memory limit of the device with the most memory. ``objective_ms`` is of
+    the schedule of job ``schedule_job_id``: the item's own job, or the job of an item with a
+    tighter problem, whose schedule is legal here too. State and error are those of the own job.
     """
 
     index: int
@@ -352,6 +354,7 @@ class Item(Answer):
     objective_ms: float | None = None
     bound_ms: float | None = None
     gap: float | None = None
+    schedule_job_id: str | None = None
     error: Failure | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None

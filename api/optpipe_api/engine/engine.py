@@ -180,7 +180,6 @@ class Attempt:
                 job_header = {
                     "kind": claim.job.kind.value,
                     "options": asdict(self._options),
-                    "is_carried": claim.is_carried,
                     "near": list(near),
                 }
                 documents = dict(claim.documents)

@@ -48,7 +48,7 @@ __all__ = [
 # ==========  =========  ===========================================  ==========================
 # to          kind       header                                       documents
 # ==========  =========  ===========================================  ==========================
-# process     job        kind (of the job), options, is_carried,      those of the job, and
+# process     job        kind (of the job), options,                  those of the job, and
 #                        near (ids of jobs to start from)             problem and schedule of each
 # process     stop       (finish now, keep the best)
 # server      ready      (imports are done)

@@ -31,7 +31,6 @@ from optpipe_api.store.shared import (
     check_limits,
     delete_jobs,
     groups_of_ids,
-    hand_on,
     jobs_of,
     new_columns,
     page_rows,
@@ -93,13 +92,11 @@ class BatchStore:
             now = self._now()
             values = new_columns(new, now) | {"document": to_json(new.plan)}
             row = connection.execute(sql.INSERT_BATCH, values).one()
-            # Claims take the tighter items first. The others start from their schedules.
+            # Claims take the tighter items first, so that the others can start near theirs.
             num_tighter = [len(item.tighter) for item in new.plan.items]
             for index in sorted(range(len(items)), key=num_tighter.__getitem__):
                 item = replace(items[index], batch_id=row.id, batch_index=index)
                 insert_job(connection, item, now)
-            for job in connection.execute(sql.ITEMS, {"batch_id": row.id}).all():
-                hand_on(connection, job, now, new.plan)
             jobs = connection.execute(sql.ITEMS, {"batch_id": row.id}).all()
             return _batches_of(connection, [row])[0], jobs_of(connection, jobs)
 

@@ -8,8 +8,8 @@ The tests in `tests/api/store` check it on both databases.
 3. **Compare and set.** A state changes only along `jobs.transition`. The job must still be in the
    state, and under the lease, that the caller names. Otherwise the method returns None, and the
    caller must stop working on the job. Two claims never return the same attempt of a job.
-4. **Final.** A finished job refuses every write. Only `resume`, or the end of a tighter item of its
-   batch, queues it again.
+4. **Final.** A finished job refuses every write. Only its owner queues it again, by `resume` or by
+   the retry of its batch.
 5. **Leases.** A running job has an owner, and a time until which the lease holds. `heartbeat`,
    `record` and `tell` move that time. `expire` takes back the jobs whose lease has run out, and
    those whose owner the caller knows to be gone. It queues them again; it cancels a job if that was
@@ -75,13 +75,11 @@ from optpipe_api.store.shared import (
     check_limits,
     delete_jobs,
     groups_of_ids,
-    hand_on,
     is_id,
     jobs_of,
     key_digest,
     options_of,
     page_rows,
-    plan_of,
     prolong,
     put_documents,
     row_by_id,
@@ -97,14 +95,10 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from optpipe.requests import JobKind
-    from optpipe_api.jobs import BatchPlan
 
 __all__ = ["AttemptOutcome", "JobStore", "insert_job"]
 
 _MAX_LOG_CHARACTERS = 1000
-_MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
-"""After so many attempts an item of a batch ends by this event, even with a worse schedule."""
-_ANY_MS = 1e300
 _OF_SCHEDULE = {DocumentKind.SCHEDULE, DocumentKind.PROBLEM, DocumentKind.TUNED}
 """The documents that are replaced only with a schedule at least as good."""
 NO_DOCUMENTS: Documents = {}
@@ -426,21 +420,11 @@ class JobStore:
             )
             if claimed is None:
                 return None
-            plan = _plan_of_batch(connection, row)
-            better = _best_tighter(connection, row, plan, row.objective_ms, sql.BEST_ITEM)
-            if better is not None:
-                text = f"starts from the schedule of job {better.id}, whose problem is tighter"
-                add_entry(connection, row, now, EventKind.LOG, text=text)
-            positions = {"at": row.position, "start_at": (better or row).position}
-            texts = {
-                row.kind: row.document
-                for row in connection.execute(sql.DOCUMENTS_TO_CLAIM, positions)
-            }
+            rows = connection.execute(sql.DOCUMENTS_TO_CLAIM, {"at": row.position})
             return Claim(
                 lease=Lease(row.id, owner, claimed.attempt),
                 job=jobs_of(connection, [claimed])[0],
-                documents=texts,
-                is_carried=better is not None,
+                documents={row.kind: row.document for row in rows},
             )
 
     def entitled(self, server: str, max_running: int) -> set[str]:
@@ -514,8 +498,7 @@ class JobStore:
     def finish(self, lease: Lease, outcome: AttemptOutcome) -> JobRecord | None:
         """End a running job; None if the lease is lost.
 
-        The outcome replaces the job's best where it is better. An item of a batch is queued again
-        instead if a tighter item has ended with a better schedule.
+        The outcome replaces the job's best where it is better.
         """
         with writing(self._engine) as connection:
             row = _leased(connection, lease)
@@ -538,15 +521,8 @@ class JobStore:
                 # Under noise the best schedule is not the shortest.
                 is_chosen=options_of(row).robust is not None,
             )
-            plan = _plan_of_batch(connection, row, lock=True)
-            event, error = outcome.event, outcome.error
-            if row.attempt <= _MOST_ROUNDS.get(event, 0):
-                own_ms = better.get("objective_ms", row.objective_ms)
-                if _best_tighter(connection, row, plan, own_ms, sql.BEST_ENDED_ITEM):
-                    event, error = JobEvent.REQUEUE, None
-            better["error"] = None if error is None else to_json(error)
-            ended = change_state(connection, row, event, now, spent_s=spent_s, **better)
-            hand_on(connection, ended, now, plan)
+            better["error"] = None if outcome.error is None else to_json(outcome.error)
+            ended = change_state(connection, row, outcome.event, now, spent_s=spent_s, **better)
             return None if ended is None else jobs_of(connection, [ended])[0]
 
     def requeue(
@@ -712,7 +688,6 @@ def _give_back(
     """Return a running job to the queue; end it if it was cancelled or died too often."""
     deaths = row.deaths + (death is not None)
     event, error = JobEvent.REQUEUE, None
-    plan = None
     if death is not None:
         text = storable(f"attempt {row.attempt}: {death}")
         add_entry(connection, row, now, EventKind.LOG, text=text)
@@ -720,7 +695,6 @@ def _give_back(
         event = JobEvent.CANCEL
     elif death is not None and deaths >= max_attempts:
         event = JobEvent.FAIL
-        plan = _plan_of_batch(connection, row, lock=True)
         message = (
             f"given up after {deaths} attempts that died, the last because {death}; does the "
             "problem fit the solver's memory? Submit a smaller one, or raise "
@@ -728,41 +702,7 @@ def _give_back(
         )
         error = to_json(JobError(code="job.died", message=message))
     spent_s = _spent_s(row, now)
-    left = change_state(connection, row, event, now, deaths=deaths, spent_s=spent_s, error=error)
-    hand_on(connection, left, now, plan)
-    return left
-
-
-# --- Batches: an item starts from the best schedule of the tighter items (see `optpipe_api.jobs`).
-
-
-def _plan_of_batch(
-    connection: sa.Connection, row: sa.Row[Any], *, lock: bool = False
-) -> BatchPlan | None:
-    """Return the plan of a job's batch; None without a batch."""
-    if row.batch_id is None:
-        return None
-    statement = sql.BATCH_PLAN_LOCKED if lock else sql.BATCH_PLAN
-    batch = connection.execute(statement, {"id": row.batch_id}).one_or_none()
-    return None if batch is None else plan_of(batch.document)
-
-
-def _best_tighter(
-    connection: sa.Connection,
-    row: sa.Row[Any],
-    plan: BatchPlan | None,
-    own_ms: float | None,
-    statement: sa.Select[Any],
-) -> sa.Row[Any] | None:
-    """Return the best of the tighter items if it is better than ``own_ms``."""
-    if plan is None or not plan.items[row.batch_index].tighter:
-        return None
-    parameters = {
-        "batch_id": row.batch_id,
-        "indices": plan.items[row.batch_index].tighter,
-        "below_ms": _ANY_MS if own_ms is None else own_ms * (1 - EQUAL),
-    }
-    return connection.execute(statement, parameters).one_or_none()
+    return change_state(connection, row, event, now, deaths=deaths, spent_s=spent_s, error=error)
 
 
 # --- Turns: which owner is next.

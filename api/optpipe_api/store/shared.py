@@ -311,30 +311,6 @@ def prolong(
     return change_state(connection, row, JobEvent.RESUME, now, **values) or row
 
 
-def hand_on(
-    connection: sa.Connection, row: sa.Row[Any] | None, now: float, plan: BatchPlan | None
-) -> None:
-    """Queue ended items of a batch again that have a worse schedule than a tighter item.
-
-    ``row``: the tighter item, which ends now. The caller has locked the batch's row, so that of two
-    items that end at the same time one sees the other.
-    """
-    if row is None or plan is None or row.objective_ms is None or row.state not in sql.COMPARED:
-        return
-    looser = [index for index, item in enumerate(plan.items) if row.batch_index in item.tighter]
-    parameters = {
-        "batch_id": row.batch_id,
-        "indices": looser,
-        "longest_ms": row.objective_ms * (1 + EQUAL),
-    }
-    worse = connection.execute(sql.WORSE_ITEMS_LOCKED, parameters).all()
-    for other, job in zip(worse, jobs_of(connection, worse), strict=True):
-        if not job.is_proven:
-            text = f"job {row.id}, whose problem is tighter, has {row.objective_ms:g} ms"
-            add_entry(connection, other, now, EventKind.LOG, text=text)
-            prolong(connection, other, job, 0.0, now)
-
-
 def delete_jobs(connection: sa.Connection, rows: Sequence[Any]) -> None:
     """Delete jobs with all that belongs to them, and each batch whose last job is deleted."""
     for statement in sql.DELETE_JOBS:

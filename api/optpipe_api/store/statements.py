@@ -33,8 +33,6 @@ batch, key = batches.c, api_keys.c
 
 FINAL = [state.value for state in JobState if state.is_final]
 UNFINISHED = [state.value for state in JobState if not state.is_final]
-COMPARED = [JobState.SUCCEEDED.value, JobState.FAILED.value]
-"""States of ended items that start again if a tighter item has a better schedule."""
 
 _AT: sa.BindParameter[Any] = param("at")
 _MOST: sa.BindParameter[Any] = param("most")
@@ -153,13 +151,8 @@ DOCUMENTS_OF_JOB = (
     )
     .where(job.id == param("id"))
 )
-# A claimed job may start from the schedule of another job, at ``start_at``.
 DOCUMENTS_TO_CLAIM = select(document.kind, document.document).where(
-    (
-        (document.position == _AT)
-        & document.kind.not_in([DocumentKind.SCHEDULE.value, DocumentKind.COMPARISON.value])
-    )
-    | ((document.position == param("start_at")) & (document.kind == DocumentKind.SCHEDULE.value))
+    document.position == _AT, document.kind != DocumentKind.COMPARISON.value
 )
 
 INSERT_EVENT = sa.insert(events)
@@ -263,7 +256,6 @@ INSERT_BATCH = sa.insert(batches).returning(*_BATCH_RECORD)
 BATCH_BY_ID = select(*_BATCH_RECORD).where(batch.id == param("id"))
 BATCH_BY_KEY = select(*_BATCH_RECORD).where(batch.idempotency_key == param("key"))
 BATCH_PLAN = select(batch.owner, batch.document).where(batch.id == param("id"))
-BATCH_PLAN_LOCKED = BATCH_PLAN.with_for_update()
 BATCH_STANDINGS = select(
     batch.id,
     batch.owner,
@@ -284,23 +276,6 @@ ITEMS_IN_STATES_LOCKED = (
     .order_by(job.position)
     .with_for_update()
 )
-_AMONG = job.batch_index.in_(param("indices", expanding=True))
-# Ended items without a schedule, or with one that is longer than ``longest_ms``.
-WORSE_ITEMS_LOCKED = (
-    select(jobs)
-    .where(_OF_BATCH, _AMONG, job.state.in_(COMPARED))
-    .where(job.objective_ms.is_(None) | (job.objective_ms > param("longest_ms")))
-    .order_by(job.position)
-    .with_for_update()
-)
-BEST_ITEM = (
-    select(jobs)
-    .where(_OF_BATCH, _AMONG, job.objective_ms < param("below_ms"))
-    .order_by(job.objective_ms, job.position)
-    .limit(1)
-)
-BEST_ENDED_ITEM = BEST_ITEM.where(job.finished_at.is_not(None))
-
 
 # --- API keys.
 

@@ -448,11 +448,11 @@ class Heard:
 
 
 def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None:
-    """Less memory at the same length is news of the schedule, a carried start's own is none."""
+    """Less memory at the same length is news of the schedule, a near start's own is none."""
     given = problem([stage(0, layers={"transformer": 1})], m=2)
     heard = Heard()
     reporter = ProgressReporter(cast("Any", heard), 0, given)
-    reporter.report_start(given, FULL, "tighter problem")
+    reporter.report_start(given, FULL, "near problem")
     for number, found in enumerate((FULL, LEAN)):
         reporter(Progress(float(number), "made", 6.0, None, found))
     assert heard.schedules == [FULL, LEAN]
