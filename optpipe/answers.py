@@ -41,9 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "AuditList",
+    "AuditView",
     "BatchList",
     "BatchView",
     "Cache",
+    "CancelledJobs",
     "Catalogue",
     "Drift",
     "EstimateView",
@@ -312,6 +315,28 @@ class JobList(Answer):
     """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last page."""
 
     jobs: tuple[Job, ...]
+    next: str | None
+
+
+class CancelledJobs(Answer):
+    """The number of jobs that were queued or running."""
+
+    num_jobs: int
+
+
+class AuditView(Answer):
+    """A change that a caller made: submit, cancel, resume or delete, or a change of a key."""
+
+    at: datetime
+    actor: str = Field(description="Name of the key; empty without keys.")
+    action: str
+    subject: str = Field(description="Id of the job or batch, or name of the key.")
+
+
+class AuditList(Answer):
+    """Changes, newest first; ``next`` is the ``cursor`` of the next page, null on the last page."""
+
+    entries: tuple[AuditView, ...]
     next: str | None
 
 

@@ -46,6 +46,8 @@ __all__ = [
     "KINDS",
     "MAX_SHARED_PRIORITY",
     "AttemptOutcome",
+    "AuditAction",
+    "AuditEntry",
     "BatchItem",
     "BatchPlan",
     "BatchRecord",
@@ -348,6 +350,33 @@ class Claim:
     lease: Lease
     job: JobRecord
     documents: Documents
+
+
+class AuditAction(StrEnum):
+    """A change that a caller made; ``submit`` to ``delete`` concern jobs and batches."""
+
+    SUBMIT = "submit"
+    CANCEL = "cancel"
+    RESUME = "resume"
+    DELETE = "delete"
+    CREATE_KEY = "create_key"
+    ROTATE_KEY = "rotate_key"
+    REVOKE_KEY = "revoke_key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One change, ``at`` seconds since the epoch.
+
+    ``actor``: the key or user; empty without keys. ``subject``: the id of the job or batch, or the
+    name of the key.
+    """
+
+    position: int
+    at: float
+    actor: str
+    action: AuditAction
+    subject: str
 
 
 # --- The kinds of jobs. A kind is a row of `KINDS`, a reader of its request in

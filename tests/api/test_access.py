@@ -1,6 +1,9 @@
 """API keys: kept, checked by whoever knows them, and asked for at the gate."""
 
 import asyncio
+import threading
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -94,17 +97,55 @@ def test_the_jobs_of_a_revoked_key_end(keys: KeyStore, stores: Stores) -> None:
     assert store.get(other).state is JobState.QUEUED
 
 
-def test_of_keys_made_at_once_under_one_name_one_stays(keys: KeyStore) -> None:
+@pytest.mark.parametrize("expires_at", [None, 1e12])
+def test_of_keys_made_at_once_under_one_name_one_stays(open_all, expires_at: float | None) -> None:
+    """Of creations and then of rotations, with an end or without; the others get a sentence."""
+    stores = [open_all().keys for _ in range(4)]
     refused: list[KeyNameError] = []
 
-    def create() -> None:
+    def change(keys: KeyStore, *, is_new: bool) -> None:
         try:
-            keys.create("ci", Role.SUBMIT)
+            if is_new:
+                keys.create("ci", Role.SUBMIT, expires_at)
+            else:
+                keys.rotate("ci", 1e9, expires_at)
         except KeyNameError as error:
             refused.append(error)
 
-    together([create] * 8)
-    assert (len(refused), len(keys.valid())) == (7, 1)
+    together([partial(change, keys, is_new=True) for keys in stores])
+    assert (len(refused), len(stores[0].valid())) == (3, 1)
+    refused.clear()
+    # Each begins before the first has ended, as on two machines.
+    ready = threading.Barrier(4, timeout=0.5)
+
+    def wait_for_others(*_: object) -> None:
+        with suppress(threading.BrokenBarrierError):
+            ready.wait()
+
+    valid_of = KeyStore._valid_of
+
+    def look_and_wait(keys: KeyStore, *arguments: Any) -> Any:
+        found = valid_of(keys, *arguments)
+        wait_for_others()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyStore, "_valid_of", look_and_wait)
+        together([partial(change, keys, is_new=False) for keys in stores])
+    num_rotated = 4 - len(refused)
+    followed = len(stores[0].valid()) - 1
+    assert followed == num_rotated >= 1
+    # SQLite lets one writer in after the other, and so they follow one another.
+    assert num_rotated == (1 if stores[0]._engine.dialect.name == "postgresql" else 4)
+    assert all("rotated by another call at the same time" in str(error) for error in refused)
+
+
+def test_keys_follow_one_another_however_often_they_are_rotated(keys: KeyStore) -> None:
+    """Also within one tick of the clock."""
+    keys.create("ci", Role.READ)
+    for number in range(2, 5):
+        keys.rotate("ci", 100.0)
+        assert len(keys.valid()) == number
 
 
 @pytest.mark.parametrize("name", ["", " ", "-x", "a b", "a\n", "a/b", "\x00", "ü", "x" * 101])

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import Event, Job, JobList, JobState
+from optpipe.answers import CancelledJobs, Event, Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
 from optpipe.requests import (
@@ -257,6 +257,24 @@ def look(job_id: str, service: Serving, caller: Reader) -> Job:
 def delete(job_id: str, service: Serving, caller: Submitter) -> None:
     """Delete an ended job with its problem, schedule and history. 409 if it has not ended."""
     service.jobs.delete(job_id, caller)
+
+
+@router.post(
+    "/cancel",
+    status_code=202,
+    dependencies=KNOWN_PARAMETERS_ONLY,
+    responses=documented(403, 404),
+    summary="Cancel all jobs of an owner",
+)
+def cancel_owner(
+    service: Serving,
+    caller: Submitter,
+    owner: Annotated[
+        str, Query(max_length=100, description="Name of a key; yours, unless you are admin.")
+    ],
+) -> CancelledJobs:
+    """Cancel the queued jobs of an owner, stop the running ones; each keeps its best schedule."""
+    return CancelledJobs(num_jobs=service.jobs.cancel_owner(owner, caller))
 
 
 @router.post(

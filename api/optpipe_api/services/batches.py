@@ -7,7 +7,6 @@ process.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,6 @@ from optpipe_api.access import Role
 from optpipe_api.errors import (
     BatchNotFoundError,
     BodyTooHeavyError,
-    JobNotFoundError,
     StateConflictError,
     TooLargeToDrawError,
 )
@@ -281,13 +279,8 @@ class BatchService:
     def cancel(self, batch_id: str, caller: Principal) -> BatchRecord:
         """Cancel queued items now, and stop running ones as soon as they notice."""
         self.find(batch_id, caller)
-        for job in self._store.cancel(batch_id):
-            if job.state is JobState.RUNNING:
-                # The job may have ended and been deleted since.
-                with suppress(JobNotFoundError):
-                    self._jobs.cancel(job.id, caller)
-            else:
-                self._jobs.publish(job)
+        for job in self._store.cancel(batch_id, caller.name):
+            self._jobs.stop(job)
         return self._store.get(batch_id)
 
     def retry(self, batch_id: str, caller: Principal) -> BatchRecord:
@@ -300,6 +293,7 @@ class BatchService:
             batch_id,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._settings.max_jobs_per_key if owner else None,
+            actor=caller.name,
         )
         for job in retried:
             self._jobs.publish(job)
@@ -308,7 +302,7 @@ class BatchService:
     def delete(self, batch_id: str, caller: Principal) -> None:
         """Delete an ended batch and its jobs; raises `StateConflictError` if one has not ended."""
         self.find(batch_id, caller)
-        self._store.delete(batch_id)
+        self._store.delete(batch_id, caller.name)
         self._changes.publish(batch_id)
 
     # Waiting

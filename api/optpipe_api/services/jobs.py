@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
     from optpipe_api.jobs import (
+        AuditEntry,
         HistoryEntry,
         JobRecord,
         NewJob,
@@ -249,15 +250,47 @@ class JobService:
     def delete(self, job_id: str, caller: Principal) -> None:
         """Delete an ended job and all its documents; raises as `JobStore.delete`."""
         self.find(job_id, caller)
-        self._store.delete(job_id)
+        self._store.delete(job_id, caller.name)
 
     def cancel(self, job_id: str, caller: Principal) -> JobRecord:
         """Cancel a queued job, or request the end of a running job."""
         self.find(job_id, caller)
-        job = self._store.request_cancel(job_id)
-        self._engine.cancel(job_id)
-        self.publish(job)
+        job = self._store.request_cancel(job_id, caller.name)
+        self.stop(job)
         return job
+
+    def stop(self, job: JobRecord) -> None:
+        """Publish the stored cancellation of a job, and stop its attempt at this server."""
+        self._engine.cancel(job.id)
+        self.publish(job)
+
+    def cancel_owner(self, owner: str, caller: Principal) -> int:
+        """Cancel all unfinished jobs of an owner; return how many there were.
+
+        Raises `ForbiddenError` unless the caller is an admin or the owner.
+        """
+        if owner != caller.name:
+            caller.require(Role.ADMIN)
+        jobs = self._store.cancel_owner(owner, caller.name)
+        for job in jobs:
+            self.stop(job)
+        return len(jobs)
+
+    def audit(
+        self,
+        limit: int,
+        before: int | None,
+        caller: Principal,
+        *,
+        subject: str | None = None,
+        actor: str | None = None,
+    ) -> list[AuditEntry]:
+        """Return entries of the audit log as `JobStore.audit`, for admins only.
+
+        Raises `ForbiddenError`.
+        """
+        caller.require(Role.ADMIN)
+        return self._store.audit(limit, before, subject=subject, actor=actor)
 
     def resume(self, job_id: str, seconds: float, caller: Principal) -> JobRecord:
         """Queue a finished job again with more time; it continues from its best schedule.
@@ -270,6 +303,7 @@ class JobService:
         job = self._store.resume(
             job_id,
             seconds,
+            actor=caller.name,
             max_time_limit_s=settings.max_time_limit_s,
             max_queued=settings.max_queued_jobs,
             max_of_owner=settings.max_jobs_per_key if caller.name else None,

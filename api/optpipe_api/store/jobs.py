@@ -22,14 +22,16 @@ The tests in `tests/api/store` check it on both databases.
 8. **Owners take turns.** The next job belongs to the owner with the fewest running jobs. Among
    several such owners, it belongs to the one whose last claim is the oldest. Within an owner the
    highest priority is first, then the oldest job. Only priorities above `MAX_SHARED_PRIORITY`
-   precede all turns. An owner that runs its maximum at a server gets another slot of it only if no
-   other owner has a queued job. `page` lists newest first. It neither repeats nor skips a job that
-   existed when the first page was read.
+   precede all turns. Below that an owner that runs its maximum at a server gets another slot of it
+   only if no other owner has a queued job. `page` lists newest first. It neither repeats nor skips
+   a job that existed when the first page was read.
 9. **History.** Every change of state, better schedule, higher bound and death is an entry, written
    in the transaction of the change. Numbers of entries grow within a job in the order in which
    readers can see them. A reader of all entries up to a number misses none by reading later ones.
    The last entry of a finished job is its state. A job with a schedule has an incumbent entry of
    its objective.
+10. **Audit.** A submission, cancellation, resumption or deletion is an entry of the audit log, with
+   its ``actor``, in the same transaction. The entry remains when the job is deleted.
 
 Methods block: call them from a thread, never from the event loop. Several threads may call them at
 the same time. They raise `StoreUnavailableError` if the database does not answer. Methods that take
@@ -49,6 +51,8 @@ from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictEr
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     AttemptOutcome,
+    AuditAction,
+    AuditEntry,
     Claim,
     DocumentKind,
     Documents,
@@ -68,9 +72,11 @@ from optpipe_api.store.database import reading, writing
 from optpipe_api.store.shared import (
     EQUAL,
     FIRST_LIMIT,
+    add_audit,
     add_entry,
     add_once,
     cancel,
+    cancel_owner,
     change_state,
     check_limits,
     delete_jobs,
@@ -87,7 +93,7 @@ from optpipe_api.store.shared import (
     to_json,
     to_record,
 )
-from optpipe_api.store.tables import jobs
+from optpipe_api.store.tables import audit, jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +152,10 @@ class JobStore:
                 num_new=1,
                 max_kept=max_kept,
             )
-            return jobs_of(connection, [insert_job(connection, new, self._now())])[0], True
+            now = self._now()
+            (job,) = jobs_of(connection, [insert_job(connection, new, now)])
+            add_audit(connection, now, new.owner, AuditAction.SUBMIT, job.id)
+            return job, True
 
         def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
             if digest is None:
@@ -309,19 +318,45 @@ class JobStore:
             ids = connection.execute(sql.QUEUE_OF_OWNER, {"owner": owner}).scalars()
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
+    def audit(
+        self,
+        limit: int,
+        before: int | None = None,
+        *,
+        subject: str | None = None,
+        actor: str | None = None,
+    ) -> list[AuditEntry]:
+        """Return up to ``limit`` entries of the audit log, newest first, below ``before``.
+
+        A subject and an actor restrict the entries if they are given.
+        """
+        filters = {"before": before, "subject": subject, "actor": actor}
+        with reading(self._engine) as connection:
+            rows = page_rows(connection, audit, limit, filters)
+            return [to_record(AuditEntry, row, action=AuditAction(row.action)) for row in rows]
+
     # Changing a job from outside
 
-    def request_cancel(self, job_id: str) -> JobRecord:
+    def request_cancel(self, job_id: str, actor: str = "") -> JobRecord:
         """Cancel a queued job, mark a running job, leave a finished job; return the job."""
         with writing(self._engine) as connection:
             row = _find(connection, job_id, lock=True)
-            return jobs_of(connection, [cancel(connection, row, self._now())])[0]
+            now = self._now()
+            if row.state in sql.UNFINISHED:
+                add_audit(connection, now, actor, AuditAction.CANCEL, job_id)
+            return jobs_of(connection, [cancel(connection, row, now)])[0]
+
+    def cancel_owner(self, owner: str, actor: str = "") -> list[JobRecord]:
+        """Cancel the queued jobs of an owner, mark the running jobs; return both."""
+        with writing(self._engine) as connection:
+            return jobs_of(connection, cancel_owner(connection, owner, actor, self._now()))
 
     def resume(
         self,
         job_id: str,
         seconds: float,
         *,
+        actor: str = "",
         max_time_limit_s: float,
         max_queued: int,
         max_of_owner: int | None = None,
@@ -354,9 +389,11 @@ class JobStore:
                     f"{old_s + seconds} s, more than {max_time_limit_s} "
                     "(OPTPIPE_MAX_TIME_LIMIT_S); ask for less"
                 ).at("/time_limit_s")
-            return jobs_of(connection, [prolong(connection, row, job, seconds, self._now())])[0]
+            now = self._now()
+            add_audit(connection, now, actor, AuditAction.RESUME, job_id)
+            return jobs_of(connection, [prolong(connection, row, job, seconds, now)])[0]
 
-    def delete(self, job_id: str) -> None:
+    def delete(self, job_id: str, actor: str = "") -> None:
         """Delete an ended job, its documents and its history, and the batch of the last job.
 
         Raises `StateConflictError` if the job has not ended.
@@ -368,15 +405,17 @@ class JobStore:
                     f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
                     f"first: POST /v1/jobs/{job_id}/cancel"
                 )
+            add_audit(connection, self._now(), actor, AuditAction.DELETE, job_id)
             delete_jobs(connection, [row])
 
     def delete_finished(self, before: float, limit: int = 500) -> int:
         """Delete up to ``limit`` jobs that ended before a time, oldest first; return how many.
 
         Jobs of a batch remain until all of them are old; the batch is deleted with the last of
-        them.
+        them. Entries of the audit log from before that time are deleted, too.
         """
         with writing(self._engine) as connection:
+            connection.execute(sql.DELETE_OLD_AUDIT, {"before": before})
             parameters = {"before": before, "most": limit}
             rows = connection.execute(sql.OLD_JOBS_LOCKED, parameters).all()
             if rows:
@@ -714,6 +753,7 @@ def _next_owners(
     """Return the owners with queued jobs, the next one first, each with whether it would borrow.
 
     An owner borrows if it runs its maximum at this server already. Without keys there is none.
+    A priority above `MAX_SHARED_PRIORITY` is an admin's decision, so it also precedes that limit.
     """
     waiting = connection.execute(sql.WAITING_OWNERS).all()
     if not waiting:
@@ -726,5 +766,5 @@ def _next_owners(
         in_total, here = running.get(owner, (0, 0))
         borrows = bool(owner) and max_running is not None and here >= max_running
         rank = min(0, MAX_SHARED_PRIORITY - priority)
-        order.append((borrows, rank, in_total, turns.get(owner, 0), position, owner))
-    return [(key[0], key[-1]) for key in sorted(order)]
+        order.append((rank, borrows, in_total, turns.get(owner, 0), position, owner))
+    return [(key[1], key[-1]) for key in sorted(order)]

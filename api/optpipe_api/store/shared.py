@@ -21,6 +21,7 @@ from optpipe.answers import Cache, EventKind, JobOptions, JobState
 from optpipe.requests import JobKind
 from optpipe_api.errors import KeyReusedError, QueueFullError, TooManyJobsError, TooManyKeptError
 from optpipe_api.jobs import (
+    AuditAction,
     BatchPlan,
     ItemPlan,
     JobError,
@@ -243,6 +244,18 @@ def check_limits(
 # --- Changes of a job.
 
 
+def add_audit(
+    connection: sa.Connection, now: float, actor: str, action: AuditAction, *subjects: str
+) -> None:
+    """Add an entry to the audit log for each subject, in the transaction of the change."""
+    rows = [
+        {"at": now, "actor": actor, "action": action.value, "subject": subject}
+        for subject in subjects
+    ]
+    if rows:
+        connection.execute(sql.INSERT_AUDIT, rows)
+
+
 def put_documents(connection: sa.Connection, position: int, texts: Documents) -> None:
     """Store documents of a job, in place of earlier ones of their kinds."""
     rows = [
@@ -289,6 +302,15 @@ def cancel(connection: sa.Connection, row: sa.Row[Any], now: float) -> sa.Row[An
         values = {"at": row.position, "cancel_requested": True}
         return connection.execute(sql.UPDATE_JOB, values).one()
     return row
+
+
+def cancel_owner(
+    connection: sa.Connection, owner: str, actor: str, now: float
+) -> list[sa.Row[Any]]:
+    """Cancel the queued jobs of an owner, mark the running jobs; return both."""
+    rows = connection.execute(sql.UNFINISHED_OF_OWNER_LOCKED, {"owner": owner}).all()
+    add_audit(connection, now, actor, AuditAction.CANCEL, *(row.id for row in rows))
+    return [cancel(connection, row, now) for row in rows]
 
 
 def prolong(

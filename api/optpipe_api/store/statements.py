@@ -19,6 +19,7 @@ from optpipe.answers import EventKind, JobState
 from optpipe_api.jobs import DocumentKind
 from optpipe_api.store.tables import (
     api_keys,
+    audit,
     batches,
     documents,
     events,
@@ -276,6 +277,12 @@ ITEMS_IN_STATES_LOCKED = (
     .order_by(job.position)
     .with_for_update()
 )
+
+# --- The audit log.
+
+INSERT_AUDIT = sa.insert(audit)
+DELETE_OLD_AUDIT = sa.delete(audit).where(audit.c.at < param("before"))
+
 
 # --- API keys.
 

@@ -277,33 +277,6 @@ def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
         assert http.get(url).status_code == 404
 
 
-def test_cancel_stops_the_others_where_an_item_ends_and_is_deleted_meanwhile(
-    tmp_path, monkeypatch
-) -> None:
-    settings = make_settings(tmp_path, lease_s=60.0)
-    with running(settings) as (url, app), client(url) as http:
-        axes = {"stages[0].grad_sync_ms": [2, 1]}
-        answer = http.post(BASE, json=body("improve:3:20: ", axes))
-        path = f"{BASE}/{answer.json()['id']}"
-        until(lambda: http.get(path).json()["counts"]["running"] == 2)
-        store = app.state.service._stores.jobs
-        get = store.get
-        deleted: list[str] = []
-
-        def end_delete_and_get(job_id: str) -> Any:
-            if not deleted:
-                deleted.append(job_id)
-                until(lambda: get(job_id).state.is_final)
-                store.delete(job_id)
-            return get(job_id)
-
-        monkeypatch.setattr(store, "get", end_delete_and_get)
-        answer = http.post(f"{path}/cancel")
-        assert answer.status_code in (200, 202), answer.text
-        (item,) = http.get(path, params={"wait": 60}).json()["items"]
-        assert (item["state"], item["job_id"] in deleted) == ("cancelled", False)
-
-
 def test_a_batch_that_is_deleted_before_it_is_shown_is_shown_as_it_was(
     tmp_path, monkeypatch
 ) -> None:

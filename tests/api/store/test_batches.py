@@ -10,6 +10,7 @@ from optpipe.answers import JobOptions, JobState
 from optpipe_api.errors import QueueFullError, TooManyJobsError
 from optpipe_api.jobs import (
     AttemptOutcome,
+    AuditAction,
     BatchPlan,
     BatchRecord,
     Claim,
@@ -157,7 +158,10 @@ def test_cancel_ends_the_queued_marks_the_running_and_leaves_the_rest(stores) ->
     assert cancelled == stores.batches.jobs(added.id)[1:]
     assert stores.jobs.get(running.id).cancel_requested
     assert stores.jobs.get(other.id) == other
-    assert [job.id for job in stores.batches.cancel(added.id)] == [running.id]
+    assert [job.id for job in stores.batches.cancel(added.id, "ops")] == [running.id]
+    for subject in (added.id, running.id):
+        (entry,) = stores.jobs.audit(9, actor="ops", subject=subject)
+        assert entry.action is AuditAction.CANCEL
 
 
 def test_retry_gives_failed_jobs_their_whole_time_again_and_their_schedules(stores, clock) -> None:
