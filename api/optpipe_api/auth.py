@@ -1,7 +1,8 @@
 """Who is asking: the gates that every request passes, and the keys they know.
 
 ``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of
-life, the documentation and the files of the page. Where no keys are asked for, those that come are
+life, the documentation and the files of the page. An authenticating proxy may name the user in a
+header instead (`ProxyUsers`). Where no keys are asked for, those that come are
 not looked at; a browser on this machine then asks in its user's name, whatever page it shows, so
 what another site's page asks for is refused.
 """
@@ -9,6 +10,7 @@ what another site's page asks for is refused.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import time
 from collections import OrderedDict
@@ -18,7 +20,7 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import OptPipeError
-from optpipe_api.access import ANYBODY, Principal, id_of
+from optpipe_api.access import ANYBODY, KEY_NAME, Principal, Role, id_of
 from optpipe_api.errors import KeyRequiredError, OtherSiteError, TooManyRequestsError
 from optpipe_api.http_errors import response_to
 
@@ -34,6 +36,8 @@ __all__ = [
     "OPEN_PER_MINUTE",
     "KeyGate",
     "KeyRing",
+    "NotePeer",
+    "ProxyUsers",
     "Rates",
     "SiteGate",
     "describe_keys",
@@ -97,6 +101,67 @@ class KeyRing:
                 keys = await run_in_threadpool(self._load)
                 self._keys = {key.id: key for key in keys}
                 self._read_at = began
+
+
+class NotePeer:
+    """Notes the address of the connection, before a proxy's ``X-Forwarded-For`` replaces it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["peer"] = (scope.get("client") or [""])[0]
+        await self._app(scope, receive, send)
+
+
+class ProxyUsers:
+    """Reads the user that an authenticating proxy has verified.
+
+    The app must be inside `NotePeer`.
+
+    Parameters
+    ----------
+    header
+        The name of the header that holds the user.
+    proxies
+        Addresses and networks of the proxies. Anybody else could send the header too.
+    """
+
+    def __init__(self, header: str, proxies: Collection[str]) -> None:
+        self._header = header
+        self._networks = [ipaddress.ip_network(one, strict=False) for one in proxies]
+
+    def find(self, scope: Scope) -> Principal | None:
+        """Return the user of a request, with role ``submit``; None if no header names one.
+
+        Raises `KeyRequiredError` if the peer is no such proxy, or the user is no valid name.
+        """
+        wanted = self._header.lower().encode()
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+        if not values:
+            return None
+        peer = scope["state"]["peer"]
+        if not self._is_proxy(peer):
+            raise KeyRequiredError(
+                f"{self._header} came from {peer}, which is not in OPTPIPE_USER_PROXIES; send an "
+                "API key instead, or ask through the authenticating proxy"
+            )
+        if len(values) > 1 or not KEY_NAME.fullmatch(values[0]):
+            raise KeyRequiredError(
+                f"{self._header} = {', '.join(values)[:120]!r}: must be one user of 1 to 100 "
+                "letters, digits, '.', '_', '@' and '-'; correct the proxy's configuration"
+            )
+        return Principal(values[0], Role.SUBMIT)
+
+    def _is_proxy(self, peer: str) -> bool:
+        try:
+            address = ipaddress.ip_address(peer)
+        except ValueError:
+            return False
+        # A socket for both families shows IPv4 addresses in this form.
+        mapped = getattr(address, "ipv4_mapped", None)
+        return any((mapped or address) in network for network in self._networks)
 
 
 class SiteGate:
@@ -163,6 +228,8 @@ class KeyGate:
     ----------
     find
         Returns a key by its text; None where everybody may ask.
+    users
+        Reads the user of an authenticating proxy; None without one.
     rates
         How often each key, or each address where there are no keys, may ask; None = no limit.
     open_rates
@@ -177,9 +244,11 @@ class KeyGate:
         find: Callable[[str], Awaitable[ApiKey | None]] | None,
         rates: Rates | None,
         open_rates: Rates | None = None,
+        users: ProxyUsers | None = None,
     ) -> None:
         self._app = app
         self._find = find
+        self._users = users
         self._rates = rates
         self._open_rates = open_rates
 
@@ -245,6 +314,9 @@ class KeyGate:
     async def _who(self, scope: Scope) -> Principal:
         if self._find is None:
             return ANYBODY
+        user = None if self._users is None else self._users.find(scope)
+        if user is not None:
+            return user
         key = await self._find(_key_in(scope))
         if key is None:
             raise KeyRequiredError(
