@@ -417,6 +417,7 @@ class SlotEngine:
         self._wake.setblocking(False)
         self._waker.setblocking(False)
         self._is_claiming = False
+        self._wants_jobs = False
         self._claim_at = 0.0
         self._waited_at = time.monotonic()
         self._attempts: dict[str, Attempt] = {}
@@ -445,7 +446,9 @@ class SlotEngine:
     def wake(self) -> None:
         """Let an idle slot claim a job that was queued."""
         self._new_jobs.set()
-        self._interrupt_wait()
+        # Each interruption takes the interpreter from the thread that answers requests.
+        if self._wants_jobs:
+            self._interrupt_wait()
 
     def cancel(self, job_id: str) -> None:
         """Stop an attempt of this engine, after the cancellation was stored."""
@@ -503,6 +506,7 @@ class SlotEngine:
         with suppress(BlockingIOError):
             self._wake.recv(4096)
         self._waited_at = now = time.monotonic()
+        self._wants_jobs = False
         next_at = now + _MAX_WAIT_S
         waiting: list[_Slot] = []
         for slot in self._slots:
@@ -526,14 +530,20 @@ class SlotEngine:
         """Return what a slot has to do without a message, and when."""
         if slot.is_faulty:
             return self._drop, 0.0
-        if slot.process is None:
-            is_wanted = self._is_broken(slot) and self._new_jobs.is_set()
-            return self._start, 0.0 if is_wanted else slot.start_at
         if slot.attempt is not None:
             return self._look, slot.attempt.due_at
-        if slot.is_ready and not self._is_claiming:
-            return self._take_job, 0.0 if self._new_jobs.is_set() else self._claim_at
-        return None, math.inf
+        if slot.process is None:
+            step, due_at, wants_job = self._start, slot.start_at, self._is_broken(slot)
+        else:
+            step, due_at = self._take_job, self._claim_at
+            wants_job = slot.is_ready and not self._is_claiming
+            if not wants_job:
+                return None, math.inf
+        if wants_job:
+            # Before the look for new jobs, so that `wake` cannot come in between.
+            self._wants_jobs = True
+            due_at = 0.0 if self._new_jobs.is_set() else due_at
+        return step, due_at
 
     def _begin_step(self, slot: _Slot, step: Callable[[_Slot], None]) -> None:
         slot.is_busy = True

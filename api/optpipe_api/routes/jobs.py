@@ -127,8 +127,8 @@ def add_submit_route(
         else:
             new = await parse_body(request, service, read_job, *limits, model)
         with count_waiting(service, caller, wait):
-            job = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
-            return await _answer_job(request, service, caller, job, wait)
+            job, trace = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
+            return await _answer_job(request, service, caller, job, wait, trace=trace)
 
     target.add_api_route(
         path,
@@ -177,16 +177,24 @@ add_submit_route(
 
 
 async def _answer_job(
-    request: Request, service: Service, caller: Principal, job: JobRecord, wait_s: float
+    request: Request,
+    service: Service,
+    caller: Principal,
+    job: JobRecord,
+    wait_s: float,
+    *,
+    trace: Sequence[TracePoint] | None = None,
 ) -> Response:
     """Return the view of a job after waiting for its end.
 
-    If the job was deleted in the meantime, the view is of the last known record.
+    If the job was deleted in the meantime, the view is of the last known record. ``trace``: of a
+    new job; a new job that has ended is not read again.
     """
-    if wait_s > 0:
+    is_known = trace is not None and job.state.is_final
+    if wait_s > 0 and not is_known:
         job = await wait_while_connected(request, service.jobs.wait(job, wait_s), wait_s) or job
-    view = _view_job(job, caller, [])
-    if not job.is_untouched:
+    view = _view_job(job, caller, trace or [])
+    if not (is_known or job.is_untouched):
         with suppress(JobNotFoundError):
             view = await run_in_threadpool(_load_view, service, job.id, caller)
     status = 200 if view.is_finished else 202

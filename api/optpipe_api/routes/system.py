@@ -113,10 +113,11 @@ def audit(
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> AuditList:
-    """Return a page of submissions, cancellations, resumptions, deletions and changes of keys.
+    """Return a page of cancellations, resumptions, deletions and changes of keys.
 
-    Only admins may read it. `next` is the `cursor` of the next page. Entries remain when a job is
-    deleted, and are deleted after `retention_days`.
+    Only admins may read it. `next` is the `cursor` of the next page. A job names its owner, who
+    submitted it; its deletion adds that as an entry `submit`. Entries are deleted after
+    `retention_days`.
     """
     before = service.cursors.decode(cursor)
     found = service.jobs.audit(limit + 1, before, caller, subject=subject, actor=actor)

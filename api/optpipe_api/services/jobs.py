@@ -25,6 +25,7 @@ from optpipe_api.jobs import (
     AttemptOutcome,
     DocumentKind,
     JobEvent,
+    TracePoint,
 )
 from optpipe_api.services.events import Followers, Watch
 
@@ -34,14 +35,7 @@ if TYPE_CHECKING:
     from optpipe.answers import JobOptions
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
-    from optpipe_api.jobs import (
-        AuditEntry,
-        HistoryEntry,
-        JobRecord,
-        NewJob,
-        StoredSchedule,
-        TracePoint,
-    )
+    from optpipe_api.jobs import AuditEntry, HistoryEntry, JobRecord, NewJob, StoredSchedule
     from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
@@ -136,27 +130,32 @@ class JobService:
 
     # Submitting
 
-    def submit(self, new: NewJob, caller: Principal, key: str | None = None) -> JobRecord:
+    def submit(
+        self, new: NewJob, caller: Principal, key: str | None = None
+    ) -> tuple[JobRecord, list[TracePoint] | None]:
         """Queue a job, or store it with its known answer; a repeated key returns the first job.
+
+        Returns the job and the trace of a new job; None if the job is not new.
 
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
         `JobStore.add`; `RequestError` if the priority is not allowed for the caller's role.
         """
         check_priority(new.priority, caller)
-        owned = replace(new, owner=caller.name, idempotency_key=key)
-        return self.add(self.cache.complete(owned))
-
-    def add(self, new: NewJob) -> JobRecord:
-        """Store a job, or return the job that its key stored before; raises as `submit`."""
+        new = self.cache.complete(replace(new, owner=caller.name, idempotency_key=key))
         job, is_new = self._store.add(
             new,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
-        if is_new:
-            self.publish_new(job)
-        return job
+        if not is_new:
+            return job, None
+        self.publish_new(job)
+        answer = new.finished
+        if answer is None or not job.has_schedule:
+            return job, []
+        numbers = {"objective_ms": job.objective_ms, "bound_ms": job.bound_ms}
+        return job, [TracePoint(seconds=0.0, method=answer.method, **numbers)]
 
     def publish_new(self, job: JobRecord) -> None:
         """Publish a stored job to engine, followers and observer."""

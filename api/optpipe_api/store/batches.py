@@ -93,7 +93,6 @@ class BatchStore:
             now = self._now()
             values = new_columns(new, now) | {"document": to_json(new.plan)}
             row = connection.execute(sql.INSERT_BATCH, values).one()
-            add_audit(connection, now, new.owner, AuditAction.SUBMIT, row.id)
             # Claims take the tighter items first, so that the others can start near theirs.
             num_tighter = [len(item.tighter) for item in new.plan.items]
             for index in sorted(range(len(items)), key=num_tighter.__getitem__):
@@ -165,7 +164,7 @@ class BatchStore:
         Raises `StateConflictError` if a job has not ended.
         """
         with writing(self._engine) as connection:
-            _find(connection, batch_id)
+            batch = _find(connection, batch_id)
             rows = _lock_items(connection, batch_id, [*sql.UNFINISHED, *sql.FINAL])
             num_left = sum(row.state in sql.UNFINISHED for row in rows)
             if num_left:
@@ -174,6 +173,7 @@ class BatchStore:
                     f"can be deleted; cancel it first: POST /v1/batches/{batch_id}/cancel"
                 )
             subjects = [batch_id, *(row.id for row in rows)]
+            add_audit(connection, batch.created_at, batch.owner, AuditAction.SUBMIT, *subjects)
             add_audit(connection, self._now(), actor, AuditAction.DELETE, *subjects)
             delete_jobs(connection, rows)
 

@@ -30,8 +30,9 @@ The tests in `tests/api/store` check it on both databases.
    readers can see them. A reader of all entries up to a number misses none by reading later ones.
    The last entry of a finished job is its state. A job with a schedule has an incumbent entry of
    its objective.
-10. **Audit.** A submission, cancellation, resumption or deletion is an entry of the audit log, with
-   its ``actor``, in the same transaction. The entry remains when the job is deleted.
+10. **Audit.** A cancellation, resumption or deletion is an entry of the audit log, with its
+   ``actor``, in the same transaction. The entry remains when the job is deleted. A job itself says
+   who submitted it and when; its deletion makes that an entry, too.
 
 Methods block: call them from a thread, never from the event loop. Several threads may call them at
 the same time. They raise `StoreUnavailableError` if the database does not answer. Methods that take
@@ -82,8 +83,10 @@ from optpipe_api.store.shared import (
     delete_jobs,
     groups_of_ids,
     is_id,
+    job_of,
     jobs_of,
     key_digest,
+    new_entry,
     options_of,
     page_rows,
     prolong,
@@ -105,6 +108,7 @@ if TYPE_CHECKING:
 __all__ = ["AttemptOutcome", "JobStore", "insert_job"]
 
 _MAX_LOG_CHARACTERS = 1000
+_LAST_POSITION = 2**62
 _OF_SCHEDULE = {DocumentKind.SCHEDULE, DocumentKind.PROBLEM, DocumentKind.TUNED}
 """The documents that are replaced only with a schedule at least as good."""
 NO_DOCUMENTS: Documents = {}
@@ -152,10 +156,7 @@ class JobStore:
                 num_new=1,
                 max_kept=max_kept,
             )
-            now = self._now()
-            (job,) = jobs_of(connection, [insert_job(connection, new, now)])
-            add_audit(connection, now, new.owner, AuditAction.SUBMIT, job.id)
-            return job, True
+            return job_of(insert_job(connection, new, self._now()), new.tags), True
 
         def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
             if digest is None:
@@ -228,22 +229,23 @@ class JobStore:
     ) -> tuple[JobRecord, dict[str, str], str] | None:
         """Return an owner's newest accepted job of one problem or model that has an answer.
 
-        Its documents of these kinds and its method come with it, all of one moment. Of the jobs
-        that succeeded or are infeasible, ``limit`` are looked at.
+        The job has no tags here. Its documents of these kinds and its method come with it, all of
+        one moment. Of the jobs that succeeded or are infeasible, ``limit`` are looked at.
         """
-        parameters = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
+        parameters: dict[str, Any] = {"hash": problem_hash, "kind": kind.value, "owner": owner}
+        parameters |= {"kinds": [one.value for one in kinds], "before": _LAST_POSITION}
         with reading(self._engine) as connection:
-            # One at a time: the newest is nearly always accepted.
-            for row in connection.execute(sql.SAME_JOBS, parameters).all():
-                (job,) = jobs_of(connection, [row])
-                if not accepts(job):
-                    continue
-                wanted = {"id": job.id, "kinds": [one.value for one in kinds]}
-                found = connection.execute(sql.DOCUMENTS_OF_JOB, wanted)
-                texts = {one.kind: one.document for one in found if one.kind is not None}
-                if job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts:
-                    method = connection.execute(sql.NEWEST_METHOD, {"at": job.position})
-                    return job, texts, method.scalar_one_or_none() or ""
+            # One at a time, with its documents: the newest is nearly always accepted.
+            for _ in range(limit):
+                rows = connection.execute(sql.SAME_JOB, parameters).all()
+                if not rows:
+                    return None
+                job = job_of(rows[0], ())
+                texts = {row.document_kind: row.document for row in rows if row.document_kind}
+                has_answer = job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts
+                if has_answer and accepts(job):
+                    return job, texts, rows[0].method or ""
+                parameters["before"] = job.position
             return None
 
     def near(self, shape_hash: str, *, owner: str, limit: int) -> dict[str, dict[str, str]]:
@@ -405,6 +407,7 @@ class JobStore:
                     f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
                     f"first: POST /v1/jobs/{job_id}/cancel"
                 )
+            add_audit(connection, row.created_at, row.owner, AuditAction.SUBMIT, job_id)
             add_audit(connection, self._now(), actor, AuditAction.DELETE, job_id)
             delete_jobs(connection, [row])
 
@@ -635,24 +638,17 @@ def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any
     if new.tags:
         tags = [{"position": row.position, "tag": tag} for tag in set(new.tags)]
         connection.execute(sql.INSERT_TAG, tags)
-    if new.finished is None:
-        add_entry(connection, row, now, EventKind.STATE, text=state.value)
-        if new.start is not None and new.cache is Cache.NEAR:
-            text = f"started from a schedule of job {new.source_id}"
-            add_entry(connection, row, now, EventKind.LOG, text=text)
+    entries = []
+    if new.finished is None and new.start is not None and new.cache is Cache.NEAR:
+        text = f"started from a schedule of job {new.source_id}"
+        entries.append(new_entry(row, now, EventKind.LOG, text=text))
     if known is not None and DocumentKind.SCHEDULE in texts:
-        add_entry(
-            connection,
-            row,
-            now,
-            EventKind.INCUMBENT,
-            seconds=0.0,
-            method=known.method,
-            objective_ms=known.objective_ms,
-            bound_ms=known.bound_ms,
-        )
-    if new.finished is not None:
-        add_entry(connection, row, now, EventKind.STATE, text=state.value)
+        numbers = {"objective_ms": known.objective_ms, "bound_ms": known.bound_ms}
+        incumbent = {"seconds": 0.0, "method": known.method, **numbers}
+        entries.append(new_entry(row, now, EventKind.INCUMBENT, **incumbent))
+    entry = new_entry(row, now, EventKind.STATE, text=state.value)
+    entries.insert(0 if new.finished is None else len(entries), entry)
+    connection.execute(sql.INSERT_EVENT, entries)
     return row
 
 

@@ -170,19 +170,21 @@ def jobs_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[JobR
     tags: dict[int, list[str]] = defaultdict(list)
     for row in connection.execute(sql.TAGS_OF_JOBS, {"positions": [row.position for row in rows]}):
         tags[row.position].append(row.tag)
-    return [
-        to_record(
-            JobRecord,
-            row,
-            state=JobState(row.state),
-            kind=JobKind(row.kind),
-            options=options_of(row),
-            tags=tuple(sorted(tags[row.position])),
-            cache=Cache(row.cache),
-            error=None if row.error is None else JobError(**json.loads(row.error)),
-        )
-        for row in rows
-    ]
+    return [job_of(row, tags[row.position]) for row in rows]
+
+
+def job_of(row: sa.Row[Any], tags: Sequence[str]) -> JobRecord:
+    """Return the job of a row, whose tags the caller knows."""
+    return to_record(
+        JobRecord,
+        row,
+        state=JobState(row.state),
+        kind=JobKind(row.kind),
+        options=options_of(row),
+        tags=tuple(sorted(set(tags))),
+        cache=Cache(row.cache),
+        error=None if row.error is None else JobError(**json.loads(row.error)),
+    )
 
 
 def options_of(row: sa.Row[Any]) -> JobOptions:
@@ -269,10 +271,15 @@ def add_entry(
     connection: sa.Connection, row: sa.Row[Any], now: float, kind: EventKind, **values: Any
 ) -> None:
     """Add an entry to a job's history."""
+    connection.execute(sql.INSERT_EVENT, new_entry(row, now, kind, **values))
+
+
+def new_entry(row: sa.Row[Any], now: float, kind: EventKind, **values: Any) -> dict[str, Any]:
+    """Return an entry of a job's history with all of its columns."""
     if "method" in values:
         values["method"] = storable(values["method"])[:_MAX_METHOD]
-    entry = {"position": row.position, "at": now, "kind": kind.value, **values}
-    connection.execute(sql.INSERT_EVENT, entry)
+    columns = dict.fromkeys(("seconds", "method", "objective_ms", "bound_ms", "text"))
+    return {**columns, "position": row.position, "at": now, "kind": kind.value, **values}
 
 
 def change_state(

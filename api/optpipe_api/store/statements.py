@@ -106,11 +106,6 @@ NUM_JOBS_BY_STATE = select(job.state, _COUNT).group_by(job.state)
 _NEWEST_OF_OWNER = (
     select(jobs).where(job.owner == param("owner")).order_by(job.position.desc()).limit(_MOST)
 )
-SAME_JOBS = _NEWEST_OF_OWNER.where(
-    job.problem_hash == param("hash"),
-    job.kind == param("kind"),
-    job.state.in_([JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]),
-)
 ALIKE_JOBS = _NEWEST_OF_OWNER.with_only_columns(job.id).where(
     job.shape_hash == param("hash"), job.state.in_(FINAL), job.objective_ms.is_not(None)
 )
@@ -169,11 +164,35 @@ TRACE = (
     .where(event.kind.in_([EventKind.INCUMBENT.value, EventKind.BOUND.value]))
     .order_by(event.number)
 )
-NEWEST_METHOD = (
+
+
+_NEWEST_METHOD = (
     select(event.method)
-    .where(event.position == _AT, event.kind == EventKind.INCUMBENT.value)
+    .where(event.position == job.position, event.kind == EventKind.INCUMBENT.value)
     .order_by(event.number.desc())
     .limit(1)
+    .scalar_subquery()
+)
+_SAME_JOB = (
+    select(func.max(job.position))
+    .where(job.owner == param("owner"), job.problem_hash == param("hash"))
+    .where(job.kind == param("kind"), job.position < param("before"))
+    .where(job.state.in_([JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]))
+    .scalar_subquery()
+)
+# A row for each document of the newest job; at least one row if there is such a job.
+SAME_JOB = (
+    select(
+        jobs,
+        document.kind.label("document_kind"),
+        document.document,
+        _NEWEST_METHOD.label("method"),
+    )
+    .outerjoin(
+        documents,
+        (document.position == job.position) & document.kind.in_(param("kinds", expanding=True)),
+    )
+    .where(job.position == _SAME_JOB)
 )
 
 

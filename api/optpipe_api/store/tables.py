@@ -155,8 +155,6 @@ audit = sa.Table(
     # The id of a job or batch, or the name of a key.
     sa.Column("subject", sa.String(100), nullable=False),
     sa.Index(None, "subject", "position"),
-    sa.Index(None, "actor", "position"),
-    sa.Index(None, "at"),
     sqlite_autoincrement=True,
 )
 

@@ -29,5 +29,4 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("position", name="pk_audit"),
         sqlite_autoincrement=True,
     )
-    for columns in (["subject", "position"], ["actor", "position"], ["at"]):
-        op.create_index(f"ix_audit_{'_'.join(columns)}", "audit", columns)
+    op.create_index("ix_audit_subject_position", "audit", ["subject", "position"])
