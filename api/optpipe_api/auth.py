@@ -1,10 +1,9 @@
-"""Who is asking: the gates that every request passes, and the keys they know.
+"""The gates that every request passes: they find the caller, and refuse requests without one.
 
-``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of
-life, the documentation and the files of the page. An authenticating proxy may name the user in a
-header instead (`ProxyUsers`). Where no keys are asked for, those that come are
-not looked at; a browser on this machine then asks in its user's name, whatever page it shows, so
-what another site's page asks for is refused.
+A request has an API key (``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``). Or an
+authenticating proxy names the user in a header (`ProxyUsers`). Health checks, the documentation and
+the files of the page need neither. If the service needs no keys, it ignores them. Any page in a
+browser on this machine could then act for its user, so requests of other sites are refused.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ _LONG_S = 1.0
 class KeyRing:
     """The valid keys of the store, read again when older than 4 s: a revoked one ends within 5 s.
 
-    A key that is not among them is looked for again, but twice a second at most: a new key works
-    at once, and a flood of unknown ones does not reach the database. For one event loop.
+    An unknown key causes another read, at most twice a second. So a new key works immediately, and
+    a flood of unknown keys does not reach the database. For one event loop.
 
     ``load``: returns the keys that are valid now; called in a thread.
     """
@@ -165,12 +164,11 @@ class ProxyUsers:
 
 
 class SiteGate:
-    """Refuses what a page of another site asks a browser to ask.
+    """Refuses requests that a page of another site makes through a browser.
 
-    A name of the attacker's that leads here (DNS rebinding) makes his page one of ours, to the
-    browser: what it may read then is known by the Host that it names. And a POST without a body
-    needs no leave of ours: it is known by the site that the browser says it comes from (Fetch
-    Metadata; by Origin where an old browser does not say).
+    With a host name that leads here (DNS rebinding), an attacker's page may read our answers. The
+    ``Host`` of such requests shows it. A POST without a body needs no permission of ours. Fetch
+    Metadata, or the ``Origin`` of an old browser, show the site that it comes from.
 
     Parameters
     ----------

@@ -467,7 +467,7 @@ class SlotEngine:
         self._workers.shutdown()
         # All jobs first: their leases are not renewed any more, and to stop a process takes time.
         with self._open_workers() as workers:
-            for step in (self._look, self._drop):
+            for step in (self._handle_news, self._drop):
                 list(workers.map(self._run, self._slots, [step] * len(self._slots)))
         self._wake.close()
         self._waker.close()
@@ -524,14 +524,14 @@ class SlotEngine:
         found = {id(one) for one in self._solvers.wait(processes, self._wake, timeout_s)}
         for slot in waiting:
             if id(slot.process) in found:
-                self._begin_step(slot, self._look)
+                self._begin_step(slot, self._handle_news)
 
     def _next_step(self, slot: _Slot) -> tuple[Callable[[_Slot], None] | None, float]:
         """Return what a slot has to do without a message, and when."""
         if slot.is_faulty:
             return self._drop, 0.0
         if slot.attempt is not None:
-            return self._look, slot.attempt.due_at
+            return self._handle_news, slot.attempt.due_at
         if slot.process is None:
             step, due_at, wants_job = self._start, slot.start_at, self._is_broken(slot)
         else:
@@ -568,7 +568,7 @@ class SlotEngine:
         slot.is_new, slot.is_ready = True, False
         slot.process = self._solvers.start()
 
-    def _look(self, slot: _Slot) -> None:
+    def _handle_news(self, slot: _Slot) -> None:
         """Handle the next message of a slot's process, its end, or what is due."""
         process, attempt = slot.process, slot.attempt
         if process is None:

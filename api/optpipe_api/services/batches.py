@@ -92,10 +92,10 @@ class BatchService:
         One item is the problem without a change. Its result is the gain of more search time alone.
         It is left out if the job is proven optimal.
 
-        Raises `StateConflictError` if the job has not ended, or has ended without a schedule;
-        `InfeasibleProblemError` if it is proven infeasible; `TooLargeToDrawError` if the changes
-        take too much time or memory; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if
-        there are more items than a batch may have.
+        Raises `StateConflictError` if the job has not ended, or has ended without a schedule.
+        Raises `InfeasibleProblemError` if it is proven infeasible, and `TooLargeToDrawError` if the
+        changes take too much time or memory. Raises `TooManyBodiesError` as `ParsePool.run`, and
+        `RequestError` if there are more items than a batch may have.
         """
         job, problem, schedule = await run_in_threadpool(
             self._load_ended_job, batch.what_if, caller
