@@ -2,11 +2,15 @@
 
 ``python -m benchmarks.service_load [--seconds S] [--clients N] [--followers N] [--small]``
 
-Two real solves run all the time. Client processes ask, each over a few connections at once: for the
-best schedule of a finished job (all of it, and with the ETag of the newest, which is answered 304),
-and to take in new problems. In turns with each the same clients ask a bare FastAPI application in
-the same kind of process for the very same bytes, so that both meet the same machine; what a request
-costs the client is in both. Then followers listen to the events of one job, and one more client
+Two real solves run all the time. Client processes ask, each over a few connections at once:
+
+* for the best schedule of a finished job: all of it, and with the ETag of the newest (304);
+* to take in the problem of that job, which the cache answers, and new problems.
+
+In turns with each kind the same clients ask a bare FastAPI application in the same kind of process
+for the same bytes. Both meet the same machine, and what a request costs the client is in both.
+
+Then followers listen to the events of one job, and one more client
 goes on asking beside them. Printed are requests per second and latencies, and for the followers
 whether each had every event exactly once, and how late. The aim: with 200 followers the 99th
 percentile of everything is below 250 ms. With ``--hostile`` one client asks alone, and then
@@ -350,9 +354,12 @@ def _requests(
     get = Requests("", load, path, {}, 200)
     known = replace(get, headers={"If-None-Match": f'"{job.id}.{job.num_schedules}"'}, status=304)
     post = Requests("", load, "/v1/jobs", {}, 202, body=_submission())
+    solved = f'{{"problem": {_solved().model_dump_json(by_alias=True)}}}'
+    hit = replace(post, body=solved, status=200)
     kinds: list[tuple[str, Requests, tuple[str, ...]]] = [
         ("fetch a schedule", get, ("service", "bare route")),
         ("fetch it if newer", known, ("service",)),
+        ("submit a solved problem", hit, ("service",)),
         ("submit a problem", post, ("service", "bare route")),
     ]
     return [
@@ -435,9 +442,12 @@ def quantile(ordered: list[float], share: float) -> float:
 
 def solve_one(client: Client) -> Job:
     """Return a finished job whose schedule is as large as a real one."""
-    problem = parse_problem(FETCHED.read_text("utf-8")).model_copy(update={"name": "improve:0:0"})
-    *_, job = client.follow(client.submit(problem))
+    *_, job = client.follow(client.submit(_solved()))
     return job
+
+
+def _solved() -> Problem:
+    return parse_problem(FETCHED.read_text("utf-8")).model_copy(update={"name": "improve:0:0"})
 
 
 def scripted(name: str, num_microbatches: int) -> Problem:

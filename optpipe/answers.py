@@ -42,9 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "AuditList",
+    "AuditView",
     "BatchList",
     "BatchView",
     "Cache",
+    "CancelledJobs",
     "Catalogue",
     "Drift",
     "EstimateView",
@@ -316,6 +319,28 @@ class JobList(Answer):
     next: str | None
 
 
+class CancelledJobs(Answer):
+    """The number of jobs that were queued or running."""
+
+    num_jobs: int
+
+
+class AuditView(Answer):
+    """A change that a caller made: submit, cancel, resume or delete, or a change of a key."""
+
+    at: datetime
+    actor: str = Field(description="Name of the key; empty without keys.")
+    action: str
+    subject: str = Field(description="Id of the job or batch, or name of the key.")
+
+
+class AuditList(Answer):
+    """Changes, newest first; ``next`` is the ``cursor`` of the next page, null on the last page."""
+
+    entries: tuple[AuditView, ...]
+    next: str | None
+
+
 class Event(Answer):
     """An event of a job: the data of a server-sent event.
 
@@ -338,9 +363,11 @@ class Event(Answer):
 
 
 class Item(Answer):
-    """An item of a batch: its values on the axes, and the results of its job so far.
+    """An item of a batch: its values on the axes, and the results so far.
 
-    ``memory_bytes`` is the memory limit of the device with the most memory.
+    ``memory_bytes`` is the memory limit of the device with the most memory. ``objective_ms`` is of
+    the schedule of job ``schedule_job_id``: the item's own job, or the job of an item with a
+    tighter problem, whose schedule is legal here too. State and error are those of the own job.
     """
 
     index: int
@@ -353,6 +380,7 @@ class Item(Answer):
     objective_ms: float | None = None
     bound_ms: float | None = None
     gap: float | None = None
+    schedule_job_id: str | None = None
     error: Failure | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None

@@ -32,6 +32,8 @@ __all__ = [
     "FrontierLine",
     "Point",
     "Variation",
+    "best_sources",
+    "carried_message",
     "family_of",
     "frontier",
     "label_of",
@@ -50,6 +52,8 @@ _STEP = re.compile(r"([A-Za-z_]\w*)(?:\[([0-9]{1,9}|\*)\])?")
 _MOST = 1e12
 _MAX_NAME = 200
 _SHOWN_CHARS = 60
+_EQUAL = 1e-9
+"""Objectives are equal if they differ by at most this share of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,6 +436,35 @@ def tighter_ones(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
         )
         for index, loose in enumerate(demands)
     ]
+
+
+def best_sources(objectives: Sequence[float | None], tighter: Sequence[Iterable[int]]) -> list[int]:
+    """Return for each problem the index of the problem whose schedule serves it best.
+
+    This is the problem itself, unless one of its tighter problems has a shorter schedule.
+
+    Parameters
+    ----------
+    objectives
+        Of the best schedule of each problem, in ms; None without one.
+    tighter
+        Of each problem, as `tighter_ones` returns them.
+    """
+    lengths = [math.inf if one is None else one for one in objectives]
+    sources = []
+    for index, others in enumerate(tighter):
+        best = min(others, key=lengths.__getitem__, default=index)
+        sources.append(best if lengths[best] < lengths[index] * (1 - _EQUAL) else index)
+    return sources
+
+
+def carried_message(source: str, message: str | None) -> str:
+    """Return the message of a row that shows the schedule of a tighter problem.
+
+    ``source``: the job or the problem that found it. ``message``: of the row itself.
+    """
+    carried = f"the schedule of {source}, whose problem is tighter: it is legal here and as short"
+    return f"{carried}; {message}" if message else carried
 
 
 def _is_relaxation(loose: _Demands, tight: _Demands) -> bool:

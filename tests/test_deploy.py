@@ -18,7 +18,10 @@ from optpipe_api.services.render import Charts
 from tests.test_packaging import ROOT
 
 COMPOSE = ROOT / "deploy" / "compose.yaml"
-KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
+KUBERNETES = ROOT / "deploy" / "kubernetes" / "kustomization.yaml"
+RESOURCES = [
+    KUBERNETES.parent / name for name in yaml.safe_load(KUBERNETES.read_text("utf-8"))["resources"]
+]
 PROMETHEUS = ROOT / "deploy" / "prometheus.yaml"
 CADDY = ROOT / "deploy" / "Caddyfile"
 
@@ -33,8 +36,20 @@ def compose() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def objects() -> dict[str, dict[str, Any]]:
     """The Kubernetes objects by their kinds."""
-    documents = yaml.safe_load_all(KUBERNETES.read_text("utf-8"))
+    documents = [yaml.safe_load(path.read_text("utf-8")) for path in RESOURCES]
     return {document["kind"]: document for document in documents}
+
+
+def test_the_base_has_every_file_of_its_folder_and_one_object_of_a_kind(objects) -> None:
+    """Nothing stands there that nobody applies."""
+    base = yaml.safe_load(KUBERNETES.read_text("utf-8"))
+    assert (base["kind"], base["apiVersion"]) == (
+        "Kustomization",
+        "kustomize.config.k8s.io/v1beta1",
+    )
+    assert {KUBERNETES, *RESOURCES} == set(KUBERNETES.parent.iterdir())
+    assert len(objects) == len(RESOURCES)
+    assert {item["metadata"]["name"] for item in objects.values()} == {"optpipe"}
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +200,7 @@ def test_there_is_time_to_stop(compose, pod) -> None:
     assert int(grace.removesuffix("s")) >= 2 * graceful_s
 
 
-@pytest.mark.parametrize("path", [COMPOSE, KUBERNETES])
+@pytest.mark.parametrize("path", [COMPOSE, KUBERNETES, *RESOURCES])
 def test_no_name_is_given_twice(path) -> None:
     """YAML takes the last of two without a word."""
     for node in yaml.compose_all(path.read_text("utf-8")):
@@ -206,8 +221,9 @@ def repeated(node: yaml.Node | None) -> list[str]:
 def test_the_manifest_runs_the_version_of_this_tree() -> None:
     """In the pods and in the command that makes the first key."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    tags = set(re.findall(r"\boptpipe:([\w.]+)", KUBERNETES.read_text("utf-8")))
-    assert tags - {"PASSWORD"} == {project["version"]}
+    for path in (KUBERNETES, RESOURCES[0]):
+        tags = set(re.findall(r"\boptpipe:([\w.]+)", path.read_text("utf-8")))
+        assert tags - {"PASSWORD"} == {project["version"]}
 
 
 def test_the_service_leads_to_the_pods(objects) -> None:
@@ -232,7 +248,7 @@ def test_the_command_that_makes_the_first_key_works(
 
 def test_no_password_stands_in_the_files() -> None:
     """They are named, and given elsewhere."""
-    for path in (COMPOSE, KUBERNETES):
+    for path in (COMPOSE, KUBERNETES, *RESOURCES):
         for user, password in re.findall(r"postgresql://(\w+):([^@]+)@", path.read_text("utf-8")):
             assert (user, password) in {
                 ("optpipe", "${POSTGRES_PASSWORD}"),

@@ -1,14 +1,15 @@
-"""Who is asking: the gates that every request passes, and the keys they know.
+"""The gates that every request passes: they find the caller, and refuse requests without one.
 
-``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of
-life, the documentation and the files of the page. Where no keys are asked for, those that come are
-not looked at; a browser on this machine then asks in its user's name, whatever page it shows, so
-what another site's page asks for is refused.
+A request has an API key (``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``). Or an
+authenticating proxy names the user in a header (`ProxyUsers`). Health checks, the documentation and
+the files of the page need neither. If the service needs no keys, it ignores them. Any page in a
+browser on this machine could then act for its user, so requests of other sites are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import time
 from collections import OrderedDict
@@ -18,7 +19,7 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import OptPipeError
-from optpipe_api.access import ANYBODY, Principal, id_of
+from optpipe_api.access import ANYBODY, KEY_NAME, Principal, Role, id_of
 from optpipe_api.errors import KeyRequiredError, OtherSiteError, TooManyRequestsError
 from optpipe_api.http_errors import response_to
 
@@ -34,6 +35,8 @@ __all__ = [
     "OPEN_PER_MINUTE",
     "KeyGate",
     "KeyRing",
+    "NotePeer",
+    "ProxyUsers",
     "Rates",
     "SiteGate",
     "describe_keys",
@@ -57,8 +60,8 @@ _LONG_S = 1.0
 class KeyRing:
     """The valid keys of the store, read again when older than 4 s: a revoked one ends within 5 s.
 
-    A key that is not among them is looked for again, but twice a second at most: a new key works
-    at once, and a flood of unknown ones does not reach the database. For one event loop.
+    An unknown key causes another read, at most twice a second. So a new key works immediately, and
+    a flood of unknown keys does not reach the database. For one event loop.
 
     ``load``: returns the keys that are valid now; called in a thread.
     """
@@ -99,13 +102,73 @@ class KeyRing:
                 self._read_at = began
 
 
-class SiteGate:
-    """Refuses what a page of another site asks a browser to ask.
+class NotePeer:
+    """Notes the address of the connection, before a proxy's ``X-Forwarded-For`` replaces it."""
 
-    A name of the attacker's that leads here (DNS rebinding) makes his page one of ours, to the
-    browser: what it may read then is known by the Host that it names. And a POST without a body
-    needs no leave of ours: it is known by the site that the browser says it comes from (Fetch
-    Metadata; by Origin where an old browser does not say).
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["peer"] = (scope.get("client") or [""])[0]
+        await self._app(scope, receive, send)
+
+
+class ProxyUsers:
+    """Reads the user that an authenticating proxy has verified.
+
+    The app must be inside `NotePeer`.
+
+    Parameters
+    ----------
+    header
+        The name of the header that holds the user.
+    proxies
+        Addresses and networks of the proxies. Anybody else could send the header too.
+    """
+
+    def __init__(self, header: str, proxies: Collection[str]) -> None:
+        self._header = header
+        self._networks = [ipaddress.ip_network(one, strict=False) for one in proxies]
+
+    def find(self, scope: Scope) -> Principal | None:
+        """Return the user of a request, with role ``submit``; None if no header names one.
+
+        Raises `KeyRequiredError` if the peer is no such proxy, or the user is no valid name.
+        """
+        wanted = self._header.lower().encode()
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+        if not values:
+            return None
+        peer = scope["state"]["peer"]
+        if not self._is_proxy(peer):
+            raise KeyRequiredError(
+                f"{self._header} came from {peer}, which is not in OPTPIPE_USER_PROXIES; send an "
+                "API key instead, or ask through the authenticating proxy"
+            )
+        if len(values) > 1 or not KEY_NAME.fullmatch(values[0]):
+            raise KeyRequiredError(
+                f"{self._header} = {', '.join(values)[:120]!r}: must be one user of 1 to 100 "
+                "letters, digits, '.', '_', '@' and '-'; correct the proxy's configuration"
+            )
+        return Principal(values[0], Role.SUBMIT)
+
+    def _is_proxy(self, peer: str) -> bool:
+        try:
+            address = ipaddress.ip_address(peer)
+        except ValueError:
+            return False
+        # A socket for both families shows IPv4 addresses in this form.
+        mapped = getattr(address, "ipv4_mapped", None)
+        return any((mapped or address) in network for network in self._networks)
+
+
+class SiteGate:
+    """Refuses requests that a page of another site makes through a browser.
+
+    With a host name that leads here (DNS rebinding), an attacker's page may read our answers. The
+    ``Host`` of such requests shows it. A POST without a body needs no permission of ours. Fetch
+    Metadata, or the ``Origin`` of an old browser, show the site that it comes from.
 
     Parameters
     ----------
@@ -163,6 +226,8 @@ class KeyGate:
     ----------
     find
         Returns a key by its text; None where everybody may ask.
+    users
+        Reads the user of an authenticating proxy; None without one.
     rates
         How often each key, or each address where there are no keys, may ask; None = no limit.
     open_rates
@@ -177,9 +242,11 @@ class KeyGate:
         find: Callable[[str], Awaitable[ApiKey | None]] | None,
         rates: Rates | None,
         open_rates: Rates | None = None,
+        users: ProxyUsers | None = None,
     ) -> None:
         self._app = app
         self._find = find
+        self._users = users
         self._rates = rates
         self._open_rates = open_rates
 
@@ -245,6 +312,9 @@ class KeyGate:
     async def _who(self, scope: Scope) -> Principal:
         if self._find is None:
             return ANYBODY
+        user = None if self._users is None else self._users.find(scope)
+        if user is not None:
+            return user
         key = await self._find(_key_in(scope))
         if key is None:
             raise KeyRequiredError(

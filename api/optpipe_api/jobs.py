@@ -11,19 +11,16 @@
 
 A job has a schedule (``has_schedule``) from its first incumbent on, in every state: a cancelled or
 failed job keeps its best one. The four states on the right are final. Nothing is written to such a
-job except by RESUME, for which its owner gives it more time, or its batch has a better schedule. It
-is then queued, and continues from its best schedule. An infeasible job cannot be resumed. A job
-whose problem was solved before can be created in a final state (``cache`` is ``hit``).
+job except by RESUME, for which its owner gives it more time. It is then queued, and continues from
+its best schedule. An infeasible job cannot be resumed. A job whose problem was solved before can be
+created in a final state (``cache`` is ``hit``).
 
 REQUEUE follows when a solver process or a whole server died, or shut down. The job starts again
 from its last incumbent. Each death counts, and after ``max_attempts`` deaths REQUEUE becomes FAIL.
 A job whose cancellation was requested is cancelled instead.
 
-In a batch, a schedule of one item also serves the items whose problems are relaxations of it. A
-claim starts from the best schedule of the *tighter* items. An item that would end with a worse
-schedule than an ended tighter item is queued again (REQUEUE). If the tighter item ends later, its
-transaction resumes the worse item without more time (RESUME). So the table of an ended batch is
-monotone, however many items ran at a time. Cancelled items remain cancelled.
+In a batch, a schedule of one item also serves the items whose problems are relaxations of it. The
+jobs know nothing of each other: readers of the batch carry schedules over (`BatchItem`).
 
 Every event of a job is an entry of its history (`HistoryEntry`), with increasing numbers. The last
 entry of a finished job is its state.
@@ -49,6 +46,8 @@ __all__ = [
     "KINDS",
     "MAX_SHARED_PRIORITY",
     "AttemptOutcome",
+    "AuditAction",
+    "AuditEntry",
     "BatchItem",
     "BatchPlan",
     "BatchRecord",
@@ -346,15 +345,38 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job taken from the queue, with its documents; the schedule is its last incumbent.
-
-    ``is_carried``: the schedule is the better one of a tighter item of its batch instead.
-    """
+    """A job taken from the queue, with its documents; the schedule is its last incumbent."""
 
     lease: Lease
     job: JobRecord
     documents: Documents
-    is_carried: bool = False
+
+
+class AuditAction(StrEnum):
+    """A change that a caller made; ``submit`` to ``delete`` concern jobs and batches."""
+
+    SUBMIT = "submit"
+    CANCEL = "cancel"
+    RESUME = "resume"
+    DELETE = "delete"
+    CREATE_KEY = "create_key"
+    ROTATE_KEY = "rotate_key"
+    REVOKE_KEY = "revoke_key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One change, ``at`` seconds since the epoch.
+
+    ``actor``: the key or user; empty without keys. ``subject``: the id of the job or batch, or the
+    name of the key.
+    """
+
+    position: int
+    at: float
+    actor: str
+    action: AuditAction
+    subject: str
 
 
 # --- The kinds of jobs. A kind is a row of `KINDS`, a reader of its request in
@@ -462,11 +484,27 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchItem:
-    """One item of a batch: its plan, and its job at the moment."""
+    """One item of a batch: its plan, its job at the moment, and where its schedule comes from.
+
+    ``source``: the job of the best schedule that is legal in this item; the item's own job, or the
+    job of a *tighter* item with a shorter schedule.
+    """
 
     index: int
     plan: ItemPlan
     job: JobRecord
+    source: JobRecord
+
+    @property
+    def gap(self) -> float | None:
+        """The gap of the source's schedule to the bound of the item."""
+        objective_ms = self.source.objective_ms
+        return None if objective_ms is None else gap_of(objective_ms, self.job.bound_ms)
+
+    @property
+    def schedule_job_id(self) -> str | None:
+        """The id of the source; None if no job has a schedule for the item."""
+        return self.source.id if self.source.has_schedule else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from optpipe.answers import Drift, Event, Fault, FrontierView, MethodRowList, SweepRowList, Tuned
 from optpipe.errors import WorldError
@@ -40,6 +41,8 @@ from optpipe_api.auth import (
     OPEN_PER_MINUTE,
     KeyGate,
     KeyRing,
+    NotePeer,
+    ProxyUsers,
     Rates,
     SiteGate,
     describe_keys,
@@ -150,10 +153,17 @@ def create_app(settings: Settings) -> FastAPI:
         find=KeyRing(load_keys).find if settings.keys_required else None,
         rates=Rates(per_minute) if per_minute else None,
         open_rates=Rates(OPEN_PER_MINUTE, burst=OPEN_BURST),
+        users=ProxyUsers(settings.user_header, settings.user_proxies)
+        if settings.user_header
+        else None,
     )
     app.add_middleware(SiteGate, hosts=settings.hosts)
     app.add_middleware(http_errors.ErrorBoundary)
     app.add_middleware(Telemetry, metrics=metrics)
+    # Here instead of in uvicorn: the user of a proxy depends on the address that it replaces.
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=sorted(settings.trusted_proxies))
+    app.add_middleware(NotePeer)
     return app
 
 
@@ -236,8 +246,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=sorted(settings.trusted_proxies),
+        proxy_headers=False,
         timeout_graceful_shutdown=5,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,

@@ -66,9 +66,7 @@ class Service:
         self._counts: dict[JobState, int] | None = None
         self._counted_at = 0.0
         self._solvers = open_solvers(settings)
-        self._engine = SlotEngine(
-            stores.jobs, settings, changes.publish, self._solvers.start, observer
-        )
+        self._engine = SlotEngine(stores.jobs, settings, changes.publish, self._solvers, observer)
         cache = JobCache(settings, stores.jobs)
         self.jobs = JobService(
             settings, stores.jobs, self._engine, changes, cache=cache, observer=observer

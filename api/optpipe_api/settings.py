@@ -37,6 +37,10 @@ class Settings(BaseSettings):
     trusted_proxies
         Addresses of proxies, separated by commas. Only their ``X-Forwarded-For`` counts, for limits
         per address. None by default: anybody can send the header.
+    user_header, user_proxies
+        The header in which an authenticating proxy names the user that it has verified, and the
+        addresses or networks of such proxies, separated by commas. The header of any other peer is
+        refused. With it the service needs a user or a key for every request.
     ssl_certfile, ssl_keyfile
         PEM files; with both, the service speaks HTTPS.
     require_keys
@@ -110,6 +114,8 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[frozenset[str] | None, NoDecode] = None
     trusted_proxies: Annotated[frozenset[str], NoDecode] = frozenset()
+    user_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9-]+$")
+    user_proxies: Annotated[frozenset[str], NoDecode] = frozenset()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     require_keys: bool | None = None
@@ -155,10 +161,24 @@ class Settings(BaseSettings):
             return given
         return frozenset(name.strip().lower() for name in given.split(",") if name.strip()) or None
 
-    @field_validator("trusted_proxies", mode="before")
+    @field_validator("trusted_proxies", "user_proxies", mode="before")
     @classmethod
     def _split_proxies(cls, given: Any) -> Any:
         return cls._split_hosts(given) or frozenset()
+
+    @model_validator(mode="after")
+    def _check_user_proxies(self) -> Settings:
+        if (self.user_header is None) != (not self.user_proxies):
+            raise rule_broken("user_header and user_proxies come together", "give both or none")
+        for text in self.user_proxies:
+            try:
+                is_everybody = ipaddress.ip_network(text, strict=False).prefixlen == 0
+            except ValueError:
+                is_everybody = True
+            if is_everybody:
+                rule = f"user_proxies has {text!r}, which is no address and no network of proxies"
+                raise rule_broken(rule, "give addresses such as 10.0.0.5 or 10.0.0.0/28")
+        return self
 
     @model_validator(mode="after")
     def _check_certificate(self) -> Settings:
@@ -187,7 +207,9 @@ class Settings(BaseSettings):
 
     @property
     def keys_required(self) -> bool:
-        """Whether a request needs an API key."""
+        """Whether a request needs an API key, or the user of an authenticating proxy."""
+        if self.user_header is not None:
+            return True
         return not self.is_loopback if self.require_keys is None else self.require_keys
 
     @property

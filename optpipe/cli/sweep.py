@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +37,16 @@ from optpipe.plot.image import FRONTIER_SUFFIXES, save_frontier
 from optpipe.plot.scene import require_drawing
 from optpipe.requests import SweepRequest
 from optpipe.schedule import gap_of
-from optpipe.sweep import Point, family_of, frontier, label_of, memory_of, tighter_ones
+from optpipe.sweep import (
+    Point,
+    best_sources,
+    carried_message,
+    family_of,
+    frontier,
+    label_of,
+    memory_of,
+    tighter_ones,
+)
 from optpipe.sweep import sweep as vary
 from optpipe.units import format_ms
 
@@ -278,8 +286,9 @@ def sweep_here(
                 row = _make_row(variation.problem, result, seconds, was_stopped=stop.is_set())
                 if result.schedule is not None:
                     schedules[index] = result.schedule
-            row = _take_better(row, [rows[other] for other in tighter[index] if other in rows])
             rows[index] = {**row, "index": index, "values": variation.values}
+            if options.get("robust") is None:
+                row = rows[index] = _take_better(rows, index, tighter[index])
             outcome = row["state"]
             if row["objective_ms"] is not None:
                 outcome = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
@@ -296,25 +305,22 @@ def sweep_here(
     return [rows[at] for at in sorted(rows)], stop.is_set()
 
 
-def _take_better(row: SweepRow, tighter: Sequence[SweepRow]) -> SweepRow:
-    """Return a row with the best objective of its tighter problems, if that is better.
+def _take_better(rows: Mapping[int, SweepRow], index: int, tighter: Sequence[int]) -> SweepRow:
+    """Return a row with the shortest schedule of its tighter problems, if that is shorter.
 
     The solver starts from that schedule, but a continued table has no schedules.
     """
-    found = [(other["objective_ms"], other["name"]) for other in tighter]
-    best_ms, name = min(
-        ((ms, name) for ms, name in found if ms is not None), default=(math.inf, "")
-    )
-    own_ms = row["objective_ms"]
-    if row["state"] == "infeasible" or best_ms >= (math.inf if own_ms is None else own_ms):
+    known = [index, *(other for other in tighter if other in rows)]
+    found = [rows[at]["objective_ms"] for at in known]
+    row, source = rows[index], known[best_sources(found, [range(1, len(known))])[0]]
+    if source == index:
         return row
+    best_ms = rows[source]["objective_ms"]
     return {
         **row,
-        "state": "succeeded" if row["state"] == "failed" else row["state"],
         "objective_ms": best_ms,
-        "gap": gap_of(best_ms, row["bound_ms"]),
-        "message": f"the schedule of {name}, whose problem is tighter: it is legal here and as "
-        "short",
+        "gap": None if best_ms is None else gap_of(best_ms, row["bound_ms"]),
+        "message": carried_message(rows[source]["name"], row["message"]),
     }
 
 

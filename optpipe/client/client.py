@@ -350,6 +350,10 @@ class TrainingRun:
         A job of kind `follow` compares the schedule with the medians of the newest five reports.
         While another job searches, the report is only kept for the next one. ``step`` is the
         number of the training step, ``step_ms`` its time from start to end.
+
+        A solved comparison without a switch makes its times the planned ones. So the same drift is
+        not solved again. Under other times, drift counts from what the schedule lost there. It is
+        judged too low by that share until the next switch.
         """
         self._reports.append(measurements.condensed())
         if self._search is not None or self.problem is None:

@@ -25,7 +25,7 @@ class Bench:
         self.store = self.stores.jobs
         self.changes: list[str] = []
         solvers = solvers or LocalSolvers(self.settings)
-        self.engine = SlotEngine(self.store, self.settings, self.changes.append, solvers.start)
+        self.engine = SlotEngine(self.store, self.settings, self.changes.append, solvers)
         self.engine.start()
 
     def submit(self, name: str, time_limit_s: float = 20.0, **changes) -> str:

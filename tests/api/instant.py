@@ -6,31 +6,28 @@ What a process alone can do - die, eat memory, turn a deaf ear to SIGTERM - need
 from __future__ import annotations
 
 import importlib
-import queue
 import threading
+from contextlib import suppress
+from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
 
 from optpipe.requests import JobKind
 from optpipe_api.engine import worker
-from optpipe_api.engine.processes import MachineState, Message
+from optpipe_api.engine.processes import LocalSolvers, MachineState, Message, decode, encode
 from optpipe_api.engine.tasks import TASKS
 from optpipe_api.settings import Settings
 
 
-class InstantSolvers:
+class InstantSolvers(LocalSolvers):
     """Starts threads that call the fakes which the settings name."""
 
-    is_reachable = True
-
     def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self._paths = {kind.value: getattr(settings, f"{kind}_path") for kind in JobKind}
 
-    def start(self) -> InstantProcess:
+    def start(self) -> Any:
         return InstantProcess(self._paths)
-
-    def close(self) -> None:
-        return
 
 
 class InstantProcess:
@@ -43,9 +40,15 @@ class InstantProcess:
 
     def __init__(self, paths: dict[str, str]) -> None:
         self._paths = paths
-        self._said: queue.Queue[Message | None] = queue.Queue()
+        self.connection, self._theirs = Pipe()
+        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._said.put(Message("ready"))
+        self._say(Message("ready"))
+
+    def _say(self, message: Message) -> None:
+        # The engine may have stopped the process meanwhile.
+        with self._lock, suppress(OSError):
+            self._theirs.send_bytes(encode(message))
 
     def send(self, message: Message) -> None:
         if message.kind == "stop":
@@ -55,29 +58,26 @@ class InstantProcess:
             threading.Thread(target=self._solve, args=(message,), daemon=True).start()
 
     def receive(self, timeout_s: float) -> Message | None:
-        try:
-            message = self._said.get(timeout=timeout_s)
-        except queue.Empty:
+        if not self.connection.poll(timeout_s):
             return None
-        if message is None:
-            raise EOFError
-        return message
+        return decode(self.connection.recv_bytes())
 
     def stop(self) -> None:
         self._stop.set()
+        self.connection.close()
 
     def describe_exit(self) -> str:
         return "its solver ended"
 
     def _solve(self, task: Message) -> None:
-        channel: Any = SimpleNamespace(send=self._said.put, stop=self._stop, open_pool=None)
+        channel: Any = SimpleNamespace(send=self._say, stop=self._stop, open_pool=None)
         kind = task.header["kind"]
         module, _, name = self._paths[kind].partition(":")
         try:
             fake = getattr(importlib.import_module(module), name)
-            self._said.put(TASKS[kind](channel, task, fake))
-            self._said.put(Message("ready"))
+            self._say(TASKS[kind](channel, task, fake))
+            self._say(Message("ready"))
         except SystemExit:
-            self._said.put(None)
+            self._theirs.close()
         except Exception as error:  # noqa: BLE001 - as in a process
-            self._said.put(worker.error_message(error))
+            self._say(worker.error_message(error))

@@ -1,6 +1,9 @@
 """API keys: kept, checked by whoever knows them, and asked for at the gate."""
 
 import asyncio
+import threading
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,10 +14,10 @@ from starlette.routing import Route
 
 from optpipe.answers import JobState
 from optpipe_api.access import ApiKey, Role, digest_of, id_of, mint
-from optpipe_api.auth import KeyGate, KeyRing, Rates
+from optpipe_api.auth import KeyGate, KeyRing, NotePeer, ProxyUsers, Rates
 from optpipe_api.errors import KeyNameError, StoreUnavailableError
 from optpipe_api.store import KeyStore, Stores
-from tests.api.live import Clock
+from tests.api.live import Clock, client, make_settings, running, two_stages
 from tests.api.store.test_jobs import submit, together
 
 pytestmark = pytest.mark.anyio
@@ -94,17 +97,55 @@ def test_the_jobs_of_a_revoked_key_end(keys: KeyStore, stores: Stores) -> None:
     assert store.get(other).state is JobState.QUEUED
 
 
-def test_of_keys_made_at_once_under_one_name_one_stays(keys: KeyStore) -> None:
+@pytest.mark.parametrize("expires_at", [None, 1e12])
+def test_of_keys_made_at_once_under_one_name_one_stays(open_all, expires_at: float | None) -> None:
+    """Of creations and then of rotations, with an end or without; the others get a sentence."""
+    stores = [open_all().keys for _ in range(4)]
     refused: list[KeyNameError] = []
 
-    def create() -> None:
+    def change(keys: KeyStore, *, is_new: bool) -> None:
         try:
-            keys.create("ci", Role.SUBMIT)
+            if is_new:
+                keys.create("ci", Role.SUBMIT, expires_at)
+            else:
+                keys.rotate("ci", 1e9, expires_at)
         except KeyNameError as error:
             refused.append(error)
 
-    together([create] * 8)
-    assert (len(refused), len(keys.valid())) == (7, 1)
+    together([partial(change, keys, is_new=True) for keys in stores])
+    assert (len(refused), len(stores[0].valid())) == (3, 1)
+    refused.clear()
+    # Each begins before the first has ended, as on two machines.
+    ready = threading.Barrier(4, timeout=0.5)
+
+    def wait_for_others(*_: object) -> None:
+        with suppress(threading.BrokenBarrierError):
+            ready.wait()
+
+    valid_of = KeyStore._valid_of
+
+    def look_and_wait(keys: KeyStore, *arguments: Any) -> Any:
+        found = valid_of(keys, *arguments)
+        wait_for_others()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyStore, "_valid_of", look_and_wait)
+        together([partial(change, keys, is_new=False) for keys in stores])
+    num_rotated = 4 - len(refused)
+    followed = len(stores[0].valid()) - 1
+    assert followed == num_rotated >= 1
+    # SQLite lets one writer in after the other, and so they follow one another.
+    assert num_rotated == (1 if stores[0]._engine.dialect.name == "postgresql" else 4)
+    assert all("rotated by another call at the same time" in str(error) for error in refused)
+
+
+def test_keys_follow_one_another_however_often_they_are_rotated(keys: KeyStore) -> None:
+    """Also within one tick of the clock."""
+    keys.create("ci", Role.READ)
+    for number in range(2, 5):
+        keys.rotate("ci", 100.0)
+        assert len(keys.valid()) == number
 
 
 @pytest.mark.parametrize("name", ["", " ", "-x", "a b", "a\n", "a/b", "\x00", "ü", "x" * 101])
@@ -203,19 +244,25 @@ async def test_keys_that_cannot_be_read_let_nobody_in(clock) -> None:
 # At the gate
 
 
-def gated(load: Loader | None, rates: Rates | None = None) -> Starlette:
+def gated(
+    load: Loader | None, rates: Rates | None = None, users: ProxyUsers | None = None
+) -> Starlette:
     async def who(request: Any) -> JSONResponse:
         principal = request.state.principal
         return JSONResponse([principal.name, principal.role.value])
 
     app = Starlette(routes=[Route("/v1/jobs", who), Route("/healthz", lambda _: JSONResponse(1))])
-    app.add_middleware(KeyGate, find=None if load is None else KeyRing(load).find, rates=rates)
+    find = None if load is None else KeyRing(load).find
+    app.add_middleware(KeyGate, find=find, rates=rates, users=users)
+    app.add_middleware(NotePeer)
     return app
 
 
-def ask(app: Starlette, *requests: dict[str, str], path: str = "/v1/jobs") -> list[httpx.Response]:
+def ask(
+    app: Starlette, *requests: dict[str, str], path: str = "/v1/jobs", peer: str = "127.0.0.1"
+) -> list[httpx.Response]:
     async def all_of_them() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(app, client=(peer, 123))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             return [await http.get(path, headers=headers) for headers in requests]
 
@@ -300,3 +347,61 @@ def test_a_token_is_reserved_in_advance_as_far_as_patience_goes(clock: Clock) ->
     assert rates.reserve("a", 0.25) == pytest.approx(0.2)
     clock.now += 60.0
     assert [rates.reserve("a", 0.0) for _ in range(3)] == pytest.approx([0.0, 0.0, 0.1])
+
+
+# The user of an authenticating proxy
+
+USER = "X-Forwarded-User"
+
+
+@pytest.mark.parametrize("peer", ["10.0.0.5", "::ffff:10.0.0.5", "10.1.0.9"])
+def test_a_proxy_names_the_user(peer: str) -> None:
+    """Its user goes before a key: the proxy may pass a token of its own on."""
+    _, text = key = made("ci", Role.ADMIN)
+    app = gated(Loader(key[0]), users=ProxyUsers(USER, ["10.0.0.5", "10.1.0.0/24"]))
+    as_user = {USER.lower(): "ann@example.com"}
+    bearer = {"Authorization": f"Bearer {text}"}
+    first, both, only_key = ask(app, as_user, as_user | bearer, bearer, peer=peer)
+    assert first.json() == both.json() == ["ann@example.com", "submit"]
+    assert only_key.json() == ["ci", "admin"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "value"),
+    [
+        ("10.0.0.6", "ann"),
+        ("::1", "ann"),
+        ("testclient", "ann"),
+        ("10.0.0.5", ""),
+        ("10.0.0.5", "ann, ops"),
+        ("10.0.0.5", "x" * 101),
+    ],
+)
+def test_a_user_header_of_anybody_else_and_no_user_are_refused(peer: str, value: str) -> None:
+    """Also beside a valid key: whoever sends it wants to be somebody."""
+    key, text = made()
+    app = gated(Loader(key), users=ProxyUsers(USER, ["10.0.0.5"]))
+    for more in ({}, {"X-API-Key": text}):
+        (answer,) = ask(app, {USER: value} | more, peer=peer)
+        assert (answer.status_code, answer.json()["code"]) == (401, "key.required")
+        assert USER in answer.json()["detail"]
+
+
+def test_the_user_depends_on_the_connection_and_not_on_x_forwarded_for(tmp_path) -> None:
+    """The proxies of addresses are other ones than the proxies of users."""
+    for user_proxies, status in (("10.9.9.9", 401), ("127.0.0.1", 200)):
+        settings = make_settings(
+            tmp_path, user_header=USER, user_proxies=user_proxies, trusted_proxies="127.0.0.1"
+        )
+        assert settings.keys_required
+        headers = {USER: "ann", "X-Forwarded-For": "10.9.9.9"}
+        with running(settings) as (url, _), client(url) as http:
+            assert http.get("/v1/key").status_code == 401
+            answer = http.get("/v1/key", headers=headers)
+            assert answer.status_code == status
+            if status == 200:
+                assert answer.json() == {"name": "ann", "role": "submit"}
+                job = http.post("/v1/jobs", headers=headers, json={"problem": two_stages()}).json()
+                assert http.get("/v1/jobs?owner=ann", headers=headers).json()["jobs"] != []
+                other = http.get(f"/v1/jobs/{job['id']}", headers=headers | {USER: "bob"})
+                assert other.status_code == 404

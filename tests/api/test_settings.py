@@ -40,3 +40,19 @@ def test_a_fresh_service_forgets_and_leaves_a_slot_to_others() -> None:
 )
 def test_only_loopback_addresses_count_as_private(host: str, loopback: bool) -> None:
     assert Settings(host=host).is_loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"user_header": "X-User"}, "give both or none"),
+        ({"user_proxies": "10.0.0.5"}, "give both or none"),
+        ({"user_header": "X-User", "user_proxies": "*"}, "'\\*', which is no address"),
+        ({"user_header": "X-User", "user_proxies": "0.0.0.0/0"}, "no network of proxies"),
+        ({"user_header": "X-User", "user_proxies": "10.0.0.5,proxy"}, "'proxy', which is no"),
+        ({"user_header": "X User", "user_proxies": "10.0.0.5"}, "user_header"),
+    ],
+)
+def test_a_user_header_needs_the_addresses_of_its_proxies(given, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Settings.load(**given)

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
 import secrets
 import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
+from optpipe.answers import JobState
 from optpipe.errors import MissingExtraError, install_command
 from optpipe_api.engine.near import MAX_NEAR_JOBS
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
-from optpipe_api.jobs import KINDS, AttemptOutcome, DocumentKind, JobError, JobEvent, TracePoint
+from optpipe_api.jobs import (
+    KINDS,
+    MAX_SHARED_PRIORITY,
+    AttemptOutcome,
+    DocumentKind,
+    JobError,
+    JobEvent,
+    TracePoint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +53,6 @@ __all__ = [
 ]
 
 
-_TICK_S = 0.05
 _MIN_TIME_S = 1.0
 _RETRY_S = 0.5
 _AUTO = "auto"
@@ -51,10 +61,12 @@ _AUTO = "auto"
 class Attempt:
     """Runs one claimed job in one solver process.
 
-    `run` returns when the job has ended, was queued again, or belongs to another lease. Then
-    ``job_after`` is the job, or None if the lease is lost. ``has_result`` says whether the process
-    has finished its work; if not, the caller must stop it. Other threads may call only `cancel`,
-    `give_back`, `lose` and `lease`.
+    The caller calls `advance` with each message of the process, and when ``due_at`` has passed; it
+    calls `die` when the process has ended. ``is_done`` says that the job has ended, was queued
+    again, or belongs to another lease. Then ``job_after`` is the job, or None if the lease is lost.
+    ``has_result`` says whether the process has finished its work; if not, the caller must stop it.
+    One thread at a time may use it. Any thread may call `cancel`, `give_back`, `lose`, `lease` and
+    ``due_at``.
     """
 
     def __init__(
@@ -75,20 +87,24 @@ class Attempt:
         self._on_change = on_change
         self._closing = closing
         self._job = claim.job
-        self._is_done = False
+        self.is_done = False
         self._began = time.monotonic()
         self.job_after: JobRecord | None = None
         self.has_result = False
         self._cancelled = threading.Event()
         self._is_returned = threading.Event()
         self._stop_at: float | None = None
-        self._looked_at = self._began
+        self._busy_since: float | None = None
         self._is_lost = threading.Event()
         options = claim.job.options
         # A job that died just before its end still needs time to return its incumbent.
         time_limit_s = max(_MIN_TIME_S, options.time_limit_s - claim.job.spent_s)
         self._options = replace(options, time_limit_s=time_limit_s)
         self._overtime_at = self._began + time_limit_s + settings.overtime_s
+
+    @property
+    def job_id(self) -> str:
+        return self._lease.job_id
 
     @property
     def owner(self) -> str:
@@ -124,32 +140,36 @@ class Attempt:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease to renew; None if the attempt has not looked at its process for too long."""
-        is_stuck = time.monotonic() - self._looked_at > self._settings.lease_s
+        """The lease to renew; None if `advance` has not returned for too long."""
+        since = self._busy_since
+        is_stuck = since is not None and time.monotonic() - since > self._settings.lease_s
         return None if is_stuck else self._lease
 
-    def run(self, opening: Message | None) -> None:
-        """Run the job until its end, or until the server closes.
+    @property
+    def due_at(self) -> float:
+        """The time of `time.monotonic` when `advance` is due even without a message."""
+        requests = (self._closing, self._is_returned, self._is_lost)
+        is_cancelled = self._cancelled.is_set() and self._stop_at is None
+        if is_cancelled or any(one.is_set() for one in requests):
+            return 0.0
+        return self._overtime_at if self._stop_at is None else min(self._stop_at, self._overtime_at)
 
-        ``opening``: the first message of the process: "ready", or "error"; None if it has ended.
-        """
-        message = opening
-        while True:
-            if message is not None:
-                self._handle(message)
-            if not self._is_done:
-                self._check_clock()
-            if self._is_done:
-                return
-            try:
-                message = self._process.receive(_TICK_S)
-            except EOFError:
-                self._give_back(self._process.describe_exit())
-                return
+    def advance(self, message: Message | None) -> None:
+        """Handle a message of the process, then a cancellation or timeout that is due."""
+        self._busy_since = time.monotonic()
+        if message is not None:
+            self._handle(message)
+        if not self.is_done:
+            self._check_clock()
+        self._busy_since = None
+
+    def die(self) -> None:
+        """Queue the job again, because its process has ended; fail it after too many deaths."""
+        self._give_back(self._process.describe_exit())
 
     def _check_clock(self) -> None:
         """Pass on a cancellation, and enforce timeouts, each when it is due."""
-        self._looked_at = now = time.monotonic()
+        now = time.monotonic()
         if self._closing.is_set() or self._is_returned.is_set():
             self._give_back(None)
             return
@@ -180,7 +200,6 @@ class Attempt:
                 job_header = {
                     "kind": claim.job.kind.value,
                     "options": asdict(self._options),
-                    "is_carried": claim.is_carried,
                     "near": list(near),
                 }
                 documents = dict(claim.documents)
@@ -237,7 +256,7 @@ class Attempt:
 
     def _lose(self) -> None:
         self._log("job.lost", "another server has taken the job over, or it has ended")
-        self._is_done = True
+        self.is_done = True
 
     def _outcome(self, message: Message) -> AttemptOutcome:
         """Return the outcome of a result message."""
@@ -296,7 +315,7 @@ class Attempt:
                 self._closing.wait(_RETRY_S)
 
     def _end(self, job: JobRecord | None) -> None:
-        self._is_done = True
+        self.is_done = True
         self.job_after = job
         state = "lost" if job is None else job.state.value
         self._log("job.state", f"the job is {state}")
@@ -334,30 +353,45 @@ NO_OBSERVER = EngineObserver()
 
 
 # --- The engine: a fixed number of slots, each of which runs one job at a time.
-# A slot is a thread and a solver process, on this machine or on a cluster. The thread claims a job
-# only when the process is ready. The start of a process takes a second, or minutes if the search
-# has to be compiled. Meanwhile the job waits in the queue, where another server may claim it, and
-# neither its time nor its attempts count. The process is kept for the next job.
+# A slot is a solver process, on this machine or on a cluster. One thread waits for the messages of
+# all processes. It gives a slot with a message, or with something due, to one of a few worker
+# threads, which run the next step of the slot. So the number of threads does not grow with the
+# number of slots. A slot claims a job only when its process is ready. The start of a process takes
+# a second, or minutes if the search has to be compiled. Meanwhile the job waits in the queue, where
+# another server may claim it, and neither its time nor its attempts count. The process is kept for
+# the next job.
 
 _PAUSE_S = 1.0
 """Before a retry after a failure that may be temporary."""
 _LONG_PAUSE_S = 10.0
-_SLOT_TICK_S = 0.1
+_MAX_WORKERS = 12
+_MAX_WAIT_S = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
-    """The state of a slot: its idle process, and its starts in a row that failed."""
+    """The state of a slot. Its thread is a worker while it ``is_busy``, else the waiting thread.
+
+    ``is_new``: whether the process has not been ready yet. ``is_ready``: whether it waits for a
+    job. ``is_faulty``: whether its last step failed, so that it needs another process.
+    ``num_failed``: its starts in a row that failed. ``start_at``: the earliest next start.
+    """
 
     process: SolverProcess | None = None
+    attempt: Attempt | None = None
+    is_busy: bool = False
+    is_new: bool = True
+    is_ready: bool = False
+    is_faulty: bool = False
     num_failed: int = 0
+    start_at: float = 0.0
 
 
 class SlotEngine:
     """Claims jobs from a store and solves them.
 
     ``on_change``: called on the engine's threads with the id of each job that changed, and with the
-    batch of each job that ended. ``start_process``: starts a solver process, see `Solvers.start`.
+    batch of each job that ended. ``solvers``: starts the solver processes and waits for them.
     ``observer``: gets the begin and the end of every attempt.
     """
 
@@ -366,32 +400,44 @@ class SlotEngine:
         store: JobStore,
         settings: Settings,
         on_change: Callable[[str], None],
-        start_process: Callable[[], SolverProcess],
+        solvers: Solvers,
         observer: EngineObserver = NO_OBSERVER,
     ) -> None:
         self._store = store
         self._settings = settings
         self._on_change = on_change
-        self._start_process = start_process
+        self._solvers = solvers
         self._observer = observer
         # A new name: leases of an earlier process of this server are not valid here.
         self._owner = new_owner()
         self._closing = threading.Event()
-        self._new_jobs = threading.Semaphore(0)
+        self._new_jobs = threading.Event()
+        self._new_jobs.set()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._is_claiming = False
+        self._wants_jobs = False
+        self._claim_at = 0.0
+        self._waited_at = time.monotonic()
         self._attempts: dict[str, Attempt] = {}
         self._entitled: set[str] = set()
         self._checked_at = time.time()
         self._slots = [_Slot() for _ in range(settings.solver_processes)]
+        self._workers = self._open_workers()
         steps: dict[str, Callable[[], None]] = {
-            f"slot-{i}": partial(self._serve, slot) for i, slot in enumerate(self._slots)
+            "slots": self._serve_slots,
+            "leases": self._expire_leases,
+            "borrowed": self._return_borrowed,
+            "heartbeats": self._renew_leases,
         }
-        steps["leases"] = self._expire_leases
-        steps["borrowed"] = self._return_borrowed
-        steps["heartbeats"] = self._renew_leases
         self._threads = [
             threading.Thread(target=self._repeat, args=(step,), name=name)
             for name, step in steps.items()
         ]
+
+    def _open_workers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(_MAX_WORKERS, len(self._slots)), thread_name_prefix="slot")
 
     def start(self) -> None:
         for thread in self._threads:
@@ -399,25 +445,32 @@ class SlotEngine:
 
     def wake(self) -> None:
         """Let an idle slot claim a job that was queued."""
-        self._new_jobs.release()
+        self._new_jobs.set()
+        # Each interruption takes the interpreter from the thread that answers requests.
+        if self._wants_jobs:
+            self._interrupt_wait()
 
     def cancel(self, job_id: str) -> None:
         """Stop an attempt of this engine, after the cancellation was stored."""
         attempt = self._attempts.get(job_id)
         if attempt is not None:
             attempt.cancel()
+            self._interrupt_wait()
 
     def close(self) -> None:
         """Queue running jobs again with their incumbents; stop all processes and threads."""
         self._closing.set()
-        for _ in self._threads:
-            self._new_jobs.release()
+        self._interrupt_wait()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        for slot in self._slots:
-            if slot.process is not None:
-                slot.process.stop()
+        self._workers.shutdown()
+        # All jobs first: their leases are not renewed any more, and to stop a process takes time.
+        with self._open_workers() as workers:
+            for step in (self._handle_news, self._drop):
+                list(workers.map(self._run, self._slots, [step] * len(self._slots)))
+        self._wake.close()
+        self._waker.close()
 
     @property
     def is_alive(self) -> bool:
@@ -437,85 +490,227 @@ class SlotEngine:
         while not self._closing.is_set():
             try:
                 step()
-            except (StoreUnavailableError, SolverFailedError) as error:
-                _log().warning(str(error), action=f"engine.{error.code}")
-                self._closing.wait(_PAUSE_S)
-            except Exception:  # noqa: BLE001 - a thread that ends is lost until the next restart
-                _log().exception("a fault of the engine", action="engine.fault")
+            except Exception as error:  # noqa: BLE001 - a thread that ends is lost
+                _report(error)
                 self._closing.wait(_PAUSE_S)
 
-    def _serve(self, slot: _Slot) -> None:
-        """Solve one job in the slot's process, or in a new one, unless the engine closes."""
-        is_new = slot.process is None
-        process, slot.process = slot.process or self._start_process(), None
-        is_reusable = False
+    # The waiting thread
+
+    def _interrupt_wait(self) -> None:
+        # A full buffer or a closed socket: the thread wakes anyway, or has ended.
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _serve_slots(self) -> None:
+        """Begin every step that is due, then wait until a process has a message or one is due."""
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
+        self._waited_at = now = time.monotonic()
+        self._wants_jobs = False
+        next_at = now + _MAX_WAIT_S
+        waiting: list[_Slot] = []
+        for slot in self._slots:
+            if slot.is_busy:
+                continue
+            step, due_at = self._next_step(slot)
+            if step is not None and due_at <= now:
+                self._begin_step(slot, step)
+                continue
+            next_at = min(next_at, due_at)
+            if slot.process is not None:
+                waiting.append(slot)
+        processes = [slot.process for slot in waiting]
+        timeout_s = max(0.0, next_at - time.monotonic())
+        found = {id(one) for one in self._solvers.wait(processes, self._wake, timeout_s)}
+        for slot in waiting:
+            if id(slot.process) in found:
+                self._begin_step(slot, self._handle_news)
+
+    def _next_step(self, slot: _Slot) -> tuple[Callable[[_Slot], None] | None, float]:
+        """Return what a slot has to do without a message, and when."""
+        if slot.is_faulty:
+            return self._drop, 0.0
+        if slot.attempt is not None:
+            return self._handle_news, slot.attempt.due_at
+        if slot.process is None:
+            step, due_at, wants_job = self._start, slot.start_at, self._is_broken(slot)
+        else:
+            step, due_at = self._take_job, self._claim_at
+            wants_job = slot.is_ready and not self._is_claiming
+            if not wants_job:
+                return None, math.inf
+        if wants_job:
+            # Before the look for new jobs, so that `wake` cannot come in between.
+            self._wants_jobs = True
+            due_at = 0.0 if self._new_jobs.is_set() else due_at
+        return step, due_at
+
+    def _begin_step(self, slot: _Slot, step: Callable[[_Slot], None]) -> None:
+        slot.is_busy = True
+        if step == self._take_job:
+            self._is_claiming = True
+        self._workers.submit(self._run, slot, step)
+
+    # The steps of a slot, on worker threads
+
+    def _run(self, slot: _Slot, step: Callable[[_Slot], None]) -> None:
+        """Run a step of a slot; if it fails, the slot gets another process after a pause."""
         try:
-            try:
-                opening = self._wait_for_opening(process)
-            except EOFError:
-                if is_new:
-                    self._report_failed_start(slot, process, None)
-                return
-            if opening is None or opening.kind == "retired":
-                return
-            if opening.kind != "ready":
-                self._report_failed_start(slot, process, opening)
-                return
-            slot.num_failed = 0
-            claim = self._wait_for_claim(process)
-            if claim is None:
-                return
-            if process.is_alive:
-                is_reusable = self._solve(claim, process, opening) and process.is_reusable
-            else:
-                # The process died after the last look, and not because of this job.
-                self._store.requeue(claim.lease)
-        finally:
-            if is_reusable:
-                slot.process = process
-            else:
-                process.stop()
+            step(slot)
+        except Exception as error:  # noqa: BLE001 - the slot would be lost until the next restart
+            _report(error)
+            slot.is_faulty = slot.process is not None
+            slot.start_at = time.monotonic() + _PAUSE_S
+        slot.is_busy = False
+        self._interrupt_wait()
 
-    def _wait_for_opening(self, process: SolverProcess) -> Message | None:
-        """Return the first message of a process, without a timeout.
+    def _start(self, slot: _Slot) -> None:
+        slot.is_new, slot.is_ready = True, False
+        slot.process = self._solvers.start()
 
-        None if the engine closes, or the process has lost its machine. Raises `EOFError` if the
-        process ended without a message.
-        """
-        while not self._closing.is_set():
-            try:
-                message = process.receive(_SLOT_TICK_S)
-            except EOFError:
-                if process.machine is not MachineState.LOST:
-                    raise
-                message = None
-            if process.machine is MachineState.LOST:
-                self._report_lost_process(process)
-                return None
-            if message is not None:
-                return message
-        return None
+    def _handle_news(self, slot: _Slot) -> None:
+        """Handle the next message of a slot's process, its end, or what is due."""
+        process, attempt = slot.process, slot.attempt
+        if process is None:
+            return
+        try:
+            message = process.receive(0)
+        except EOFError:
+            self._end(slot, process)
+            return
+        if attempt is not None:
+            attempt.advance(message)
+            if attempt.is_done:
+                self._end_attempt(slot, process)
+        elif message is None:
+            return
+        elif message.kind == "ready":
+            slot.num_failed, slot.is_new, slot.is_ready = 0, False, True
+        elif message.kind == "retired":
+            self._drop(slot)
+        else:
+            self._report_failed_start(slot, process, message)
 
-    def _wait_for_claim(self, process: SolverProcess) -> Claim | None:
-        """Return the next job; None if the engine closes, or the process ends before one comes."""
-        while not self._closing.is_set():
-            if not process.is_alive:
-                self._report_lost_process(process)
-                return None
+    def _end(self, slot: _Slot, process: SolverProcess) -> None:
+        """Handle the end of a process: during a job, before its first job, or while it waits."""
+        if slot.attempt is not None:
+            slot.attempt.die()
+            self._end_attempt(slot, process)
+        elif slot.is_new and process.machine is not MachineState.LOST:
+            self._report_failed_start(slot, process, None)
+        else:
+            _log().warning(process.describe_exit(), action="engine.no_process")
+            self._drop(slot, _PAUSE_S)
+
+    def _take_job(self, slot: _Slot) -> None:
+        """Claim the next job for a slot whose process is ready."""
+        try:
             claim = self._claim()
-            if claim is not None:
-                return claim
-            self._new_jobs.acquire(timeout=self._settings.poll_s)
-        return None
+        except StoreUnavailableError as error:
+            _report(error)
+            claim = None
+        finally:
+            self._is_claiming = False
+        process = slot.process
+        if claim is None or process is None:
+            return
+        if process.is_alive:
+            self._begin_attempt(slot, process, claim, Message("ready"))
+        else:
+            # The process died after the last look, and not because of this job.
+            self._store.requeue(claim.lease)
+
+    def _begin_attempt(
+        self, slot: _Slot, process: SolverProcess, claim: Claim, opening: Message | None
+    ) -> None:
+        """Begin an attempt with the first message of its process; None if it has ended."""
+        job_id = claim.lease.job_id
+        attempt = slot.attempt = self._attempts[job_id] = Attempt(
+            claim,
+            process,
+            self._store,
+            self._settings,
+            on_change=self._on_change,
+            closing=self._closing,
+        )
+        slot.is_ready = False
+        _log().info(
+            "an attempt begins",
+            action="job.attempt",
+            job=job_id,
+            attempt=claim.lease.attempt,
+            process=process.name,
+        )
+        self._on_change(job_id)
+        self._observer.started(claim.job)
+        if opening is None:
+            attempt.die()
+        else:
+            attempt.advance(opening)
+        if attempt.is_done:
+            self._end_attempt(slot, process)
+
+    def _end_attempt(self, slot: _Slot, process: SolverProcess) -> None:
+        """Keep the process of an attempt for the next job, or stop it."""
+        attempt = slot.attempt
+        self._forget_attempt(slot)
+        if attempt is None or not (attempt.has_result and process.is_reusable):
+            self._drop(slot)
+
+    def _forget_attempt(self, slot: _Slot) -> None:
+        attempt, slot.attempt = slot.attempt, None
+        if attempt is None:
+            return
+        job = attempt.job_after
+        if job is not None:
+            self._observer.ended(job, attempt.seconds)
+            if job.state is JobState.QUEUED:
+                self._new_jobs.set()
+        if self._attempts.get(attempt.job_id) is attempt:
+            del self._attempts[attempt.job_id]
+
+    def _drop(self, slot: _Slot, pause_s: float = 0.0) -> None:
+        """Stop the process of a slot; the next one starts after a pause."""
+        process, slot.process = slot.process, None
+        slot.is_faulty = slot.is_ready = False
+        slot.start_at = max(slot.start_at, time.monotonic() + pause_s)
+        self._forget_attempt(slot)
+        if process is not None:
+            process.stop()
+
+    def _report_failed_start(
+        self, slot: _Slot, process: SolverProcess, opening: Message | None
+    ) -> None:
+        """Log that a process did not start; after too many failures, fail a queued job with it."""
+        slot.num_failed += 1
+        why = process.describe_exit() if opening is None else opening.header.get("message", "")
+        _log().warning(f"a solver process did not start: {why}", action="engine.no_start")
+        if not self._is_broken(slot):
+            self._drop(slot, _PAUSE_S)
+            return
+        claim = self._claim()
+        if claim is None:
+            self._drop(slot, _LONG_PAUSE_S)
+        else:
+            self._begin_attempt(slot, process, claim, opening)
 
     def _claim(self) -> Claim | None:
+        """Return the next job; after a look without one, the next look is after ``poll_s``."""
         settings = self._settings
-        return self._store.claim(self._owner, settings.lease_s, settings.max_running)
+        self._new_jobs.clear()
+        self._claim_at = time.monotonic() + settings.poll_s
+        claim = self._store.claim(self._owner, settings.lease_s, settings.max_running)
+        if claim is not None:
+            self._new_jobs.set()
+        return claim
+
+    # Leases
 
     def _renew_leases(self) -> None:
         """Renew the leases of all attempts in one transaction, then wait until the next time."""
         running = {}
-        for attempt in list(self._attempts.values()):
+        is_stuck = time.monotonic() - self._waited_at > _MAX_WAIT_S + self._settings.lease_s
+        for attempt in [] if is_stuck else list(self._attempts.values()):
             lease = attempt.lease
             if lease is not None:
                 running[lease] = attempt
@@ -526,21 +721,26 @@ class SlotEngine:
                     attempt.lose()
                 elif is_cancelled[lease]:
                     attempt.cancel()
+            self._interrupt_wait()
         self._closing.wait(self._settings.heartbeat_s)
 
     def _return_borrowed(self) -> None:
         """Queue a borrowed job again if another key waits for its slot; wait for the next look.
 
         A job is borrowed if its key runs more than ``max_running``. Its best schedule is kept; a
-        job that would lose its work stays. Of several, the one of the lowest priority goes back,
-        the newest of equal ones. The other key must have waited since the last look: an idle slot
-        of any server serves it sooner.
+        job that would lose its work stays, and so does one whose priority precedes all turns. Of
+        several, the one of the lowest priority goes back, the newest of equal ones. The other key
+        must have waited since the last look: an idle slot of any server serves it sooner.
         """
         attempts = list(self._attempts.values())
         num_running = Counter(attempt.owner for attempt in attempts if attempt.owner)
         limit = self._settings.max_running
         borrowed = [
-            one for one in attempts if num_running[one.owner] > limit and one.keeps_schedule
+            one
+            for one in attempts
+            if num_running[one.owner] > limit
+            and one.keeps_schedule
+            and one.priority <= MAX_SHARED_PRIORITY
         ]
         num_slots = sum(not self._is_broken(slot) for slot in self._slots)
         seen, self._entitled = self._entitled, set()
@@ -548,57 +748,8 @@ class SlotEngine:
             self._entitled = self._store.entitled(self._owner, limit)
             if seen & self._entitled:
                 min(borrowed, key=lambda one: (one.priority, one.seconds)).give_back()
+                self._interrupt_wait()
         self._closing.wait(self._settings.poll_s)
-
-    def _report_lost_process(self, process: SolverProcess) -> None:
-        _log().warning(process.describe_exit(), action="engine.no_process")
-        self._closing.wait(_PAUSE_S)
-
-    def _report_failed_start(
-        self, slot: _Slot, process: SolverProcess, opening: Message | None
-    ) -> None:
-        """Log that a process did not start; after too many failures, fail a queued job with it."""
-        slot.num_failed += 1
-        why = process.describe_exit() if opening is None else opening.header.get("message", "")
-        _log().warning(f"a solver process did not start: {why}", action="engine.no_start")
-        if not self._is_broken(slot):
-            self._closing.wait(_PAUSE_S)
-            return
-        claim = self._claim()
-        if claim is not None:
-            self._solve(claim, process, opening)
-        else:
-            self._new_jobs.acquire(timeout=_LONG_PAUSE_S)
-
-    def _solve(self, claim: Claim, process: SolverProcess, opening: Message | None) -> bool:
-        """Run an attempt; return whether the process has finished, and may get another job."""
-        job_id = claim.lease.job_id
-        attempt = Attempt(
-            claim,
-            process,
-            self._store,
-            self._settings,
-            on_change=self._on_change,
-            closing=self._closing,
-        )
-        self._attempts[job_id] = attempt
-        _log().info(
-            "an attempt begins",
-            action="job.attempt",
-            job=job_id,
-            attempt=claim.lease.attempt,
-            process=process.name,
-        )
-        self._on_change(job_id)
-        self._observer.started(claim.job)
-        try:
-            attempt.run(opening)
-        finally:
-            if attempt.job_after is not None:
-                self._observer.ended(attempt.job_after, attempt.seconds)
-            if self._attempts.get(job_id) is attempt:
-                del self._attempts[job_id]
-        return attempt.has_result
 
     def _expire_leases(self) -> None:
         """Queue the jobs again whose lease has run out, then wait until the next check."""
@@ -700,6 +851,14 @@ def open_solvers(settings: Settings) -> Solvers:
     from optpipe_api.engine.ray import RaySolvers  # noqa: PLC0415
 
     return RaySolvers(settings)
+
+
+def _report(error: Exception) -> None:
+    """Log what a step raised, with its traceback if it is a fault of the engine."""
+    if isinstance(error, StoreUnavailableError | SolverFailedError):
+        _log().warning(str(error), action=f"engine.{error.code}")
+    else:
+        _log().error("a fault of the engine", action="engine.fault", exc_info=error)
 
 
 def _log() -> structlog.stdlib.BoundLogger:

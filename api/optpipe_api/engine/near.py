@@ -1,7 +1,8 @@
 """Near problems: which of their programs are legal for a new problem, and which are the best.
 
-Two problems of one shape are near if no time and no size differs by more than a quarter. Their
-programs are checked and simulated under the new problem, like those of a client.
+Two problems of one shape are near if no time and no size differs by more than a quarter. Memory
+limits may differ by any amount: they decide only whether programs are legal. The programs are
+checked and simulated under the new problem, like those of a client.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TOLERANCE = 0.25
 """Largest relative difference of a time or a size, to the larger of the two."""
 
 _SIZES = ("_ms", "_bytes", "_gb_per_s")
+_LIMIT = "memory_bytes"
 
 
 def is_near(value: Any, other: Any, name: str = "") -> bool:
@@ -40,6 +42,8 @@ def is_near(value: Any, other: Any, name: str = "") -> bool:
 
     ``name``: of the field that has these values.
     """
+    if name == _LIMIT:
+        return True
     if name.endswith(_SIZES):
         if value is None or other is None:
             return value is other

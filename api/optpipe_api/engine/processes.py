@@ -15,14 +15,15 @@ import time
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from optpipe.requests import JobKind
 from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import socket
+    from collections.abc import Callable, Sequence
 
     from optpipe_api.settings import Settings
 
@@ -48,7 +49,7 @@ __all__ = [
 # ==========  =========  ===========================================  ==========================
 # to          kind       header                                       documents
 # ==========  =========  ===========================================  ==========================
-# process     job        kind (of the job), options, is_carried,      those of the job, and
+# process     job        kind (of the job), options,                  those of the job, and
 #                        near (ids of jobs to start from)             problem and schedule of each
 # process     stop       (finish now, keep the best)
 # server      ready      (imports are done)
@@ -181,7 +182,7 @@ class SolverProcess(Protocol):
 
 
 class Solvers(Protocol):
-    """A source of solver processes; any thread may use it."""
+    """A source of solver processes; any thread may use it, but one at a time may wait."""
 
     @property
     def is_reachable(self) -> bool:
@@ -189,6 +190,12 @@ class Solvers(Protocol):
 
     def start(self) -> SolverProcess:
         """Start a process. Raises `SolverFailedError` if that is impossible."""
+
+    def wait(self, processes: Sequence[Any], wake: socket.socket, timeout_s: float) -> list[Any]:
+        """Return the processes that have a message or have ended, as soon as there is one.
+
+        It returns early if ``wake`` can be read. Only this thread uses the processes meanwhile.
+        """
 
     def close(self) -> None:
         """Release what the processes ran on, after all of them were stopped."""
@@ -217,7 +224,7 @@ class SolverChild:
     machine = MachineState.GIVEN
 
     def __init__(self, arguments: str) -> None:
-        self._connection, theirs = Pipe()
+        self.connection, theirs = Pipe()
         try:
             # -P: a file json.py in the current folder must not replace our json. The process group
             # of its own keeps Ctrl-C in a terminal for the server. Standard output goes to our
@@ -234,7 +241,7 @@ class SolverChild:
                 process_group=0,
             )
         except OSError:
-            self._connection.close()
+            self.connection.close()
             raise
         finally:
             theirs.close()
@@ -259,14 +266,14 @@ class SolverChild:
     def send_bytes(self, data: bytes) -> None:
         """Send an encoded message; a process that has ended ignores it."""
         try:
-            self._connection.send_bytes(data)
+            self.connection.send_bytes(data)
         except OSError:
             return
 
     def receive_bytes(self, timeout_s: float) -> bytes | None:
         """Return the next message, encoded; raises as `receive`."""
         try:
-            return self._connection.recv_bytes() if self._connection.poll(timeout_s) else None
+            return self.connection.recv_bytes() if self.connection.poll(timeout_s) else None
         except OSError as error:
             raise EOFError from error
 
@@ -282,7 +289,7 @@ class SolverChild:
     def stop(self) -> None:
         """End the process, and wait until it is gone."""
         self.end()
-        self._connection.close()
+        self.connection.close()
 
     def describe_exit(self, patience_s: float = 1.0) -> str:
         """Return a clause on how the process ended."""
@@ -318,6 +325,13 @@ class LocalSolvers:
                 f"cannot start a solver process: {error}; does this machine have memory and room "
                 "for another process? Lower OPTPIPE_SOLVER_PROCESSES or try again later"
             ) from error
+
+    def wait(
+        self, processes: Sequence[SolverChild], wake: socket.socket, timeout_s: float
+    ) -> list[SolverChild]:
+        """Return the processes that have a message or have ended."""
+        found = set(map(id, wait([*(one.connection for one in processes), wake], timeout_s)))
+        return [one for one in processes if id(one.connection) in found]
 
     def close(self) -> None:
         """Release nothing."""

@@ -27,6 +27,7 @@ import socket
 import time
 from collections import deque
 from functools import cache
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
@@ -44,7 +45,7 @@ from optpipe_api.engine.processes import (
 from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.pool import Pool
 
     from optpipe_api.settings import Settings
@@ -58,6 +59,8 @@ _CONNECT_S = 5.0
 _KEEP_S = 60.0
 """Jobs of an actor begin within this time. The start of an actor takes seconds."""
 _REACHABLE_S = 1.0
+_TICK_S = 0.02
+"""How long a wait for actors does not notice a request to return."""
 _DEATH_CAUSE = re.compile(r"The actor is dead because ([^.\n]+)")
 
 
@@ -102,7 +105,7 @@ class RayProcess:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._pending = actor.read.remote(_READ_S)
+        self.pending = actor.read.remote(_READ_S)
         self._messages: deque[Message] = deque()
         self._machine = MachineState.PENDING
         self._has_ended = False
@@ -124,6 +127,11 @@ class RayProcess:
         """Whether the actor has a node."""
         self._poll(0)
         return self._machine
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `receive` has a message or the end of the process to tell, without a wait."""
+        return bool(self._messages) or self._has_ended
 
     @property
     def is_alive(self) -> bool:
@@ -163,10 +171,10 @@ class RayProcess:
 
     def _poll(self, timeout_s: float) -> None:
         """Take in the result of the pending read, if it comes within the timeout."""
-        if self._has_ended or not ray.wait([self._pending], timeout=timeout_s)[0]:
+        if self._has_ended or not ray.wait([self.pending], timeout=timeout_s)[0]:
             return
         try:
-            data: bytes | None = ray.get(self._pending)
+            data: bytes | None = ray.get(self.pending)
         except RayError as error:
             self._machine, self._has_ended = MachineState.LOST, True
             self._death = _describe_death(error)
@@ -179,7 +187,7 @@ class RayProcess:
             return
         if data:
             self._messages.append(decode(data))
-        self._pending = self._actor.read.remote(_READ_S)
+        self.pending = self._actor.read.remote(_READ_S)
 
 
 class RaySolvers:
@@ -218,6 +226,22 @@ class RaySolvers:
                 f"cannot start a solver process on the Ray cluster: {_first_line(error)}; is the "
                 "cluster that RAY_ADDRESS names up?"
             ) from error
+
+    def wait(
+        self, processes: Sequence[RayProcess], wake: socket.socket, timeout_s: float
+    ) -> list[RayProcess]:
+        """Return the processes that have a message or have ended; one call waits for all actors."""
+        found = [one for one in processes if one.has_news]
+        pending = {one.pending: one for one in processes}
+        deadline = time.monotonic() + timeout_s
+        while not found and not wait([wake], 0 if pending else timeout_s):
+            left_s = deadline - time.monotonic()
+            if not pending or left_s <= 0:
+                break
+            if ray.wait(list(pending), timeout=min(left_s, _TICK_S))[0]:
+                done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+                found = [pending[one] for one in done]
+        return found
 
     @property
     def is_reachable(self) -> bool:

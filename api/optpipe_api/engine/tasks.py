@@ -65,10 +65,6 @@ def _solve(channel: Channel, job: Message, solve: Callable[..., Result]) -> Mess
     reporter = ProgressReporter(channel, options["seed"], problem)
     last = job.documents.get("schedule")
     start = _start_near(channel, job, problem, reporter) if last is None else load_schedule(last)
-    start_method = "given start" if start is None else start.provenance.method
-    if start is not None and job.header["is_carried"]:
-        start_method = "tighter problem"
-        reporter.report_start(problem, start.programs, start_method)
     robust = {}
     if options.get("robust") is not None:
         from optpipe_solver.last_steps import Robust  # noqa: PLC0415 - heavy; after the limits
@@ -79,7 +75,7 @@ def _solve(channel: Channel, job: Message, solve: Callable[..., Result]) -> Mess
         problem,
         **{name: options[name] for name in _OF_SOLVE},
         start=None if start is None else start.programs,
-        start_method=start_method,
+        start_method="given start" if start is None else start.provenance.method,
         **robust,
         on_progress=reporter,
         should_stop=channel.stop.is_set,
@@ -308,7 +304,7 @@ class ProgressReporter:
     def report_start(
         self, problem: Problem, programs: Programs, method: str, bound_ms: float | None = None
     ) -> None:
-        """Send programs of a tighter or near problem as the first schedule of this problem.
+        """Send programs of a near problem as the first schedule of this problem.
 
         Raises `IllegalScheduleError` if they are illegal here.
         """

@@ -270,6 +270,9 @@ async def _load_view(service: Service, batch_id: str, caller: Principal) -> tupl
                 job_id=item.job.id,
                 values=item.plan.values,
                 memory_bytes=max(item.plan.memory_bytes),
+                objective_ms=item.source.objective_ms,
+                gap=item.gap,
+                schedule_job_id=item.schedule_job_id,
             )
             for item in items
         ]

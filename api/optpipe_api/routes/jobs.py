@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.answers import Event, Job, JobList, JobState
+from optpipe.answers import CancelledJobs, Event, Job, JobList, JobState
 from optpipe.explain import Explanation
 from optpipe.formats.tables import dump_comparison
 from optpipe.requests import (
@@ -127,8 +127,8 @@ def add_submit_route(
         else:
             new = await parse_body(request, service, read_job, *limits, model)
         with count_waiting(service, caller, wait):
-            job = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
-            return await _answer_job(request, service, caller, job, wait)
+            job, trace = await run_in_threadpool(service.jobs.submit, new, caller, idempotency_key)
+            return await _answer_job(request, service, caller, job, wait, trace=trace)
 
     target.add_api_route(
         path,
@@ -177,16 +177,24 @@ add_submit_route(
 
 
 async def _answer_job(
-    request: Request, service: Service, caller: Principal, job: JobRecord, wait_s: float
+    request: Request,
+    service: Service,
+    caller: Principal,
+    job: JobRecord,
+    wait_s: float,
+    *,
+    trace: Sequence[TracePoint] | None = None,
 ) -> Response:
     """Return the view of a job after waiting for its end.
 
-    If the job was deleted in the meantime, the view is of the last known record.
+    If the job was deleted in the meantime, the view is of the last known record. ``trace``: of a
+    new job; a new job that has ended is not read again.
     """
-    if wait_s > 0:
+    is_known = trace is not None and job.state.is_final
+    if wait_s > 0 and not is_known:
         job = await wait_while_connected(request, service.jobs.wait(job, wait_s), wait_s) or job
-    view = _view_job(job, caller, [])
-    if not job.is_untouched:
+    view = _view_job(job, caller, trace or [])
+    if not (is_known or job.is_untouched):
         with suppress(JobNotFoundError):
             view = await run_in_threadpool(_load_view, service, job.id, caller)
     status = 200 if view.is_finished else 202
@@ -257,6 +265,24 @@ def look(job_id: str, service: Serving, caller: Reader) -> Job:
 def delete(job_id: str, service: Serving, caller: Submitter) -> None:
     """Delete an ended job with its problem, schedule and history. 409 if it has not ended."""
     service.jobs.delete(job_id, caller)
+
+
+@router.post(
+    "/cancel",
+    status_code=202,
+    dependencies=KNOWN_PARAMETERS_ONLY,
+    responses=documented(403, 404),
+    summary="Cancel all jobs of an owner",
+)
+def cancel_owner(
+    service: Serving,
+    caller: Submitter,
+    owner: Annotated[
+        str, Query(max_length=100, description="Name of a key; yours, unless you are admin.")
+    ],
+) -> CancelledJobs:
+    """Cancel the queued jobs of an owner, stop the running ones; each keeps its best schedule."""
+    return CancelledJobs(num_jobs=service.jobs.cancel_owner(owner, caller))
 
 
 @router.post(

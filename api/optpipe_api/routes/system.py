@@ -7,15 +7,15 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict
 
-from optpipe.answers import Health, Readiness
+from optpipe.answers import AuditList, AuditView, Health, Readiness
 from optpipe.model import Model
 from optpipe.plot.scene import COMPONENTS
 from optpipe.problem import Problem
@@ -23,7 +23,17 @@ from optpipe.schedule import Schedule
 from optpipe_api.access import Role
 from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
-from optpipe_api.routes.common import TEXT, ConstantDocument, Reader, Serving, tagged
+from optpipe_api.routes.common import (
+    KNOWN_PARAMETERS_ONLY,
+    TEXT,
+    ConstantDocument,
+    Cursor,
+    Limit,
+    Reader,
+    Serving,
+    split_page,
+    tagged,
+)
 from optpipe_api.telemetry import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -82,6 +92,37 @@ class KeyView(BaseModel):
 async def key(caller: Reader) -> KeyView:
     """Return the name and the role of the request's key, but not the key."""
     return KeyView(name=caller.name, role=caller.role)
+
+
+@router.get(
+    "/v1/audit",
+    dependencies=KNOWN_PARAMETERS_ONLY,
+    responses=documented(403),
+    summary="List who changed what, newest first",
+)
+def audit(
+    *,
+    service: Serving,
+    caller: Reader,
+    subject: Annotated[
+        str | None, Query(max_length=100, description="Id of a job or batch, or name of a key.")
+    ] = None,
+    actor: Annotated[
+        str | None, Query(max_length=100, description="Name of the key that made the change.")
+    ] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> AuditList:
+    """Return a page of cancellations, resumptions, deletions and changes of keys.
+
+    Only admins may read it. `next` is the `cursor` of the next page. A job names its owner, who
+    submitted it; its deletion adds that as an entry `submit`. Entries are deleted after
+    `retention_days`.
+    """
+    before = service.cursors.decode(cursor)
+    found = service.jobs.audit(limit + 1, before, caller, subject=subject, actor=actor)
+    page, following = split_page(service, found, limit)
+    return AuditList(entries=tuple(map(AuditView.of, page)), next=following)
 
 
 # --- The JSON Schemas of the file formats.

@@ -7,7 +7,6 @@ process.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,20 @@ from optpipe.formats.tables import SweepRow
 from optpipe.problem import MAX_CELLS
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
-from optpipe.sweep import Point, family_of, frontier, label_of, memory_of, tighter_ones
+from optpipe.sweep import (
+    Point,
+    best_sources,
+    carried_message,
+    family_of,
+    frontier,
+    label_of,
+    memory_of,
+    tighter_ones,
+)
 from optpipe_api.access import Role
 from optpipe_api.errors import (
     BatchNotFoundError,
     BodyTooHeavyError,
-    JobNotFoundError,
     StateConflictError,
     TooLargeToDrawError,
 )
@@ -85,10 +92,10 @@ class BatchService:
         One item is the problem without a change. Its result is the gain of more search time alone.
         It is left out if the job is proven optimal.
 
-        Raises `StateConflictError` if the job has not ended, or has ended without a schedule;
-        `InfeasibleProblemError` if it is proven infeasible; `TooLargeToDrawError` if the changes
-        take too much time or memory; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if
-        there are more items than a batch may have.
+        Raises `StateConflictError` if the job has not ended, or has ended without a schedule.
+        Raises `InfeasibleProblemError` if it is proven infeasible, and `TooLargeToDrawError` if the
+        changes take too much time or memory. Raises `TooManyBodiesError` as `ParsePool.run`, and
+        `RequestError` if there are more items than a batch may have.
         """
         job, problem, schedule = await run_in_threadpool(
             self._load_ended_job, batch.what_if, caller
@@ -206,13 +213,26 @@ class BatchService:
     def load(
         self, batch_id: str, caller: Principal
     ) -> tuple[BatchRecord, BatchPlan, list[BatchItem]]:
-        """Return a batch, its plan, and its items in order."""
+        """Return a batch, its plan, and its items in order.
+
+        An item whose tighter items have a shorter schedule has that schedule as its source. Under
+        noise no schedule is carried over: there the best schedule is not the shortest.
+        """
         batch = self.find(batch_id, caller)
         plan = self._store.plan(batch_id)
-        items = [
-            BatchItem(index=job.batch_index, plan=plan.items[job.batch_index], job=job)
+        jobs = {
+            job.batch_index: job
             for job in self._store.jobs(batch_id)
             if job.batch_index is not None
+        }
+        found = [
+            jobs[index].objective_ms if index in jobs else None for index in range(len(plan.items))
+        ]
+        tighter = [item.tighter if plan.options.robust is None else () for item in plan.items]
+        sources = best_sources(found, tighter)
+        items = [
+            BatchItem(index=index, plan=plan.items[index], job=job, source=jobs[sources[index]])
+            for index, job in jobs.items()
         ]
         return batch, plan, items
 
@@ -225,14 +245,14 @@ class BatchService:
                 values=item.plan.values,
                 name=item.job.name,
                 state=item.job.state.value,
-                objective_ms=item.job.objective_ms,
+                objective_ms=item.source.objective_ms,
                 bound_ms=item.job.bound_ms,
-                gap=item.job.gap,
+                gap=item.gap,
                 memory_bytes=max(item.plan.memory_bytes),
                 seconds=item.job.spent_s if item.job.state.is_final else None,
                 problem_hash=item.job.problem_hash,
                 job_id=item.job.id,
-                message=None if item.job.error is None else item.job.error.message,
+                message=_message_of(item),
             )
             for item in items
         ]
@@ -259,13 +279,8 @@ class BatchService:
     def cancel(self, batch_id: str, caller: Principal) -> BatchRecord:
         """Cancel queued items now, and stop running ones as soon as they notice."""
         self.find(batch_id, caller)
-        for job in self._store.cancel(batch_id):
-            if job.state is JobState.RUNNING:
-                # The job may have ended and been deleted since.
-                with suppress(JobNotFoundError):
-                    self._jobs.cancel(job.id, caller)
-            else:
-                self._jobs.publish(job)
+        for job in self._store.cancel(batch_id, caller.name):
+            self._jobs.stop(job)
         return self._store.get(batch_id)
 
     def retry(self, batch_id: str, caller: Principal) -> BatchRecord:
@@ -278,6 +293,7 @@ class BatchService:
             batch_id,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._settings.max_jobs_per_key if owner else None,
+            actor=caller.name,
         )
         for job in retried:
             self._jobs.publish(job)
@@ -286,7 +302,7 @@ class BatchService:
     def delete(self, batch_id: str, caller: Principal) -> None:
         """Delete an ended batch and its jobs; raises `StateConflictError` if one has not ended."""
         self.find(batch_id, caller)
-        self._store.delete(batch_id)
+        self._store.delete(batch_id, caller.name)
         self._changes.publish(batch_id)
 
     # Waiting
@@ -312,6 +328,13 @@ def _request_hash(batch: ReadBatch) -> str:
     subject = batch.what_if or [item.job.problem_hash for item in batch.items]
     axes = {} if batch.what_if else batch.axes
     return hash_of([subject, batch.name, axes, batch.tags, batch.priority, asdict(batch.options)])
+
+
+def _message_of(item: BatchItem) -> str | None:
+    message = None if item.job.error is None else item.job.error.message
+    if item.source is item.job:
+        return message
+    return carried_message(f"job {item.source.id} ({item.source.name})", message)
 
 
 # --- The items of a what-if.

@@ -25,6 +25,7 @@ from optpipe_api.jobs import (
     AttemptOutcome,
     DocumentKind,
     JobEvent,
+    TracePoint,
 )
 from optpipe_api.services.events import Followers, Watch
 
@@ -34,13 +35,7 @@ if TYPE_CHECKING:
     from optpipe.answers import JobOptions
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
-    from optpipe_api.jobs import (
-        HistoryEntry,
-        JobRecord,
-        NewJob,
-        StoredSchedule,
-        TracePoint,
-    )
+    from optpipe_api.jobs import AuditEntry, HistoryEntry, JobRecord, NewJob, StoredSchedule
     from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
@@ -135,27 +130,32 @@ class JobService:
 
     # Submitting
 
-    def submit(self, new: NewJob, caller: Principal, key: str | None = None) -> JobRecord:
+    def submit(
+        self, new: NewJob, caller: Principal, key: str | None = None
+    ) -> tuple[JobRecord, list[TracePoint] | None]:
         """Queue a job, or store it with its known answer; a repeated key returns the first job.
+
+        Returns the job and the trace of a new job; None if the job is not new.
 
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
         `JobStore.add`; `RequestError` if the priority is not allowed for the caller's role.
         """
         check_priority(new.priority, caller)
-        owned = replace(new, owner=caller.name, idempotency_key=key)
-        return self.add(self.cache.complete(owned))
-
-    def add(self, new: NewJob) -> JobRecord:
-        """Store a job, or return the job that its key stored before; raises as `submit`."""
+        new = self.cache.complete(replace(new, owner=caller.name, idempotency_key=key))
         job, is_new = self._store.add(
             new,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
             max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
-        if is_new:
-            self.publish_new(job)
-        return job
+        if not is_new:
+            return job, None
+        self.publish_new(job)
+        answer = new.finished
+        if answer is None or not job.has_schedule:
+            return job, []
+        numbers = {"objective_ms": job.objective_ms, "bound_ms": job.bound_ms}
+        return job, [TracePoint(seconds=0.0, method=answer.method, **numbers)]
 
     def publish_new(self, job: JobRecord) -> None:
         """Publish a stored job to engine, followers and observer."""
@@ -249,15 +249,47 @@ class JobService:
     def delete(self, job_id: str, caller: Principal) -> None:
         """Delete an ended job and all its documents; raises as `JobStore.delete`."""
         self.find(job_id, caller)
-        self._store.delete(job_id)
+        self._store.delete(job_id, caller.name)
 
     def cancel(self, job_id: str, caller: Principal) -> JobRecord:
         """Cancel a queued job, or request the end of a running job."""
         self.find(job_id, caller)
-        job = self._store.request_cancel(job_id)
-        self._engine.cancel(job_id)
-        self.publish(job)
+        job = self._store.request_cancel(job_id, caller.name)
+        self.stop(job)
         return job
+
+    def stop(self, job: JobRecord) -> None:
+        """Publish the stored cancellation of a job, and stop its attempt at this server."""
+        self._engine.cancel(job.id)
+        self.publish(job)
+
+    def cancel_owner(self, owner: str, caller: Principal) -> int:
+        """Cancel all unfinished jobs of an owner; return how many there were.
+
+        Raises `ForbiddenError` unless the caller is an admin or the owner.
+        """
+        if owner != caller.name:
+            caller.require(Role.ADMIN)
+        jobs = self._store.cancel_owner(owner, caller.name)
+        for job in jobs:
+            self.stop(job)
+        return len(jobs)
+
+    def audit(
+        self,
+        limit: int,
+        before: int | None,
+        caller: Principal,
+        *,
+        subject: str | None = None,
+        actor: str | None = None,
+    ) -> list[AuditEntry]:
+        """Return entries of the audit log as `JobStore.audit`, for admins only.
+
+        Raises `ForbiddenError`.
+        """
+        caller.require(Role.ADMIN)
+        return self._store.audit(limit, before, subject=subject, actor=actor)
 
     def resume(self, job_id: str, seconds: float, caller: Principal) -> JobRecord:
         """Queue a finished job again with more time; it continues from its best schedule.
@@ -270,6 +302,7 @@ class JobService:
         job = self._store.resume(
             job_id,
             seconds,
+            actor=caller.name,
             max_time_limit_s=settings.max_time_limit_s,
             max_queued=settings.max_queued_jobs,
             max_of_owner=settings.max_jobs_per_key if caller.name else None,

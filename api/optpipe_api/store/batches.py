@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.answers import JobState
 from optpipe_api.errors import BatchNotFoundError, StateConflictError
-from optpipe_api.jobs import BatchPlan, BatchRecord, BatchStanding
+from optpipe_api.jobs import AuditAction, BatchPlan, BatchRecord, BatchStanding
 from optpipe_api.store import statements as sql
 from optpipe_api.store.database import reading, writing
 from optpipe_api.store.jobs import insert_job
 from optpipe_api.store.shared import (
+    add_audit,
     add_once,
     cancel,
     check_limits,
     delete_jobs,
     groups_of_ids,
-    hand_on,
     jobs_of,
     new_columns,
     page_rows,
@@ -93,13 +93,11 @@ class BatchStore:
             now = self._now()
             values = new_columns(new, now) | {"document": to_json(new.plan)}
             row = connection.execute(sql.INSERT_BATCH, values).one()
-            # Claims take the tighter items first. The others start from their schedules.
+            # Claims take the tighter items first, so that the others can start near theirs.
             num_tighter = [len(item.tighter) for item in new.plan.items]
             for index in sorted(range(len(items)), key=num_tighter.__getitem__):
                 item = replace(items[index], batch_id=row.id, batch_index=index)
                 insert_job(connection, item, now)
-            for job in connection.execute(sql.ITEMS, {"batch_id": row.id}).all():
-                hand_on(connection, job, now, new.plan)
             jobs = connection.execute(sql.ITEMS, {"batch_id": row.id}).all()
             return _batches_of(connection, [row])[0], jobs_of(connection, jobs)
 
@@ -151,20 +149,22 @@ class BatchStore:
 
     # Changing
 
-    def cancel(self, batch_id: str) -> list[JobRecord]:
+    def cancel(self, batch_id: str, actor: str = "") -> list[JobRecord]:
         """Cancel the queued jobs of a batch, mark the running jobs; return both as they are now."""
         with writing(self._engine) as connection:
             _find(connection, batch_id)
-            rows = _lock_items(connection, batch_id, sql.UNFINISHED)
-            return jobs_of(connection, [cancel(connection, row, self._now()) for row in rows])
+            rows, now = _lock_items(connection, batch_id, sql.UNFINISHED), self._now()
+            ids = [row.id for row in rows]
+            add_audit(connection, now, actor, AuditAction.CANCEL, batch_id, *ids)
+            return jobs_of(connection, [cancel(connection, row, now) for row in rows])
 
-    def delete(self, batch_id: str) -> None:
+    def delete(self, batch_id: str, actor: str = "") -> None:
         """Delete a batch with its jobs, documents and histories.
 
         Raises `StateConflictError` if a job has not ended.
         """
         with writing(self._engine) as connection:
-            _find(connection, batch_id)
+            batch = _find(connection, batch_id)
             rows = _lock_items(connection, batch_id, [*sql.UNFINISHED, *sql.FINAL])
             num_left = sum(row.state in sql.UNFINISHED for row in rows)
             if num_left:
@@ -172,10 +172,13 @@ class BatchStore:
                     f"batch {batch_id} has {num_left} jobs that wait or run: only an ended batch "
                     f"can be deleted; cancel it first: POST /v1/batches/{batch_id}/cancel"
                 )
+            subjects = [batch_id, *(row.id for row in rows)]
+            add_audit(connection, batch.created_at, batch.owner, AuditAction.SUBMIT, *subjects)
+            add_audit(connection, self._now(), actor, AuditAction.DELETE, *subjects)
             delete_jobs(connection, rows)
 
     def retry(
-        self, batch_id: str, *, max_queued: int, max_of_owner: int | None = None
+        self, batch_id: str, *, max_queued: int, max_of_owner: int | None = None, actor: str = ""
     ) -> list[JobRecord]:
         """Queue the failed jobs of a batch again, each with the time limit of its submission.
 
@@ -192,6 +195,8 @@ class BatchStore:
                 if not job.is_proven
             ]
             owner, num_failed = batch.owner, len(failed)
+            ids = [job.id for _, job in failed]
+            add_audit(connection, self._now(), actor, AuditAction.RESUME, batch_id, *ids)
             check_limits(connection, owner, num_failed, max_queued, max_of_owner=max_of_owner)
             first_s = plan_of(batch.document).options.time_limit_s
             retried = []

@@ -8,8 +8,8 @@ The tests in `tests/api/store` check it on both databases.
 3. **Compare and set.** A state changes only along `jobs.transition`. The job must still be in the
    state, and under the lease, that the caller names. Otherwise the method returns None, and the
    caller must stop working on the job. Two claims never return the same attempt of a job.
-4. **Final.** A finished job refuses every write. Only `resume`, or the end of a tighter item of its
-   batch, queues it again.
+4. **Final.** A finished job refuses every write. Only its owner queues it again, by `resume` or by
+   the retry of its batch.
 5. **Leases.** A running job has an owner, and a time until which the lease holds. `heartbeat`,
    `record` and `tell` move that time. `expire` takes back the jobs whose lease has run out, and
    those whose owner the caller knows to be gone. It queues them again; it cancels a job if that was
@@ -22,14 +22,17 @@ The tests in `tests/api/store` check it on both databases.
 8. **Owners take turns.** The next job belongs to the owner with the fewest running jobs. Among
    several such owners, it belongs to the one whose last claim is the oldest. Within an owner the
    highest priority is first, then the oldest job. Only priorities above `MAX_SHARED_PRIORITY`
-   precede all turns. An owner that runs its maximum at a server gets another slot of it only if no
-   other owner has a queued job. `page` lists newest first. It neither repeats nor skips a job that
-   existed when the first page was read.
+   precede all turns. Below that an owner that runs its maximum at a server gets another slot of it
+   only if no other owner has a queued job. `page` lists newest first. It neither repeats nor skips
+   a job that existed when the first page was read.
 9. **History.** Every change of state, better schedule, higher bound and death is an entry, written
    in the transaction of the change. Numbers of entries grow within a job in the order in which
    readers can see them. A reader of all entries up to a number misses none by reading later ones.
    The last entry of a finished job is its state. A job with a schedule has an incumbent entry of
    its objective.
+10. **Audit.** A cancellation, resumption or deletion is an entry of the audit log, with its
+   ``actor``, in the same transaction. The entry remains when the job is deleted. A job itself says
+   who submitted it and when; its deletion makes that an entry, too.
 
 Methods block: call them from a thread, never from the event loop. Several threads may call them at
 the same time. They raise `StoreUnavailableError` if the database does not answer. Methods that take
@@ -49,6 +52,8 @@ from optpipe_api.errors import JobNotFoundError, KeyReusedError, StateConflictEr
 from optpipe_api.jobs import (
     MAX_SHARED_PRIORITY,
     AttemptOutcome,
+    AuditAction,
+    AuditEntry,
     Claim,
     DocumentKind,
     Documents,
@@ -68,20 +73,22 @@ from optpipe_api.store.database import reading, writing
 from optpipe_api.store.shared import (
     EQUAL,
     FIRST_LIMIT,
+    add_audit,
     add_entry,
     add_once,
     cancel,
+    cancel_owner,
     change_state,
     check_limits,
     delete_jobs,
     groups_of_ids,
-    hand_on,
     is_id,
+    job_of,
     jobs_of,
     key_digest,
+    new_entry,
     options_of,
     page_rows,
-    plan_of,
     prolong,
     put_documents,
     row_by_id,
@@ -89,7 +96,7 @@ from optpipe_api.store.shared import (
     to_json,
     to_record,
 )
-from optpipe_api.store.tables import jobs
+from optpipe_api.store.tables import audit, jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,14 +104,11 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from optpipe.requests import JobKind
-    from optpipe_api.jobs import BatchPlan
 
 __all__ = ["AttemptOutcome", "JobStore", "insert_job"]
 
 _MAX_LOG_CHARACTERS = 1000
-_MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
-"""After so many attempts an item of a batch ends by this event, even with a worse schedule."""
-_ANY_MS = 1e300
+_LAST_POSITION = 2**62
 _OF_SCHEDULE = {DocumentKind.SCHEDULE, DocumentKind.PROBLEM, DocumentKind.TUNED}
 """The documents that are replaced only with a schedule at least as good."""
 NO_DOCUMENTS: Documents = {}
@@ -152,7 +156,7 @@ class JobStore:
                 num_new=1,
                 max_kept=max_kept,
             )
-            return jobs_of(connection, [insert_job(connection, new, self._now())])[0], True
+            return job_of(insert_job(connection, new, self._now()), new.tags), True
 
         def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
             if digest is None:
@@ -225,22 +229,23 @@ class JobStore:
     ) -> tuple[JobRecord, dict[str, str], str] | None:
         """Return an owner's newest accepted job of one problem or model that has an answer.
 
-        Its documents of these kinds and its method come with it, all of one moment. Of the jobs
-        that succeeded or are infeasible, ``limit`` are looked at.
+        The job has no tags here. Its documents of these kinds and its method come with it, all of
+        one moment. Of the jobs that succeeded or are infeasible, ``limit`` are looked at.
         """
-        parameters = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
+        parameters: dict[str, Any] = {"hash": problem_hash, "kind": kind.value, "owner": owner}
+        parameters |= {"kinds": [one.value for one in kinds], "before": _LAST_POSITION}
         with reading(self._engine) as connection:
-            # One at a time: the newest is nearly always accepted.
-            for row in connection.execute(sql.SAME_JOBS, parameters).all():
-                (job,) = jobs_of(connection, [row])
-                if not accepts(job):
-                    continue
-                wanted = {"id": job.id, "kinds": [one.value for one in kinds]}
-                found = connection.execute(sql.DOCUMENTS_OF_JOB, wanted)
-                texts = {one.kind: one.document for one in found if one.kind is not None}
-                if job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts:
-                    method = connection.execute(sql.NEWEST_METHOD, {"at": job.position})
-                    return job, texts, method.scalar_one_or_none() or ""
+            # One at a time, with its documents: the newest is nearly always accepted.
+            for _ in range(limit):
+                rows = connection.execute(sql.SAME_JOB, parameters).all()
+                if not rows:
+                    return None
+                job = job_of(rows[0], ())
+                texts = {row.document_kind: row.document for row in rows if row.document_kind}
+                has_answer = job.state is JobState.INFEASIBLE or DocumentKind.SCHEDULE in texts
+                if has_answer and accepts(job):
+                    return job, texts, rows[0].method or ""
+                parameters["before"] = job.position
             return None
 
     def near(self, shape_hash: str, *, owner: str, limit: int) -> dict[str, dict[str, str]]:
@@ -315,19 +320,45 @@ class JobStore:
             ids = connection.execute(sql.QUEUE_OF_OWNER, {"owner": owner}).scalars()
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
+    def audit(
+        self,
+        limit: int,
+        before: int | None = None,
+        *,
+        subject: str | None = None,
+        actor: str | None = None,
+    ) -> list[AuditEntry]:
+        """Return up to ``limit`` entries of the audit log, newest first, below ``before``.
+
+        A subject and an actor restrict the entries if they are given.
+        """
+        filters = {"before": before, "subject": subject, "actor": actor}
+        with reading(self._engine) as connection:
+            rows = page_rows(connection, audit, limit, filters)
+            return [to_record(AuditEntry, row, action=AuditAction(row.action)) for row in rows]
+
     # Changing a job from outside
 
-    def request_cancel(self, job_id: str) -> JobRecord:
+    def request_cancel(self, job_id: str, actor: str = "") -> JobRecord:
         """Cancel a queued job, mark a running job, leave a finished job; return the job."""
         with writing(self._engine) as connection:
             row = _find(connection, job_id, lock=True)
-            return jobs_of(connection, [cancel(connection, row, self._now())])[0]
+            now = self._now()
+            if row.state in sql.UNFINISHED:
+                add_audit(connection, now, actor, AuditAction.CANCEL, job_id)
+            return jobs_of(connection, [cancel(connection, row, now)])[0]
+
+    def cancel_owner(self, owner: str, actor: str = "") -> list[JobRecord]:
+        """Cancel the queued jobs of an owner, mark the running jobs; return both."""
+        with writing(self._engine) as connection:
+            return jobs_of(connection, cancel_owner(connection, owner, actor, self._now()))
 
     def resume(
         self,
         job_id: str,
         seconds: float,
         *,
+        actor: str = "",
         max_time_limit_s: float,
         max_queued: int,
         max_of_owner: int | None = None,
@@ -360,9 +391,11 @@ class JobStore:
                     f"{old_s + seconds} s, more than {max_time_limit_s} "
                     "(OPTPIPE_MAX_TIME_LIMIT_S); ask for less"
                 ).at("/time_limit_s")
-            return jobs_of(connection, [prolong(connection, row, job, seconds, self._now())])[0]
+            now = self._now()
+            add_audit(connection, now, actor, AuditAction.RESUME, job_id)
+            return jobs_of(connection, [prolong(connection, row, job, seconds, now)])[0]
 
-    def delete(self, job_id: str) -> None:
+    def delete(self, job_id: str, actor: str = "") -> None:
         """Delete an ended job, its documents and its history, and the batch of the last job.
 
         Raises `StateConflictError` if the job has not ended.
@@ -374,15 +407,18 @@ class JobStore:
                     f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
                     f"first: POST /v1/jobs/{job_id}/cancel"
                 )
+            add_audit(connection, row.created_at, row.owner, AuditAction.SUBMIT, job_id)
+            add_audit(connection, self._now(), actor, AuditAction.DELETE, job_id)
             delete_jobs(connection, [row])
 
     def delete_finished(self, before: float, limit: int = 500) -> int:
         """Delete up to ``limit`` jobs that ended before a time, oldest first; return how many.
 
         Jobs of a batch remain until all of them are old; the batch is deleted with the last of
-        them.
+        them. Entries of the audit log from before that time are deleted, too.
         """
         with writing(self._engine) as connection:
+            connection.execute(sql.DELETE_OLD_AUDIT, {"before": before})
             parameters = {"before": before, "most": limit}
             rows = connection.execute(sql.OLD_JOBS_LOCKED, parameters).all()
             if rows:
@@ -394,8 +430,8 @@ class JobStore:
     def claim(self, owner: str, lease_s: float, max_running: int | None = None) -> Claim | None:
         """Take the queued job that is next; None without one.
 
-        ``owner``: of the lease. ``max_running``: so many jobs of one API key may run under leases
-        of this owner while jobs of other keys are queued; None = any number.
+        ``owner``: of the lease. ``max_running``: the number of jobs of one API key that may run
+        under leases of this owner while other keys have queued jobs; None = any number.
         """
         # Idle slots claim often. A look needs no write lock.
         with reading(self._engine) as connection:
@@ -426,21 +462,11 @@ class JobStore:
             )
             if claimed is None:
                 return None
-            plan = _plan_of_batch(connection, row)
-            better = _best_tighter(connection, row, plan, row.objective_ms, sql.BEST_ITEM)
-            if better is not None:
-                text = f"starts from the schedule of job {better.id}, whose problem is tighter"
-                add_entry(connection, row, now, EventKind.LOG, text=text)
-            positions = {"at": row.position, "start_at": (better or row).position}
-            texts = {
-                row.kind: row.document
-                for row in connection.execute(sql.DOCUMENTS_TO_CLAIM, positions)
-            }
+            rows = connection.execute(sql.DOCUMENTS_TO_CLAIM, {"at": row.position})
             return Claim(
                 lease=Lease(row.id, owner, claimed.attempt),
                 job=jobs_of(connection, [claimed])[0],
-                documents=texts,
-                is_carried=better is not None,
+                documents={row.kind: row.document for row in rows},
             )
 
     def entitled(self, server: str, max_running: int) -> set[str]:
@@ -514,8 +540,7 @@ class JobStore:
     def finish(self, lease: Lease, outcome: AttemptOutcome) -> JobRecord | None:
         """End a running job; None if the lease is lost.
 
-        The outcome replaces the job's best where it is better. An item of a batch is queued again
-        instead if a tighter item has ended with a better schedule.
+        The outcome replaces the job's best where it is better.
         """
         with writing(self._engine) as connection:
             row = _leased(connection, lease)
@@ -538,15 +563,8 @@ class JobStore:
                 # Under noise the best schedule is not the shortest.
                 is_chosen=options_of(row).robust is not None,
             )
-            plan = _plan_of_batch(connection, row, lock=True)
-            event, error = outcome.event, outcome.error
-            if row.attempt <= _MOST_ROUNDS.get(event, 0):
-                own_ms = better.get("objective_ms", row.objective_ms)
-                if _best_tighter(connection, row, plan, own_ms, sql.BEST_ENDED_ITEM):
-                    event, error = JobEvent.REQUEUE, None
-            better["error"] = None if error is None else to_json(error)
-            ended = change_state(connection, row, event, now, spent_s=spent_s, **better)
-            hand_on(connection, ended, now, plan)
+            better["error"] = None if outcome.error is None else to_json(outcome.error)
+            ended = change_state(connection, row, outcome.event, now, spent_s=spent_s, **better)
             return None if ended is None else jobs_of(connection, [ended])[0]
 
     def requeue(
@@ -620,24 +638,17 @@ def insert_job(connection: sa.Connection, new: NewJob, now: float) -> sa.Row[Any
     if new.tags:
         tags = [{"position": row.position, "tag": tag} for tag in set(new.tags)]
         connection.execute(sql.INSERT_TAG, tags)
-    if new.finished is None:
-        add_entry(connection, row, now, EventKind.STATE, text=state.value)
-        if new.start is not None and new.cache is Cache.NEAR:
-            text = f"started from a schedule of job {new.source_id}"
-            add_entry(connection, row, now, EventKind.LOG, text=text)
+    entries = []
+    if new.finished is None and new.start is not None and new.cache is Cache.NEAR:
+        text = f"started from a schedule of job {new.source_id}"
+        entries.append(new_entry(row, now, EventKind.LOG, text=text))
     if known is not None and DocumentKind.SCHEDULE in texts:
-        add_entry(
-            connection,
-            row,
-            now,
-            EventKind.INCUMBENT,
-            seconds=0.0,
-            method=known.method,
-            objective_ms=known.objective_ms,
-            bound_ms=known.bound_ms,
-        )
-    if new.finished is not None:
-        add_entry(connection, row, now, EventKind.STATE, text=state.value)
+        numbers = {"objective_ms": known.objective_ms, "bound_ms": known.bound_ms}
+        incumbent = {"seconds": 0.0, "method": known.method, **numbers}
+        entries.append(new_entry(row, now, EventKind.INCUMBENT, **incumbent))
+    entry = new_entry(row, now, EventKind.STATE, text=state.value)
+    entries.insert(0 if new.finished is None else len(entries), entry)
+    connection.execute(sql.INSERT_EVENT, entries)
     return row
 
 
@@ -712,7 +723,6 @@ def _give_back(
     """Return a running job to the queue; end it if it was cancelled or died too often."""
     deaths = row.deaths + (death is not None)
     event, error = JobEvent.REQUEUE, None
-    plan = None
     if death is not None:
         text = storable(f"attempt {row.attempt}: {death}")
         add_entry(connection, row, now, EventKind.LOG, text=text)
@@ -720,7 +730,6 @@ def _give_back(
         event = JobEvent.CANCEL
     elif death is not None and deaths >= max_attempts:
         event = JobEvent.FAIL
-        plan = _plan_of_batch(connection, row, lock=True)
         message = (
             f"given up after {deaths} attempts that died, the last because {death}; does the "
             "problem fit the solver's memory? Submit a smaller one, or raise "
@@ -728,41 +737,7 @@ def _give_back(
         )
         error = to_json(JobError(code="job.died", message=message))
     spent_s = _spent_s(row, now)
-    left = change_state(connection, row, event, now, deaths=deaths, spent_s=spent_s, error=error)
-    hand_on(connection, left, now, plan)
-    return left
-
-
-# --- Batches: an item starts from the best schedule of the tighter items (see `optpipe_api.jobs`).
-
-
-def _plan_of_batch(
-    connection: sa.Connection, row: sa.Row[Any], *, lock: bool = False
-) -> BatchPlan | None:
-    """Return the plan of a job's batch; None without a batch."""
-    if row.batch_id is None:
-        return None
-    statement = sql.BATCH_PLAN_LOCKED if lock else sql.BATCH_PLAN
-    batch = connection.execute(statement, {"id": row.batch_id}).one_or_none()
-    return None if batch is None else plan_of(batch.document)
-
-
-def _best_tighter(
-    connection: sa.Connection,
-    row: sa.Row[Any],
-    plan: BatchPlan | None,
-    own_ms: float | None,
-    statement: sa.Select[Any],
-) -> sa.Row[Any] | None:
-    """Return the best of the tighter items if it is better than ``own_ms``."""
-    if plan is None or not plan.items[row.batch_index].tighter:
-        return None
-    parameters = {
-        "batch_id": row.batch_id,
-        "indices": plan.items[row.batch_index].tighter,
-        "below_ms": _ANY_MS if own_ms is None else own_ms * (1 - EQUAL),
-    }
-    return connection.execute(statement, parameters).one_or_none()
+    return change_state(connection, row, event, now, deaths=deaths, spent_s=spent_s, error=error)
 
 
 # --- Turns: which owner is next.
@@ -774,6 +749,7 @@ def _next_owners(
     """Return the owners with queued jobs, the next one first, each with whether it would borrow.
 
     An owner borrows if it runs its maximum at this server already. Without keys there is none.
+    A priority above `MAX_SHARED_PRIORITY` is an admin's decision, so it also precedes that limit.
     """
     waiting = connection.execute(sql.WAITING_OWNERS).all()
     if not waiting:
@@ -786,5 +762,5 @@ def _next_owners(
         in_total, here = running.get(owner, (0, 0))
         borrows = bool(owner) and max_running is not None and here >= max_running
         rank = min(0, MAX_SHARED_PRIORITY - priority)
-        order.append((borrows, rank, in_total, turns.get(owner, 0), position, owner))
-    return [(key[0], key[-1]) for key in sorted(order)]
+        order.append((rank, borrows, in_total, turns.get(owner, 0), position, owner))
+    return [(key[1], key[-1]) for key in sorted(order)]

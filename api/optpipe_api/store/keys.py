@@ -4,23 +4,28 @@
 2. **One name, one key.** A key is created only under a name without a valid key. If two are created
    at the same time under one name, one of them is refused.
 3. **Rotation.** `rotate` makes the next key of a name. The keys before it stay valid for a while.
-   All own what any of them creates, because jobs belong to names.
+   All own what any of them creates, because jobs belong to names. If two calls rotate a key at the
+   same time, one of them is refused.
 4. **Revocation.** `revoke` ends all keys of a name and cancels its jobs.
+5. **Audit.** Each of these is an entry of the audit log. Its actor is the user of the system.
 
 Methods block. They raise `StoreUnavailableError` if the database does not answer.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import IntegrityError
 
 from optpipe_api.access import KEY_NAME, ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.errors import KeyNameError
+from optpipe_api.jobs import AuditAction
 from optpipe_api.store import statements as sql
 from optpipe_api.store.database import reading, writing
-from optpipe_api.store.shared import cancel, to_record
+from optpipe_api.store.shared import add_audit, cancel_owner, to_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +56,8 @@ class KeyStore:
             with writing(self._engine) as connection:
                 if self._valid_of(connection, name):
                     raise _name_taken(name)
-                return self._insert(connection, name, role, expires_at)
+                add_audit(connection, self._now(), _actor(), AuditAction.CREATE_KEY, name)
+                return self._insert(connection, name, role, expires_at, f"name {name}")
         except IntegrityError:
             raise _name_taken(name) from None
 
@@ -69,18 +75,29 @@ class KeyStore:
                 valid = self._valid_of(connection, name)
                 if not valid:
                     raise _no_such_name(name)
+                followed = {row.follows for row in valid}
+                newest = [row for row in valid if row.id not in followed][-1]
                 until = {"of_name": name, "now": now, "until": now + overlap_s}
                 connection.execute(sql.EXPIRE_KEYS, until)
-                return self._insert(connection, name, valid[-1].role, expires_at)
+                add_audit(connection, now, _actor(), AuditAction.ROTATE_KEY, name)
+                return self._insert(connection, name, Role(newest.role), expires_at, newest.id)
         except IntegrityError:
-            raise _name_taken(name) from None
+            raise KeyNameError(
+                f"the key {name!r} was rotated by another call at the same time; use the key of "
+                f"that call, or rotate again: `optpipe keys rotate {name}`"
+            ) from None
 
-    def _valid_of(self, connection: sa.Connection, name: str) -> list[ApiKey]:
+    def _valid_of(self, connection: sa.Connection, name: str) -> list[sa.Row[Any]]:
         rows = connection.execute(sql.VALID_KEYS, {"now": self._now()})
-        return [_key_of(row) for row in rows if row.name == name]
+        return [row for row in rows if row.name == name]
 
     def _insert(
-        self, connection: sa.Connection, name: str, role: Role, expires_at: float | None
+        self,
+        connection: sa.Connection,
+        name: str,
+        role: Role,
+        expires_at: float | None,
+        follows: str,
     ) -> tuple[ApiKey, str]:
         text = mint()
         values: dict[str, Any] = {
@@ -91,7 +108,7 @@ class KeyStore:
             "expires_at": expires_at,
         }
         connection.execute(sql.DELETE_INVALID_KEYS, {"name": name, "now": self._now()})
-        connection.execute(sql.INSERT_KEY, {**values, "role": role.value})
+        connection.execute(sql.INSERT_KEY, {**values, "role": role.value, "follows": follows})
         return ApiKey(role=role, **values), text
 
     def all(self) -> list[ApiKey]:
@@ -116,10 +133,13 @@ class KeyStore:
             keys = connection.execute(sql.KEYS_OF_NAME, {"name": name}).all()
             if not keys:
                 raise _no_such_name(name)
-            unfinished = connection.execute(sql.UNFINISHED_OF_OWNER_LOCKED, {"owner": name}).all()
-            for row in unfinished:
-                cancel(connection, row, now)
-            return _key_of(keys[-1]), len(unfinished)
+            add_audit(connection, now, _actor(), AuditAction.REVOKE_KEY, name)
+            return _key_of(keys[-1]), len(cancel_owner(connection, name, _actor(), now))
+
+
+def _actor() -> str:
+    """Return the actor of commands, which have no key."""
+    return f"uid {os.getuid()} on {socket.gethostname()}"[:100]
 
 
 def _name_taken(name: str) -> KeyNameError:

@@ -21,6 +21,7 @@ from optpipe.answers import Cache, EventKind, JobOptions, JobState
 from optpipe.requests import JobKind
 from optpipe_api.errors import KeyReusedError, QueueFullError, TooManyJobsError, TooManyKeptError
 from optpipe_api.jobs import (
+    AuditAction,
     BatchPlan,
     ItemPlan,
     JobError,
@@ -169,19 +170,21 @@ def jobs_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[JobR
     tags: dict[int, list[str]] = defaultdict(list)
     for row in connection.execute(sql.TAGS_OF_JOBS, {"positions": [row.position for row in rows]}):
         tags[row.position].append(row.tag)
-    return [
-        to_record(
-            JobRecord,
-            row,
-            state=JobState(row.state),
-            kind=JobKind(row.kind),
-            options=options_of(row),
-            tags=tuple(sorted(tags[row.position])),
-            cache=Cache(row.cache),
-            error=None if row.error is None else JobError(**json.loads(row.error)),
-        )
-        for row in rows
-    ]
+    return [job_of(row, tags[row.position]) for row in rows]
+
+
+def job_of(row: sa.Row[Any], tags: Sequence[str]) -> JobRecord:
+    """Return the job of a row, whose tags the caller knows."""
+    return to_record(
+        JobRecord,
+        row,
+        state=JobState(row.state),
+        kind=JobKind(row.kind),
+        options=options_of(row),
+        tags=tuple(sorted(set(tags))),
+        cache=Cache(row.cache),
+        error=None if row.error is None else JobError(**json.loads(row.error)),
+    )
 
 
 def options_of(row: sa.Row[Any]) -> JobOptions:
@@ -243,6 +246,18 @@ def check_limits(
 # --- Changes of a job.
 
 
+def add_audit(
+    connection: sa.Connection, now: float, actor: str, action: AuditAction, *subjects: str
+) -> None:
+    """Add an entry to the audit log for each subject, in the transaction of the change."""
+    rows = [
+        {"at": now, "actor": actor, "action": action.value, "subject": subject}
+        for subject in subjects
+    ]
+    if rows:
+        connection.execute(sql.INSERT_AUDIT, rows)
+
+
 def put_documents(connection: sa.Connection, position: int, texts: Documents) -> None:
     """Store documents of a job, in place of earlier ones of their kinds."""
     rows = [
@@ -256,10 +271,15 @@ def add_entry(
     connection: sa.Connection, row: sa.Row[Any], now: float, kind: EventKind, **values: Any
 ) -> None:
     """Add an entry to a job's history."""
+    connection.execute(sql.INSERT_EVENT, new_entry(row, now, kind, **values))
+
+
+def new_entry(row: sa.Row[Any], now: float, kind: EventKind, **values: Any) -> dict[str, Any]:
+    """Return an entry of a job's history with all of its columns."""
     if "method" in values:
         values["method"] = storable(values["method"])[:_MAX_METHOD]
-    entry = {"position": row.position, "at": now, "kind": kind.value, **values}
-    connection.execute(sql.INSERT_EVENT, entry)
+    columns = dict.fromkeys(("seconds", "method", "objective_ms", "bound_ms", "text"))
+    return {**columns, "position": row.position, "at": now, "kind": kind.value, **values}
 
 
 def change_state(
@@ -291,6 +311,15 @@ def cancel(connection: sa.Connection, row: sa.Row[Any], now: float) -> sa.Row[An
     return row
 
 
+def cancel_owner(
+    connection: sa.Connection, owner: str, actor: str, now: float
+) -> list[sa.Row[Any]]:
+    """Cancel the queued jobs of an owner, mark the running jobs; return both."""
+    rows = connection.execute(sql.UNFINISHED_OF_OWNER_LOCKED, {"owner": owner}).all()
+    add_audit(connection, now, actor, AuditAction.CANCEL, *(row.id for row in rows))
+    return [cancel(connection, row, now) for row in rows]
+
+
 def prolong(
     connection: sa.Connection, row: sa.Row[Any], job: JobRecord, seconds: float, now: float
 ) -> sa.Row[Any]:
@@ -309,30 +338,6 @@ def prolong(
         "deaths": 0,
     }
     return change_state(connection, row, JobEvent.RESUME, now, **values) or row
-
-
-def hand_on(
-    connection: sa.Connection, row: sa.Row[Any] | None, now: float, plan: BatchPlan | None
-) -> None:
-    """Queue ended items of a batch again that have a worse schedule than a tighter item.
-
-    ``row``: the tighter item, which ends now. The caller has locked the batch's row, so that of two
-    items that end at the same time one sees the other.
-    """
-    if row is None or plan is None or row.objective_ms is None or row.state not in sql.COMPARED:
-        return
-    looser = [index for index, item in enumerate(plan.items) if row.batch_index in item.tighter]
-    parameters = {
-        "batch_id": row.batch_id,
-        "indices": looser,
-        "longest_ms": row.objective_ms * (1 + EQUAL),
-    }
-    worse = connection.execute(sql.WORSE_ITEMS_LOCKED, parameters).all()
-    for other, job in zip(worse, jobs_of(connection, worse), strict=True):
-        if not job.is_proven:
-            text = f"job {row.id}, whose problem is tighter, has {row.objective_ms:g} ms"
-            add_entry(connection, other, now, EventKind.LOG, text=text)
-            prolong(connection, other, job, 0.0, now)
 
 
 def delete_jobs(connection: sa.Connection, rows: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from optpipe.answers import EventKind, JobState
 from optpipe_api.jobs import DocumentKind
 from optpipe_api.store.tables import (
     api_keys,
+    audit,
     batches,
     documents,
     events,
@@ -33,8 +34,6 @@ batch, key = batches.c, api_keys.c
 
 FINAL = [state.value for state in JobState if state.is_final]
 UNFINISHED = [state.value for state in JobState if not state.is_final]
-COMPARED = [JobState.SUCCEEDED.value, JobState.FAILED.value]
-"""States of ended items that start again if a tighter item has a better schedule."""
 
 _AT: sa.BindParameter[Any] = param("at")
 _MOST: sa.BindParameter[Any] = param("most")
@@ -107,11 +106,6 @@ NUM_JOBS_BY_STATE = select(job.state, _COUNT).group_by(job.state)
 _NEWEST_OF_OWNER = (
     select(jobs).where(job.owner == param("owner")).order_by(job.position.desc()).limit(_MOST)
 )
-SAME_JOBS = _NEWEST_OF_OWNER.where(
-    job.problem_hash == param("hash"),
-    job.kind == param("kind"),
-    job.state.in_([JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]),
-)
 ALIKE_JOBS = _NEWEST_OF_OWNER.with_only_columns(job.id).where(
     job.shape_hash == param("hash"), job.state.in_(FINAL), job.objective_ms.is_not(None)
 )
@@ -153,13 +147,8 @@ DOCUMENTS_OF_JOB = (
     )
     .where(job.id == param("id"))
 )
-# A claimed job may start from the schedule of another job, at ``start_at``.
 DOCUMENTS_TO_CLAIM = select(document.kind, document.document).where(
-    (
-        (document.position == _AT)
-        & document.kind.not_in([DocumentKind.SCHEDULE.value, DocumentKind.COMPARISON.value])
-    )
-    | ((document.position == param("start_at")) & (document.kind == DocumentKind.SCHEDULE.value))
+    document.position == _AT, document.kind != DocumentKind.COMPARISON.value
 )
 
 INSERT_EVENT = sa.insert(events)
@@ -175,11 +164,35 @@ TRACE = (
     .where(event.kind.in_([EventKind.INCUMBENT.value, EventKind.BOUND.value]))
     .order_by(event.number)
 )
-NEWEST_METHOD = (
+
+
+_NEWEST_METHOD = (
     select(event.method)
-    .where(event.position == _AT, event.kind == EventKind.INCUMBENT.value)
+    .where(event.position == job.position, event.kind == EventKind.INCUMBENT.value)
     .order_by(event.number.desc())
     .limit(1)
+    .scalar_subquery()
+)
+_SAME_JOB = (
+    select(func.max(job.position))
+    .where(job.owner == param("owner"), job.problem_hash == param("hash"))
+    .where(job.kind == param("kind"), job.position < param("before"))
+    .where(job.state.in_([JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]))
+    .scalar_subquery()
+)
+# A row for each document of the newest job; at least one row if there is such a job.
+SAME_JOB = (
+    select(
+        jobs,
+        document.kind.label("document_kind"),
+        document.document,
+        _NEWEST_METHOD.label("method"),
+    )
+    .outerjoin(
+        documents,
+        (document.position == job.position) & document.kind.in_(param("kinds", expanding=True)),
+    )
+    .where(job.position == _SAME_JOB)
 )
 
 
@@ -263,7 +276,6 @@ INSERT_BATCH = sa.insert(batches).returning(*_BATCH_RECORD)
 BATCH_BY_ID = select(*_BATCH_RECORD).where(batch.id == param("id"))
 BATCH_BY_KEY = select(*_BATCH_RECORD).where(batch.idempotency_key == param("key"))
 BATCH_PLAN = select(batch.owner, batch.document).where(batch.id == param("id"))
-BATCH_PLAN_LOCKED = BATCH_PLAN.with_for_update()
 BATCH_STANDINGS = select(
     batch.id,
     batch.owner,
@@ -284,22 +296,11 @@ ITEMS_IN_STATES_LOCKED = (
     .order_by(job.position)
     .with_for_update()
 )
-_AMONG = job.batch_index.in_(param("indices", expanding=True))
-# Ended items without a schedule, or with one that is longer than ``longest_ms``.
-WORSE_ITEMS_LOCKED = (
-    select(jobs)
-    .where(_OF_BATCH, _AMONG, job.state.in_(COMPARED))
-    .where(job.objective_ms.is_(None) | (job.objective_ms > param("longest_ms")))
-    .order_by(job.position)
-    .with_for_update()
-)
-BEST_ITEM = (
-    select(jobs)
-    .where(_OF_BATCH, _AMONG, job.objective_ms < param("below_ms"))
-    .order_by(job.objective_ms, job.position)
-    .limit(1)
-)
-BEST_ENDED_ITEM = BEST_ITEM.where(job.finished_at.is_not(None))
+
+# --- The audit log.
+
+INSERT_AUDIT = sa.insert(audit)
+DELETE_OLD_AUDIT = sa.delete(audit).where(audit.c.at < param("before"))
 
 
 # --- API keys.

@@ -137,14 +137,25 @@ api_keys = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("revoked_at", sa.Double),
     sa.Column("expires_at", sa.Double),
-    # Of the keys of one name, one has no end: that which a rotation makes.
-    sa.Index(
-        "ix_api_keys_endless",
-        "name",
-        unique=True,
-        sqlite_where=sa.text("revoked_at IS NULL AND expires_at IS NULL"),
-        postgresql_where=sa.text("revoked_at IS NULL AND expires_at IS NULL"),
-    ),
+    # The id of the key that a rotation replaces; a text with the name for the first key of a name.
+    # It is unique, so that of two rotations or creations at the same time one fails.
+    sa.Column("follows", sa.String(105), unique=True),
+)
+
+# Who changed what. Entries remain when their subject is deleted.
+audit = sa.Table(
+    "audit",
+    metadata,
+    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("at", sa.Double, nullable=False),
+    # The name of a key or user; empty if the service needs no keys.
+    sa.Column("actor", sa.String(100), nullable=False),
+    # An `AuditAction`.
+    sa.Column("action", sa.String(16), nullable=False),
+    # The id of a job or batch, or the name of a key.
+    sa.Column("subject", sa.String(100), nullable=False),
+    sa.Index(None, "subject", "position"),
+    sqlite_autoincrement=True,
 )
 
 # What the servers of a database share: a secret, and a text that readiness checks write.

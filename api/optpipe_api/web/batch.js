@@ -89,7 +89,7 @@ function itemsOf(batch) {
   const columns = [
     ...(axes.length ? axes.map((axis) => ({ title: axis, number: true })) : [{ title: "Name" }]),
     { title: "State" }, { title: "Memory", number: true }, { title: "Objective ms", number: true },
-    { title: "Bound ms", number: true }, { title: "Gap", number: true }, { title: "Why not" }];
+    { title: "Bound ms", number: true }, { title: "Gap", number: true }, { title: "Remark" }];
   const rows = batch.items.map((item) => ({
     attributes: { "data-state": item.state },
     cells: [
@@ -102,8 +102,9 @@ function itemsOf(batch) {
   return table("Items of the batch", columns, rows);
 }
 
-/** The first line of why an item has no schedule; all of it where the pointer stays. */
-function whyNot({ error }) {
+/** Link the tighter item's job whose schedule an item shows; else say why it has no schedule. */
+function whyNot({ error, job_id: own, schedule_job_id: source }) {
+  if (source && source !== own) return el("a", { href: address({ job: source }) }, "of a tighter item");
   if (!error) return "";
   return el("span", { title: error.message }, error.message.split("\n")[0].slice(0, 160));
 }

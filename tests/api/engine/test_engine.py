@@ -17,23 +17,20 @@ from contextlib import ExitStack, closing
 from typing import Any, cast
 
 import pytest
-import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, Programs, load_schedule
-from optpipe.answers import JobOptions, JobState
+from optpipe import Programs, load_schedule
+from optpipe.answers import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
 from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
 from optpipe_api.engine.tasks import ProgressReporter
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.services.submission import solved_job
-from optpipe_api.store import open_stores
 from optpipe_solver import Progress
 from tests.api.bench import Bench
 from tests.api.instant import InstantSolvers
-from tests.api.live import make_settings, two_stages, until
+from tests.api.live import make_settings, until
 from tests.building import problem, programs, stage
 
 pytestmark = pytest.mark.long
@@ -204,7 +201,9 @@ def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:
     """Their leases have run out meanwhile; it renews them before it takes any back."""
     bench = open_bench(heartbeat_s=1.0)
     bench.engine.close()
-    engine = SlotEngine(bench.store, bench.settings, bench.changes.append, _no_process)
+    engine = SlotEngine(
+        bench.store, bench.settings, bench.changes.append, LocalSolvers(bench.settings)
+    )
     job_id = bench.submit("")
     lease = bench.store.claim(engine._owner, 0.0).lease
     engine._checked_at -= 3600
@@ -217,36 +216,7 @@ def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:
     bench.store.heartbeat([lease], 0.0)
     engine._expire_leases()
     assert bench.store.get(job_id).deaths == 1
-
-
-def test_running_jobs_renew_their_leases_in_one_transaction(tmp_path) -> None:
-    """Thirty jobs cost as many transactions as one."""
-    settings = make_settings(tmp_path, solver_processes=30, heartbeat_s=0.2, lease_s=1.0)
-    with closing(open_stores(settings.database_url)) as stores:
-        engine = SlotEngine(stores.jobs, settings, lambda _: None, InstantSolvers(settings).start)
-        new = solved_job(Problem.parse(two_stages("improve:1:600")), JobOptions(time_limit_s=900.0))
-        for _ in range(30):
-            stores.jobs.add(new, max_queued=99)
-        engine.start()
-        try:
-            until(lambda: all(job.has_schedule for job in stores.jobs.page(99)))
-            begun: list[str] = []
-
-            def note(connection: Any) -> None:
-                begun.append(connection.get_execution_options().get("optpipe_begin", "BEGIN"))
-
-            sa.event.listen(stores.engine, "begin", note)
-            time.sleep(3.0)
-            sa.event.remove(stores.engine, "begin", note)
-            running = stores.jobs.page(99)
-        finally:
-            engine.close()
-    assert {(job.state, job.deaths) for job in running} == {(JobState.RUNNING, 0)}
-    assert 3 <= begun.count("BEGIN IMMEDIATE") <= 15
-
-
-def _no_process() -> Any:
-    raise AssertionError("nothing is started here")
+    engine.close()
 
 
 def test_a_cancellation_that_only_the_store_heard_of_arrives(threads: Bench) -> None:
@@ -448,11 +418,11 @@ class Heard:
 
 
 def test_a_schedule_as_long_and_better_is_told_and_the_same_one_is_not() -> None:
-    """Less memory at the same length is news of the schedule, a carried start's own is none."""
+    """Less memory at the same length is news of the schedule, a near start's own is none."""
     given = problem([stage(0, layers={"transformer": 1})], m=2)
     heard = Heard()
     reporter = ProgressReporter(cast("Any", heard), 0, given)
-    reporter.report_start(given, FULL, "tighter problem")
+    reporter.report_start(given, FULL, "near problem")
     for number, found in enumerate((FULL, LEAN)):
         reporter(Progress(float(number), "made", 6.0, None, found))
     assert heard.schedules == [FULL, LEAN]

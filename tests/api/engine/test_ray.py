@@ -43,7 +43,9 @@ OPTIONS = {
 def cluster() -> Iterator[None]:
     """Start one Ray of three cores for all tests; its workers can import the tests' fakes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        # And the packages of this checkout, wherever those of the environment are.
+        roots = (ROOT, ROOT / "solver", ROOT / "api")
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, roots)))
         # Reachable from this machine only; a token would be kept in the home folder.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         ray.init(
@@ -179,6 +181,7 @@ def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) ->
 
     class Noted:
         is_reachable = True
+        wait = staticmethod(solvers.wait)
 
         def start(self) -> SolverProcess:
             started.append(solvers.start())

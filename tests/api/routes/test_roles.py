@@ -95,6 +95,38 @@ def test_owners_do_not_see_each_other_and_an_admin_sees_all(as_) -> None:
     assert as_["alice"].get(path).json()["owner"] is None
 
 
+def test_an_admin_ends_the_jobs_of_an_owner_and_sees_who_ended_them(tmp_path) -> None:
+    """Queued and running ones; others may end their own, and nobody else reads the log."""
+    settings = make_settings(tmp_path, require_keys=True, solver_processes=1, lease_s=60.0)
+    with keyed(settings, **ROLES) as keys:
+        body = {"problem": two_stages("improve:1:60")}
+        ids = [keys["alice"].post("/v1/jobs", json=body).json()["id"] for _ in range(3)]
+        other = keys["bob"].post("/v1/jobs", json=body).json()["id"]
+        until(lambda: keys["ops"].get("/v1/jobs?owner=alice&state=running").json()["jobs"])
+        refused = keys["bob"].post("/v1/jobs/cancel", params={"owner": "alice"})
+        assert (refused.status_code, refused.json()["code"]) == (403, "key.forbidden")
+        answer = keys["ops"].post("/v1/jobs/cancel", params={"owner": "alice"})
+        assert (answer.status_code, answer.json()) == (202, {"num_jobs": 3})
+        until(lambda: not keys["ops"].get("/v1/jobs?owner=alice&state=running").json()["jobs"])
+        for job_id in ids:
+            assert keys["ops"].get(f"/v1/jobs/{job_id}").json()["state"] == "cancelled"
+            query = {"subject": job_id}
+            log = keys["ops"].get("/v1/audit", params=query).json()["entries"]
+            found = [(entry["actor"], entry["action"]) for entry in log]
+            assert found == [("ops", "cancel")]
+            # Who submitted a job is its owner, and is in the log when the job is gone.
+            assert keys["alice"].delete(f"/v1/jobs/{job_id}").status_code == 204
+            log = keys["ops"].get("/v1/audit", params=query).json()["entries"]
+            found = [(entry["actor"], entry["action"]) for entry in log]
+            assert found[:2] == [("alice", "delete"), ("alice", "submit")]
+        page = keys["ops"].get("/v1/audit", params={"limit": 2}).json()
+        rest = keys["ops"].get("/v1/audit", params={"cursor": page["next"]}).json()
+        assert len(page["entries"] + rest["entries"]) == 3 * 3 + len(ROLES)
+        assert keys["bob"].get("/v1/audit").status_code == 403
+        assert keys["bob"].post("/v1/jobs/cancel?owner=bob").json() == {"num_jobs": 1}
+        until(lambda: keys["bob"].get(f"/v1/jobs/{other}").json()["state"] == "cancelled")
+
+
 def test_a_key_borrows_a_slot_until_another_waits_and_may_not_push_in_front(tmp_path) -> None:
     """The first in the queue knows its place. The borrowed job keeps its best schedule."""
     settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=4)

@@ -76,7 +76,7 @@ class Bench:
     def submit(self, who: Principal = ANYBODY, key: str | None = None, **kwargs) -> JobRecord:
         options = JobOptions(time_limit_s=5.0)
         new = solved_job(Problem.parse(two_stages()), options, **kwargs)
-        return self.jobs.submit(new, who, key)
+        return self.jobs.submit(new, who, key)[0]
 
     def claim(self) -> Any:
         return self.store.claim("worker", LEASE_S)

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from optpipe.answers import JobOptions, JobState
 from optpipe_api.errors import QueueFullError, TooManyJobsError
 from optpipe_api.jobs import (
     AttemptOutcome,
+    AuditAction,
     BatchPlan,
     BatchRecord,
     Claim,
@@ -158,7 +158,10 @@ def test_cancel_ends_the_queued_marks_the_running_and_leaves_the_rest(stores) ->
     assert cancelled == stores.batches.jobs(added.id)[1:]
     assert stores.jobs.get(running.id).cancel_requested
     assert stores.jobs.get(other.id) == other
-    assert [job.id for job in stores.batches.cancel(added.id)] == [running.id]
+    assert [job.id for job in stores.batches.cancel(added.id, "ops")] == [running.id]
+    for subject in (added.id, running.id):
+        (entry,) = stores.jobs.audit(9, actor="ops", subject=subject)
+        assert entry.action is AuditAction.CANCEL
 
 
 def test_retry_gives_failed_jobs_their_whole_time_again_and_their_schedules(stores, clock) -> None:
@@ -233,127 +236,26 @@ def test_a_batch_cancelled_while_it_is_worked_on_leaves_no_job_queued(open_all) 
     assert sum(counts.values()) == 20
 
 
-# What tighter items have found
+# Tighter items
 
 
-def related(stores: Stores) -> tuple[BatchRecord, list[JobRecord]]:
-    """A batch of three: item 0 is a relaxation of both others, item 2 of item 1."""
-    three = plan()
-    tighter = ((1, 2), (), (1,))
+def test_tighter_items_are_claimed_first_and_each_ends_as_it_ends(stores) -> None:
+    """The jobs know nothing of each other: a worse end of a looser item is final."""
+    three, tighter = plan(), ((1, 2), (), (1,))
     items = zip(three.items, tighter, strict=True)
     nested = replace(three, items=tuple(replace(item, tighter=them) for item, them in items))
-    return add(stores, plan=nested)
-
-
-def end(stores: Stores, claim: Claim, objective_ms: float | None, **changes: Any) -> JobState:
-    """End a claimed job with a schedule that says how long it is; return how it was left."""
-    documents = {} if objective_ms is None else {"schedule": str(objective_ms)}
-    outcome = replace(
-        FAILED if objective_ms is None else ANSWERED,
-        **{"documents": documents, "objective_ms": objective_ms, "bound_ms": 1.0} | changes,
-    )
-    left = stores.jobs.finish(claim.lease, outcome)
-    assert left is not None
-    return left.state
-
-
-def test_tighter_items_are_claimed_first_and_what_they_found_is_the_start(stores) -> None:
-    added, jobs = related(stores)
-    assert [job.batch_index for job in jobs] == [0, 1, 2]
-    claims = []
-    for objective_ms, start in ((9.0, None), (12.0, "9.0"), (13.0, "9.0")):
-        claims.append(claimed(stores))
-        assert (claims[-1].documents.get("schedule"), claims[-1].is_carried) == (
-            start,
-            start is not None,
-        )
-        # The fault of a worker that drops its start: the item is queued again.
-        left = end(stores, claims[-1], objective_ms)
-        assert left is (JobState.SUCCEEDED if start is None else JobState.QUEUED)
-        if start is not None:
-            again = claimed(stores)
-            assert (again.job.id, again.documents.get("schedule")) == (claims[-1].job.id, "9.0")
-            assert end(stores, again, 8.0) is JobState.SUCCEEDED
-            break
-    last = claimed(stores)
-    assert (last.job.batch_index, last.documents.get("schedule")) == (0, "8.0")
-    sentences = [entry.text for entry in stores.jobs.history(last.job.id)]
-    source = f"job {claims[-1].job.id}"
-    assert f"starts from the schedule of {source}, whose problem is tighter" in sentences
-    assert end(stores, last, 8.0) is JobState.SUCCEEDED
+    added, _ = add(stores, plan=nested)
+    claims = [claimed(stores) for _ in range(3)]
+    assert [claim.job.batch_index for claim in claims] == [1, 2, 0]
+    lengths = {2: 12.0, 0: None, 1: 9.0}
+    for claim in sorted(claims, key=lambda one: one.job.batch_index == 1):
+        objective_ms = lengths[claim.job.batch_index or 0]
+        outcome = replace(ANSWERED, objective_ms=objective_ms, bound_ms=1.0)
+        stores.jobs.finish(claim.lease, FAILED if objective_ms is None else outcome)
+    jobs = stores.batches.jobs(added.id)
+    assert [job.state.value for job in jobs] == ["failed", "succeeded", "succeeded"]
+    assert [job.objective_ms for job in jobs] == [None, 9.0, 12.0]
     assert stores.batches.get(added.id).is_finished
-
-
-@pytest.mark.parametrize("ended_ms", [12.0, None])
-def test_an_end_queues_looser_items_that_have_ended_with_worse(stores, ended_ms) -> None:
-    """Whether they had a schedule or none; in the transaction in which the tighter one ends."""
-    added, _ = related(stores)
-    tight, middle, loose = claimed(stores), claimed(stores), claimed(stores)
-    assert [claim.job.batch_index for claim in (tight, middle, loose)] == [1, 2, 0]
-    end(stores, loose, ended_ms)
-    stores.jobs.request_cancel(middle.job.id)
-    end(stores, middle, 11.0, event=JobEvent.CANCEL)
-    assert stores.jobs.get(loose.job.id).state.is_final, "a cancelled one wakes nobody"
-    assert end(stores, tight, 9.0) is JobState.SUCCEEDED
-    states = [job.state for job in stores.batches.jobs(added.id)]
-    assert states == [JobState.QUEUED, JobState.SUCCEEDED, JobState.CANCELLED]
-    again = claimed(stores)
-    assert (again.job.id, again.documents.get("schedule"), again.is_carried) == (
-        loose.job.id,
-        "9.0",
-        True,
-    )
-    assert again.job.options == OPTIONS
-    assert end(stores, again, 9.0) is JobState.SUCCEEDED
-    assert stores.batches.get(added.id).is_finished
-
-
-def test_an_item_that_ends_with_worse_than_an_ended_tighter_one_goes_on(
-    stores, monkeypatch
-) -> None:
-    """Both ran; and one that never takes its start ends all the same, if late."""
-    most = {JobEvent.SUCCEED: 9, JobEvent.FAIL: 1}
-    monkeypatch.setattr("optpipe_api.store.jobs._MOST_ROUNDS", most)
-    added, _ = related(stores)
-    tight, _, loose = claimed(stores), claimed(stores), claimed(stores)
-    end(stores, tight, 9.0)
-    rounds = 0
-    while end(stores, loose, 12.0) is JobState.QUEUED:
-        loose = claimed(stores)
-        assert loose.documents.get("schedule") == "9.0"
-        rounds += 1
-    assert rounds == 9
-    assert not stores.batches.get(added.id).is_finished
-
-
-def test_answers_of_the_cache_are_held_against_each_other(stores) -> None:
-    """The looser one, answered with worse, is queued; what the batch returns says so."""
-    two = items(2)
-    answers = [replace(ANSWERED, objective_ms=value, bound_ms=1.0) for value in (12.0, 9.0)]
-    found = [replace(item, finished=one) for item, one in zip(two, answers, strict=True)]
-    loose, tight = plan(2).items
-    nested = replace(plan(2), items=(replace(loose, tighter=(1,)), tight))
-    _, jobs = stores.batches.add(batch(plan=nested), found, max_queued=9)
-    assert [job.state for job in jobs] == [JobState.QUEUED, JobState.SUCCEEDED]
-    assert claimed(stores).is_carried
-
-
-def test_two_that_end_at_once_see_each_other(open_all) -> None:
-    """However their transactions lie: the loose one has the better schedule, or waits for it."""
-    stores, other = open_all(), open_all()
-    for _ in range(10):
-        added, _ = related(stores)
-        tight, middle, loose = claimed(stores), claimed(stores), claimed(stores)
-        together(
-            [
-                partial(end, stores, loose, 12.0),
-                partial(end, other, middle, 11.0),
-                partial(end, stores, tight, 9.0),
-            ]
-        )
-        states = [job.state for job in stores.batches.jobs(added.id)]
-        assert states == [JobState.QUEUED, JobState.SUCCEEDED, JobState.QUEUED]
-        stores.batches.cancel(added.id)
 
 
 def test_the_standing_of_a_batch_says_when_its_last_job_has_ended(stores) -> None:

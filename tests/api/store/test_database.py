@@ -21,7 +21,7 @@ from optpipe_api.store.shared import add_once
 from optpipe_api.store.tables import metadata
 
 NUM_THREADS = 16
-INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL, NULL)")
+INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL, NULL, NULL)")
 
 # A descending column is more than Alembic can compare; `test_plans` sees that the index works.
 NOT_COMPARED = {"ix_jobs_queue"}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from optpipe.answers import Cache, JobOptions, JobState
 from optpipe.requests import JobKind
+from optpipe_api.access import Role
 from optpipe_api.errors import (
     JobNotFoundError,
     KeyReusedError,
@@ -19,6 +21,7 @@ from optpipe_api.errors import (
     StateConflictError,
 )
 from optpipe_api.jobs import (
+    MAX_SHARED_PRIORITY,
     Claim,
     DocumentKind,
     JobError,
@@ -177,6 +180,53 @@ def test_a_key_borrows_idle_slots_until_another_key_waits(store) -> None:
     assert owners([store.claim("w", LEASE_S, 2) for _ in range(4)]) == "bbaa"
     submit(store, "", number=3)
     assert store.entitled("w", 0) == {""}
+
+
+def test_an_admins_priority_precedes_all_turns_and_other_priorities_none(store) -> None:
+    """Not even the limit of its owner holds it; within an owner the priority is the order."""
+    submit(store, "a", number=2)
+    assert owners([store.claim("w", LEASE_S, 1), store.claim("w", LEASE_S, 1)]) == "aa"
+    submit(store, "b", number=2)
+    submit(store, "a", priority=MAX_SHARED_PRIORITY)
+    submit(store, "a", priority=MAX_SHARED_PRIORITY + 1)
+    claims = [store.claim("w", LEASE_S, 1) for _ in range(4)]
+    assert owners(claims) == "abba"
+    assert [claim.job.priority for claim in claims] == [11, 0, 0, 10]
+
+
+def test_the_audit_log_says_who_changed_a_job_and_outlives_it(stores, clock: Clock) -> None:
+    store = stores.jobs
+    (first, second) = submit(store, "ann", number=2)
+    store.request_cancel(first, "ops")
+    store.request_cancel(first, "late")
+    store.resume(first, 1.0, actor="ann", max_time_limit_s=99.0, max_queued=9)
+    assert [job.id for job in store.cancel_owner("ann", "ops")] == [first, second]
+    clock.now += 5.0
+    store.delete(first, "ann")
+    log = [(one.actor, one.action.value) for one in store.audit(9, subject=first)]
+    changes = ["cancel", "resume", "cancel", "submit", "delete"]
+    assert log[::-1] == list(zip(["ops", "ann", "ops", "ann", "ann"], changes, strict=True))
+    by_ops = store.audit(9, actor="ops")
+    assert [one.subject for one in by_ops] == [second, first, first]
+    assert store.audit(9, by_ops[0].position, actor="ops") == by_ops[1:]
+    store.delete_finished(clock())
+    assert [one.action.value for one in store.audit(9, subject=first)] == ["delete"]
+
+
+def test_the_audit_log_names_batches_and_keys_too(stores) -> None:
+    stores.keys.create("ann", Role.SUBMIT)
+    stores.keys.rotate("ann", 60.0)
+    (job_id,) = submit(stores.jobs, "ann")
+    stores.keys.revoke("ann")
+    found = [(one.action.value, one.subject) for one in stores.jobs.audit(9)]
+    assert found[::-1] == [
+        ("create_key", "ann"),
+        ("rotate_key", "ann"),
+        ("revoke_key", "ann"),
+        ("cancel", job_id),
+    ]
+    (created, *_) = stores.jobs.audit(1, subject="ann", actor=None)
+    assert created.actor.startswith(f"uid {os.getuid()} on ")
 
 
 def test_a_queued_job_has_a_place_in_its_owners_queue(store) -> None:

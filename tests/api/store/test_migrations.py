@@ -142,14 +142,8 @@ def test_a_lease_and_the_queue_go_on(old: Stores, clock: Clock) -> None:
         tune.documents.get("checkpoint"),
         tune.documents.get("model"),
     ) == ("tuned so far", "search of tuned", None)
-    assert (claims["waiting"].documents.get("schedule"), claims["waiting"].is_carried) == (
-        "schedule of near",
-        False,
-    )
-    assert (claims["item 0"].documents.get("schedule"), claims["item 0"].is_carried) == (
-        "schedule of item 1",
-        True,
-    )
+    assert claims["waiting"].documents.get("schedule") == "schedule of near"
+    assert claims["item 0"].documents.get("schedule") is None
     old.jobs.record(
         tune.lease,
         TracePoint(seconds=1.0, method="ls", objective_ms=4.5),
