@@ -233,7 +233,10 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         limit_concurrency=None
         if is_unlimited
         else max(num_files // 2, num_files - _RESERVED_FILES),
+        ws="none",
         log_config=None,
+        # Warnings are one line for each request that is not HTTP: one client could fill the log.
+        log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=bool(settings.trusted_proxies),
