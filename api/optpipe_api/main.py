@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import resource
+import signal
 import socket
 import ssl
+import sys
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +57,7 @@ from optpipe_api.store import open_stores
 from optpipe_api.telemetry import ServiceMetrics, Telemetry, set_up_logs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from types import FrameType
 
     from fastapi import FastAPI
@@ -282,14 +284,24 @@ def raise_file_limit(num_followers: int) -> int:
 def serve(settings: Settings) -> None:
     """Run a server until SIGINT or SIGTERM. Running jobs then return to the queue.
 
+    Call it in the main thread, as the last thing that a process does: when the server has stopped,
+    both signals are ignored. During the start they raise ``SystemExit(0)``.
+
     Raises `OptPipeError` if the database, the address or the certificate is not usable, or if
     requests need a key and there is none.
     """
+    _handle_signals(lambda *_: sys.exit(0))
     lines = set_up_logs(settings.log_format)
     try:
         _serve(settings)
+        _handle_signals(signal.SIG_IGN)
     finally:
         lines.close()
+
+
+def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _serve(settings: Settings) -> None:
