@@ -145,6 +145,7 @@ def create_app(settings: Settings) -> FastAPI:
         return service.keys.valid()
 
     # A request passes the middleware that is added last first.
+    app.add_middleware(http_errors.CompressedAnswers)
     app.add_middleware(http_errors.HeadAsGet)
     per_minute = settings.max_requests_per_minute
     app.add_middleware(
