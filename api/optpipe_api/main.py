@@ -54,7 +54,13 @@ from optpipe_api.routes import batches, catalogue, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
 from optpipe_api.store import open_stores
-from optpipe_api.telemetry import ServiceMetrics, Telemetry, set_up_logs
+from optpipe_api.telemetry import (
+    UNTRACED,
+    ServiceMetrics,
+    Telemetry,
+    open_tracer_provider,
+    set_up_logs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -88,6 +94,7 @@ far. Times are milliseconds, sizes bytes. Errors are problem details (RFC 9457) 
 def create_app(settings: Settings) -> FastAPI:
     """Return the application. Store and engine open when it starts and close when it stops."""
     metrics = ServiceMetrics()
+    tracer_provider = open_tracer_provider()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -102,6 +109,8 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             watch.cancel()
             await run_in_threadpool(service.close)
+            if tracer_provider is not None:
+                await run_in_threadpool(tracer_provider.shutdown)
 
     # FastAPIOffline brings the files of Swagger UI, so that the page works without a CDN. FastAPI
     # would build the page and the OpenAPI document for each request; `install_docs` builds them
@@ -118,6 +127,12 @@ def create_app(settings: Settings) -> FastAPI:
         # A redirect would lead to whatever Host the client names.
         redirect_slashes=False,
         generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
+        telemetry={
+            "tracing": tracer_provider is not None,
+            "tracer_provider": tracer_provider,
+            "exclude": lambda scope: scope["path"] in UNTRACED,
+            **dict.fromkeys(("operation_spans", "metrics", "logs", "auto_configure"), False),
+        },
     )
     for router in (
         jobs.router,
@@ -156,7 +171,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.add_middleware(SiteGate, hosts=settings.hosts)
     app.add_middleware(http_errors.ErrorBoundary)
-    app.add_middleware(Telemetry, metrics=metrics)
+    app.add_middleware(Telemetry, metrics=metrics, is_traced=tracer_provider is not None)
     return app
 
 

@@ -20,10 +20,12 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, TextIO
 
 import structlog
+from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from optpipe.answers import JobState
+from optpipe.errors import InputError, MissingExtraError, install_command
 from optpipe_api.engine.engine import EngineObserver
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.events import Purpose
@@ -31,6 +33,7 @@ from optpipe_api.services.events import Purpose
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from opentelemetry.sdk.trace import TracerProvider
     from prometheus_client.metrics_core import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from structlog.typing import Processor
@@ -38,7 +41,15 @@ if TYPE_CHECKING:
     from optpipe_api.jobs import JobRecord
     from optpipe_api.services.events import ConnectionLimit
 
-__all__ = ["CONTENT_TYPE", "LogQueue", "ServiceMetrics", "Telemetry", "set_up_logs"]
+__all__ = [
+    "CONTENT_TYPE",
+    "UNTRACED",
+    "LogQueue",
+    "ServiceMetrics",
+    "Telemetry",
+    "open_tracer_provider",
+    "set_up_logs",
+]
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -358,12 +369,13 @@ class Telemetry:
 
     The id is the client's ``X-Request-ID`` where that is a short word.
     The id comes back in the answer's ``X-Request-ID``, and stands in every line that is logged on
-    behalf of the request.
+    behalf of the request. If the request is traced, the lines name its trace too.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: ServiceMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: ServiceMetrics, is_traced: bool = False) -> None:
         self._app = app
         self._metrics = metrics
+        self._is_traced = is_traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -372,6 +384,9 @@ class Telemetry:
         request_id = _id_of(scope)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request=request_id.decode())
+        if self._is_traced:
+            trace_id = get_current_span().get_span_context().trace_id
+            structlog.contextvars.bind_contextvars(trace=f"{trace_id:032x}")
         answer = _Answer(send, request_id)
         began = time.perf_counter()
         try:
@@ -422,3 +437,53 @@ def _route_of(scope: Scope) -> str:
     """Return the template of the route: paths hold ids, of which there are endlessly many."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE
+
+
+# --- OpenTelemetry: FastAPI makes a span of each request, if the standard variables ask for it.
+
+UNTRACED = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+def open_tracer_provider() -> TracerProvider | None:
+    """Return what sends spans as OpenTelemetry's variables say; None if they ask for none.
+
+    They ask for spans with ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``
+    or ``OTEL_TRACES_EXPORTER=otlp``. Without them, neither SDK nor exporter is imported.
+
+    Raises `InputError` for another exporter or protocol than OTLP over HTTP, and
+    `MissingExtraError` if a package is not installed.
+    """
+
+    def read(name: str) -> str:
+        return os.environ.get(f"OTEL_{name}", "").strip()
+
+    endpoint = read("EXPORTER_OTLP_TRACES_ENDPOINT") or read("EXPORTER_OTLP_ENDPOINT")
+    exporter = read("TRACES_EXPORTER") or ("otlp" if endpoint else "none")
+    if exporter == "none" or read("SDK_DISABLED").lower() == "true":
+        return None
+    if exporter != "otlp":
+        raise InputError(
+            f"OTEL_TRACES_EXPORTER = {exporter!r}: this service exports traces by otlp only; set "
+            "otlp, or none to switch traces off"
+        )
+    protocol = read("EXPORTER_OTLP_TRACES_PROTOCOL") or read("EXPORTER_OTLP_PROTOCOL")
+    if protocol not in ("", "http/protobuf"):
+        raise InputError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL = {protocol!r}: this service exports traces by "
+            "http/protobuf only; set that, and an endpoint that takes it (usually port 4318)"
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - extra
+        from opentelemetry.sdk import resources, trace  # noqa: PLC0415 - extra
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - extra
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"OTEL_... variables ask for traces, which need {error.name}, which is not installed; "
+            f"run: {install_command('otel')}, or unset them"
+        ) from None
+    named = {"service.name": "optpipe", **resources.OTELResourceDetector().detect().attributes}
+    provider = trace.TracerProvider(
+        resource=resources.Resource.create(named), shutdown_on_exit=False
+    )
+    provider.add_span_processor(BatchSpanProcessor(trace_exporter.OTLPSpanExporter()))
+    return provider
