@@ -23,6 +23,7 @@ import structlog
 from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from starlette.datastructures import Headers, MutableHeaders
 
 from optpipe.answers import JobState
 from optpipe.errors import InputError, MissingExtraError, install_command
@@ -66,50 +67,26 @@ class ServiceMetrics(EngineObserver):
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._accepted = Counter(
-            "optpipe_jobs_accepted", "Submissions, by cache.", ["cache"], registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        routed = ["method", "route"]
+        self._accepted = counter("optpipe_jobs_accepted", "Submissions, by cache.", ["cache"])
+        self._ended = counter("optpipe_jobs_ended", "Attempts, by state after.", ["state"])
+        self._requests = counter("optpipe_http_requests", "By route.", [*routed, "status"])
+        self._followers = gauge("optpipe_followers", "Streams and waiting requests.", ["kind"])
+        self._waits = histogram(
+            "optpipe_queue_wait_seconds", "Until the first attempt.", buckets=_LONG_S
         )
-        self._ended = Counter(
-            "optpipe_jobs_ended", "Attempts, by state after.", ["state"], registry=registry
+        self._solves = histogram("optpipe_solve_seconds", "Of an attempt.", buckets=_LONG_S)
+        self._gaps = histogram("optpipe_gap_ratio", "Of jobs that succeeded.", buckets=_GAPS)
+        self._durations = histogram(
+            "optpipe_http_request_seconds", "Until the last byte.", routed, buckets=_REQUEST_S
         )
-        self._waits = Histogram(
-            "optpipe_queue_wait_seconds",
-            "From submission to the first attempt.",
-            buckets=_LONG_S,
-            registry=registry,
+        self._stalls = histogram(
+            "optpipe_event_loop_stall_seconds", "How late the event loop was.", buckets=_STALL_S
         )
-        self._solves = Histogram(
-            "optpipe_solve_seconds", "Of one attempt.", buckets=_LONG_S, registry=registry
-        )
-        self._gaps = Histogram(
-            "optpipe_gap_ratio", "Of jobs that succeeded.", buckets=_GAPS, registry=registry
-        )
-        self._followers = Gauge(
-            "optpipe_followers", "Streams and waiting requests.", ["kind"], registry=registry
-        )
-        self._requests = Counter(
-            "optpipe_http_requests",
-            "Requests, by route.",
-            ["method", "route", "status"],
-            registry=registry,
-        )
-        self._durations = Histogram(
-            "optpipe_http_request_seconds",
-            "Until the last byte.",
-            ["method", "route"],
-            buckets=_REQUEST_S,
-            registry=registry,
-        )
-        self._of_requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self._stalls = Histogram(
-            "optpipe_event_loop_stall_seconds",
-            "How late the event loop was.",
-            buckets=_STALL_S,
-            registry=registry,
-        )
-        self._worst_stall = Gauge(
-            "optpipe_event_loop_worst_stall_seconds", "Since the start.", registry=registry
-        )
+        self._worst_stall = gauge("optpipe_event_loop_worst_stall_seconds", "Since the start.")
         self._worst_s = 0.0
 
     def watch_store(self, counts: Callable[[], Mapping[JobState, int]]) -> None:
@@ -138,18 +115,8 @@ class ServiceMetrics(EngineObserver):
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Measure a request; ``route`` is a template, never a path."""
-        count, duration = self._labelled(method, route, status)
-        count.inc()
-        duration.observe(seconds)
-
-    def _labelled(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
-        """Return the two metrics of such a request, looked up once: there are a few hundred."""
-        key = (method, route, status)
-        found = self._of_requests.get(key)
-        if found is None:
-            count = self._requests.labels(method, route, str(status))
-            found = self._of_requests[key] = (count, self._durations.labels(method, route))
-        return found
+        self._requests.labels(method, route, str(status)).inc()
+        self._durations.labels(method, route).observe(seconds)
 
     async def watch_loop(self) -> None:
         """Measure how late this event loop is, until cancelled."""
@@ -247,48 +214,40 @@ _MAX_LINES = 10_000
 _PATIENCE_S = 2.0
 
 
-class LogQueue:
+class LogQueue(QueueListener):
     """A bounded queue of log lines and the thread that writes them to a stream, in order.
 
-    While the stream takes none, the last lines beyond ``max_lines`` are lost, and counted: the log
-    says so as soon as it goes on. Once closed, lines are written straight through.
+    While the stream takes none, the last lines beyond ``max_lines`` are lost. The log counts them
+    as soon as it goes on. Once closed, lines are written straight through.
 
     ``stream``: where lines go. When it is broken they go nowhere: no log is no reason to stop
     serving.
     """
 
     def __init__(self, stream: TextIO, max_lines: int = _MAX_LINES) -> None:
-        self._queue: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
-        self._listener = _Listener(self._queue, _StreamWriter(stream))
-        self._listener.start()
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
+        super().__init__(self._lines, _StreamWriter(stream))
+        self.num_lost = 0
+        self.is_closed = False
+        self.start()
 
     def handler(
         self, level: int = logging.NOTSET, formatter: logging.Formatter | None = None
     ) -> logging.Handler:
         """Return a handler that puts lines into the queue."""
-        handler = _BoundedHandler(self._queue, self._listener)
+        handler = _BoundedHandler(self)
         handler.setLevel(level)
         handler.setFormatter(formatter)
         return handler
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
         """Wait until everything is written, but no longer than that."""
-        if not self._listener.is_closed:
-            self._listener.is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             # The stream may take nothing, and must not hold up the end of the process.
-            end = threading.Thread(target=self._listener.stop, daemon=True)
+            end = threading.Thread(target=self.stop, daemon=True)
             end.start()
             end.join(patience_s)
-
-
-class _Listener(QueueListener):
-    """Passes lines on, and says when some were lost."""
-
-    def __init__(self, lines: queue.Queue[logging.LogRecord], writer: _StreamWriter) -> None:
-        super().__init__(lines, writer)
-        self._lines = lines
-        self.num_lost = 0
-        self.is_closed = False
 
     def enqueue_sentinel(self) -> None:
         self._lines.put(self._sentinel)  # type: ignore[attr-defined]
@@ -307,18 +266,18 @@ class _Listener(QueueListener):
 class _BoundedHandler(QueueHandler):
     """Puts lines into the queue, or counts them."""
 
-    def __init__(self, lines: queue.Queue[logging.LogRecord], listener: _Listener) -> None:
-        super().__init__(lines)
-        self._listener = listener
+    def __init__(self, lines: LogQueue) -> None:
+        super().__init__(lines.queue)
+        self._log_queue = lines
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        if self._listener.is_closed:
-            self._listener.handle(record)
+        if self._log_queue.is_closed:
+            self._log_queue.handle(record)
             return
         try:
             self.queue.put_nowait(record)
         except queue.Full:
-            self._listener.num_lost += 1
+            self._log_queue.num_lost += 1
 
 
 class _StreamWriter(logging.Handler):
@@ -356,7 +315,7 @@ class _StreamWriter(logging.Handler):
 
 # --- Every request has an id, is measured, and is logged where it changes or refuses something.
 
-_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _NO_ROUTE = "none"
@@ -383,54 +342,42 @@ class Telemetry:
             return
         request_id = _id_of(scope)
         structlog.contextvars.clear_contextvars()
-        structlog.contextvars.bind_contextvars(request=request_id.decode())
+        structlog.contextvars.bind_contextvars(request=request_id)
         if self._is_traced:
             trace_id = get_current_span().get_span_context().trace_id
             structlog.contextvars.bind_contextvars(trace=f"{trace_id:032x}")
-        answer = _Answer(send, request_id)
+        status, location = _ABORTED, ""
+
+        async def note_answer(message: Message) -> None:
+            nonlocal status, location
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(raw=[*message.get("headers", ())])
+                location = headers.get("location", "")
+                headers["x-request-id"] = request_id
+                message = {**message, "headers": headers.raw}
+            await send(message)
+
         began = time.perf_counter()
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, note_answer)
         finally:
-            self._note(scope, answer, time.perf_counter() - began)
-
-    def _note(self, scope: Scope, answer: _Answer, seconds: float) -> None:
-        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-        self._metrics.answered(method, _route_of(scope), answer.status, seconds)
-        if method in _READS and answer.status < _FIRST_REFUSAL:
-            return
-        structlog.get_logger(__name__).info(
-            f"{method} {scope['path'][:200]!r} was answered with {answer.status}",
-            action="http.request",
-            status=answer.status,
-            ms=round(seconds * 1000, 1),
-            **({"made": answer.location} if answer.location else {}),
-        )
+            seconds = time.perf_counter() - began
+            method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+            self._metrics.answered(method, _route_of(scope), status, seconds)
+            if method not in _READS or status >= _FIRST_REFUSAL:
+                structlog.get_logger(__name__).info(
+                    f"{method} {scope['path'][:200]!r} was answered with {status}",
+                    action="http.request",
+                    status=status,
+                    ms=round(seconds * 1000, 1),
+                    **({"made": location} if location else {}),
+                )
 
 
-class _Answer:
-    """Passes an answer on, with the request's id; remembers what it said."""
-
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send = send
-        self._request_id = request_id
-        self.status = _ABORTED
-        self.location = ""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = list(message.get("headers", ()))
-            self.location = next(
-                (value.decode("latin-1") for name, value in headers if name == b"location"), ""
-            )
-            message = {**message, "headers": [*headers, (b"x-request-id", self._request_id)]}
-        await self._send(message)
-
-
-def _id_of(scope: Scope) -> bytes:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+def _id_of(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _route_of(scope: Scope) -> str:
