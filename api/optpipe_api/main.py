@@ -11,7 +11,6 @@ import ssl
 import sys
 from contextlib import asynccontextmanager, closing
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -21,6 +20,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 
+import optpipe
 from optpipe.answers import Drift, Event, Fault, FrontierView, MethodRowList, SweepRowList, Tuned
 from optpipe.errors import WorldError
 from optpipe.model import Model
@@ -117,7 +117,7 @@ def create_app(settings: Settings) -> FastAPI:
     # once.
     app = FastAPIOffline(
         title="OptPipe",
-        version=_version(),
+        version=optpipe.__version__,
         summary="Pipeline schedules, optimised and proven.",
         description=_DESCRIPTION,
         lifespan=lifespan,
@@ -173,13 +173,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(http_errors.ErrorBoundary)
     app.add_middleware(Telemetry, metrics=metrics, is_traced=tracer_provider is not None)
     return app
-
-
-def _version() -> str:
-    try:
-        return version("optpipe")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 # Models that FastAPI does not see: bodies that it does not parse, and answers that are JSON texts.
@@ -258,7 +251,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=sorted(settings.trusted_proxies),
+        forwarded_allow_ips=sorted(settings.trusted_proxies or ()),
         timeout_graceful_shutdown=5,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,

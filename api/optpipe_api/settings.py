@@ -36,7 +36,7 @@ class Settings(BaseSettings):
         because any web page may send the local browser here.
     trusted_proxies
         Addresses of proxies, separated by commas. Only their ``X-Forwarded-For`` counts, for limits
-        per address. None by default: anybody can send the header.
+        per address. None = no proxy, because anybody can send the header.
     ssl_certfile, ssl_keyfile
         PEM files; with both, the service speaks HTTPS.
     require_keys
@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[frozenset[str] | None, NoDecode] = None
-    trusted_proxies: Annotated[frozenset[str], NoDecode] = frozenset()
+    trusted_proxies: Annotated[frozenset[str] | None, NoDecode] = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     require_keys: bool | None = None
@@ -148,17 +148,12 @@ class Settings(BaseSettings):
     retention_days: float = Field(default=90.0, ge=0, allow_inf_nan=False)
     log_format: Literal["text", "json"] = "text"
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("allowed_hosts", "trusted_proxies", mode="before")
     @classmethod
-    def _split_hosts(cls, given: Any) -> Any:
+    def _split_names(cls, given: Any) -> Any:
         if not isinstance(given, str):
             return given
         return frozenset(name.strip().lower() for name in given.split(",") if name.strip()) or None
-
-    @field_validator("trusted_proxies", mode="before")
-    @classmethod
-    def _split_proxies(cls, given: Any) -> Any:
-        return cls._split_hosts(given) or frozenset()
 
     @model_validator(mode="after")
     def _check_certificate(self) -> Settings:

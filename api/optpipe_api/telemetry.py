@@ -123,17 +123,14 @@ class ServiceMetrics(EngineObserver):
         while True:
             due = time.perf_counter() + _PROBE_S
             await asyncio.sleep(_PROBE_S)
-            self._stalled(max(0.0, time.perf_counter() - due))
+            seconds = max(0.0, time.perf_counter() - due)
+            self._stalls.observe(seconds)
+            self._worst_s = max(seconds, self._worst_s)
+            self._worst_stall.set(self._worst_s)
 
     def text(self) -> bytes:
         """Return everything, as Prometheus reads it; asks the store: for threads."""
         return generate_latest(self._registry)
-
-    def _stalled(self, seconds: float) -> None:
-        self._stalls.observe(seconds)
-        if seconds > self._worst_s:
-            self._worst_s = seconds
-            self._worst_stall.set(seconds)
 
 
 class _StoreCollector:
@@ -165,17 +162,20 @@ class _StoreCollector:
 def set_up_logs(form: str) -> LogQueue:
     """Write logs to stderr, as text for people or one JSON object per line for machines.
 
-    Whoever logs does not wait for them to be written; close what is returned before the end. What
-    libraries warn of (uvicorn: that a request is no HTTP) goes the same way.
+    Close the returned queue before the end of the process. Warnings of libraries go the same way.
     """
     lines = LogQueue(sys.stderr)
-    renderer = _renderer(form)
+    # The default exception formatter draws every local variable: seconds of work on the event loop.
+    renderer: Processor = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if form == "json":
+        renderer = structlog.processors.JSONRenderer()
         # Locals may hold keys and whole request bodies.
         without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         common.append(structlog.processors.ExceptionRenderer(without_locals))
@@ -195,20 +195,9 @@ def set_up_logs(form: str) -> LogQueue:
     return lines
 
 
-def _renderer(form: str) -> Processor:
-    if form == "json":
-        return structlog.processors.JSONRenderer()
-    return structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(),
-        # The default draws every local variable: seconds of work on the event loop.
-        exception_formatter=structlog.dev.plain_traceback,
-    )
-
-
-# --- Lines are handed to the stream by a thread: whoever logs never waits.
-# Logs are written from the event loop, too. Whoever reads them (a pipe to another program, a
-# terminal that was stopped) may stop reading; a pipe then holds some 64 KiB more, and a server that
-# wrote to it itself would stand still at the next line.
+# --- A thread writes the lines, so that no request waits for the log.
+# The reader of the log (another program, a stopped terminal) may stop reading. A pipe then takes
+# 64 KiB more, and a server that wrote to it itself would stop at the next line.
 
 _MAX_LINES = 10_000
 _PATIENCE_S = 2.0
@@ -408,17 +397,16 @@ def open_tracer_provider() -> TracerProvider | None:
     exporter = read("TRACES_EXPORTER") or ("otlp" if endpoint else "none")
     if exporter == "none" or read("SDK_DISABLED").lower() == "true":
         return None
-    if exporter != "otlp":
-        raise InputError(
-            f"OTEL_TRACES_EXPORTER = {exporter!r}: this service exports traces by otlp only; set "
-            "otlp, or none to switch traces off"
-        )
     protocol = read("EXPORTER_OTLP_TRACES_PROTOCOL") or read("EXPORTER_OTLP_PROTOCOL")
-    if protocol not in ("", "http/protobuf"):
-        raise InputError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL = {protocol!r}: this service exports traces by "
-            "http/protobuf only; set that, and an endpoint that takes it (usually port 4318)"
-        )
+    for name, given, allowed in (
+        ("OTEL_TRACES_EXPORTER", exporter, "otlp"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", protocol or "http/protobuf", "http/protobuf"),
+    ):
+        if given != allowed:
+            raise InputError(
+                f"{name} = {given!r}: this service exports traces by {allowed} only; set that, "
+                "or OTEL_TRACES_EXPORTER=none to switch traces off"
+            )
     try:
         from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - extra
         from opentelemetry.sdk import resources, trace  # noqa: PLC0415 - extra
