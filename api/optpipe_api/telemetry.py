@@ -1,4 +1,4 @@
-"""What an operator sees: log lines, and what Prometheus may ask for at ``/metrics``.
+"""Log lines, metrics for Prometheus at ``/metrics``, and traces for OpenTelemetry.
 
 A line is a sentence plus a stable ``action``; lines are set up by `serve`, never at import. The
 registry of metrics, which `docs/service.md` lists, is the application's own.
@@ -272,8 +272,8 @@ class _BoundedHandler(QueueHandler):
 class _StreamWriter(logging.Handler):
     """Writes to the file of a stream, where it has one.
 
-    A thread that hangs inside of the stream itself would hold its lock, and the interpreter, which
-    flushes the stream at its end, would abort; likewise with the lock of a handler.
+    A thread that hangs inside the stream itself would hold the stream's lock. The interpreter
+    flushes the stream at its end, and would abort. The lock of a handler has the same effect.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -316,8 +316,8 @@ class Telemetry:
     """Around everything else.
 
     The id is the client's ``X-Request-ID`` where that is a short word.
-    The id comes back in the answer's ``X-Request-ID``, and stands in every line that is logged on
-    behalf of the request. If the request is traced, the lines name its trace too.
+    The answer has the id as ``X-Request-ID``, and every log line about the request contains it. If
+    the request is traced, the lines name its trace too.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: ServiceMetrics, is_traced: bool = False) -> None:
