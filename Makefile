@@ -26,7 +26,7 @@ MEMORY ?= 1,0.875,0.75,0.625,0.5,0.4375,0.375,0.3125,0.25,0.1875,0.125
 JOBS ?= 2
 
 EXTRAS_run := server,runtime
-EXTRAS_test := $(EXTRAS_run),trainers,postgres,plot,ray,dev
+EXTRAS_test := $(EXTRAS_run),trainers,postgres,plot,ray,otel,dev
 EXTRAS_ci := $(EXTRAS_test),docs,ci
 EXTRAS_solver := solver
 # What is installed already, if it is more, will do.

@@ -109,6 +109,13 @@ def send_chunked_trailer(target: Target) -> None:
     _send_large(target, head + b"2\r\n{}\r\n0\r\nX-Large: ", b"a" * _MIB, 128)
 
 
+def send_small_chunks(target: Target) -> None:
+    """Send a body of 16 MiB in chunks of one byte, again and again on a new connection."""
+    head = b"POST /v1/jobs" + _HOST + b"Content-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    _send_large(target, head, b"1\r\n \r\n" * (_MIB // 6), 16)
+
+
 def keep_answers_unread(target: Target) -> None:
     """Hold 1,760 connections of 80 pipelined requests each, and read no answer."""
     _hold_unread(target, 80)
@@ -133,6 +140,7 @@ HOSTILE: dict[str, Callable[[Target], None]] = {
     "one huge header": send_huge_header,
     "many small headers": send_small_headers,
     "chunked trailer": send_chunked_trailer,
+    "chunks of one byte": send_small_chunks,
     "unread pipelined answers": keep_answers_unread,
     "unread answers, 8 per connection": keep_few_answers_unread,
     "OpenAPI document, 16 connections": repeat_openapi,

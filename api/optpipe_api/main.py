@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import resource
+import signal
 import socket
 import ssl
+import sys
 from contextlib import asynccontextmanager, closing
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -20,6 +21,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+import optpipe
 from optpipe.answers import Drift, Event, Fault, FrontierView, MethodRowList, SweepRowList, Tuned
 from optpipe.errors import WorldError
 from optpipe.model import Model
@@ -55,10 +57,16 @@ from optpipe_api.routes import batches, catalogue, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
 from optpipe_api.store import open_stores
-from optpipe_api.telemetry import ServiceMetrics, Telemetry, set_up_logs
+from optpipe_api.telemetry import (
+    UNTRACED,
+    ServiceMetrics,
+    Telemetry,
+    open_tracer_provider,
+    set_up_logs,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from types import FrameType
 
     from fastapi import FastAPI
@@ -89,6 +97,7 @@ far. Times are milliseconds, sizes bytes. Errors are problem details (RFC 9457) 
 def create_app(settings: Settings) -> FastAPI:
     """Return the application. Store and engine open when it starts and close when it stops."""
     metrics = ServiceMetrics()
+    tracer_provider = open_tracer_provider()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -103,13 +112,15 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             watch.cancel()
             await run_in_threadpool(service.close)
+            if tracer_provider is not None:
+                await run_in_threadpool(tracer_provider.shutdown)
 
     # FastAPIOffline brings the files of Swagger UI, so that the page works without a CDN. FastAPI
     # would build the page and the OpenAPI document for each request; `install_docs` builds them
     # once.
     app = FastAPIOffline(
         title="OptPipe",
-        version=_version(),
+        version=optpipe.__version__,
         summary="Pipeline schedules, optimised and proven.",
         description=_DESCRIPTION,
         lifespan=lifespan,
@@ -119,6 +130,12 @@ def create_app(settings: Settings) -> FastAPI:
         # A redirect would lead to whatever Host the client names.
         redirect_slashes=False,
         generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
+        telemetry={
+            "tracing": tracer_provider is not None,
+            "tracer_provider": tracer_provider,
+            "exclude": lambda scope: scope["path"] in UNTRACED,
+            **dict.fromkeys(("operation_spans", "metrics", "logs", "auto_configure"), False),
+        },
     )
     for router in (
         jobs.router,
@@ -146,6 +163,7 @@ def create_app(settings: Settings) -> FastAPI:
         return service.keys.valid()
 
     # A request passes the middleware that is added last first.
+    app.add_middleware(http_errors.CompressedAnswers)
     app.add_middleware(http_errors.HeadAsGet)
     per_minute = settings.max_requests_per_minute
     app.add_middleware(
@@ -153,25 +171,18 @@ def create_app(settings: Settings) -> FastAPI:
         find=KeyRing(load_keys).find if settings.keys_required else None,
         rates=Rates(per_minute) if per_minute else None,
         open_rates=Rates(OPEN_PER_MINUTE, burst=OPEN_BURST),
-        users=ProxyUsers(settings.user_header, settings.user_proxies)
+        users=ProxyUsers(settings.user_header, settings.user_proxies or frozenset())
         if settings.user_header
         else None,
     )
     app.add_middleware(SiteGate, hosts=settings.hosts)
     app.add_middleware(http_errors.ErrorBoundary)
-    app.add_middleware(Telemetry, metrics=metrics)
+    app.add_middleware(Telemetry, metrics=metrics, is_traced=tracer_provider is not None)
     # Here instead of in uvicorn: the user of a proxy depends on the address that it replaces.
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=sorted(settings.trusted_proxies))
     app.add_middleware(NotePeer)
     return app
-
-
-def _version() -> str:
-    try:
-        return version("optpipe")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 # Models that FastAPI does not see: bodies that it does not parse, and answers that are JSON texts.
@@ -243,7 +254,10 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         limit_concurrency=None
         if is_unlimited
         else max(num_files // 2, num_files - _RESERVED_FILES),
+        ws="none",
         log_config=None,
+        # Warnings are one line for each request that is not HTTP: one client could fill the log.
+        log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -288,14 +302,24 @@ def raise_file_limit(num_followers: int) -> int:
 def serve(settings: Settings) -> None:
     """Run a server until SIGINT or SIGTERM. Running jobs then return to the queue.
 
+    Call it in the main thread, as the last thing that a process does: when the server has stopped,
+    both signals are ignored. During the start they raise ``SystemExit(0)``.
+
     Raises `OptPipeError` if the database, the address or the certificate is not usable, or if
     requests need a key and there is none.
     """
+    _handle_signals(lambda *_: sys.exit(0))
     lines = set_up_logs(settings.log_format)
     try:
         _serve(settings)
+        _handle_signals(signal.SIG_IGN)
     finally:
         lines.close()
+
+
+def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _serve(settings: Settings) -> None:

@@ -113,9 +113,9 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[frozenset[str] | None, NoDecode] = None
-    trusted_proxies: Annotated[frozenset[str], NoDecode] = frozenset()
+    trusted_proxies: Annotated[frozenset[str] | None, NoDecode] = None
     user_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9-]+$")
-    user_proxies: Annotated[frozenset[str], NoDecode] = frozenset()
+    user_proxies: Annotated[frozenset[str] | None, NoDecode] = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     require_keys: bool | None = None
@@ -154,23 +154,18 @@ class Settings(BaseSettings):
     retention_days: float = Field(default=90.0, ge=0, allow_inf_nan=False)
     log_format: Literal["text", "json"] = "text"
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("allowed_hosts", "trusted_proxies", "user_proxies", mode="before")
     @classmethod
-    def _split_hosts(cls, given: Any) -> Any:
+    def _split_names(cls, given: Any) -> Any:
         if not isinstance(given, str):
             return given
         return frozenset(name.strip().lower() for name in given.split(",") if name.strip()) or None
-
-    @field_validator("trusted_proxies", "user_proxies", mode="before")
-    @classmethod
-    def _split_proxies(cls, given: Any) -> Any:
-        return cls._split_hosts(given) or frozenset()
 
     @model_validator(mode="after")
     def _check_user_proxies(self) -> Settings:
         if (self.user_header is None) != (not self.user_proxies):
             raise rule_broken("user_header and user_proxies come together", "give both or none")
-        for text in self.user_proxies:
+        for text in self.user_proxies or ():
             try:
                 is_everybody = ipaddress.ip_network(text, strict=False).prefixlen == 0
             except ValueError:

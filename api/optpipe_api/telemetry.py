@@ -1,4 +1,4 @@
-"""What an operator sees: log lines, and what Prometheus may ask for at ``/metrics``.
+"""Log lines, metrics for Prometheus at ``/metrics``, and traces for OpenTelemetry.
 
 A line is a sentence plus a stable ``action``; lines are set up by `serve`, never at import. The
 registry of metrics, which `docs/service.md` lists, is the application's own.
@@ -20,10 +20,13 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, TextIO
 
 import structlog
+from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from starlette.datastructures import Headers, MutableHeaders
 
 from optpipe.answers import JobState
+from optpipe.errors import InputError, MissingExtraError, install_command
 from optpipe_api.engine.engine import EngineObserver
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.events import Purpose
@@ -31,6 +34,7 @@ from optpipe_api.services.events import Purpose
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from opentelemetry.sdk.trace import TracerProvider
     from prometheus_client.metrics_core import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from structlog.typing import Processor
@@ -38,7 +42,15 @@ if TYPE_CHECKING:
     from optpipe_api.jobs import JobRecord
     from optpipe_api.services.events import ConnectionLimit
 
-__all__ = ["CONTENT_TYPE", "LogQueue", "ServiceMetrics", "Telemetry", "set_up_logs"]
+__all__ = [
+    "CONTENT_TYPE",
+    "UNTRACED",
+    "LogQueue",
+    "ServiceMetrics",
+    "Telemetry",
+    "open_tracer_provider",
+    "set_up_logs",
+]
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,50 +67,26 @@ class ServiceMetrics(EngineObserver):
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._accepted = Counter(
-            "optpipe_jobs_accepted", "Submissions, by cache.", ["cache"], registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        routed = ["method", "route"]
+        self._accepted = counter("optpipe_jobs_accepted", "Submissions, by cache.", ["cache"])
+        self._ended = counter("optpipe_jobs_ended", "Attempts, by state after.", ["state"])
+        self._requests = counter("optpipe_http_requests", "By route.", [*routed, "status"])
+        self._followers = gauge("optpipe_followers", "Streams and waiting requests.", ["kind"])
+        self._waits = histogram(
+            "optpipe_queue_wait_seconds", "Until the first attempt.", buckets=_LONG_S
         )
-        self._ended = Counter(
-            "optpipe_jobs_ended", "Attempts, by state after.", ["state"], registry=registry
+        self._solves = histogram("optpipe_solve_seconds", "Of an attempt.", buckets=_LONG_S)
+        self._gaps = histogram("optpipe_gap_ratio", "Of jobs that succeeded.", buckets=_GAPS)
+        self._durations = histogram(
+            "optpipe_http_request_seconds", "Until the last byte.", routed, buckets=_REQUEST_S
         )
-        self._waits = Histogram(
-            "optpipe_queue_wait_seconds",
-            "From submission to the first attempt.",
-            buckets=_LONG_S,
-            registry=registry,
+        self._stalls = histogram(
+            "optpipe_event_loop_stall_seconds", "How late the event loop was.", buckets=_STALL_S
         )
-        self._solves = Histogram(
-            "optpipe_solve_seconds", "Of one attempt.", buckets=_LONG_S, registry=registry
-        )
-        self._gaps = Histogram(
-            "optpipe_gap_ratio", "Of jobs that succeeded.", buckets=_GAPS, registry=registry
-        )
-        self._followers = Gauge(
-            "optpipe_followers", "Streams and waiting requests.", ["kind"], registry=registry
-        )
-        self._requests = Counter(
-            "optpipe_http_requests",
-            "Requests, by route.",
-            ["method", "route", "status"],
-            registry=registry,
-        )
-        self._durations = Histogram(
-            "optpipe_http_request_seconds",
-            "Until the last byte.",
-            ["method", "route"],
-            buckets=_REQUEST_S,
-            registry=registry,
-        )
-        self._of_requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self._stalls = Histogram(
-            "optpipe_event_loop_stall_seconds",
-            "How late the event loop was.",
-            buckets=_STALL_S,
-            registry=registry,
-        )
-        self._worst_stall = Gauge(
-            "optpipe_event_loop_worst_stall_seconds", "Since the start.", registry=registry
-        )
+        self._worst_stall = gauge("optpipe_event_loop_worst_stall_seconds", "Since the start.")
         self._worst_s = 0.0
 
     def watch_store(self, counts: Callable[[], Mapping[JobState, int]]) -> None:
@@ -127,35 +115,22 @@ class ServiceMetrics(EngineObserver):
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Measure a request; ``route`` is a template, never a path."""
-        count, duration = self._labelled(method, route, status)
-        count.inc()
-        duration.observe(seconds)
-
-    def _labelled(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
-        """Return the two metrics of such a request, looked up once: there are a few hundred."""
-        key = (method, route, status)
-        found = self._of_requests.get(key)
-        if found is None:
-            count = self._requests.labels(method, route, str(status))
-            found = self._of_requests[key] = (count, self._durations.labels(method, route))
-        return found
+        self._requests.labels(method, route, str(status)).inc()
+        self._durations.labels(method, route).observe(seconds)
 
     async def watch_loop(self) -> None:
         """Measure how late this event loop is, until cancelled."""
         while True:
             due = time.perf_counter() + _PROBE_S
             await asyncio.sleep(_PROBE_S)
-            self._stalled(max(0.0, time.perf_counter() - due))
+            seconds = max(0.0, time.perf_counter() - due)
+            self._stalls.observe(seconds)
+            self._worst_s = max(seconds, self._worst_s)
+            self._worst_stall.set(self._worst_s)
 
     def text(self) -> bytes:
         """Return everything, as Prometheus reads it; asks the store: for threads."""
         return generate_latest(self._registry)
-
-    def _stalled(self, seconds: float) -> None:
-        self._stalls.observe(seconds)
-        if seconds > self._worst_s:
-            self._worst_s = seconds
-            self._worst_stall.set(seconds)
 
 
 class _StoreCollector:
@@ -187,17 +162,20 @@ class _StoreCollector:
 def set_up_logs(form: str) -> LogQueue:
     """Write logs to stderr, as text for people or one JSON object per line for machines.
 
-    Whoever logs does not wait for them to be written; close what is returned before the end. What
-    libraries warn of (uvicorn: that a request is no HTTP) goes the same way.
+    Close the returned queue before the end of the process. Warnings of libraries go the same way.
     """
     lines = LogQueue(sys.stderr)
-    renderer = _renderer(form)
+    # The default exception formatter draws every local variable: seconds of work on the event loop.
+    renderer: Processor = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if form == "json":
+        renderer = structlog.processors.JSONRenderer()
         # Locals may hold keys and whole request bodies.
         without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         common.append(structlog.processors.ExceptionRenderer(without_locals))
@@ -217,67 +195,48 @@ def set_up_logs(form: str) -> LogQueue:
     return lines
 
 
-def _renderer(form: str) -> Processor:
-    if form == "json":
-        return structlog.processors.JSONRenderer()
-    return structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(),
-        # The default draws every local variable: seconds of work on the event loop.
-        exception_formatter=structlog.dev.plain_traceback,
-    )
-
-
-# --- Lines are handed to the stream by a thread: whoever logs never waits.
-# Logs are written from the event loop, too. Whoever reads them (a pipe to another program, a
-# terminal that was stopped) may stop reading; a pipe then holds some 64 KiB more, and a server that
-# wrote to it itself would stand still at the next line.
+# --- A thread writes the lines, so that no request waits for the log.
+# The reader of the log (another program, a stopped terminal) may stop reading. A pipe then takes
+# 64 KiB more, and a server that wrote to it itself would stop at the next line.
 
 _MAX_LINES = 10_000
 _PATIENCE_S = 2.0
 
 
-class LogQueue:
+class LogQueue(QueueListener):
     """A bounded queue of log lines and the thread that writes them to a stream, in order.
 
-    While the stream takes none, the last lines beyond ``max_lines`` are lost, and counted: the log
-    says so as soon as it goes on. Once closed, lines are written straight through.
+    While the stream takes none, the last lines beyond ``max_lines`` are lost. The log counts them
+    as soon as it goes on. Once closed, lines are written straight through.
 
     ``stream``: where lines go. When it is broken they go nowhere: no log is no reason to stop
     serving.
     """
 
     def __init__(self, stream: TextIO, max_lines: int = _MAX_LINES) -> None:
-        self._queue: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
-        self._listener = _Listener(self._queue, _StreamWriter(stream))
-        self._listener.start()
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
+        super().__init__(self._lines, _StreamWriter(stream))
+        self.num_lost = 0
+        self.is_closed = False
+        self.start()
 
     def handler(
         self, level: int = logging.NOTSET, formatter: logging.Formatter | None = None
     ) -> logging.Handler:
         """Return a handler that puts lines into the queue."""
-        handler = _BoundedHandler(self._queue, self._listener)
+        handler = _BoundedHandler(self)
         handler.setLevel(level)
         handler.setFormatter(formatter)
         return handler
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
         """Wait until everything is written, but no longer than that."""
-        if not self._listener.is_closed:
-            self._listener.is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             # The stream may take nothing, and must not hold up the end of the process.
-            end = threading.Thread(target=self._listener.stop, daemon=True)
+            end = threading.Thread(target=self.stop, daemon=True)
             end.start()
             end.join(patience_s)
-
-
-class _Listener(QueueListener):
-    """Passes lines on, and says when some were lost."""
-
-    def __init__(self, lines: queue.Queue[logging.LogRecord], writer: _StreamWriter) -> None:
-        super().__init__(lines, writer)
-        self._lines = lines
-        self.num_lost = 0
-        self.is_closed = False
 
     def enqueue_sentinel(self) -> None:
         self._lines.put(self._sentinel)  # type: ignore[attr-defined]
@@ -296,25 +255,25 @@ class _Listener(QueueListener):
 class _BoundedHandler(QueueHandler):
     """Puts lines into the queue, or counts them."""
 
-    def __init__(self, lines: queue.Queue[logging.LogRecord], listener: _Listener) -> None:
-        super().__init__(lines)
-        self._listener = listener
+    def __init__(self, lines: LogQueue) -> None:
+        super().__init__(lines.queue)
+        self._log_queue = lines
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        if self._listener.is_closed:
-            self._listener.handle(record)
+        if self._log_queue.is_closed:
+            self._log_queue.handle(record)
             return
         try:
             self.queue.put_nowait(record)
         except queue.Full:
-            self._listener.num_lost += 1
+            self._log_queue.num_lost += 1
 
 
 class _StreamWriter(logging.Handler):
     """Writes to the file of a stream, where it has one.
 
-    A thread that hangs inside of the stream itself would hold its lock, and the interpreter, which
-    flushes the stream at its end, would abort; likewise with the lock of a handler.
+    A thread that hangs inside the stream itself would hold the stream's lock. The interpreter
+    flushes the stream at its end, and would abort. The lock of a handler has the same effect.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -345,7 +304,7 @@ class _StreamWriter(logging.Handler):
 
 # --- Every request has an id, is measured, and is logged where it changes or refuses something.
 
-_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _NO_ROUTE = "none"
@@ -357,13 +316,14 @@ class Telemetry:
     """Around everything else.
 
     The id is the client's ``X-Request-ID`` where that is a short word.
-    The id comes back in the answer's ``X-Request-ID``, and stands in every line that is logged on
-    behalf of the request.
+    The answer has the id as ``X-Request-ID``, and every log line about the request contains it. If
+    the request is traced, the lines name its trace too.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: ServiceMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: ServiceMetrics, is_traced: bool = False) -> None:
         self._app = app
         self._metrics = metrics
+        self._is_traced = is_traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -371,54 +331,94 @@ class Telemetry:
             return
         request_id = _id_of(scope)
         structlog.contextvars.clear_contextvars()
-        structlog.contextvars.bind_contextvars(request=request_id.decode())
-        answer = _Answer(send, request_id)
+        structlog.contextvars.bind_contextvars(request=request_id)
+        if self._is_traced:
+            trace_id = get_current_span().get_span_context().trace_id
+            structlog.contextvars.bind_contextvars(trace=f"{trace_id:032x}")
+        status, location = _ABORTED, ""
+
+        async def note_answer(message: Message) -> None:
+            nonlocal status, location
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(raw=[*message.get("headers", ())])
+                location = headers.get("location", "")
+                headers["x-request-id"] = request_id
+                message = {**message, "headers": headers.raw}
+            await send(message)
+
         began = time.perf_counter()
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, note_answer)
         finally:
-            self._note(scope, answer, time.perf_counter() - began)
-
-    def _note(self, scope: Scope, answer: _Answer, seconds: float) -> None:
-        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-        self._metrics.answered(method, _route_of(scope), answer.status, seconds)
-        if method in _READS and answer.status < _FIRST_REFUSAL:
-            return
-        structlog.get_logger(__name__).info(
-            f"{method} {scope['path'][:200]!r} was answered with {answer.status}",
-            action="http.request",
-            status=answer.status,
-            ms=round(seconds * 1000, 1),
-            **({"made": answer.location} if answer.location else {}),
-        )
+            seconds = time.perf_counter() - began
+            method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+            self._metrics.answered(method, _route_of(scope), status, seconds)
+            if method not in _READS or status >= _FIRST_REFUSAL:
+                structlog.get_logger(__name__).info(
+                    f"{method} {scope['path'][:200]!r} was answered with {status}",
+                    action="http.request",
+                    status=status,
+                    ms=round(seconds * 1000, 1),
+                    **({"made": location} if location else {}),
+                )
 
 
-class _Answer:
-    """Passes an answer on, with the request's id; remembers what it said."""
-
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send = send
-        self._request_id = request_id
-        self.status = _ABORTED
-        self.location = ""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = list(message.get("headers", ()))
-            self.location = next(
-                (value.decode("latin-1") for name, value in headers if name == b"location"), ""
-            )
-            message = {**message, "headers": [*headers, (b"x-request-id", self._request_id)]}
-        await self._send(message)
-
-
-def _id_of(scope: Scope) -> bytes:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+def _id_of(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _route_of(scope: Scope) -> str:
     """Return the template of the route: paths hold ids, of which there are endlessly many."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE
+
+
+# --- OpenTelemetry: FastAPI makes a span of each request, if the standard variables ask for it.
+
+UNTRACED = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+def open_tracer_provider() -> TracerProvider | None:
+    """Return what sends spans as OpenTelemetry's variables say; None if they ask for none.
+
+    They ask for spans with ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``
+    or ``OTEL_TRACES_EXPORTER=otlp``. Without them, neither SDK nor exporter is imported.
+
+    Raises `InputError` for another exporter or protocol than OTLP over HTTP, and
+    `MissingExtraError` if a package is not installed.
+    """
+
+    def read(name: str) -> str:
+        return os.environ.get(f"OTEL_{name}", "").strip()
+
+    endpoint = read("EXPORTER_OTLP_TRACES_ENDPOINT") or read("EXPORTER_OTLP_ENDPOINT")
+    exporter = read("TRACES_EXPORTER") or ("otlp" if endpoint else "none")
+    if exporter == "none" or read("SDK_DISABLED").lower() == "true":
+        return None
+    protocol = read("EXPORTER_OTLP_TRACES_PROTOCOL") or read("EXPORTER_OTLP_PROTOCOL")
+    for name, given, allowed in (
+        ("OTEL_TRACES_EXPORTER", exporter, "otlp"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", protocol or "http/protobuf", "http/protobuf"),
+    ):
+        if given != allowed:
+            raise InputError(
+                f"{name} = {given!r}: this service exports traces by {allowed} only; set that, "
+                "or OTEL_TRACES_EXPORTER=none to switch traces off"
+            )
+    try:
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - extra
+        from opentelemetry.sdk import resources, trace  # noqa: PLC0415 - extra
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - extra
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"OTEL_... variables ask for traces, which need {error.name}, which is not installed; "
+            f"run: {install_command('otel')}, or unset them"
+        ) from None
+    named = {"service.name": "optpipe", **resources.OTELResourceDetector().detect().attributes}
+    provider = trace.TracerProvider(
+        resource=resources.Resource.create(named), shutdown_on_exit=False
+    )
+    provider.add_span_processor(BatchSpanProcessor(trace_exporter.OTLPSpanExporter()))
+    return provider

@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from optpipe import load_schedule
+from optpipe.client import Client
 from optpipe_api.access import Role
 from tests.api.live import client, connected, keyed, make_settings, running, two_stages
 
@@ -41,6 +44,40 @@ def test_an_encoded_body_is_refused(http: httpx.Client) -> None:
     headers["Content-Encoding"] = "identity"
     answer = http.post("/v1/jobs", content=json.dumps(BODY), headers=headers)
     assert answer.status_code == 202
+
+
+def test_a_large_schedule_is_compressed_for_a_client_that_accepts_gzip(http: httpx.Client) -> None:
+    """A tag of either form names the version of both; small answers are sent as they are."""
+    problem = two_stages(num_microbatches=400)
+    job = http.post("/v1/jobs", params={"wait": 60}, json={"problem": problem}).json()
+    path = f"/v1/jobs/{job['id']}/schedule"
+    plain, zipped, refused = (
+        http.get(path, headers={"Accept-Encoding": accepted})
+        for accepted in ("identity", "br, gzip", "gzip;q=0, *;q=0.1")
+    )
+    assert zipped.content == plain.content == refused.content
+    encodings = [answer.headers.get("content-encoding") for answer in (plain, zipped, refused)]
+    assert encodings == [None, "gzip", None]
+    assert int(zipped.headers["content-length"]) < len(plain.content) / 2
+    assert zipped.headers["etag"] == f"W/{plain.headers['etag']}"
+    assert "Accept-Encoding" in zipped.headers["vary"]
+    for answer in (plain, zipped):
+        known = {"If-None-Match": answer.headers["etag"]}
+        assert http.get(path, headers=known).status_code == 304
+    with Client(str(http.base_url)) as typed:
+        assert typed.schedule(job["id"]) == load_schedule(plain.text)
+    assert "content-encoding" not in http.get(f"/v1/jobs/{job['id']}").headers
+
+
+def test_events_are_not_held_back_by_compression(http: httpx.Client) -> None:
+    body = {"problem": two_stages("improve:1:60")}
+    path = f"/v1/jobs/{http.post('/v1/jobs', json=body).json()['id']}"
+    began = time.monotonic()
+    with http.stream("GET", f"{path}/events", headers={"Accept-Encoding": "gzip"}) as events:
+        assert "content-encoding" not in events.headers
+        assert any("incumbent" in line for line in events.iter_lines())
+    assert time.monotonic() - began < 30  # the job takes a minute
+    http.post(f"{path}/cancel")
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs/", "/v1/batches/", "/healthz/"])

@@ -192,3 +192,56 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, settings, me
         monkeypatch.setenv(name, value)
     with pytest.raises(OptPipeError, match=re.escape(message)):
         main._serve(Settings.load())
+
+
+INTERRUPTED = """
+import os, signal, sys
+from optpipe_api import Settings, main
+
+home, name, number = sys.argv[1:]
+owner = main if home == "main" else getattr(main, home)
+function = getattr(owner, name)
+
+def interrupt(*args, **options):
+    os.kill(os.getpid(), int(number))
+    return function(*args, **options)
+
+setattr(owner, name, interrupt)
+main.serve(Settings.load())
+print("stopped", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        (("main", "open_stores"), signal.SIGTERM),
+        (("main", "create_app"), signal.SIGINT),
+        (("ApiServer", "startup"), signal.SIGINT),
+        (("ApiServer", "shutdown"), signal.SIGTERM),
+        (("Service", "close"), signal.SIGINT),
+    ],
+)
+def test_a_signal_at_any_time_ends_the_server_without_a_traceback(
+    tmp_path: Path, moment: tuple[str, str], number: signal.Signals
+) -> None:
+    """Also a second one, while the server stops or has stopped."""
+    settings = {
+        "OPTPIPE_DATABASE_URL": database_in(tmp_path),
+        "OPTPIPE_PORT": "0",
+        "OPTPIPE_SOLVE_PATH": FAKE,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
+    }
+    command = [sys.executable, "-c", INTERRUPTED, *moment, str(int(number))]
+    with subprocess.Popen(
+        command, env=os.environ | settings, stderr=subprocess.PIPE, cwd=tmp_path, text=True
+    ) as process:
+        assert process.stderr is not None
+        log = ""
+        for line in process.stderr:
+            log += line
+            if "OptPipe listens" in line and moment[1] in ("shutdown", "close"):
+                process.send_signal(signal.SIGINT)
+            if line == "stopped\n":
+                process.send_signal(number)
+    assert (process.returncode, "Traceback" in log) == (0, False), log

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import gzip
 import io
 import json
 import logging
@@ -14,18 +15,27 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import structlog
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from optpipe.answers import JobState
+from optpipe.errors import OptPipeError
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.telemetry import LogQueue, ServiceMetrics, Telemetry, set_up_logs
-from tests.api.live import FAKE, two_stages
+from optpipe_api.telemetry import (
+    LogQueue,
+    ServiceMetrics,
+    Telemetry,
+    open_tracer_provider,
+    set_up_logs,
+)
+from tests.api.live import FAKE, connected, make_settings, two_stages
 from tests.api.test_main import ADDRESS, ROOT, SCRIPT
 
 
@@ -312,3 +322,105 @@ def test_a_request_that_fails_is_counted_and_logged_too(capsys) -> None:
     with logging_as("json"), pytest.raises(ZeroDivisionError):
         through_telemetry("GET", 200, fails=True)
     assert '"status": 499' in capsys.readouterr().err
+
+
+# OpenTelemetry
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """Run an endpoint for OTLP over HTTP; yields its address, and the resources of all spans."""
+    received: list[Any] = []
+
+    class Collect(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            received.extend(ExportTraceServiceRequest.FromString(body).resource_spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collect) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", received
+        server.shutdown()
+        thread.join()
+
+
+def test_a_submission_has_a_span_whose_trace_the_log_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trace is the client's, if it sends one; probes have no spans."""
+    theirs = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with collector() as (url, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "plans")
+        with connected(make_settings(tmp_path)) as http:
+            parents = {"traceparent": f"00-{theirs}-00f067aa0ba902b7-01"}
+            for headers in ({}, parents):
+                answer = http.post("/v1/jobs", json={"problem": two_stages()}, headers=headers)
+                assert answer.status_code == 202
+            http.get("/healthz")
+    names = {
+        attribute.value.string_value
+        for resource in received
+        for attribute in resource.resource.attributes
+        if attribute.key == "service.name"
+    }
+    assert names == {"plans"}
+    spans = [span for resource in received for part in resource.scope_spans for span in part.spans]
+    assert [span.name for span in spans] == ["POST /v1/jobs"] * 2
+    traces = [span.trace_id.hex() for span in spans]
+    assert traces[1] == theirs != traces[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "'/v1/jobs' was" in line]
+    assert [line.partition("trace=")[2][:32] for line in lines] == traces
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER = 'zipkin'"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL = 'grpc'",
+        ),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, r"pip install .*\[otel\]"),
+    ],
+)
+def test_traces_that_cannot_be_sent_are_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(OptPipeError, match=message):
+        open_tracer_provider()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+    ids=["no variables", "disabled", "no exporter"],
+)
+def test_no_exporter_is_imported_while_traces_are_off(
+    variables: dict[str, str],
+) -> None:
+    script = """
+import sys
+from optpipe_api import Settings, create_app
+create_app(Settings())
+print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exp"))])
+"""
+    path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+    command = [sys.executable, "-c", script]
+    environment = os.environ | variables | {"PYTHONPATH": path}
+    assert subprocess.check_output(command, env=environment) == b"[]\n"

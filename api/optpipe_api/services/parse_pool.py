@@ -155,8 +155,13 @@ class _ParseWorker:
 
     def call(self, function: Callable[..., T], args: Sequence[Any]) -> tuple[T, bool]:
         """Return the result, and whether the process has grown too large to be kept."""
+        # Ctrl-C in a terminal is for the server: a new process inherits what this thread blocks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            call = self._executor.submit(_call_limited, self._cpu_s, function, args)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # The process's own limit does not count time without computation.
-        call = self._executor.submit(_call_limited, self._cpu_s, function, args)
         return call.result(_TIMEOUT_S)
 
     def kill(self) -> None:
@@ -176,9 +181,7 @@ class _ParseWorker:
 
 def _start_process(memory_bytes: int, their_end: Connection) -> None:
     """Limit this process, and end it when the other end of a pipe is closed."""
-    # Ctrl-C in a terminal is for the server. Printed text must not reach the standard output.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # printed text must not reach the standard output
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -446,7 +446,7 @@ def test_it_is_what_the_core_says_of_the_best_schedule(http, ended, path) -> Non
 def test_its_tag_is_that_of_the_schedule_in_this_form(http, ended, path) -> None:
     first = http.get(path)
     tag = first.headers["etag"]
-    assert tag == f'"{ended["id"]}.{ended["num_schedules"]}.explanation"'
+    assert tag == f'W/"{ended["id"]}.{ended["num_schedules"]}.explanation"'
     same = http.get(path, headers={"If-None-Match": tag})
     assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
     other = http.get(f"/v1/jobs/{ended['id']}/schedule").headers["etag"]

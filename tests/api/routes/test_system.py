@@ -23,10 +23,11 @@ def test_a_constant_document_has_a_tag_and_is_sent_once_to_a_client(http, path: 
     first = http.get(path)
     tag = first.headers["ETag"]
     assert "no-cache" in first.headers["Cache-Control"]
-    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+    strong = tag.removeprefix("W/")
+    for known in (tag, strong, f'"other", {tag}', "*"):
         again = http.get(path, headers={"If-None-Match": known})
         assert (again.status_code, again.content, again.headers["ETag"]) == (304, b"", tag)
-    for other in ('"other"', "", tag.strip('"')):
+    for other in ('"other"', "", strong.strip('"')):
         again = http.get(path, headers={"If-None-Match": other})
         assert (again.status_code, again.content) == (200, first.content)
         assert again.headers["Content-Type"] == first.headers["Content-Type"]

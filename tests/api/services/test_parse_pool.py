@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -70,6 +71,12 @@ def test_a_process_is_kept_whatever_its_parent_has(pool) -> None:
     before, _ = run(pool, heavy.measure)
     assert run(pool, heavy.measure)[0] == before
     assert ballast
+
+
+def test_ctrl_c_in_the_terminal_of_a_server_ends_no_process(pool) -> None:
+    before, _ = run(pool, heavy.measure)
+    os.kill(before, signal.SIGINT)
+    assert run(pool, heavy.measure)[0] == before
 
 
 def test_a_process_that_has_grown_is_replaced(pool) -> None:

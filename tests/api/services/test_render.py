@@ -73,7 +73,7 @@ def test_a_method_or_another_job_stands_beside(http, path) -> None:
 def test_what_is_shown_is_known_by_its_tag(http, ended, path) -> None:
     first = http.get(path, params={"theme": "dark"})
     tag = first.headers["etag"]
-    assert tag.startswith(f'"{ended["id"]}.{ended["num_schedules"]}.chart-dark')
+    assert tag.startswith(f'W/"{ended["id"]}.{ended["num_schedules"]}.chart-dark')
     known = {"If-None-Match": tag}
     same = http.get(path, params={"theme": "dark"}, headers=known)
     assert (same.status_code, same.content) == (304, b"")

@@ -39,7 +39,7 @@ def test_a_picture_is_an_svg_without_scripts(http, path) -> None:
 def test_each_form_has_a_tag_by_which_it_is_known(http, ended, path, form) -> None:
     first = http.get(path, params={"format": form})
     tag = first.headers["etag"]
-    assert tag.startswith(f'"{ended["id"]}.{ended["num_schedules"]}')
+    assert tag.startswith(f'W/"{ended["id"]}.{ended["num_schedules"]}')
     same = http.get(path, params={"format": form}, headers={"If-None-Match": tag})
     assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
     assert same.headers["vary"] == "Accept"
