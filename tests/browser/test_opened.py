@@ -50,8 +50,8 @@ def job(url: str) -> str:
     body = f'{{"problem": {BASE.read_text("utf-8")}}}'
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(f"{url}/v1/jobs?wait=60", content=body, headers=headers, timeout=90)
-    made: str = answer.raise_for_status().json()["id"]
-    return made
+    job_id: str = answer.raise_for_status().json()["id"]
+    return job_id
 
 
 def drop(page: Page, files: Mapping[str, bytes]) -> None:

@@ -62,9 +62,8 @@ export class Compose {
       input.addEventListener("change", () => { this.showSource(); this.changed(); });
     }
     byId("neutral").addEventListener("click", () => { this.sliders.values = {}; this.changed(); });
-    for (const name of ["compare", "sweep"]) {
-      byId(name).addEventListener("click", guarded(() => this[name](), "form"));
-    }
+    byId("compare").addEventListener("click", guarded(() => this.compare(), "form"));
+    byId("sweep").addEventListener("click", guarded(() => this.sweep(), "form"));
   }
 
   get source() { return document.querySelector("[name=source]:checked").value; }

@@ -34,10 +34,10 @@ export const QUESTIONS = {
 const EMPTY = { start: "", prefix: "current_" };
 export const CURRENT = {
   first: [
-    ["tp", "tp", { ...EMPTY, placeholder: "–" }], ["pp", "pp", { ...EMPTY, placeholder: "–" }],
+    ["tp", "TP", { ...EMPTY, placeholder: "–" }], ["pp", "PP", { ...EMPTY, placeholder: "–" }],
     ["chunks", "Chunks (VPP)", EMPTY], ["micro_batch", "Micro-batch", EMPTY],
   ],
-  more: [["cp", "cp", EMPTY], ["ep", "ep", EMPTY], ["etp", "etp", EMPTY], ["zero", "ZeRO", EMPTY]],
+  more: [["cp", "CP", EMPTY], ["ep", "EP", EMPTY], ["etp", "ETP", EMPTY], ["zero", "ZeRO", EMPTY]],
 };
 export const SEARCH = [["time_limit_s", "Seconds to search", { start: 60, max: 3600 }]];
 const NAMES = namesOf(...Object.values(QUESTIONS));
@@ -79,7 +79,7 @@ export class StartView {
         el("label", { class: "wide" }, "Megatron arguments or YAML, or a torchtitan config",
           el("textarea", { name: "current_file", rows: 5, spellcheck: "false" }))),
       el("div", { class: "fields" }, part("step")),
-      el("p", { class: "hint" }, "All gains are over it. If you leave it empty, there is no gain.")),
+      el("p", { class: "hint" }, "The gain is over this configuration. Without it, the answer has no gain.")),
     el("details", { class: "more" }, el("summary", {}, "More: network, memory, switches, time"),
       el("div", { class: "fields four" }, part("more"), controls(fields.solve, SEARCH))),
     el("div", { class: "buttons" },
