@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.errors import MeasurementError
+from optpipe.check import check
+from optpipe.errors import InputError, MeasurementError
 from optpipe.measurements.kineto import find_compute_stream, find_devices, find_span
 from optpipe.measurements.trace_file import read_rank_traces
 from optpipe.problem import Problem
@@ -83,8 +84,35 @@ class TracedStep(NamedTuple):
         return tuple(tuple(item.action for item in row if item.action) for row in self.rows)
 
     def ran(self, programs: Programs) -> bool:
-        """Whether these are the actions of programs, in any order; RELEASE is in no trace."""
-        return [_occupying(program) for program in programs] == list(map(_occupying, self.programs))
+        """Whether each device ran all actions of its program and computed in the program's order.
+
+        RELEASE is in no trace. Copies may begin in another order than they are issued.
+        """
+        if [_occupying(program) for program in programs] != list(map(_occupying, self.programs)):
+            return False
+        for program, row in zip(programs, self.rows, strict=True):
+            start_of = {item.action.bare: item.start for item in row if item.action is not None}
+            starts = [start_of[action.bare] for action in program if action.type.is_compute]
+            if starts != sorted(starts):
+                return False
+        return True
+
+    def programs_with_memory(self, problem: Problem, planned: Programs) -> Programs | None:
+        """Return the programs whose memory is that of the run; None if it is not known.
+
+        These are the planned programs if they were run. Else they are the order of the trace, if
+        it is legal and shows everything that changes memory: no copies and no menus of modes.
+        """
+        if planned and self.ran(planned):
+            return planned
+        has_copies = any(item.lane != "compute" for row in self.rows for item in row)
+        if has_copies or any(stage.modes for stage in problem.stages):
+            return None
+        try:
+            check(problem, self.programs)
+        except InputError:
+            return None
+        return self.programs
 
 
 def _occupying(program: Program) -> set[Action]:

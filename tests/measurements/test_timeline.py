@@ -75,6 +75,21 @@ def test_memory_of_a_measured_run_is_that_of_its_programs_at_the_measured_times(
         assert own.moments.tolist() == pytest.approx(other.moments.tolist(), abs=1e-4)
 
 
+def test_the_memory_of_another_order_than_planned_is_that_of_the_order_that_ran() -> None:
+    """With copies or menus nobody knows it, as a trace does not show what was released."""
+    problem = building.problem([building.stage(0, 3, 4, 5), building.stage(1, 6, 7, 8)], m=2)
+    serial = building.programs("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
+    eager = building.one_f_one_b(2, 2)
+    step = read_step([UploadedFile("a.json", dump_chrome_trace(problem, eager))]).on(problem)
+    assert not step.ran(serial)
+    assert step.programs_with_memory(problem, serial) == eager
+    assert step.programs_with_memory(problem, eager) is eager
+    small, copied = make_small_problem(), make_small_programs()
+    step = read_step([UploadedFile("a.json", dump_chrome_trace(small, copied))]).on(small)
+    assert step.programs_with_memory(small, copied) is copied
+    assert step.programs_with_memory(small, ()) is None
+
+
 def test_traces_of_a_profiler_are_drawn_with_and_without_their_problem() -> None:
     """Four ranks; the last complete step, by the kernels; the first is at 0."""
     problem = load_problem(BASE.read_text("utf-8"))

@@ -243,10 +243,14 @@ def _view_traces(
         known = unit_problem(step.programs, step.names)
         return View(title, known, step.programs, measured=step.rows, has_memory=False)
     step = step.on(problem)
-    planned = shown[0].programs if shown else ()
-    # With other actions than planned, the plan's memory is not that of the run.
-    programs = planned if planned and step.ran(planned) else step.programs
-    return View(title, problem, programs, measured=step.rows, has_memory=programs is planned)
+    programs = step.programs_with_memory(problem, shown[0].programs if shown else ())
+    return View(
+        title,
+        problem,
+        programs or step.programs,
+        measured=step.rows,
+        has_memory=programs is not None,
+    )
 
 
 def _build_published(method: str, problem: Problem) -> tuple[str, Programs]:
