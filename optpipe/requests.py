@@ -99,6 +99,7 @@ __all__ = [
     "DEFAULT_THRESHOLD",
     "MAX_AUTO_GPUS",
     "CacheUse",
+    "ChartRequest",
     "CompareOptions",
     "CompareRequest",
     "CurrentRun",
@@ -1142,6 +1143,35 @@ class VariantRequest(Request):
 
     problem: Problem
     values: Values = {}
+
+
+# --- Charts of files.
+
+
+class OpenedFile(Request):
+    """A schedule (JSON or CSV) or a Chrome trace (JSON), with its name."""
+
+    name: str = Field(min_length=1, max_length=200)
+    text: str
+
+
+class ChartRequest(Request):
+    """Schedules and traces to draw on one time axis, and the problem that they are for."""
+
+    model_config = _schema(
+        {"files": [{"name": "schedule.csv", "text": "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"}]}
+    )
+
+    readers: ClassVar[Readers] = {"problem": Problem.parse}
+
+    files: tuple[OpenedFile, ...] = Field(
+        min_length=1,
+        max_length=1024,
+        description="Schedules, and the traces of the ranks of one run.",
+    )
+    problem: Problem | None = Field(
+        None, description="Without a problem, F, I and W of a schedule take 1 ms each."
+    )
 
 
 # --- Tune.

@@ -37,7 +37,7 @@ from optpipe.schedule import (
 from optpipe.units import ShortRepr
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from optpipe.memory import CellModes
     from optpipe.problem import Problem
@@ -60,9 +60,11 @@ __all__ = [
     "link_warnings",
     "make_timeline",
     "memory_curve",
+    "occupies_lane",
     "side_by_side",
     "simulate",
     "timeline_of",
+    "times_of",
 ]
 
 
@@ -606,7 +608,7 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
                 partner_of(program, index),
             )
             for index, (action, at) in enumerate(zip(program, row, strict=True))
-            if action.type is not ActionType.RELEASE
+            if occupies_lane(action)
         ]
         rows += [
             Interval(device, "grad_sync", None, sync.start, sync.end)
@@ -626,6 +628,31 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
         span_ms=run.span_ms,
         messages=run.messages,
     )
+
+
+def occupies_lane(action: Action) -> bool:
+    """Whether an action takes time on a lane; RELEASE does not."""
+    return action.type is not ActionType.RELEASE
+
+
+def times_of(program: Program, row: Sequence[Interval]) -> Iterator[Times]:
+    """Yield the measured times of a program's actions.
+
+    ``row`` has an interval of each action. An action is issued when the compute before it has
+    ended. A RELEASE without an interval takes place when its OFFLOAD has ended.
+    """
+    ran = {item.action.bare: item for item in row if item.action is not None}
+    issued = 0.0
+    for action in program:
+        item = ran.get(action.bare)
+        if item is None:
+            awaited = awaited_transfer(action)
+            moment = issued if awaited is None else max(issued, ran[awaited.bare].end)
+            yield Times(issued, moment, moment)
+            continue
+        yield Times(issued, item.start, item.end)
+        if item.lane == "compute":
+            issued = item.end
 
 
 def memory_curve(

@@ -27,6 +27,7 @@ from optpipe.errors import WorldError
 from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.requests import (
+    ChartRequest,
     CompareRequest,
     EstimateRequest,
     FollowRequest,
@@ -202,6 +203,7 @@ _MODELS = (
     FrontierView,
     EstimateRequest,
     VariantRequest,
+    ChartRequest,
     TuneRequest,
     Tuned,
     Drift,

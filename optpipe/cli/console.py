@@ -26,8 +26,8 @@ from rich.text import Text
 from optpipe.check import check
 from optpipe.errors import InputError, MissingExtraError, install_command
 from optpipe.evaluate import verify
-from optpipe.formats.exports import dump_csv, load_csv
-from optpipe.formats.json import dump_schedule, load_problem, load_schedule, read_text
+from optpipe.formats.exports import dump_csv, parse_programs
+from optpipe.formats.json import dump_schedule, load_problem, read_text
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.plot.terminal import ScheduleView
 from optpipe.schedule import ActionType
@@ -635,9 +635,5 @@ def load_programs(path: Path) -> tuple[Programs, Schedule | None]:
     if path == PIPE:
         raise InputError("- is for problems: schedules are read from files; give a file's name")
     text = read_text(path)
-    suffix = path.suffix.lower()
     with name_file(path):
-        if suffix == ".csv" or (suffix != ".json" and not text.lstrip().startswith("{")):
-            return load_csv(text), None
-        schedule = load_schedule(text)
-    return schedule.programs, schedule
+        return parse_programs(path.name, text)

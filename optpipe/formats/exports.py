@@ -32,9 +32,11 @@ import io
 import json
 import re
 from itertools import groupby
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import ActionSyntaxError, InputError, ScheduleFormatError
+from optpipe.formats.json import load_schedule
 from optpipe.problem import StageLayers, placement_of
 from optpipe.schedule import (
     Action,
@@ -47,14 +49,14 @@ from optpipe.schedule import (
     parse_cell,
     pass_of,
 )
-from optpipe.simulate import Times, make_timeline, memory_curve, simulate
+from optpipe.simulate import make_timeline, memory_curve, simulate, times_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe.problem import Problem
-    from optpipe.schedule import Program
-    from optpipe.simulate import Interval, Lane, Simulation, Timeline
+    from optpipe.schedule import Program, Schedule
+    from optpipe.simulate import Interval, Lane, Simulation, Timeline, Times
 
 __all__ = [
     "check_num_layers",
@@ -65,6 +67,7 @@ __all__ = [
     "layout_text",
     "load_csv",
     "megatron_layout",
+    "parse_programs",
     "read_layout",
 ]
 
@@ -526,6 +529,20 @@ def load_csv(text: str) -> Programs:
     return tuple(programs)
 
 
+def parse_programs(name: str, text: str) -> tuple[Programs, Schedule | None]:
+    """Return the programs of a schedule, legal or not, and the record of a JSON file.
+
+    The end of the name tells JSON from CSV; without one, text that begins with ``{`` is JSON.
+
+    Raises `ScheduleFormatError` if the text is no schedule.
+    """
+    suffix = PurePath(name).suffix.lower()
+    if suffix == ".csv" or (suffix != ".json" and not text.lstrip().startswith("{")):
+        return load_csv(text), None
+    schedule = load_schedule(text)
+    return schedule.programs, schedule
+
+
 def _are_actions(cell: str) -> bool:
     """Whether a cell is a row of a table that separates cells otherwise."""
     first, *others = re.split(r"[;\t]", cell.strip())
@@ -722,7 +739,7 @@ def dump_planned_beside_measured(
     events = list(_events(planned, timeline))
     for index, (name, row) in enumerate(zip(names, measured, strict=True)):
         process = _TraceProcess(2 * index + 1, f"{name} {label}")
-        times = _times_of(programs[index], row)
+        times = times_of(programs[index], row)
         events += _trace_row(process, row)
         events += _counter(process, memory_curve(problem, index, programs[index], times))
     end = max((item.end for row in measured for item in row), default=0.0)
@@ -762,17 +779,6 @@ def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterato
             "tid": 0,
             "args": {"bytes": held_bytes},
         }
-
-
-def _times_of(program: Program, row: Sequence[Interval]) -> Iterator[Times]:
-    """Yield when the actions of a program ran; one is issued when the compute before has ended."""
-    ran = {item.action: item for item in row}
-    issued = 0.0
-    for action in program:
-        item = ran[action.bare]
-        yield Times(issued, item.start, item.end)
-        if item.lane == "compute":
-            issued = item.end
 
 
 def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:

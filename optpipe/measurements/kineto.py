@@ -18,12 +18,17 @@ from optpipe.measurements.trace_file import read_rank_traces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from optpipe.measurements.to_problem import MeasuredAction
-    from optpipe.measurements.trace_file import Process, RankTrace, TracedRange, TraceEvent
+    from optpipe.measurements.trace_file import (
+        Process,
+        RankTrace,
+        TracedRange,
+        TraceEvent,
+        TraceSource,
+    )
 
-__all__ = ["read_kineto"]
+__all__ = ["find_compute_stream", "find_devices", "find_span", "read_kineto"]
 
 _TRANSFERS = ("OFFLOAD", "RELOAD", "SEND_F")
 _LEAST_BUSY = 0.9
@@ -31,7 +36,7 @@ _SHOWN = 6
 
 
 def read_kineto(
-    paths: Sequence[Path],
+    paths: Sequence[TraceSource],
     patterns: Sequence[str] = (),
     gpu_time: GpuTime = "span",
     process: str = "",
@@ -62,7 +67,7 @@ def read_kineto(
     stages_of: dict[int, set[int]] = defaultdict(set)
     for trace in traces:
         stages_of[trace.rank] |= {one.stage for one in trace.ranges}
-    device_of = _device_of(stages_of)
+    device_of = find_devices(stages_of)
     samples, notes = _samples(traces, gpu_time)
     transfers, num_single = _read_messages(traces, device_of)
     sizes, rates = _read_copies(traces, device_of)
@@ -100,7 +105,7 @@ def _samples(
     clocks = set()
     for trace in traces:
         timed = [one for one in trace.ranges if one.action not in _TRANSFERS]
-        stream = _compute_stream(trace.process, [one.event for one in timed])
+        stream = find_compute_stream(trace.process, [one.event for one in timed])
         clocks.add(stream is not None)
         for one in timed:
             found = _time_ms(trace.process, one.event, stream, gpu_time)
@@ -194,7 +199,7 @@ def _gpu_bytes(traces: Iterable[RankTrace]) -> int | None:
     return min(found, default=None)
 
 
-def _device_of(stages_of: Mapping[int, set[int]]) -> dict[int, int]:
+def find_devices(stages_of: Mapping[int, set[int]]) -> dict[int, int]:
     """Return the device of each rank; ranks with the same stages share one."""
     devices: dict[frozenset[int], int] = {}
     for rank in sorted(stages_of):
@@ -243,17 +248,14 @@ def _time_ms(
 
     ``stream`` None = there are no kernels.
     """
-    if stream is None:
-        starts = process.operator_starts
-        first = bisect_left(starts, event.start_us)
-        waits = first == len(starts) or starts[first] > event.end_us
-        return _RangeTime((event.duration_us if waits else event.end_us - starts[first]) / 1e3)
-    inside = _work_inside(process, event)
-    kernels = [work for work in inside if work.args.get("stream") == stream and not _is_p2p(work)]
-    if not kernels:
+    span = find_span(process, event, stream)
+    if span is None:
         return None
-    span = min(work.start_us for work in kernels), max(work.end_us for work in kernels)
     span_us = span[1] - span[0]
+    if stream is None:
+        return _RangeTime(span_us / 1e3)
+    inside = _work_inside(process, event)
+    kernels = _kernels_inside(process, event, stream)
     busy_us = sum(work.duration_us for work in kernels)
     share = busy_us / span_us if span_us else 1.0
     if gpu_time == "busy":
@@ -261,6 +263,29 @@ def _time_ms(
     exchanges = [(work.start_us, work.end_us) for work in inside if _is_exchange(work)]
     computed = [(work.start_us, work.end_us) for work in kernels if not _is_exchange(work)]
     return _RangeTime(span_us / 1e3, share, _lanes_ms(span, exchanges, computed))
+
+
+def find_span(process: Process, event: TraceEvent, stream: object | None) -> _Interval | None:
+    """Return when a range kept its compute lane busy, in microseconds; None if it has no kernel.
+
+    ``stream`` as of `find_compute_stream`. Without kernels in the whole trace it is None, and the
+    span is from the first operator in the range to the range's end.
+    """
+    if stream is None:
+        starts = process.operator_starts
+        first = bisect_left(starts, event.start_us)
+        waits = first == len(starts) or starts[first] > event.end_us
+        return event.start_us if waits else starts[first], event.end_us
+    kernels = _kernels_inside(process, event, stream)
+    if not kernels:
+        return None
+    return min(work.start_us for work in kernels), max(work.end_us for work in kernels)
+
+
+def _kernels_inside(process: Process, event: TraceEvent, stream: object) -> list[TraceEvent]:
+    """Return the compute kernels launched while a range was open."""
+    inside = _work_inside(process, event)
+    return [work for work in inside if work.args.get("stream") == stream and not _is_p2p(work)]
 
 
 def _lanes_ms(
@@ -312,7 +337,8 @@ def _work_inside(process: Process, event: TraceEvent) -> list[TraceEvent]:
     ]
 
 
-def _compute_stream(process: Process, ranges: Iterable[TraceEvent]) -> object | None:
+def find_compute_stream(process: Process, ranges: Iterable[TraceEvent]) -> object | None:
+    """Return the stream that computes most inside some ranges; None if no kernel is there."""
     busy: dict[str, float] = defaultdict(float)
     streams: dict[str, object] = {}
     for event in ranges:

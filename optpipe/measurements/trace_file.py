@@ -14,21 +14,22 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from optpipe.errors import MeasurementError
 from optpipe.measurements.to_problem import MOST_STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 __all__ = [
     "Allocation",
     "Process",
     "RankTrace",
     "TraceEvent",
+    "TraceSource",
     "TracedRange",
+    "UploadedFile",
     "read_rank_traces",
     "read_trace",
 ]
@@ -38,6 +39,33 @@ _GPU_SHADOWS = {"gpu_user_annotation", "cuda_sync", "overhead", "Trace"}
 _LAUNCHES = re.compile(r"\w+_(runtime|driver)")
 _COMMUNICATION = re.compile(r"c10d::|nccl:|gloo:|record_param_comms")
 _RANK_IN_NAME = re.compile(r"rank[_.\-=]?(\d{1,6})", re.IGNORECASE)
+
+
+class TraceSource(Protocol):
+    """A file with a trace: a `pathlib.Path`, or an `UploadedFile`."""
+
+    @property
+    def name(self) -> str:
+        """The file's name, which may name the rank."""
+        ...
+
+    def read_bytes(self) -> bytes:
+        """Return the content, JSON or gzip of JSON."""
+        ...
+
+
+class UploadedFile(NamedTuple):
+    """A file whose content was sent with its name."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def read_bytes(self) -> bytes:
+        """Return the text in UTF-8; what is no character is left for the reader to refuse."""
+        return self.text.encode("utf-8", "surrogatepass")
 
 
 class TraceEvent(NamedTuple):
@@ -75,7 +103,7 @@ class Process:
     is the memory of each GPU by its index.
     """
 
-    path: Path
+    path: TraceSource
     rank: int | None
     name: str = ""
     ranges: list[TraceEvent] = field(default_factory=list)
@@ -95,7 +123,7 @@ class Process:
         self.allocations.sort(key=lambda allocation: allocation.at_us)
 
 
-def read_trace(path: Path) -> list[Process]:
+def read_trace(path: TraceSource) -> list[Process]:
     """Return the processes of a trace that have named ranges, in order of their ids."""
     document = _load(path)
     events = document.get("traceEvents") if isinstance(document, dict) else document
@@ -116,7 +144,7 @@ def read_trace(path: Path) -> list[Process]:
     return processes
 
 
-def _load(path: Path) -> Any:
+def _load(path: TraceSource) -> Any:
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
@@ -140,7 +168,7 @@ def _load(path: Path) -> Any:
         raise MeasurementError(f"{path}: nested too deeply for a trace; name another") from None
 
 
-def _by_process(path: Path, rank: int | None, events: list[Any]) -> list[Process]:
+def _by_process(path: TraceSource, rank: int | None, events: list[Any]) -> list[Process]:
     found: dict[Any, Process] = {}
     names: dict[str, str] = {}
     device_work: dict[int, list[TraceEvent]] = {}
@@ -214,7 +242,7 @@ def _file(process: Process, event: TraceEvent, category: str) -> None:
         process.ranges.append(event)
 
 
-def _event(path: Path, index: int, raw: dict[str, Any]) -> TraceEvent:
+def _event(path: TraceSource, index: int, raw: dict[str, Any]) -> TraceEvent:
     for name in ("ts", "dur"):
         value: Any = raw.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -239,10 +267,12 @@ def _as_number(key: str) -> tuple[int, str]:
 # --- Which named ranges of a trace are pipeline actions.
 # torch's schedule runtime and ours mark each action as ``PP:`` and the action's text
 # (`torch.distributed.pipelining.schedules`, 2.13: ``PP:1F0``, ``PP:0SEND_F0``, ``PP:0UNSHARD``),
-# and older traces of ours as the text alone; torch's GPipe marks ``Forward 3`` and ``Backward 3``.
+# and traces of ours as the text alone, with its mode (``0F3@2``); torch's GPipe marks
+# ``Forward 3`` and ``Backward 3``.
 
 _TORCH = re.compile(
     r"(?:PP:)?(?P<stage>\d{1,9})(?P<action>F|I|W|B|RECOMPUTE|OFFLOAD|RELOAD|SEND_F)(?P<microbatch>\d{1,9})"
+    r"(?:@\d{1,2})?"
 )
 _GPIPE = re.compile(r"(?P<action>Forward|Backward) (?P<microbatch>\d{1,9})")
 _OVERLAPPED = re.compile(r"PP:.*OVERLAP_F_B.*")
@@ -373,7 +403,7 @@ _FoundTrace = tuple[int, Process, "list[tuple[TraceEvent, _TracedAction]]"]
 
 
 def read_rank_traces(
-    paths: Sequence[Path], patterns: Sequence[str], process: str = ""
+    paths: Sequence[TraceSource], patterns: Sequence[str], process: str = ""
 ) -> list[RankTrace]:
     """Return the pipeline's ranges, file by file, of the processes whose name contains ``process``.
 
@@ -403,7 +433,7 @@ def read_rank_traces(
 
 
 def _find(
-    path: Path, place: int, patterns: Sequence[_RangePattern], name: str
+    path: TraceSource, place: int, patterns: Sequence[_RangePattern], name: str
 ) -> list[_FoundTrace]:
     written = read_trace(path)
     processes = [process for process in written if name in process.name]
@@ -426,7 +456,7 @@ def _find(
     return [(place + index, *one) for index, one in enumerate(found)]
 
 
-def _nothing_found(path: Path, processes: Sequence[Process]) -> str:
+def _nothing_found(path: TraceSource, processes: Sequence[Process]) -> str:
     seen = Counter(event.name for process in processes for event in process.ranges)
     names = ", ".join(repr(name[:60]) for name, _ in seen.most_common(_SHOWN_NAMES))
     return (

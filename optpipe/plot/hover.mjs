@@ -33,7 +33,7 @@ export default ({bars, kinds, devices}, _obj, {vars}) => {
     `${what}${owner}`,
     `on ${devices[device[i]]}`,
     `${time(left[i])} to ${time(right[i])}: ${time(right[i] - left[i])}`,
-    change(before[i], after[i]),
+    ...(before[i] < 0 ? [] : [change(before[i], after[i])]),
   ]
   return lines.map((line, row) => {
     const div = document.createElement("div")

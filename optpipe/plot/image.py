@@ -24,7 +24,6 @@ from optpipe.plot.scene import (
     PALETTES,
     Unit,
     codes_of,
-    drawing_of,
     edges,
     has_side_lanes,
     headline,
@@ -82,7 +81,7 @@ def draw_figure(views: Sequence[View]) -> Any:
     gantt_inches, memory_inches = _heights(max(len(view.problem.devices) for view in views))
     height = len(views) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
     figure = Figure(figsize=(_WIDTH, min(height, _MAX_HEIGHT)), layout="constrained")
-    drawings = [drawing_of(view.problem, view.programs) for view in views]
+    drawings = [view.drawing for view in views]
     length = max(drawing.makespan_ms for drawing in drawings)
     ratios = [inches for _ in views for inches in (gantt_inches, memory_inches)]
     axes = figure.subplots(2 * len(views), 1, sharex=True, squeeze=False, height_ratios=ratios)

@@ -60,7 +60,6 @@ from optpipe.plot.scene import (
     Palette,
     Theme,
     Unit,
-    drawing_of,
     edges,
     has_side_lanes,
     length_of,
@@ -95,7 +94,7 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     the Range1d named ``time``, the views' figures are ``gantt-0``, ``gantt-1``, ... and
     ``memory-0``, ``memory-1``, ... Raises `IllegalScheduleError` if programs get stuck.
     """
-    drawings = [drawing_of(view.problem, view.programs) for view in views]
+    drawings = [view.drawing for view in views]
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
     tags = [length_of(view.problem, drawing) for view, drawing in zip(views, drawings, strict=True)]
     border_px = left_border([device.name for view in views for device in view.problem.devices])
@@ -118,13 +117,16 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
         )
         all_bars.append(bars)
         figures += [gantt["gantt"], plot]
+        plot.visible = memory["select"].visible = drawing.has_memory
         parts.append(gantt | memory)
     follow = _follow(views, theme)
     script = _script_of(parts, follow, time)
     for view, bars, part in zip(views, all_bars, parts, strict=True):
         _connect(view, bars, part, script)
     if figures:
-        figures[-1].xaxis.axis_label = "time (ms)"
+        last = figures[-1] if drawings[-1].has_memory else figures[-2]
+        last.xaxis.visible = True
+        last.xaxis.axis_label = "time (ms)"
     grid = _stacked(figures, theme)
     controls = row(follow, *(part["select"] for part in parts), styles=_WRAPPING)
     samples = legend_of(

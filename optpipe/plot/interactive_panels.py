@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bokeh.core.properties import value
-from bokeh.models import ColumnDataSource, FixedTicker, InlineStyleSheet, LinearColorMapper, Range1d
+from bokeh.models import (
+    ColumnDataSource,
+    FixedTicker,
+    HoverTool,
+    InlineStyleSheet,
+    LinearColorMapper,
+    Range1d,
+)
 from bokeh.models.annotations import Span, Title
 from bokeh.models.widgets import Select
 from bokeh.plotting import figure
@@ -20,11 +27,9 @@ from optpipe.plot.scene import (
     Palette,
     codes_of,
     headline,
-    length_of,
     places,
 )
 from optpipe.plot.terminal import LETTERS, NAMES
-from optpipe.simulate import idle_shares
 from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -252,10 +257,9 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
 
 
 def _label_devices(plot: Any, view: View, drawing: Drawing) -> None:
-    shares = idle_shares(view.problem, length_of(view.problem, drawing))
     names = [
         f"{_short(device.name)} {100 * share:.0f} %"
-        for device, share in zip(view.problem.devices, shares, strict=True)
+        for device, share in zip(view.problem.devices, drawing.idle, strict=True)
     ]
     step = -(-len(names) // _MOST_NAMED_DEVICES)
     shown = list(range(0, len(names), step))
@@ -291,7 +295,7 @@ def draw_memory(
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
     peaks = [
-        device_peak_bytes(view.problem, device, program)
+        device_peak_bytes(view.problem, device, program) if drawing.has_memory else 0
         for device, program in enumerate(view.programs)
     ]
     most = max(peaks, default=0)
@@ -301,6 +305,7 @@ def draw_memory(
     shown = _drawn(
         drawing.memory[chosen],
         drawing.makespan_ms,
+        name=view.problem.devices[chosen].name,
         size=size,
         static_bytes=view.problem.static_bytes_of(chosen),
         limit_bytes=limits[chosen],
@@ -320,6 +325,7 @@ def draw_memory(
     title = _add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
     source = ColumnDataSource(shown)
     _draw_areas(plot, source, look)
+    _name_device(plot, source, unit)
     limit = Span(
         location=limits[chosen] / size, dimension="width", line_color=look.limit, line_width=1.5
     )
@@ -356,6 +362,7 @@ def _devices(
         ),
         "limit": np.array([device.usable_bytes / size for device in problem.devices], np.float64),
         "label": [_label(view, index, peak) for index, peak in enumerate(peaks)],
+        "name": [device.name for device in problem.devices],
     }
 
 
@@ -377,8 +384,8 @@ def _curves(drawing: Drawing, size: int) -> ColumnDataSource:
 
 
 def _drawn(
-    curve: Curve, end_ms: float, *, size: int, static_bytes: int, limit_bytes: int
-) -> dict[str, NDArray[Any]]:
+    curve: Curve, end_ms: float, *, name: str, size: int, static_bytes: int, limit_bytes: int
+) -> dict[str, NDArray[Any] | list[str]]:
     """Return the columns of a drawn curve; the chart's script makes the same for other devices."""
     levels = np.append(curve.held_bytes, curve.held_bytes[-1]) / size
     limit = np.full(len(levels), limit_bytes / size)
@@ -389,6 +396,7 @@ def _drawn(
         "held": levels,
         "limit": limit,
         "over": np.maximum(levels, limit),
+        "device": [name] * len(levels),
     }
 
 
@@ -407,6 +415,19 @@ def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
             fill_color=colour,
             fill_alpha=alpha,
         )
+
+
+def _name_device(plot: Any, shown: ColumnDataSource, unit: str) -> None:
+    """Name device, time and memory under the pointer; areas alone have no tooltips."""
+    edge = plot.step(source=shown, x="moment", y="held", mode="after", line_alpha=0)
+    tooltips = [
+        ("", "@device"),
+        ("from", "@moment{0,0.[0]} ms"),
+        ("holds", f"@held{{0.[0]}} {unit}"),
+    ]
+    plot.add_tools(
+        HoverTool(renderers=[edge], tooltips=tooltips, mode="vline", name="memory-hover")
+    )
 
 
 def _select(view: View, chosen: int, theme: Theme) -> Select:
@@ -445,7 +466,7 @@ def legend_of(drawings: Sequence[Drawing], look: Palette, *, has_bound: bool) ->
     used = sorted({int(kind) for drawing in drawings for kind in set(drawing.bars.kind)})
     colours = [(BAR_COLOURS[2 * kind], _name(kind)) for kind in used]
     colours += [
-        (look.bubble, "bubble; % beside a device: 1 - busy / length, above: their mean"),
+        (look.bubble, "bubble; % next to a device: its idle share"),
         (look.static, "weights, gradients, optimizer"),
         (look.memory, "activations"),
     ]

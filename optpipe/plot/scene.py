@@ -6,7 +6,7 @@ that draw. A hundred thousand actions are nine arrays, not a hundred thousand ob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -15,7 +15,16 @@ import numpy as np
 from optpipe.errors import MissingExtraError, install_command
 from optpipe.memory import memory_walk
 from optpipe.schedule import ActionType, gap_of
-from optpipe.simulate import idle_shares, side_by_side, simulate, timeline_of
+from optpipe.simulate import (
+    Timeline,
+    idle_shares,
+    memory_curve,
+    occupies_lane,
+    side_by_side,
+    simulate,
+    timeline_of,
+    times_of,
+)
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ __all__ = [
     "NUM_CODES",
     "PALETTES",
     "TITLES",
+    "UNKNOWN_BYTES",
     "Bars",
     "Curve",
     "Drawing",
@@ -81,6 +91,9 @@ KINDS: tuple[ActionType | None, ...] = (
     None,
 )
 """What the column `Bars.kind` counts in; None is a gradient reduction. RELEASE occupies nothing."""
+
+UNKNOWN_BYTES = -1
+"""In the columns `Bars.before` and `Bars.after`: how much the device held is not known."""
 
 NO_MICROBATCH = -1
 """In the columns `Bars.stage` and `Bars.microbatch`: a gradient reduction has neither."""
@@ -129,12 +142,25 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawing:
-    """Everything about one schedule that a picture shows; lengths in ms."""
+    """Everything about one schedule that a picture shows; lengths in ms.
+
+    * ``idle``: the share of the objective in which each device computes nothing.
+    * ``has_memory``: whether ``memory`` is known; else it is 0.
+    """
 
     bars: Bars
     memory: tuple[Curve, ...]
     makespan_ms: float
     span_ms: float
+    idle: tuple[float, ...] = ()
+    has_memory: bool = True
+
+    def without_memory(self) -> Drawing:
+        """Return a copy that does not show memory."""
+        unknown = np.full(len(self.bars), UNKNOWN_BYTES)
+        return replace(
+            self, has_memory=False, bars=replace(self.bars, before=unknown, after=unknown)
+        )
 
 
 def drawing_of(problem: Problem, programs: Programs) -> Drawing:
@@ -143,6 +169,14 @@ def drawing_of(problem: Problem, programs: Programs) -> Drawing:
     Raises `IllegalScheduleError` if the programs get stuck.
     """
     timeline = timeline_of(problem, programs, simulate(problem, programs))
+    length_ms = timeline.span_ms if problem.objective == "span" else timeline.makespan_ms
+    return _drawing(problem, programs, timeline, idle_shares(problem, length_ms))
+
+
+def _drawing(
+    problem: Problem, programs: Programs, timeline: Timeline, idle: tuple[float, ...]
+) -> Drawing:
+    """Return a timeline of programs as columns."""
     curves = tuple(curve_of(points) for points in timeline.memory)
     rows = [row for device in timeline.intervals for row in side_by_side(device)]
     around = [
@@ -155,6 +189,54 @@ def drawing_of(problem: Problem, programs: Programs) -> Drawing:
         memory=curves,
         makespan_ms=timeline.makespan_ms,
         span_ms=timeline.span_ms,
+        idle=idle,
+    )
+
+
+def _measured_drawing(
+    problem: Problem,
+    programs: Programs,
+    measured: Sequence[Sequence[Interval]],
+    *,
+    has_memory: bool,
+) -> Drawing:
+    """Return measured intervals as columns; with memory if they are all actions of the programs."""
+    end_ms = max((item.end for row in measured for item in row), default=0.0)
+    spans = [(row[0].start, max(item.end for item in row)) for row in measured if row]
+    span_ms = max((end - start for start, end in spans), default=0.0)
+    length_ms = span_ms if problem.objective == "span" else end_ms
+    idle = tuple(1.0 - _busy_ms(row) / length_ms if length_ms else 0.0 for row in measured)
+    if has_memory:
+        ran = [{item.action.bare: item for item in row if item.action} for row in measured]
+        ordered = tuple(
+            tuple(
+                replace(own[action.bare], action=action)
+                for action in program
+                if occupies_lane(action)
+            )
+            for program, own in zip(programs, ran, strict=True)
+        )
+        memory = tuple(
+            memory_curve(problem, device, program, times_of(program, ordered[device]))
+            for device, program in enumerate(programs)
+        )
+        return _drawing(problem, programs, Timeline(ordered, memory, end_ms, span_ms), idle)
+    rows = [item for row in measured for item in side_by_side(row)]
+    return Drawing(
+        bars=_bars(rows, np.zeros((len(rows), 2), np.int64)),
+        memory=(curve_of([(0.0, 0)]),) * len(measured),
+        makespan_ms=end_ms,
+        span_ms=span_ms,
+        idle=idle,
+    ).without_memory()
+
+
+def _busy_ms(row: Sequence[Interval]) -> float:
+    """Return how long a device computed; the two of a pair run together."""
+    return sum(
+        item.end - item.start
+        for item in row
+        if item.lane == "compute" and not (item.action and item.action.paired)
     )
 
 
@@ -206,12 +288,26 @@ class View:
 
     * ``title``: stands before the numbers.
     * ``bound_ms``: proven lower bound of the problem's objective, where one is known.
+    * ``measured``: per device, when it ran its actions, instead of a simulation.
+    * ``has_memory``: whether the problem has sizes, and ``measured`` all actions of the programs.
     """
 
     title: str
     problem: Problem
     programs: Programs
     bound_ms: float | None = None
+    measured: Sequence[Sequence[Interval]] | None = None
+    has_memory: bool = True
+
+    @property
+    def drawing(self) -> Drawing:
+        """The columns of the schedule, as `drawing_of`."""
+        if self.measured is not None:
+            return _measured_drawing(
+                self.problem, self.programs, self.measured, has_memory=self.has_memory
+            )
+        drawing = drawing_of(self.problem, self.programs)
+        return drawing if self.has_memory else drawing.without_memory()
 
     @property
     def has_bound_line(self) -> bool:
@@ -505,7 +601,7 @@ def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
     length = length_of(problem, drawing)
     if problem.objective == "span":
         facts.append(f"span {format_ms(drawing.span_ms)} ms")
-    shares = idle_shares(problem, length)
+    shares = drawing.idle
     mean, least = (format_share(share) for share in (sum(shares) / len(shares), min(shares)))
     facts.append(f"bubble {mean}")
     if least != mean:

@@ -102,6 +102,7 @@ function showMemory({gantt, curves, devices, shown, limit, memory, end}, device)
     static: held.map(() => of.static[device]),
     limit: held.map(() => most),
     over: held.map((value) => Math.max(value, most)),
+    device: held.map(() => of.name[device]),
   }
   limit.location = most
   entitle(memory, of.label[device], gantt)

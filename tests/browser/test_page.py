@@ -299,7 +299,7 @@ def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, 
             "() => Bokeh.documents.map((d) => d.get_model_by_name('gantt-1-title')?.text).join()"
         )
         assert "1F1B: makespan" in other.page.evaluate(titles)
-        other.page.wait_for_selector("#problem-size >> text=4 micro-batches")
+        other.page.wait_for_selector("#question >> text=4 micro-batches")
         other.open("?model=qwen3-8b&gpu=a100&pp=8&num_microbatches=24&memory_scale=0.7")
         other.page.wait_for_selector("#problem-size >> text=8 devices, 8 stages, 24 micro-batches")
         assert other.page.input_value("[name=model]") == "qwen3-8b"
@@ -397,10 +397,16 @@ def test_controls_are_reached_by_the_keyboard(visit: Visit, url: str, tmp_path) 
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(DRAWN)
-    page.focus("header .name")
-    reached = set()
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
-    assert {"solve", "slider-num_microbatches", "slider-memory_scale", "time_limit_s"} <= reached
+    answer = {"open-input", "change", "resume", "beside", "ask-what-if"}
+    form = {"solve", "slider-num_microbatches", "slider-memory_scale", "time_limit_s"}
+    for query, wanted in (("", answer), ("change", form)):
+        if query:
+            page.click("#change")
+            page.wait_for_selector("#compose:not([data-stale])")
+        page.focus("header .name")
+        reached = set()
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+        assert wanted <= reached, query
     assert page.get_attribute("#announce", "aria-live") == "polite"

@@ -71,7 +71,7 @@ def test_who_may_only_read_estimates_sees_answers_and_is_told_what_solving_needs
             page.wait_for_selector("body[data-role=read]")
             page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
             page.wait_for_selector("#problem-memory >> text=39.8 GiB")
-            for button in ("#solve", "#sweep", "#tune"):
+            for button in ("#solve", "#sweep", "#compare"):
                 assert page.is_disabled(button)
             assert "role submit" in page.inner_text("#role-hint")
             assert page.is_hidden("#fault")

@@ -1,4 +1,5 @@
-"""Every state of the page, in both colour schemes at three widths: it fits, axe finds nothing.
+"""Every state of the page, in both colour schemes at three widths: it fits, axe finds nothing,
+and no button is cut off.
 
 ``make screenshots`` keeps a picture of each.
 """
@@ -13,7 +14,7 @@ import pytest
 from optpipe_api import Settings
 from tests.api.live import make_settings, running, two_stages
 from tests.browser.held_tune import HELD
-from tests.browser.visit import DESKTOP, DRAWN, PHONE, SCHEDULE, visiting
+from tests.browser.visit import DRAWN, PHONE, SCHEDULE, visiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,15 +35,15 @@ QUESTION: dict[str, Any] = {
 }
 OPTIONS = {"time_limit_s": 5, "cache": "refresh"}
 HOLDS = {"time_limit_s": 3600, "seed": HELD}
-WIDE = (1920, 1080)
+WIDE, MIDDLE = (1440, 900), (900, 900)
 # What axe looks for: in light all, in dark what colours change, and all again where tables and
 # forms are laid out for a phone.
 LOOKS: tuple[tuple[Literal["light", "dark"], tuple[int, int], list[str] | None], ...] = (
     ("light", PHONE, []),
-    ("light", WIDE, []),
-    ("light", DESKTOP, None),
-    ("dark", DESKTOP, ["color-contrast"]),
-    ("dark", WIDE, []),
+    ("light", MIDDLE, []),
+    ("light", WIDE, None),
+    ("dark", WIDE, ["color-contrast"]),
+    ("dark", MIDDLE, []),
     ("dark", PHONE, None),
 )
 
@@ -90,6 +91,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
                 "comparison": f"?job={comparison}",
                 "infeasible": f"?job={infeasible}",
                 "missing": f"?job={'0' * 32}",
+                "change": f"?view=schedule&problem={solved}",
+                "open": "?view=open",
                 "jobs": "?list=jobs",
                 "batches": "?list=batches",
                 "batch": f"?batch={batch}",
@@ -130,6 +133,14 @@ def overflows(page: Page, width: int) -> bool:
     return False
 
 
+CUT_OFF = """() => [...document.querySelectorAll("button, .button, [type=file]")].filter((item) => {
+  const box = item.getBoundingClientRect();
+  const isScrolled = item.closest(".scroll") && !item.closest(".list") || item.closest(".unseen");
+  if (!item.offsetParent || isScrolled) return false;
+  return box.left < 0 || box.right > innerWidth + 0.5 || item.scrollWidth > item.clientWidth + 1;
+}).map((item) => item.textContent || item.id)"""
+
+
 def faults(page: Page, rules: list[str] | None) -> list[str]:
     """What axe finds by the rules, None for all."""
     from axe_playwright_python.sync_playwright import Axe
@@ -164,6 +175,7 @@ def test_every_state_fits_the_screen_and_is_accessible(
                     seen = scheme
                 visit.picture(f"state-{name}-{size[0]}-{scheme}")
                 said = ["wider than the screen"] if overflows(page, size[0]) else []
+                said += [f"a button is cut off: {one}" for one in page.evaluate(CUT_OFF)]
                 said += faults(page, rules) if rules != [] else []
                 wrong += [f"{name}, {scheme}, {size[0]}: {one}" for one in said]
             page.emulate_media(color_scheme="light")

@@ -1,4 +1,4 @@
-"""Which configuration, on the page: asked by one button, followed, and read as a table."""
+"""Which configuration, on the page: asked at the start, followed, and read as an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.long]
 
-TODAY = "?model=llama3-8b&gpu=h100&pp=4&tp=2&num_microbatches=16"
 GIBS = "#configuration tbody td[data-title=GiB]"
 
 
@@ -36,41 +35,98 @@ def gibs(page: Page) -> list[float]:
     return [float(text) for text in page.locator(GIBS).all_inner_texts()]
 
 
-def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> None:
-    """What the form says is what is run today; a reload shows the same answer."""
-    page = visit.open(TODAY)
-    page.wait_for_selector("#tune-today >> text=Today: tp 2, pp 4, as above.")
-    assert page.get_attribute("[name=num_gpus]", "placeholder") == "8"
-    assert page.get_attribute("[name=global_batch]", "placeholder") == "16"
-    page.select_option("[name=framework]", "megatron")
-    page.fill("[name=measured_step_s]", "2.5")
-    visit.picture("tune-form")
-    page.click("#tune")
+def ask(page: Page, **texts: str) -> str:
+    """Ask a question at the start, and return the id of its job when it has an answer."""
+    page.select_option("#ask [name=model]", texts.pop("model", "llama3-8b"))
+    defaults = {"num_gpus": "8", "global_batch": "16", "sequence": "4096"}
+    current = {"current_tp": "2", "current_pp": "4"}
+    for name, text in (defaults | current | texts).items():
+        page.fill(f"#ask [name={name}]", text)
+    page.click("#ask-button")
     page.wait_for_selector("#job[data-state=succeeded]")
-    page.wait_for_selector("#gain")
+    page.wait_for_selector("#certificate")
+    job_id = page.get_attribute("#job", "data-id")
+    assert job_id
+    return job_id
+
+
+def facts(page: Page, place: str) -> dict[str, str]:
+    """Names and values of the facts of a place."""
+    names, values = (page.locator(f"{place} {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
+
+
+def tops(page: Page, *places: str) -> list[float]:
+    """Where parts of the page begin, from above."""
+    boxes = [page.locator(place).first.bounding_box() for place in places]
+    return [box["y"] for box in boxes if box is not None]
+
+
+def test_an_answer_has_its_question_on_top_and_the_gain_first(visit: Visit, url: str) -> None:
+    """No other form is next to it. A reload, and back and forward, show the same answer."""
+    page = visit.open("")
+    job_id = ask(page, measured_step_s="2.5")
     page.wait_for_selector(DRAWN)
-    job = httpx.get(f"{url}/v1/jobs/{page.get_attribute('#job', 'data-id')}").json()
-    question = httpx.get(f"{url}/v1/jobs/{job['id']}/question").json()
-    assert (question["num_gpus"], question["global_batch"]) == (8, 16)
-    assert (question["framework"], question["current"]["tp"]) == ("megatron", 2)
-    assert question["measured_step_s"] == 2.5
-    found = httpx.get(f"{url}/v1/jobs/{job['id']}/configuration").json()
-    for again in (False, True):
-        if again:
-            page.reload()
+    found = httpx.get(f"{url}/v1/jobs/{job_id}/configuration").json()
+    assert dict(httpx.QueryParams(page.url.partition("?")[2]))["job"] == job_id
+    for move in (None, page.reload, lambda: (page.go_back(), page.go_forward())):
+        if move is not None:
+            move()
             page.wait_for_selector("#certificate")
+            page.wait_for_selector(DRAWN)
+        question = facts(page, "#question")
+        assert question["Model"] == "llama3-8b"
+        assert question["GPUs"] == "8 \N{MULTIPLICATION SIGN} h100"
+        assert question["Batch"] == "16 sequences of 4,096 tokens"
+        assert question["Framework"] == "Megatron-Core, bf16"
+        assert question["Today"] == "TP 2 PP 4 DP 1 MBS 1, measured 2.5 s per step"
+        assert page.is_hidden("#compose")
+        assert page.is_visible("#change")
         assert f"{100 * found['gain']:.1f} % less time per step" in page.inner_text("#gain")
-        assert "published runs" in page.inner_text("#gain-part")
+        assert "published runs" in page.inner_text("#band")
         assert page.inner_text("#certificate").startswith("Of 3 configurations")
         assert page.locator("#configuration tr[data-row]").count() == 2
         assert "TP 4 PP 2" in page.inner_text("#configuration tr[data-best]")
         assert "today: TP 2 PP 4" in page.inner_text("#configuration tr[data-today]")
         assert page.inner_text("#objective dt") == "Step"
         assert f"{found['rows'][0]['step_ms']:,.1f} ms" in page.inner_text("#objective dd")
-        graphs = page.inner_text("#switches tr[data-switch=cuda_graphs]")
-        assert re.search(r"fastest\s+cuda graphs: on\s+[\d,.]+\s+[\d,.]+\s+\d+\.\d %", graphs)
-        page.wait_for_selector("#problem tbody")
-        assert "\N{EN DASH}" not in page.inner_text("#problem tbody")
+        parts = ("#question", "#gain", "#objective", "#changes", "#paste-part pre", "tr[data-best]",
+                 ".pareto", ".ranks", "#schedule", "#next")  # fmt: skip
+        places = tops(page, *parts)
+        assert len(places) == len(parts)
+        assert places[:6] == sorted(places[:6])
+        assert places[5] < min(places[6:8]) < places[8] < places[9]
+    assert page.locator("text=/^Bubble: /").count() == 1
+    page.click("#stages summary")
+    page.wait_for_selector("#problem tbody")
+    assert "\N{EN DASH}" not in page.inner_text("#problem tbody")
+    page.click("#change")
+    page.wait_for_selector("#ask")
+    assert page.input_value("#ask [name=measured_step_s]") == "2.5"
+    assert page.input_value("#ask [name=current_pp]") == "4"
+    page.go_back()
+    page.wait_for_selector(f"#job[data-id='{job_id}']")
+
+
+def test_what_to_paste_is_shown_copied_and_saved(visit: Visit) -> None:
+    """Of the chosen configuration, in each form of its framework."""
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = visit.open("")
+    ask(page)
+    page.wait_for_selector("#pasted:has-text('--tensor-model-parallel-size 4')")
+    page.click("[data-copy=pasted]")
+    page.wait_for_selector("[data-copy=pasted] >> text=Copied")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.locator("#pasted").text_content()
+    with page.expect_download() as saving:
+        page.click("[data-paste=arguments]")
+    assert saving.value.path().read_text("utf-8") == copied
+    page.check("[name=paste-form][value=yaml]", force=True)
+    page.wait_for_selector("#pasted:has-text('model:')")
+    assert saving.value.suggested_filename == "arguments.sh"
+    page.click("#configuration tr[data-today] button")
+    page.wait_for_selector("#pasted:has-text('--tensor-model-parallel-size 2')")
+    assert "TP 2 PP 4" in page.inner_text("#paste-part h2")
 
 
 def test_rows_are_sorted_by_a_column_and_the_focus_stays(visit: Visit, url: str) -> None:
@@ -122,13 +178,6 @@ def test_today_that_does_not_fit_is_told_first_and_has_no_percentage(
     page.wait_for_selector("#job[data-state=cancelled]")
 
 
-def test_a_problem_of_a_file_has_its_configuration(visit: Visit) -> None:
-    page = visit.open()
-    assert page.is_visible("#tune")
-    taken(page, two_stages())
-    assert page.is_hidden("#tune")
-
-
 def test_several_kinds_of_gpu_are_asked_for_and_stand_there_again(visit: Visit, url: str) -> None:
     page = visit.open("")
     page.select_option("#ask [name=model]", "llama3-8b")
@@ -144,28 +193,19 @@ def test_several_kinds_of_gpu_are_asked_for_and_stand_there_again(visit: Visit, 
     job_id = page.get_attribute("#job", "data-id")
     question = httpx.get(f"{url}/v1/jobs/{job_id}/question").json()
     assert (question["gpu"], question["num_gpus"]) == ("h100:8,a100:16", 24)
-    page.click("text=Ask something else")
+    page.click("#change")
     page.wait_for_selector("#kinds[open]")
     names = ("gpu", "num_gpus", "gpu_2", "num_gpus_2", "gpu_3", "num_gpus_3")
     filled = [page.input_value(f"#ask [name={name}]") for name in names]
     assert filled == ["h100", "8", "a100", "16", "", ""]
 
 
-def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url: str) -> None:
-    """From the start to the gain, a row and its chart beside today's, what to paste, and on."""
+def test_five_questions_lead_to_a_schedule_next_to_what_is_run(visit: Visit, url: str) -> None:
+    """From the start to a row and its chart next to today's, and to another question."""
     page = visit.open("")
     assert page.locator("#ask fieldset").count() == 5
     assert page.is_hidden("#compose")
-    page.select_option("#ask [name=model]", "llama3-8b")
-    page.fill("#ask [name=num_gpus]", "8")
-    page.fill("#ask [name=global_batch]", "16")
-    page.fill("#ask [name=sequence]", "4096")
-    page.fill("#ask [name=current_tp]", "2")
-    page.fill("#ask [name=current_pp]", "4")
-    page.click("#ask-button")
-    page.wait_for_selector("#job[data-state=succeeded]")
-    page.wait_for_selector("#certificate")
-    job_id = page.get_attribute("#job", "data-id")
+    job_id = ask(page)
     found = httpx.get(f"{url}/v1/jobs/{job_id}/configuration").json()
     best, today = found["rows"]
     page.wait_for_selector(f"{DRAWN}[data-tag*='row:{today['id']}']")
@@ -173,30 +213,30 @@ def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url:
     titles = "() => Bokeh.documents.flatMap((d) => [0, 1].map((n) => "
     titles += "d.get_model_by_name(`gantt-${n}-title`)?.text)).join()"
     assert "TP 2 PP 4 DP 1 MBS 1:" in page.evaluate(titles)
-    assert f"{100 * best['mfu']:.1f} %" in page.inner_text("#job dl")
-    said = ", ".join(found["changes"])
-    assert page.locator("#changes").all_inner_texts() == ([f"Change {said}."] if said else [])
-    assert page.locator(".ranks").count() == 2
-    assert page.locator(".ranks >> nth=0 >> .rank").count() == best["pp"]
+    assert facts(page, "#job > dl")["MFU (bf16 peak)"] == f"{100 * best['mfu']:.1f} %"
+    assert page.locator("#changes li").all_inner_texts() == found["changes"]
+    assert page.locator(".pair .ranks").count() == 2
+    bars = page.locator(".pair .ranks >> nth=0")
+    assert bars.locator(".rank").count() == best["pp"]
+    bars.locator(".rank >> nth=1").hover()
+    assert bars.locator("figcaption").inner_text().startswith("Rank 1: ")
     assert page.locator(".pareto .dot").count() == 2
+    page.locator(f".pareto .dot[data-row='{best['id']}']").hover()
+    assert page.inner_text(".pareto .named").startswith(best["label"])
     page.click(f"[data-key='row-{today['id']}']")
     page.wait_for_selector(f"{DRAWN}[data-tag*='-{today['id']}']")
     assert page.get_attribute("tr[data-today]", "data-chosen") == ""
     assert page.inner_text("#train-command") == today["command"]
-    for form, said in (("arguments", "--tensor-model-parallel-size 2"), ("yaml", "model:")):
-        with page.expect_download() as saving:
-            page.click(f"[data-paste={form}]")
-        assert said in saving.value.path().read_text("utf-8")
+    page.wait_for_selector("#pasted:has-text('--tensor-model-parallel-size 2')")
+    arguments = page.inner_text("#pasted")
     page.locator(f".pareto .dot[data-row='{best['id']}']").click()
     assert page.get_attribute("tr[data-best]", "data-chosen") == ""
-    page.click("text=Ask something else")
+    page.click("#change")
     page.wait_for_selector("#ask")
-    assert page.input_value("#ask [name=model]") == "llama3-8b"
-    assert page.input_value("#ask [name=current_pp]") == "4"
     page.fill("#ask [name=current_tp]", "")
     page.fill("#ask [name=current_pp]", "")
     page.click("#ask summary >> text=paste your configuration")
-    page.fill("#ask [name=current_file]", saving.value.path().read_text("utf-8"))
+    page.fill("#ask [name=current_file]", arguments)
     page.click("#ask-button")
     page.wait_for_selector(f"#job:not([data-id='{job_id}'])")
     page.wait_for_selector("#job[data-state=succeeded]")
@@ -204,33 +244,48 @@ def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url:
     assert "current_file" in httpx.get(f"{url}/v1/jobs/{again}/question").json()
 
 
-def test_the_form_shows_the_question_whose_answer_is_shown(visit: Visit) -> None:
-    """Asked at the start, by a link to the job alone, and after another question."""
+def test_an_error_of_a_field_opens_marks_and_focuses_it(visit: Visit) -> None:
+    """Also one inside of a closed part, scrolled away; the sentence stays in sight."""
     page = visit.open("")
-    page.select_option("#ask [name=model]", "qwen3-8b")
     page.fill("#ask [name=num_gpus]", "8")
-    page.fill("#ask [name=global_batch]", "16")
-    page.fill("#ask [name=sequence]", "8192")
-    page.fill("#ask [name=current_tp]", "2")
-    page.fill("#ask [name=current_pp]", "4")
+    for name, text in {"current_tp": "2", "current_pp": "4"}.items():
+        page.fill(f"#ask [name={name}]", text)
+    page.click("#ask summary >> text=More degrees")
+    page.fill("#ask [name=current_ep]", "4")
+    page.click("#ask summary >> text=More degrees")
+    page.set_viewport_size({"width": 390, "height": 500})
     page.click("#ask-button")
-    page.wait_for_selector("#job[data-state=succeeded]")
-    link = f"?job={page.get_attribute('#job', 'data-id')}"
-    for query in ("", link):
-        if query:
-            visit.open(query)
-        page.wait_for_selector("#tune-today >> text=Today: tp 2, pp 4, as above.")
-        page.wait_for_selector("#compose:not([data-stale])")
-        named = {name: page.input_value(f"#preset [name={name}]") for name in ("model", "sequence")}
-        assert named == {"model": "qwen3-8b", "sequence": "8192"}
-        assert page.input_value("#preset [name=num_microbatches]") == "16"
-        assert page.input_value("#tune-fields [name=global_batch]") == "16"
-        assert "qwen3-8b" in page.inner_text("#job h1")
-    page.click("#tune-acts button:has-text('Twice the batch')")
-    page.wait_for_function(
-        "document.querySelector('#tune-fields [name=global_batch]').value == '32'"
-    )
-    assert page.input_value("#preset [name=model]") == "qwen3-8b"
+    page.wait_for_selector("#fault:visible")
+    field = "#ask [name=current_ep]"
+    assert "current: ep = 4" in page.inner_text("#fault")
+    assert page.evaluate("document.activeElement.name") == "current_ep"
+    assert page.get_attribute(field, "aria-invalid") == "true"
+    for place in ("#fault", field):
+        box = page.locator(place).bounding_box()
+        assert box is not None
+        assert 0 <= box["y"] < box["y"] + box["height"] <= 500
+    page.fill(field, "")
+    page.click("#ask-button")
+    page.wait_for_selector("#job")
+    assert page.is_hidden("#fault")
+
+
+def test_eighty_stages_are_a_diagram(visit: Visit, url: str) -> None:
+    """Their layers, times and bytes; the caption names stage and device under the pointer."""
+    problem = two_stages("deep")
+    (stage, *_), (device, *_) = problem["stages"], problem["devices"]
+    problem["devices"] = [device] * 80
+    problem["stages"] = [{**stage, "device": index} for index in range(80)]
+    body = {"problem": problem}
+    job = httpx.post(f"{url}/v1/jobs?wait=60", json=body, timeout=90).json()
+    page = visit.open(f"?job={job['id']}")
+    page.click("#stages summary")
+    page.wait_for_selector("#stage-bars .rank")
+    assert page.locator("#stage-bars .bars >> nth=0 >> .rank").count() == 80
+    assert page.locator("#problem table").count() == 0
+    page.locator("#stage-bars .rank >> nth=3").hover()
+    said = page.locator("#stage-bars figcaption >> nth=0").inner_text()
+    assert said == "Stage 3 on gpu3: F 10 ms, I 10 ms, W 8 ms"
 
 
 def test_an_error_is_seen_wherever_one_has_scrolled_to(visit: Visit, url: str) -> None:
@@ -265,6 +320,8 @@ def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) 
     layers = f"{row['layers'][0] - 1},{row['layers'][1] + 1}"
     moved = httpx.get(f"{url}/v1/jobs/{again}/rows/{row['id']}/recut?layers={layers}").json()
     assert page.inner_text("#moved").startswith(f"{moved['step_ms']:,.1f} ms per step by 1f1b (+")
+    graphs = page.inner_text("#switches tr[data-switch=cuda_graphs]")
+    assert re.search(r"fastest\s+cuda graphs: on\s+[\d,.]+\s+[\d,.]+\s+\d+\.\d %", graphs)
     page.click("#switches button:has-text('cuda graphs: on')")
     page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{again}'")
     page.wait_for_selector("#certificate")

@@ -118,7 +118,7 @@ def test_each_answer_leads_to_its_schedule_beside_the_one_before(visit: Visit, u
     page.wait_for_selector(ANSWERED)
     row = page.locator("#what-if [data-name=one-more-gb]")
     assert "less" in row.locator("h3").inner_text()
-    row.locator("a", has_text="Beside this one").click()
+    row.locator("a", has_text="Next to this one").click()
     page.wait_for_selector(f"#job[data-id='{batch['items'][1]['job_id']}']")
     page.wait_for_selector(f"{DRAWN}[data-tag*='{job['id']}']")
     visit.picture("what-if-beside")
@@ -169,5 +169,5 @@ def test_what_was_deleted_since_can_be_asked_again(visit: Visit, url: str) -> No
     job = solved(url, "keeps")
     page = visit.open(address(job, {"id": "0" * 32}))
     page.wait_for_function("!location.search.includes('what_if')")
-    assert page.inner_text(ASK) == "What would more buy?"
+    assert page.inner_text(ASK) == "Find out"
     assert shown(visit) == []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PATIENCE_MS = 180_000
 READY = "body[data-ready]"
 DRAWN = "#job .chart[data-drawn]"
-DESKTOP, PHONE = (1280, 860), (360, 740)
+DESKTOP, PHONE = (1280, 860), (390, 740)
 SCHEDULE = "?view=schedule"
 
 

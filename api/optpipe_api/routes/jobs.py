@@ -69,6 +69,7 @@ from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import (
     Shown,
     Theme,
+    chart_files,
     chart_frontier,
     chart_schedules,
     draw_schedule,
@@ -609,6 +610,13 @@ _CHART: Answers = {
     }
 }
 ChartTheme = Annotated[Theme, Query(description="The colours.")]
+RowOfTune = Annotated[
+    str | None,
+    Query(
+        pattern=r"^[0-9a-f]{12}$",
+        description="A row of a tune, shown instead of its best schedule.",
+    ),
+]
 
 
 @charts_router.get(
@@ -633,13 +641,7 @@ async def chart(
             "and a row of a tune.",
         ),
     ] = None,
-    row: Annotated[
-        str | None,
-        Query(
-            pattern=r"^[0-9a-f]{12}$",
-            description="A row of a tune, shown instead of its best schedule.",
-        ),
-    ] = None,
+    row: RowOfTune = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
     """Return the lanes of every device and its memory over time, with zoom and tooltips."""
@@ -690,6 +692,39 @@ def _show_job(
     own = replace(own, title=titles[0])
     other = Shown(problem=other_problem, schedule=other_stored.document, title=titles[1])
     return [own, other], stored.number, f"{form}.{other_stored.number}"
+
+
+@charts_router.post(
+    "/charts",
+    response_class=Response,
+    responses={**_CHART, **documented(404, 406, 409, 413, 415, 429)},
+    openapi_extra=json_body("ChartRequest"),
+    summary="Draw schedules and traces from files",
+)
+async def chart_of_files(
+    *,
+    request: Request,
+    service: Serving,
+    caller: Reader,
+    theme: ChartTheme = "light",
+    job: Annotated[
+        str | None,
+        Query(max_length=80, description="A job whose schedule is the plan, shown first."),
+    ] = None,
+    row: RowOfTune = None,
+) -> Response:
+    """Return lanes over time of schedules and of the last step of traces; nothing is stored.
+
+    With a job, or a problem in the body, devices and memory are those of the problem.
+    """
+    body = await read_json_body(request, service.settings.max_body_bytes)
+    plan = None
+    if job and row:
+        plan = await _show_row(service, job, caller, row)
+    elif job:
+        shown, _, _ = await run_in_threadpool(_show_job, service, job, caller, "", theme)
+        plan = replace(shown[0], title="planned:")
+    return JsonText(await service.charts.run(chart_files, body, plan, theme, caller=caller))
 
 
 @charts_router.get(

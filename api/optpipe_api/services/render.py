@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, TypeVarTuple
 
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.check import check
 from optpipe.errors import InputError, MissingExtraError
-from optpipe.evaluate import evaluate
+from optpipe.evaluate import evaluate, verify
 from optpipe.explain import explain
-from optpipe.formats.exports import dump_chrome_trace, dump_csv
+from optpipe.formats.exports import dump_chrome_trace, dump_csv, parse_programs
 from optpipe.formats.json import load_problem, load_schedule
+from optpipe.measurements.timeline import read_step, unit_problem
+from optpipe.measurements.trace_file import UploadedFile
 from optpipe.plot.scene import View, require_drawing, title_of
-from optpipe.requests import TuneRequest
+from optpipe.requests import ChartRequest, TuneRequest
 from optpipe.schedule import Provenance
+from optpipe_api.bodies import decode_json
 from optpipe_api.errors import (
     BodyTooHeavyError,
     FormUnavailableError,
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe.problem import Problem
+    from optpipe.requests import OpenedFile
     from optpipe.schedule import Programs
     from optpipe.sweep import FrontierLine
     from optpipe_api.access import Principal
@@ -49,6 +54,7 @@ __all__ = [
     "Charts",
     "KeptRow",
     "Shown",
+    "chart_files",
     "chart_frontier",
     "chart_schedules",
     "draw_frontier",
@@ -154,10 +160,13 @@ def chart_schedules(shown: Sequence[Shown], theme: Theme) -> str:
     Raises `MissingExtraError` if bokeh is not installed; `NotComparableError` if a method has no
     schedule for the problem; `TooLargeToDrawError` if there are too many actions.
     """
+    return _chart_views([_view(item) for item in shown], theme)
+
+
+def _chart_views(views: Sequence[View], theme: Theme) -> str:
     require_drawing(".html")
     from optpipe.plot.interactive import chart_item, schedule_chart  # noqa: PLC0415 - an extra
 
-    views = [_view(item) for item in shown]
     num_actions = sum(len(program) for view in views for program in view.programs)
     if num_actions > MAX_DRAWN_ACTIONS:
         raise _too_large(f"it has {num_actions} actions, and a chart may have {MAX_DRAWN_ACTIONS}")
@@ -175,6 +184,72 @@ def _view(shown: Shown) -> View:
         problem=problem,
         programs=schedule.programs,
         bound_ms=schedule.bound_ms,
+    )
+
+
+def chart_files(body: bytes, plan: Shown | None, theme: Theme) -> str:
+    """Return the chart of opened files, as JSON text: schedules, then the traces of one run.
+
+    ``body``: a `ChartRequest`. ``plan``: a schedule that is shown first; the files are for its
+    problem. A schedule without a problem is drawn with passes of 1 ms.
+
+    Raises also as `chart_schedules`, `optpipe.measurements.timeline.read_step` and
+    `optpipe.evaluate.verify`.
+    """
+    wanted = ChartRequest.parse(decode_json(body))
+    views = [] if plan is None else [_view(plan)]
+    problem = views[0].problem if views else wanted.problem
+    traces = []
+    for file in wanted.files:
+        if file.text.lstrip()[:1] in _JSON_STARTS and _TRACE_MARK in file.text:
+            traces.append(UploadedFile(file.name, file.text))
+            continue
+        try:
+            views.append(_view_file(file, problem))
+        except InputError as error:
+            error.args = (f"{file.name}: {error}",)
+            raise
+    if traces:
+        views.append(_view_traces(traces, problem, views))
+    return _chart_views(views, theme)
+
+
+_JSON_STARTS, _TRACE_MARK = ("{", "["), '"ph"'
+
+
+def _view_file(file: OpenedFile, problem: Problem | None) -> View:
+    """Return a schedule of a file, on its problem or on one with passes of 1 ms."""
+    programs, schedule = parse_programs(file.name, file.text)
+    bound_ms = None if schedule is None else schedule.bound_ms
+    if problem is None:
+        title = f"{file.name}, without its problem: F, I and W take 1 ms each"
+        return View(title, unit_problem(programs), programs, has_memory=False)
+    if schedule is None:
+        check(problem, programs)
+    else:
+        verify(problem, schedule)
+    return View(file.name, problem, programs, bound_ms)
+
+
+def _view_traces(
+    traces: Sequence[UploadedFile], problem: Problem | None, shown: Sequence[View]
+) -> View:
+    """Return the last complete step of traces, as it ran."""
+    step = read_step(traces)
+    names = traces[0].name if len(traces) == 1 else f"{traces[0].name} and {len(traces) - 1} more"
+    clock = f", times of the {step.clock}" if step.clock else ""
+    title = f"trace of {names}, step {step.step}{clock}"
+    if problem is None:
+        known = unit_problem(step.programs, step.names)
+        return View(title, known, step.programs, measured=step.rows, has_memory=False)
+    step = step.on(problem)
+    programs = step.programs_with_memory(problem, shown[0].programs if shown else ())
+    return View(
+        title,
+        problem,
+        programs or step.programs,
+        measured=step.rows,
+        has_memory=programs is not None,
     )
 
 

@@ -1,4 +1,4 @@
-// What stands beside a schedule on the same time axis: a published method, or another job.
+// The schedule next to a job's on the same time axis: a published method, another job, opened files.
 
 import { el } from "./dom.js";
 import { guarded } from "./faults.js";
@@ -8,7 +8,7 @@ import { methods, titles } from "./methods.js";
 
 const SHOWN = 30;
 
-/** A choice of what stands beside the schedule of a job; tells `onChoice` a name or "". */
+/** Return a choice of the schedule next to that of a job; calls `onChoice` with a name or "". */
 export function besideField(view, onChoice) {
   const select = el("select", { id: "beside", onchange: guarded(() => onChoice(select.value)) },
     el("option", { value: "" }, "nothing"),
@@ -16,14 +16,15 @@ export function besideField(view, onChoice) {
   const { beside } = view;
   if (beside && beside !== "method:1f1b") select.append(optionOf(beside));
   select.value = beside;
-  // The rest is asked for when somebody is about to choose.
+  // The other choices are loaded when the select gets the focus.
   select.addEventListener("focus", guarded(() => fill(select, view)), { once: true });
-  return el("label", { class: "inline" }, "Beside it", select);
+  return el("label", { class: "inline" }, "Next to it", select);
 }
 
-/** Choose what stands beside it, also where the lists do not have it. */
-export function setBeside(select, beside) {
-  if (![...select.options].some((option) => option.value === beside)) select.append(optionOf(beside));
+/** Choose a schedule, also one that the lists do not have. */
+export function setBeside(select, beside, files = null) {
+  const known = [...select.options].find((option) => option.value === beside);
+  if (!known || files) known?.remove(), select.append(optionOf(beside, files));
   select.value = beside;
 }
 
@@ -42,11 +43,13 @@ async function fill(select, view) {
       el("option", { value: `method:${name}` }, title))));
   const kept = view.tuned.result?.current;
   if (kept) select.append(optionOf(`row:${kept.id}`));
+  if (view.files) select.append(optionOf("files", view.files));
   setBeside(select, chosen);
 }
 
-/** What is chosen before the lists are known: a method by its title, a job by the start of its id. */
-function optionOf(beside) {
+/** Return an option before the lists are known: a method by its title, a job by the start of its id. */
+function optionOf(beside, files = null) {
+  if (files) return el("option", { value: beside }, files.map(({ name }) => name).join(", "));
   if (beside.startsWith("row:")) return el("option", { value: beside }, "What you run today");
   const name = beside.replace(/^method:/, "");
   const option = el("option", { value: beside }, name.slice(0, 12));

@@ -4,6 +4,9 @@ import { bokeh, dispose, theme } from "./bokeh.js";
 import { button, el } from "./dom.js";
 import { ask } from "./http.js";
 
+/** The one definition of the word on the page. */
+export const BUBBLE = "Bubble: the share of the time in which a device is idle, as the mean over all devices. "
+  + "The busiest device is the one that is idle for the smallest share.";
 const STEP = 0.25;
 const ZOOM = 1.5;
 const BUSY = 429;
@@ -30,11 +33,11 @@ export class Chart {
   }
 
   /**
-   * Show what a path answers, soon; of many wishes that come meanwhile the last counts.
-   * Resolves when what was wished is seen.
+   * Show the chart of a path, with `json` as the body of the request if it has one. Of many calls
+   * while a chart is loaded the last one counts. Resolves when the chart is visible.
    */
-  show(path) {
-    this.wanted = path;
+  show(path, json = undefined) {
+    this.wanted = { path, json };
     this.working ??= this.work().finally(() => { this.working = null; });
     return this.working;
   }
@@ -51,12 +54,12 @@ export class Chart {
 
   async work() {
     while (this.wanted !== null) {
-      const path = this.wanted;
+      const { path, json } = this.wanted;
       this.wanted = null;
       try {
-        await this.load(path);
+        await this.load(path, json);
       } catch (error) {
-        // Whoever has gone on to another view took away what it would be drawn in.
+        // Another view has taken the place away.
         if (this.isClosed) return;
         if (error.status !== BUSY) {
           this.isBroken = true;
@@ -64,18 +67,18 @@ export class Chart {
           throw error;
         }
         await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
-        // Unless something newer is wanted by now, or nothing any more.
-        if (!this.isClosed) this.wanted ??= path;
+        // Unless a later call wants another chart.
+        if (!this.isClosed) this.wanted ??= { path, json };
       }
     }
   }
 
-  async load(path) {
+  async load(path, json) {
     const scheme = theme();
     const query = `${path}${path.includes("?") ? "&" : "?"}theme=${scheme}`;
-    const known = this.query === query && this.tag ? { "If-None-Match": this.tag } : {};
+    const known = this.query === query && this.tag && !json ? { "If-None-Match": this.tag } : {};
     const [Bokeh, answer] = await Promise.all([
-      bokeh(), ask(query, { headers: known, cache: "no-store" })]);
+      bokeh(), ask(query, { json, headers: known, cache: "no-store" })]);
     this.isBroken = false;
     if (answer.status === 304) {
       this.onDrawn?.();

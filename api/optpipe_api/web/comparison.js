@@ -4,12 +4,12 @@ import { table } from "./dom.js";
 import { bytes, ms, share } from "./format.js";
 
 const COLUMNS = [{ title: "Method" }, { title: "Placement" }, { title: "Makespan, ms", number: true },
-  { title: "Gain over 1F1B", number: true }, { title: "Bubble", number: true },
+  { title: "Gain over 1F1B", number: true }, { title: "Idle, busiest device", number: true },
   { title: "95th percentile, ms", number: true }, { title: "Fullest device", number: true }, { title: "Note" }];
 
 /** Return a table of a row per method, as `/v1/jobs/{id}/comparison` has them; `titleOf` names methods. */
 export function comparisonTable(rows, titleOf) {
-  // 1F1B is what people run; with several stages per device that is its interleaved form.
+  // The baseline is 1F1B; with several stages per device, its interleaved form.
   const usual = rows.find((row) => row.programs && row.method === "1f1b")
     ?? rows.find((row) => row.programs && row.method === "interleaved");
   return table("Methods, best first", COLUMNS, rows.map((row) => ({

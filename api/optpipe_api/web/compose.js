@@ -10,7 +10,6 @@ import { amend, go } from "./link.js";
 import { methods } from "./methods.js";
 import { Preset } from "./preset.js";
 import { Sliders } from "./sliders.js";
-import { TUNE, TuneForm } from "./tune.js";
 import { unvaried } from "./unvaried.js";
 
 const PAUSE_MS = 150;
@@ -20,7 +19,9 @@ export const SOLVE = [
   ["time_limit_s", "Seconds", { start: 30, max: 3600 }], ["method", "Method"],
   ["objective", "Objective", { start: "makespan" }],
 ];
-const OPTIONS = namesOf(SOLVE, TUNE);
+const OPTIONS = namesOf(SOLVE);
+/** The names under which the form is in an address. */
+export const FORM_NAMES = [...Preset.names, ...Sliders.axes, ...OPTIONS];
 
 /** The form; calls `onProblem` with each new problem, as the service describes it. */
 export class Compose {
@@ -31,24 +32,23 @@ export class Compose {
     this.turn = 0;
     this.addressTurn = 0;
     this.soon = later(guarded(() => this.refresh(), "form"), PAUSE_MS);
-    this.changed = () => { this.markStale(); this.soon(); };
+    this.changed = () => { byId("compose").dataset.stale = "yes"; this.soon(); };
     this.preset = new Preset(this.changed);
     this.sliders = new Sliders(this.changed);
-    this.tune = new TuneForm(this);
     this.listen();
   }
 
-  /** Make the form from the fields, models, GPUs and methods that the service has. */
-  async load() {
+  /** Make the form, once, from the fields, models, GPUs and methods that the service has. */
+  load() { return (this.loading ??= this.make()); }
+
+  async make() {
     const [{ fields }, known] = await Promise.all([catalogue(), methods(), this.preset.load()]);
     this.fields = fields;
     byId("options").append(...controls(fields.solve, SOLVE, {
       method: { choices: known.map(({ name, title }) => [name, title]) },
       objective: { onchange: this.changed } }));
-    byId("tune-fields").append(...controls(fields.tune, TUNE));
-    this.isLoaded = true;
     const canSubmit = document.body.dataset.role !== "read";
-    for (const id of ["solve", "sweep", "compare", "tune"]) byId(id).disabled = !canSubmit;
+    for (const id of ["solve", "sweep", "compare"]) byId(id).disabled = !canSubmit;
     byId("role-hint").hidden = canSubmit;
   }
 
@@ -76,32 +76,48 @@ export class Compose {
   showSource() {
     byId("preset").hidden = this.source !== "preset";
     byId("file").hidden = this.source !== "file";
-    this.tune.describe();
   }
 
-  /**
-   * Take a problem from a file, a job or a paste. `name` is shown; `isOfJob`: it is the problem of
-   * the job in the address.
-   */
-  async use(problem, name, { isOfJob = false } = {}) {
-    this.take(problem, name, isOfJob);
+  /** Take a problem from a file or a paste; `name` is shown. */
+  async use(problem, name) {
+    this.take(problem, name);
     await this.refresh();
   }
 
-  take(problem, name, isOfJob = false) {
-    this.file = { problem, name, isOfJob };
+  /** Take a problem; `jobId`: the job that has it. */
+  take(problem, name, jobId = null) {
+    this.file = { problem, name, jobId };
     if (problem.objective) this.option("objective").value = problem.objective;
     byId("file-name").textContent = name;
     this.source = "file";
   }
 
-  /** Fill the form from an address, and make its problem. */
+  /** Show the form that an address describes; one that describes none leaves the form as it is. */
+  async open(query) {
+    await this.load();
+    if (!this.view || this.differs(query)) await this.restore(query);
+    else await this.writeAddress();
+  }
+
+  /** Fill the form from an address; from a damaged one as at a first visit, and show the error. */
   async restore(query) {
-    const fragment = inAddress();
-    const { problem, config, name } = fragment ? await unpacked(fragment) : {};
+    try {
+      await this.fill(query);
+    } catch (error) {
+      if (error.code !== "link.broken") throw error;
+      history.replaceState(null, "", location.search || "?view=schedule");
+      await this.fill(query);
+      throw error;
+    }
+  }
+
+  async fill(query) {
+    const fragment = inAddress(), jobId = query.problem ?? null;
+    const { problem, config, name } = fragment ? await unpacked(fragment)
+      : jobId ? { problem: await askJson(`v1/jobs/${jobId}/problem`), name: "The problem of the answer." } : {};
     this.fragment = fragment;
     if (problem) {
-      this.take(problem, name ?? "The problem of this link.");
+      this.take(problem, name ?? "The problem of this link.", jobId);
       this.sliders.values = pick(query, Sliders.axes);
     } else {
       this.preset.use(config ?? null, name ?? "config.json");
@@ -113,19 +129,14 @@ export class Compose {
     await this.refresh();
   }
 
-  option(name) {
-    return byId("compose").querySelector(`[name=${name}]`);
-  }
-
+  option(name) { return byId("compose").querySelector(`[name=${name}]`); }
   /** The texts of the form in an address; a problem or config without a name is not among them. */
   get state() {
     if (this.unnamed) return this.choices;
     return { ...this.preset.state, ...this.sliders.values, ...this.choices };
   }
 
-  get choices() {
-    return Object.fromEntries(OPTIONS.map((name) => [name, this.option(name).value]));
-  }
+  get choices() { return Object.fromEntries(OPTIONS.map((name) => [name, this.option(name).value])); }
 
   /** The problem or config that has no name: the fragment of the address holds it. */
   get unnamed() {
@@ -136,18 +147,8 @@ export class Compose {
     return config && { config, name };
   }
 
-  get besideUnnamed() {
-    const { model, ...preset } = this.source === "file" ? {} : this.preset.state;
-    return { ...preset, ...this.sliders.values, ...this.choices };
-  }
-
-  /** Whether the form has the problem of the job in the address. */
-  get isOfJob() {
-    return this.source === "file" && (!this.file
-      || (this.file.isOfJob && Object.keys(this.sliders.values).length === 0));
-  }
-
-  markStale() { byId("compose").dataset.stale = "yes"; }
+  /** The job whose problem the form has. */
+  get jobId() { return this.source === "file" ? this.file?.jobId ?? null : null; }
 
   /** Return the problem that the form describes; makes it first if the form has changed. */
   async problem() {
@@ -164,14 +165,13 @@ export class Compose {
     this.soon.cancel();
     const [turn, known] = [++this.turn, lastFault()];
     const isLast = () => turn === this.turn;
-    this.markStale();
+    byId("compose").dataset.stale = "yes";
     const answer = await this.request().catch((error) => { if (isLast()) throw error; });
     if (!answer || !isLast()) return;
     const { view, sliders } = answer;
     clearFault("form", known);
     this.sliders.show(...sliders);
     this.view = view;
-    this.tune.describe();
     delete byId("compose").dataset.stale;
     this.onProblem(view, this.state);
   }
@@ -216,33 +216,32 @@ export class Compose {
     const problem = await this.problem();
     const { id } = await askJson(path, { json: { problem, ...body, tags: ["page"] } });
     clearFault("form");
-    this.leave();
-    go({ ...this.state, [kind]: id });
-  }
-
-  /** Take the problem out of the address: that of a job or a batch has it. */
-  leave() {
+    // The address of the answer has no fragment: the job or the batch has the problem.
     this.addressTurn += 1;
-    this.fragment = "";
     byId("link-hint").hidden = true;
+    go({ ...this.state, [kind]: id });
   }
 
   /** Write the form into the address. */
   async writeAddress() {
     const turn = ++this.addressTurn;
     const { unnamed } = this;
-    const fragment = unnamed && !this.isOfJob ? await packed(unnamed) : "";
-    if (turn !== this.addressTurn) return;
+    const fragment = unnamed && !this.jobId ? await packed(unnamed) : "";
+    if (turn !== this.addressTurn || document.body.dataset.view !== "form") return;
     byId("link-hint").hidden = fragment !== null;
     this.fragment = fragment ?? "";
-    const cleared = [...Preset.names, ...Sliders.axes, ...OPTIONS].map((name) => [name, null]);
-    const texts = this.fragment ? this.besideUnnamed : this.state;
-    amend({ ...Object.fromEntries(cleared), ...texts }, this.fragment);
+    const cleared = FORM_NAMES.map((name) => [name, null]);
+    // The texts of an unnamed problem or config are of use only with its fragment or its job.
+    const preset = this.source === "file" ? {} : this.preset.state;
+    const texts = this.fragment || this.jobId
+      ? { ...preset, model: null, ...this.sliders.values, ...this.choices } : this.state;
+    amend({ ...Object.fromEntries(cleared), view: "schedule", ...texts, problem: this.jobId }, this.fragment);
   }
 
   /** Whether an address describes another form than this one. */
   differs(query) {
     if (inAddress()) return inAddress() !== this.fragment;
+    if (query.problem) return query.problem !== this.jobId;
     if (!query.model || this.unnamed) return Boolean(query.model);
     const { state } = this;
     return Object.entries(query).some(([name, text]) => name in state && String(state[name]) !== text);

@@ -60,3 +60,6 @@ export const stateWord = (job) =>
 
 /** A sentence of the service's as one by itself. */
 export const sentence = (said) => `${said[0].toUpperCase()}${said.slice(1)}.`;
+
+/** A number and its noun: 1 stage, 4 stages. */
+export const plural = (number, noun, ending = "s") => `${number} ${noun}${number === 1 ? "" : ending}`;

@@ -3,12 +3,14 @@
 
 import { askForKey, storedKey } from "./key.js";
 
-/** A refusal of the service; its message has value, rule and fix. `status` 0: there was no answer. */
+/**
+ * A refusal of the service; its message has value, rule and fix. `status` 0: there was no answer.
+ * `pointers` are the places in the request, one per line of the message.
+ */
 export class Fault extends Error {
-  constructor(status, code, detail) {
+  constructor(status, code, detail, pointers = []) {
     super(detail);
-    this.status = status;
-    this.code = code;
+    Object.assign(this, { status, code, pointers });
   }
 }
 
@@ -58,8 +60,8 @@ async function reach(path, options) {
 
 async function faultOf(answer) {
   try {
-    const { detail, code } = await answer.json();
-    return new Fault(answer.status, code, detail);
+    const { detail, code, pointers } = await answer.json();
+    return new Fault(answer.status, code, detail, pointers ?? []);
   } catch {
     return new Fault(answer.status, "unknown",
       `The service answered with ${answer.status} and did not say why; its log may.`);

@@ -1,33 +1,34 @@
-// A job: its numbers as they come, its chart, what stands beside it, what can be done about it.
+// The page of an answer: its question, its numbers as they come, its schedule, what can be done next.
 
 import { tellActions } from "./actions.js";
 import { onTheme } from "./bokeh.js";
-import { Chart } from "./chart.js";
-import { announce, el, fact, later } from "./dom.js";
+import { BUBBLE, Chart } from "./chart.js";
+import { announce, el, later } from "./dom.js";
 import { downloads } from "./downloads.js";
 import { comparisonTable } from "./comparison.js";
 import { events } from "./events.js";
+import { OPTIMAL_GAP, factsOf } from "./facts.js";
 import { showFault } from "./faults.js";
-import { ms, msUnit, share, sized, stateWord } from "./format.js";
+import { msUnit, share, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { besideField, setBeside } from "./beside.js";
-import { amend, amendZoom } from "./link.js";
+import { address, amend, amendZoom } from "./link.js";
 import { titles } from "./methods.js";
 import { Progress } from "./progress.js";
+import { Question } from "./question.js";
 import { Tuned } from "./tuned.js";
 import { WhatIf } from "./what_if.js";
 import { why } from "./why.js";
 
 const FINAL = ["succeeded", "infeasible", "failed", "cancelled"];
 const SAY_MS = 1000;
-const OPTIMAL_GAP = 1e-6;
-
 /** Shows one job until it is closed. */
 export class JobView {
   constructor(id, told) {
     this.path = `v1/jobs/${id}`;
     this.id = id;
-    this.beside = told.beside ?? "";
+    // Files are not in the address: a reload shows the schedule alone.
+    this.beside = told.beside === "files" ? "" : told.beside ?? "";
     this.isBesideChosen = told.beside !== undefined;
     this.row = told.row ?? "";
     this.stop = new AbortController();
@@ -44,6 +45,7 @@ export class JobView {
     this.acts = el("div", { class: "buttons" });
     this.rows = el("section", { id: "comparison", "aria-label": "Comparison" });
     this.why = el("section", { id: "why", hidden: true });
+    this.question = new Question(this);
     this.tuned = new Tuned(this);
     this.whatIf = new WhatIf(this, told.what_if);
     // Of a job that there is not there is nothing to repaint.
@@ -58,14 +60,10 @@ export class JobView {
 
   get isTune() { return this.job.kind === "tune"; }
 
-  get isProven() {
-    return this.job.gap !== null && this.job.gap <= OPTIMAL_GAP;
-  }
+  get isProven() { return this.job.gap !== null && this.job.gap <= OPTIMAL_GAP; }
 
   /** Whether it has ended and will never have a schedule. */
-  get isVain() {
-    return this.isFinal && !this.job.has_schedule && !this.isComparison;
-  }
+  get isVain() { return this.isFinal && !this.job.has_schedule && !this.isComparison; }
 
   /** Whether the chart shows an older schedule than the job's. */
   get isBehind() {
@@ -85,23 +83,25 @@ export class JobView {
   /** Show it and follow it; returns when it is shown. */
   async open(host) {
     [this.job, this.titleOf] = await Promise.all([askJson(this.path), titles()]);
-    // What is won comes first.
-    this.place.append(this.head, ...(this.isTune ? [this.tuned.gain] : []), this.facts);
+    this.place.append(this.head, this.question.element, ...(this.isTune ? [this.tuned.gain] : []), this.facts);
     if (this.isTune) this.place.append(this.tuned.element);
     if (this.isComparison) this.place.append(this.rows);
     else {
       this.ofSchedule = [
-        el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
-          this.chart.buttons(), downloads(this)),
-        this.chart.element,
+        el("section", { id: "schedule" }, el("h2", {}, "Schedule"),
+          el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
+            this.chart.buttons(), downloads(this)),
+          this.chart.element, el("p", { class: "hint", id: "bubble" }, BUBBLE)),
         el("section", {}, el("h2", {}, "While solving"), this.progress.element)];
       // The questions of a what-if are about one problem, not about a whole step.
-      this.place.append(...this.ofSchedule, this.why, ...(this.isTune ? [] : [this.whatIf.element]));
+      this.place.append(...this.ofSchedule, this.why,
+        ...(this.isTune ? [this.tuned.next] : [this.whatIf.element]));
     }
     host.replaceChildren(this.place);
     this.tell();
     this.refreshChart();
     this.follow().catch(showFault);
+    if (!this.isTune) await this.question.showProblem();
   }
 
   /** Take in what happens, until the job has ended. */
@@ -146,13 +146,24 @@ export class JobView {
 
   refreshChart() {
     if (!this.job.has_schedule || !this.isOpen) return;
-    const isItself = this.beside === `row:${this.row}`;
-    const asked = Object.entries({ row: this.row, beside: isItself ? "" : this.beside })
-      .filter(([, value]) => value).map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
-    this.chart.show(`${this.path}/chart${asked.length ? `?${asked.join("&")}` : ""}`).catch((error) => {
+    const isFiles = this.beside === "files", isItself = this.beside === `row:${this.row}`;
+    const path = isFiles
+      ? `v1/charts${address({ job: this.id, row: this.row })}`
+      : `${this.path}/chart${address({ row: this.row, beside: isItself ? "" : this.beside })}`;
+    this.chart.show(path, isFiles ? { files: this.files } : undefined).catch((error) => {
       showFault(error);
       if (!this.chart.drawn) this.chart.say("There is no picture of it; the schedule can be saved.");
     });
+  }
+
+  /** Show opened files next to the schedule: what was measured, or another schedule of the problem. */
+  showFiles(files) {
+    this.files = files;
+    setBeside(this.place.querySelector("#beside"), "files", files);
+    this.isBesideChosen = true;
+    this.beside = "files";
+    this.refreshChart();
+    this.chart.element.scrollIntoView({ block: "center" });
   }
 
   /** Show the schedule of another row of a tune; "" is the fastest. */
@@ -162,7 +173,7 @@ export class JobView {
     this.refreshChart();
   }
 
-  /** Put the schedule of what is run today beside it, unless something else was chosen. */
+  /** Show the schedule of the current run next to it, unless another one was chosen. */
   besideToday(id) {
     if (this.isBesideChosen) return;
     this.isBesideChosen = true;
@@ -197,24 +208,13 @@ export class JobView {
     const { job } = this;
     // An end is told together with its schedule: head and chart are of one version.
     if (this.isFinal && this.isBehind) return;
-    const { objective_ms, gap } = this.seen;
     for (const part of this.ofSchedule ?? []) part.hidden = this.isVain;
     if (job.has_schedule && !this.chart.drawn && !this.chart.isBroken) this.chart.say("Drawing the schedule.");
     Object.assign(this.place.dataset, { state: job.state, schedules: job.num_schedules });
     this.head.replaceChildren(
       el("h1", {}, job.name || "Unnamed problem"),
       el("span", { class: `state ${job.state}` }, stateWord(job)), this.acts);
-    this.facts.replaceChildren(
-      fact({ span: "Span", step: "Step" }[job.objective] ?? "Makespan", msUnit(objective_ms), { id: "objective" }),
-      // A bound of 0 is always true, and says nothing.
-      fact("Bound", msUnit(job.bound_ms || null), { id: "bound" }),
-      fact("Gap", gap !== null && gap <= OPTIMAL_GAP ? "0 · optimal" : share(job.bound_ms ? gap : null),
-        { id: "gap" }),
-      ...this.tuned.facts.map(([name, value]) => fact(name, value)),
-      fact("Method", this.isComparison ? "all" : this.isTune ? "configurations" : this.titleOf(job.options.method)),
-      ...(job.place ? [fact("Place in the queue", String(job.place))] : []),
-      ...(job.cache === "miss" ? [] : [fact("Cache", job.cache)]),
-      ...(job.error ? [fact("Reason", sized(job.error.message), { class: "fact long", id: "reason" })] : []));
+    this.facts.replaceChildren(...factsOf(this));
     tellActions(this, this.acts);
     this.say();
   }

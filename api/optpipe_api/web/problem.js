@@ -1,9 +1,9 @@
-// What a problem says, as a table: the stages, and what the memory of their devices leaves.
+// A problem as a table of its stages, or of many stages as bars.
 
 import { button, el, fact, save, table } from "./dom.js";
-import { billions, bytes, ms, share } from "./format.js";
+import { billions, bytes, ms, plural, share } from "./format.js";
+import { MOST_TOLD, barsOf } from "./tuned_plots.js";
 
-const SHOWN = 24;
 const COLUMNS = ["Stage", "Device", "Layers", "F ms", "I ms", "W ms", "Activation", "Offloadable",
   "Modes", "Static", "Usable"].map((title) => ({ title, number: title !== "Device" }));
 
@@ -14,18 +14,16 @@ export function problemSummary(view) {
   const hasMenus = problem.stages.some((stage) => menuOf(stage).length > 1);
   const columns = COLUMNS.filter(({ title }) => (hasSizes || title !== "Layers")
     && (hasMenus || title !== "Modes"));
-  const rows = problem.stages.slice(0, SHOWN).map((stage, index) => ({
-    cells: rowOf(view, stage, index, { hasSizes, hasMenus }),
-  }));
-  const left = problem.stages.length - rows.length;
+  const isTold = problem.stages.length <= MOST_TOLD;
+  const rows = () => problem.stages.map((stage, index) => ({
+    cells: rowOf(view, stage, index, { hasSizes, hasMenus }) }));
   return el("section", { id: "problem", "data-hash": view.problem_hash },
-    el("div", { class: "head" }, el("h2", {}, "Problem in the form"),
+    el("div", { class: "head" }, el("h2", {}, "Problem"),
       button("Save as JSON", () => saveProblem(problem), { class: "quiet", id: "save-problem" })),
     el("dl", { class: "facts" }, factsOf(view)),
-    table("Stages of the problem", columns, rows),
+    isTold ? table("Stages of the problem", columns, rows()) : stageBars(view),
     problem.stages.some(({ costs }) => costs?.length > 1)
       ? el("p", { class: "hint" }, "Micro-batches differ in cost: the first is shown.") : null,
-    left > 0 ? el("p", { class: "hint" }, `and ${left} more stages`) : null,
     (view.notes ?? []).map((note) => el("p", { class: "hint" }, note)));
 }
 
@@ -44,13 +42,29 @@ const costOf = (stage) => stage.costs?.[0] ?? stage;
 
 const menuOf = (stage) => costOf(stage).modes ?? [];
 
+/** Times and bytes of many stages as bars; the caption names the stage and its device under the pointer. */
+function stageBars({ problem }) {
+  const columns = (kinds, unit) => problem.stages.map((stage, index) => {
+    const parts = Object.entries(kinds).map(([name, of]) => [name, of(costOf(stage), stage)]);
+    const said = parts.map(([name, value]) => `${name} ${unit(value)}`).join(", ");
+    return { title: `Stage ${index} on ${problem.devices[stage.device].name}: ${said}`, parts };
+  });
+  const top = (shown) => Math.max(...shown.map(({ parts }) => parts.reduce((sum, [, value]) => sum + value, 0)));
+  const picture = (title, shown) => [el("h3", {}, title), barsOf(title, shown, { top: top(shown),
+    caption: `${plural(problem.stages.length, "stage")}; point at one for its numbers` })];
+  return el("div", { id: "stage-bars" },
+    picture("Time of each stage and micro-batch", columns({ F: (cost) => cost.forward_ms,
+      I: (cost) => cost.backward_input_ms, W: (cost) => cost.backward_weight_ms }, (value) => `${ms(value)} ms`)),
+    picture("Memory of each stage", columns({ static: (_, stage) => stage.static_bytes ?? 0,
+      activation: (cost) => cost.activation_bytes ?? 0 }, bytes)));
+}
+
 function factsOf(view) {
   const { problem } = view;
-  const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
   const found = [
     fact("Name", problem.name || "–"),
-    fact("Size", `${count(problem.devices.length, "device")}, ${count(problem.stages.length, "stage")}, `
-      + count(problem.num_microbatches, "micro-batch").replace(/hs$/, "hes"), { id: "problem-size" }),
+    fact("Size", [plural(problem.devices.length, "device"), plural(problem.stages.length, "stage"),
+      plural(problem.num_microbatches, "micro-batch", "es")].join(", "), { id: "problem-size" }),
     fact("Memory", bytes(Math.max(...problem.devices.map((device) => device.memory_bytes))),
       { id: "problem-memory" }),
   ];

@@ -7,16 +7,16 @@ import { clearFault, guarded } from "./faults.js";
 import { readJson } from "./files.js";
 import { askJson } from "./http.js";
 import { address, go } from "./link.js";
-import { FRAMEWORKS } from "./tune.js";
+import { FRAMEWORKS } from "./question.js";
 
-const GB = 1e9;
+const GIB = 2 ** 30;
 /** The fields of each part: name, short label, and what differs on purpose from the request. */
 export const QUESTIONS = {
   model: [["model", "By name", { start: "llama3-70b" }]],
   gpus: [["gpu", "GPU", { start: "h100" }], ["num_gpus", "Number", { start: 64 }]],
   batch: [["global_batch", "Sequences per step"], ["sequence", "Tokens of each", { start: 8192 }]],
   framework: [
-    ["framework", "Framework", { start: "megatron", texts: { ...FRAMEWORKS, any: "any (our runtime)" } }],
+    ["framework", "Framework", { start: "megatron", texts: FRAMEWORKS }],
     ["precision", "Precision"],
   ],
   step: [["measured_step_s", "Measured step, s", { placeholder: "estimated" }]],
@@ -24,7 +24,7 @@ export const QUESTIONS = {
     ["network", "Between nodes", { texts: { "": "as the GPU's" },
       choices: ["infiniband", "ethernet:400", "ethernet:100", "tcp:100"] }],
     ["oversubscription", "Oversubscription"],
-    ["memory_bytes", "GB per GPU", { scale: GB, placeholder: "all" }],
+    ["memory_bytes", "GiB per GPU", { scale: GIB, placeholder: "all" }],
     ["headroom", "Left free, share"],
     ["dispatcher", "Expert dispatcher"], ["dispatch", "Dispatched as"],
     ["cuda_graphs", "CUDA graphs"], ["ep_overlap", "Overlapped experts"],
@@ -34,10 +34,10 @@ export const QUESTIONS = {
 const EMPTY = { start: "", prefix: "current_" };
 export const CURRENT = {
   first: [
-    ["tp", "tp", { ...EMPTY, placeholder: "–" }], ["pp", "pp", { ...EMPTY, placeholder: "–" }],
+    ["tp", "TP", { ...EMPTY, placeholder: "–" }], ["pp", "PP", { ...EMPTY, placeholder: "–" }],
     ["chunks", "Chunks (VPP)", EMPTY], ["micro_batch", "Micro-batch", EMPTY],
   ],
-  more: [["cp", "cp", EMPTY], ["ep", "ep", EMPTY], ["etp", "etp", EMPTY], ["zero", "ZeRO", EMPTY]],
+  more: [["cp", "CP", EMPTY], ["ep", "EP", EMPTY], ["etp", "ETP", EMPTY], ["zero", "ZeRO", EMPTY]],
 };
 export const SEARCH = [["time_limit_s", "Seconds to search", { start: 60, max: 3600 }]];
 const NAMES = namesOf(...Object.values(QUESTIONS));
@@ -79,7 +79,7 @@ export class StartView {
         el("label", { class: "wide" }, "Megatron arguments or YAML, or a torchtitan config",
           el("textarea", { name: "current_file", rows: 5, spellcheck: "false" }))),
       el("div", { class: "fields" }, part("step")),
-      el("p", { class: "hint" }, "All gains are over it. If you leave it empty, there is no gain.")),
+      el("p", { class: "hint" }, "The gain is over this configuration. Without it, the answer has no gain.")),
     el("details", { class: "more" }, el("summary", {}, "More: network, memory, switches, time"),
       el("div", { class: "fields four" }, part("more"), controls(fields.solve, SEARCH))),
     el("div", { class: "buttons" },
@@ -146,7 +146,7 @@ export class StartView {
   /** Fill the form from an earlier request. */
   fill(before) {
     if (before.config) this.use(before.config, "of the question before");
-    const texts = { ...before, memory_bytes: before.memory_bytes && before.memory_bytes / GB };
+    const texts = { ...before, memory_bytes: before.memory_bytes && before.memory_bytes / GIB };
     // Several kinds are one text: h100:32,a100:32.
     const kinds = before.gpu.includes(":") ? before.gpu.split(",").map((kind) => kind.split(":")) : [];
     kinds.forEach(([gpu, number], index) => {
@@ -172,7 +172,7 @@ export class StartView {
     const textsOf = (names, prefix = "") =>
       Object.fromEntries(names.map((name) => [name, this.field(prefix + name).value]));
     const { model, memory_bytes, ...values } = valuesOf(this.fields.tune, textsOf(NAMES));
-    if (memory_bytes) values.memory_bytes = Math.round(memory_bytes * GB);
+    if (memory_bytes) values.memory_bytes = Math.round(memory_bytes * GIB);
     if (this.kinds.length > 1) {
       values.gpu = this.kinds.map((kind) => kind.join(":")).join();
       values.num_gpus = this.kinds.reduce((sum, [, number]) => sum + number, 0);

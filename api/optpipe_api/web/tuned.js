@@ -1,21 +1,16 @@
-// What a tune has found: the gain first, then memory, configurations, the chosen one, what to paste.
+// The answer of a tune: gain, difference to today and what to paste; then configurations and memory.
 
-import { choiceField } from "./controls.js";
-import { button, el, later, save, table } from "./dom.js";
+import { button, el, later, table } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
-import { ms, sentence, share } from "./format.js";
-import { ask, askJson } from "./http.js";
-import { address, go } from "./link.js";
-import { countsBar, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
+import { ms, msUnit, sentence, share } from "./format.js";
+import { askJson } from "./http.js";
+import { go } from "./link.js";
+import { Paste } from "./paste.js";
+import { layerMover, solveRow, whatIfs } from "./tuned_acts.js";
+import { countsBar, layersOf, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
 import { scalingPart, switchesPart } from "./tuned_tables.js";
 
 const GIB = 2 ** 30, MOST_ROWS = 11, SOON_MS = 200;
-const PASTES = {
-  megatron: [["arguments", "Megatron-LM arguments", "arguments.sh"], ["yaml", "Megatron-Core YAML", "megatron.yaml"]],
-  torchtitan: [["python", "torchtitan config", "optpipe_config.py"], ["csv", "Schedule, CSV", "schedule.csv"]],
-  huggingface: [],
-  any: [],
-};
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 /** The part of a job's view that shows it, where the job tunes. */
@@ -26,9 +21,12 @@ export class Tuned {
     this.by = "step_ms";
     this.falls = false;
     this.note = el("p", { class: "hint", id: "tune-note" });
+    this.paste = new Paste();
     this.gain = el("div", { id: "gain-part" });
+    this.next = el("section", { id: "next" });
     this.found = el("div", { class: "found" });
-    this.element = el("section", { id: "configuration" }, this.note, this.found);
+    this.difference = el("div", { id: "changes", hidden: true });
+    this.element = el("section", { id: "configuration" }, this.note, this.difference, this.paste.element, this.found);
     this.soon = later(() => this.show().catch(showFault), SOON_MS);
   }
 
@@ -42,16 +40,15 @@ export class Tuned {
   async show() {
     const { isTune, isFinal, job, path, stop } = this.view;
     if (!isTune || stop.signal.aborted) return;
-    if (!job.has_schedule) {
-      if (isFinal) this.found.replaceChildren(this.elsewhere());
-      return;
-    }
     const turn = ++this.turn;
     const [result, question] = await Promise.all([
-      askJson(`${path}/configuration`, { signal: stop.signal }),
+      job.has_schedule ? askJson(`${path}/configuration`, { signal: stop.signal }) : null,
       this.question ?? askJson(`${path}/question`, { signal: stop.signal })]);
     if (turn !== this.turn) return;
-    Object.assign(this, { result, question });
+    this.question = question;
+    await this.view.question.showTune(question, result?.current);
+    if (!result || turn !== this.turn) return;
+    this.result = result;
     if (isFinal) this.note.textContent = "";
     this.tell();
     this.view.tell();
@@ -67,7 +64,9 @@ export class Tuned {
   get facts() {
     const best = this.result?.rows[0];
     if (!best) return [];
-    return [["Tokens/s/GPU", whole.format(best.tokens_per_s_per_gpu)], ["MFU (bf16 peak)", share(best.mfu)],
+    const { current } = this.result;
+    return [...(current ? [["Step today", msUnit(current.step_ms)]] : []),
+      ["Tokens/s/GPU", whole.format(best.tokens_per_s_per_gpu)], ["MFU (bf16 peak)", share(best.mfu)],
       ["Fullest rank", `${(peak(best) / GIB).toFixed(1)} of ${(this.result.memory_bytes / GIB).toFixed(1)} GiB`]];
   }
 
@@ -76,33 +75,46 @@ export class Tuned {
     if (!chosen) return;
     const { current, memory_bytes: memory } = result;
     const focused = document.activeElement?.dataset?.key;
-    this.gain.replaceChildren(...this.headline());
+    this.tellGain();
     const bars = [rankBars(chosen, chosen === result.rows[0] ? "fastest" : "chosen", memory)];
     if (current && current.id !== chosen.id) bars.push(rankBars(current, "today", memory));
     const shown = this.shown(), again = (changes) => this.askAgain(changes);
+    const path = `${this.view.path}/rows/${chosen.id}`;
+    if (this.view.isFinal) this.paste.show(chosen, path, this.question.framework);
     this.found.replaceChildren(
       ...(this.view.isFinal ? [] : [countsBar(result.counts)]),
       ...scalingPart(result.scaling, again), el("h2", {}, "Configurations"), this.rows(shown),
       el("div", { class: "pair" },
-        el("div", {}, el("h2", {}, "Step time, ms, against memory"),
+        el("div", {}, el("h2", {}, "Step time against memory"),
           paretoPlot(shown.filter((row) => row.id !== current?.id), result.pareto, current, chosen.id,
             (row) => this.choose(row))),
         el("div", {}, el("h2", {}, "Memory of each pipeline rank"), el("div", { class: "pair" }, bars),
           partsKey())),
+      el("h2", {}, "How sure this is"),
       el("p", { class: "hint", id: "certificate" }, sentence(result.certificate)),
-      ...(result.notes ?? []).map((said) => el("p", { class: "hint" }, sentence(said))),
-      ...switchesPart(result.switches, this.question, again), this.acts(chosen));
-    if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+      ...(result.notes ?? []).map((said) => el("p", { class: "hint" }, sentence(said))));
+    this.next.replaceChildren(
+      ...switchesPart(result.switches, this.question, again),
+      el("div", { id: "tune-acts" },
+        el("h2", {}, "The same question with one change"), whatIfs(result, this.question, again),
+        el("h2", {}, `Stages of ${chosen.label || chosen.id}`), layersOf(chosen),
+        chosen.layers.length > 1 ? layerMover(chosen, path, memory) : null,
+        el("div", { class: "buttons" }, button("Solve this schedule further", guarded(() => solveRow(path)),
+          { "data-needs": "submit", id: "solve-row", "data-key": "solve" }))));
+    if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  /** The gain, or why there is none, and the interval of the fastest step. */
-  headline() {
-    const { verdict, changes, error } = this.result;
+  /** Show the gain, or why there is none; the interval of the fastest step; the difference to today. */
+  tellGain() {
+    const { verdict, changes = [], error } = this.result;
     const band = error === null
-      ? "Estimates of this kind were compared with too few published runs, or none."
+      ? "Too few published runs were compared with estimates of this kind to give an interval."
       : error.text && `Step of the fastest: ${sentence(error.text)}`;
-    return [el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")),
-      ...(changes?.length ? [el("p", { id: "changes" }, `Change ${changes.join(", ")}.`)] : []), el("p", { class: "hint" }, band)];
+    this.gain.replaceChildren(el("p", { id: "gain" }, el("strong", {}, verdict ? sentence(verdict) : "")),
+      el("p", { class: "hint", id: "band" }, band));
+    this.difference.hidden = !changes.length;
+    this.difference.replaceChildren(el("h2", {}, "Difference to today"),
+      el("ul", {}, changes.map((change) => el("li", {}, change))));
   }
 
   /** The fastest rows, and what is run today. */
@@ -155,79 +167,15 @@ export class Tuned {
     return { ...column, head, sort: isBy ? (this.falls ? "descending" : "ascending") : null };
   }
 
-  /** Show a row's schedule beside that of today. */
+  /** Show a row's schedule, with that of today next to it. */
   choose(row) {
     this.view.showRow(row === this.result.rows[0] ? "" : row.id);
     this.tell();
-  }
-
-  /** The way back to the five questions, as they were asked. */
-  elsewhere() {
-    return el("a", { href: address({ ask: this.view.id }) }, "Ask something else");
-  }
-
-  /** What can be done with the chosen row: paste it, solve it further, or ask something else. */
-  acts(row) {
-    const { view, question } = this;
-    const path = `${view.path}/rows/${row.id}`;
-    const pastes = PASTES[question.framework].map(([form, text, name]) => button(text,
-      guarded(async () => save(await (await ask(`${path}/paste?format=${form}`)).blob(), name)),
-      { "data-paste": form, "data-key": `paste-${form}` }));
-    const again = (text, changes) => button(text, guarded(() => this.askAgain(changes)),
-      { "data-needs": "submit", "data-key": `again-${text}` });
-    const more = Math.max(141, Math.round(2 * this.result.memory_bytes / 1e9));
-    return el("div", { id: "tune-acts" },
-      el("h2", {}, `${row.label || row.id}: ${row.layers.length} ${row.layers.length === 1 ? "stage" : "stages"} of ${row.layers.join(", ")} layers`),
-      el("div", { class: "buttons" }, pastes.length ? ["Paste", ...pastes] : [],
-        button("Solve its schedule further", guarded(() => this.solve(path)),
-          { "data-needs": "submit", id: "solve-row", "data-key": "solve" })),
-      row.command ? [el("p", { class: "hint" }, "To train by it, on every host, beside what is pasted:"),
-        el("pre", { id: "train-command" }, row.command)] : [],
-      el("h2", {}, "What if"),
-      el("div", { class: "buttons" },
-        again(`${Math.round(this.result.memory_bytes / 1e9)} → ${more} GB`, { memory_bytes: more * 1e9 }),
-        again("Twice the batch", { global_batch: 2 * question.global_batch }),
-        ...(question.gpu.includes(",") ? [] : [again("Other numbers of GPUs", {
-          gpu_counts: "auto", gpu: question.gpu.split(":")[0], num_gpus: undefined, current: undefined,
-          current_file: undefined, current_format: undefined, measured_step_s: undefined })]),
-        again("100 Gbit/s Ethernet", { network: "ethernet:100" }),
-        ...(question.framework === "any" ? [] : [again("Any schedule", { framework: "any" })]),
-        this.elsewhere()),
-      row.layers.length > 1 ? this.mover(row, path) : null);
-  }
-
-  /** One layer from a stage to another: what the step would take. */
-  mover(row, path) {
-    const stages = row.layers.map((layers, stage) => [stage, `${stage} (${layers})`]);
-    const last = row.layers.length - 1;
-    const from = choiceField("from_stage", "One layer from stage", stages, last);
-    const to = choiceField("to_stage", "to stage", stages, last - 1);
-    const said = el("output", { id: "moved" });
-    const chosen = (field) => Number(field.querySelector("select").value);
-    const move = async () => {
-      const layers = [...row.layers];
-      layers[chosen(from)] -= 1;
-      layers[chosen(to)] += 1;
-      said.textContent = "";
-      const moved = await askJson(`${path}/recut?layers=${layers}`);
-      const change = moved.step_ms / row.step_ms - 1;
-      said.textContent = `${ms(moved.step_ms)} ms per step by ${moved.method} `
-        + `(${change < 0 ? "" : "+"}${share(change)}), fullest rank ${(peak(moved) / GIB).toFixed(1)} `
-        + `of ${(this.result.memory_bytes / GIB).toFixed(1)} GiB.`;
-    };
-    return el("div", { class: "buttons" }, from, to,
-      button("Move it", guarded(move), { id: "move-layer", "data-key": "move" }), said);
   }
 
   async askAgain(changes) {
     const { time_limit_s } = this.view.job.options;
     const asked = { ...this.question, ...changes, options: { time_limit_s }, tags: ["page"] };
     go({ job: (await askJson("v1/tunes", { json: asked })).id });
-  }
-
-  async solve(path) {
-    const problem = await askJson(`${path}/problem`);
-    const options = { time_limit_s: 30 };
-    go({ job: (await askJson("v1/jobs", { json: { problem, options, tags: ["page"] } })).id });
   }
 }

@@ -1,45 +1,69 @@
 // Pictures of what a tune has found: memory of each rank as bars, step time against memory as dots.
 
 import { el } from "./dom.js";
-import { bytes, ms } from "./format.js";
+import { bytes, ms, plural } from "./format.js";
 
 const GIB = 2 ** 30;
+const HOVER = "Point at a dot for its configuration; press it to see its schedule.";
 const PARTS = ["weights", "gradients", "optimizer", "activations", "buffers", "reserved"];
+/** The most stages that are told as text or as rows of a table. */
+export const MOST_TOLD = 24;
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [520, 240, 64, 34, 14, 16];
 
 /** The largest of what the ranks of a row hold. */
 export const peak = (row) => Math.max(...row.peak_bytes);
 
-/** Bars of a row's ranks by what the memory is for, and a line where the device ends. */
-export function rankBars(row, title, memoryBytes) {
-  const most = Math.max(memoryBytes, peak(row));
-  const height = (part) => `${(100 * part / most).toFixed(2)}%`;
-  const bars = row.memory.map((rank, index) => {
-    const shown = PARTS.map((name) => {
+/**
+ * Return bars of parts, one per column of {title, parts: [name, value]}, under a caption that names the
+ * column under the pointer; `top` is the value at the upper edge, `limit` that of a dashed line.
+ */
+export function barsOf(label, columns, { top, limit = null, caption = label }) {
+  const height = (value) => `${(100 * value / top).toFixed(2)}%`;
+  const said = el("figcaption", {}, caption);
+  const bars = columns.map(({ title, parts }) => el("span", { class: "rank", title },
+    parts.map(([name, value]) => {
       const part = el("span", { class: `part ${name}` });
-      part.style.height = height(rank[`${name}_bytes`]);
+      part.style.height = height(value);
       return part;
-    });
-    const said = PARTS.map((name) => `${name} ${bytes(rank[`${name}_bytes`])}`).join(", ");
-    return el("span", { class: "rank", title: `rank ${index}: ${bytes(row.peak_bytes[index])}: ${said}` },
-      shown.reverse());
+    }).reverse()));
+  const line = el("span", { class: "limit", hidden: limit === null });
+  line.style.bottom = height(limit ?? 0);
+  return el("figure", { class: "ranks" },
+    el("div", { class: "bars", role: "img", "aria-label": label,
+      onpointerover: ({ target }) => { said.textContent = target.closest(".rank")?.title ?? caption; },
+      onpointerleave: () => { said.textContent = caption; } }, bars, line), said);
+}
+
+/** Bars of a row's ranks by what the memory is for, and a line at the memory of the device. */
+export function rankBars(row, title, memoryBytes) {
+  const columns = row.memory.map((rank, index) => {
+    const parts = PARTS.map((name) => [name, rank[`${name}_bytes`]]);
+    const said = parts.map(([name, value]) => `${name} ${bytes(value)}`).join(", ");
+    return { parts, title: `Rank ${index}: ${bytes(row.peak_bytes[index])}: ${said}` };
   });
-  const limit = el("span", { class: "limit" });
-  limit.style.bottom = height(memoryBytes);
   const isOver = peak(row) > memoryBytes ? `, ${bytes(peak(row) - memoryBytes)} more than there is` : "";
   const said = `${title}: ${bytes(Math.min(...row.peak_bytes))} to ${bytes(peak(row))} of `
     + `${bytes(memoryBytes)}${isOver}`;
-  return el("figure", { class: "ranks" },
-    el("div", { class: "bars", role: "img", "aria-label": `Memory of ${row.pp} ranks, ${said}` },
-      bars, limit),
-    el("figcaption", {}, said));
+  return barsOf(`Memory of ${row.pp} ranks, ${said}`, columns,
+    { top: Math.max(memoryBytes, peak(row)), limit: memoryBytes, caption: said });
+}
+
+/** The layers of a row's stages: as text, of many stages as bars. */
+export function layersOf({ layers }) {
+  const said = `${plural(layers.length, "stage")} of ${Math.min(...layers)} to ${Math.max(...layers)} layers`;
+  if (layers.length <= MOST_TOLD) {
+    return el("p", { class: "hint", id: "layers" },
+      `${plural(layers.length, "stage")} of ${layers.join(", ")} layers`);
+  }
+  return el("div", { id: "layers" }, barsOf(said, layers.map((count, stage) => ({
+    title: `Stage ${stage}: ${plural(count, "layer")}`, parts: [["layers", count]] })), { top: Math.max(...layers) }));
 }
 
 /** What the colours of the bars mean. */
 export const partsKey = () => el("p", { class: "key parts" }, PARTS.map((name) =>
   el("span", { class: name }, name)));
 
-/** Dots of rows, step time over GiB; the front as a line; a dot is pressed as its row is. */
+/** Dots of rows, step time over GiB, with their names; the front as a line; a dot chooses its row. */
 export function paretoPlot(rows, front, current, chosen, onRow) {
   const all = current === null ? rows : [...rows, current];
   const scale = (values, from, to) => {
@@ -61,21 +85,25 @@ export function paretoPlot(rows, front, current, chosen, onRow) {
     const kind = row === current ? "today" : row === rows[0] ? "best" : "";
     const dot = svg("circle", { cx, cy, r: row.id === chosen ? 7 : 5, class: `dot ${kind}`,
       "data-row": row.id });
+    const name = `${row === current ? "today: " : ""}${row.label || row.id}`;
     dot.append(svg("title", {}));
-    dot.firstChild.textContent = `${ms(row.step_ms)} ms, ${(peak(row) / GIB).toFixed(1)} GiB`;
+    dot.firstChild.textContent = `${name}: ${ms(row.step_ms)} ms, ${(peak(row) / GIB).toFixed(1)} GiB`;
     dot.addEventListener("click", () => onRow(row));
+    dot.addEventListener("pointerenter", () => { named.textContent = dot.firstChild.textContent; });
+    dot.addEventListener("pointerleave", () => { named.textContent = HOVER; });
     return dot;
   });
+  const named = el("p", { class: "hint named" }, HOVER);
   const said = `Step time against memory of ${all.length} configurations; the table has the same`;
   const plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": said });
   plot.append(svg("path", { class: "axis",
     d: `M${LEFT},${TOP}V${HEIGHT - BOTTOM}H${WIDTH - RIGHT}` }),
   svg("path", { class: "front", d: line }), ...texts, ...sides,
-  label("GiB of the fullest rank", (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"), ...dots);
+  label("GiB of the fullest rank (step time in ms)", (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"), ...dots);
   return el("figure", { class: "pareto" }, plot,
     el("figcaption", { class: "key" }, el("span", { class: "best" }, "fastest"),
       current === null ? null : el("span", { class: "today" }, "today"),
-      el("span", { class: "front" }, "nothing is both faster and smaller")));
+      el("span", { class: "front" }, "nothing is both faster and smaller")), named);
 }
 
 /** Step time over the number of GPUs, both on logarithmic axes, of the numbers that fit. */

@@ -1,4 +1,4 @@
-// What a little more would buy a job: a batch, asked for by a button, and its items as they end.
+// What a job gains from a little more of something: a batch, started by a button, and its items as they end.
 
 import { announce, button, el } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
@@ -19,14 +19,14 @@ export class WhatIf {
     this.batchId = batchId;
     this.seconds = el("input", { type: "number", min: 1, value: SECONDS, required: true,
       "aria-label": "Seconds for each question" });
-    this.button = button("What would more buy?", guarded(() => this.start()), { id: "ask-what-if" });
+    this.button = button("Find out", guarded(() => this.start()), { id: "ask-what-if" });
     this.asking = el("p", { class: "buttons", "data-needs": "submit" },
       this.button, this.seconds, "s each");
     this.note = el("p", { class: "hint" });
     this.rows = el("div", {});
     // Who may only read sees it once there is something to see.
     this.element = el("section", { id: "what-if", hidden: true, "data-needs": "submit" },
-      el("h2", {}, "What more would buy"), this.asking, this.note, this.rows);
+      el("h2", {}, "What more memory, bandwidth or micro-batches gain"), this.asking, this.note, this.rows);
   }
 
   /** The job has ended: it can be asked about, and what was asked before is shown. */
@@ -125,7 +125,7 @@ export class WhatIf {
   }
 
   rowOf(answer) {
-    const links = [["Its schedule", {}], ["Beside this one", { beside: this.view.id }]];
+    const links = [["Its schedule", {}], ["Next to this one", { beside: this.view.id }]];
     return el("div", { class: "reason", "data-name": answer.values.question,
       "data-state": answer.state },
       el("h3", {}, headline(answer)),

@@ -46,7 +46,6 @@ def test_every_file_that_the_page_names_is_served(http) -> None:
 LISTED = re.compile(r'\["(\w+)", "[^"]+"(?:\]|, \{|, EMPTY)')
 FORMS = {
     "preset.js": {"estimate"},
-    "tune.js": {"tune"},
     "compose.js": {"solve"},
     "start.js": {"tune", "current", "solve"},
 }

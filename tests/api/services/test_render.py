@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -175,3 +176,45 @@ def test_what_ends_a_process_is_said_of_drawing(
         monkeypatch.setattr(charts._pool, "run", run)
         with pytest.raises(expected, match=words):
             asyncio.run(charts.run(render.draw_schedule, "", "", caller=ANYBODY))
+
+
+def drawn(http, files: dict[str, str], query: str = "", **body: Any) -> Any:
+    """The answer to opened files."""
+    listed = [{"name": name, "text": text} for name, text in files.items()]
+    return http.post(f"/v1/charts{query}", json={"files": listed, **body})
+
+
+def test_opened_schedules_and_traces_are_drawn_next_to_their_plan(http, ended, shown) -> None:
+    """A schedule alone, with its problem, and a trace with the schedule of a job; no memory of a
+    schedule without sizes."""
+    place = f"/v1/jobs/{ended['id']}"
+    csv, trace = (http.get(f"{place}/schedule?format={form}").text for form in ("csv", "trace"))
+    alone = drawn(http, {"mine.csv": csv}).raise_for_status().text
+    assert "F, I and W take 1 ms each" in alone
+    assert {"gantt-0", "memory-0"} <= names(alone)
+    problem = json.loads(shown.problem)
+    files = {"mine.json": shown.schedule, "run.json": trace}
+    both = drawn(http, files, "?theme=dark", problem=problem).raise_for_status().text
+    assert {"gantt-0", "gantt-1"} <= names(both)
+    assert "gantt-2" not in names(both)
+    beside = drawn(http, {"run.json": trace}, f"?job={ended['id']}").raise_for_status().text
+    assert "gantt-1" in names(beside)
+    assert "planned:" in beside
+    assert "trace of run.json, step 0" in beside
+    measured = drawn(http, {"run.json": trace}).raise_for_status().text
+    assert "gantt-1" not in names(measured)
+
+
+def test_files_that_cannot_be_drawn_are_refused_by_name(http, shown) -> None:
+    other = two_stages(num_microbatches=3)
+    refused: tuple[tuple[dict[str, str], dict[str, Any], str], ...] = (
+        ({"a.json": "{"}, {}, "a.json"),
+        ({"a.txt": "hello"}, {}, "a.txt"),
+        ({"a.json": '{"traceEvents": [{"ph": "X", "ts": 1, "dur": 2}]}'}, {}, "no range is a"),
+        ({"a.json": shown.schedule}, {"problem": other}, "a.json: "),
+        ({}, {}, "files"),
+    )
+    for files, body, said in refused:
+        answer = drawn(http, files, **body)
+        assert said in fault(answer, 422, answer.json()["code"])["detail"]
+    fault(drawn(http, {"a.json": "{}"}, f"?job={'0' * 32}"), 404, "job.not_found")
