@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -59,6 +60,19 @@ def columns_of(layout, place: int) -> Any:
         if renderer.name == "bars"
     ]
     return bars.data_source.data
+
+
+def test_memory_names_its_device_under_the_pointer(views) -> None:
+    """Unless the view has no memory: then its figure and its choice are hidden."""
+    alone = replace(views[1], has_memory=False)
+    layout = schedule_chart([views[0], alone])
+    (hover,) = [tool for tool in named(layout, "memory-0").tools if tool.name == "memory-hover"]
+    (edge,) = hover.renderers
+    assert set(edge.data_source.data["device"]) == {"gpu0"}
+    assert ("", "@device") in hover.tooltips
+    assert named(layout, "memory-0").visible
+    assert not named(layout, "memory-1").visible
+    assert named(layout, "gantt-1").xaxis.visible
 
 
 def test_a_row_is_a_bar_of_the_drawing() -> None:
