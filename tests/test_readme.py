@@ -31,6 +31,11 @@ def shortened(language: str) -> list[str]:
     return [re.sub(limit, r"\g<1>1", block) for block in blocks(README, language)]
 
 
+def without_numbers(text: str) -> str:
+    """The words of a text, each number as ``#``: how far a search comes is a matter of time."""
+    return re.sub(r"[\d,.]*\d", "#", " ".join(text.split()))
+
+
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """A folder that looks like a clone to the README's commands, and takes what they write."""
@@ -92,6 +97,12 @@ def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
     """Within a point: how long the plan MILP may look is a matter of time."""
     (block,) = (block for block in shortened("sh") if "optpipe tune" in block)
     out = run(block, workplace)
+    page = (ROOT / "docs" / "tune.md").read_text("utf-8")
+    assert block in page
+    (change,) = re.findall(r"`(Change .*?)`", page)
+    (certificate,) = re.findall(r"((?:^> .*\n)+)\n\*Within this model\*", page, re.MULTILINE)
+    for quote in (change, certificate.replace("> ", "")):
+        assert without_numbers(quote) in without_numbers(out)
     (gain,) = re.findall(r"(\d+\.\d) % less time per step", out)
     (said,) = re.findall(r"(\d+\.\d) % less time per step", README)
     assert abs(float(gain) - float(said)) <= 1.0
@@ -115,7 +126,7 @@ def test_the_picture_is_what_its_command_draws_now(tmp_path) -> None:
     problem = ROOT / "examples/problems/llama3-8b-h100-pp4.json"
     schedule = IMAGES / "before-after.schedule.json"
     with pytest.raises(SystemExit):
-        main(["plot", str(problem), str(schedule), "--beside-1f1b", "-o", str(target)])
+        main(["plot", str(problem), str(schedule), "--beside", "1f1b", "-o", str(target)])
     assert texts(target) == texts(IMAGES / "before-after.svg")
 
 

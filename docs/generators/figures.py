@@ -190,7 +190,7 @@ def all_figures() -> tuple[Figure, ...]:
                 "optpipe estimate --model llama3-70b --gpu h100 --pp 8 --tp 8 --sequence 8192"
                 " --microbatches 16 -o problem.json",
                 f"{_SOLVE} -o schedule.json",
-                "optpipe plot problem.json schedule.json --beside-1f1b -o tutorial.svg",
+                "optpipe plot problem.json schedule.json --beside 1f1b -o tutorial.svg",
             ),
         ),
     )

@@ -52,8 +52,13 @@ PictureFile = Annotated[
     Path | None,
     output_option("Draw into a file: .png, .svg, .pdf; .html (zooms); .json is a Chrome trace."),
 ]
-WithBaseline = Annotated[
-    bool, typer.Option("--beside-1f1b", help="Show plain 1F1B first, on the same time axis.")
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        "--beside",
+        metavar="METHOD",
+        help="Show a published schedule first, such as 1f1b or interleaved.",
+    ),
 ]
 Dark = Annotated[bool, typer.Option("--dark", help="Draw light on dark (.html).")]
 NumDevices = Annotated[
@@ -68,7 +73,7 @@ def plot(
     problem_file: ProblemFile,
     schedule_files: Schedules,
     output: PictureFile = None,
-    beside_1f1b: WithBaseline = False,
+    beside: Beside = None,
     devices: NumDevices = 16,
     dark: Dark = False,
 ) -> None:
@@ -82,7 +87,8 @@ def plot(
     \b
     Examples:
       optpipe plot problem.json schedule.json
-      optpipe plot problem.json schedule.json --beside-1f1b -o before-after.svg
+      optpipe plot problem.json schedule.json --beside 1f1b -o before-after.svg
+      optpipe plot problem.json schedule.json --beside interleaved
       optpipe plot problem.json before.csv after.json -o both.html
       optpipe plot problem.json schedule.json -o trace.json
     """
@@ -93,15 +99,8 @@ def plot(
         shown = "the terminal" if output is None else output.name
         raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
     views = []
-    if beside_1f1b:
-        with needs_extra("solver"):
-            baseline = baseline_programs(problem)
-        if baseline is None:
-            raise InputError(
-                "--beside-1f1b: 1F1B is for one stage per device, and this problem has several on "
-                "one; leave the option out"
-            )
-        views.append(View("1F1B", problem, baseline))
+    if beside is not None:
+        views.append(View(title_of(beside), problem, _published(problem, beside)))
     for path in schedule_files:
         programs, schedule = read_programs(problem, path)
         plain = View(path.stem, problem, programs)
@@ -122,6 +121,19 @@ def plot(
         )
         console.print(picture)
         console.print()
+
+
+def _published(problem: Problem, method: str) -> Programs:
+    """Return a method's programs, possibly over the memory limit. Raises `InputError`."""
+    with needs_extra("solver"):
+        from optpipe_solver.families import FAMILIES, NotApplicable
+    families = {family.name: family for family in FAMILIES}
+    if method not in families:
+        raise InputError(f"--beside {method}: must be one of {', '.join(families)}; choose one")
+    try:
+        return families[method].build(problem)
+    except NotApplicable as fault:
+        raise InputError(f"--beside {method}: {fault}; choose another method") from None
 
 
 def check_drawable(output: Path | None) -> None:

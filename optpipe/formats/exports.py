@@ -719,7 +719,7 @@ def dump_chrome_trace(problem: Problem, programs: Programs) -> str:
     rows = [
         _TraceProcess(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)
     ]
-    events = [*_events(rows, timeline), *_sent(problem, timeline)]
+    events = [*_events(problem, rows, timeline), *_sent(problem, timeline)]
     return _dump(problem, events, _lengths(timeline))
 
 
@@ -736,12 +736,13 @@ def dump_planned_beside_measured(
     timeline = make_timeline(problem, programs)
     names = [f"{device}: {own.name}" for device, own in enumerate(problem.devices)]
     planned = [_TraceProcess(2 * index, f"{name} planned") for index, name in enumerate(names)]
-    events = list(_events(planned, timeline))
+    events = list(_events(problem, planned, timeline))
     for index, (name, row) in enumerate(zip(names, measured, strict=True)):
         process = _TraceProcess(2 * index + 1, f"{name} {label}")
         times = times_of(programs[index], row)
         events += _trace_row(process, row)
         events += _counter(process, memory_curve(problem, index, programs[index], times))
+    events += _arrows(problem, [row.pid + 1 for row in planned], measured, first=len(events))
     end = max((item.end for row in measured for item in row), default=0.0)
     return _dump(problem, events, _lengths(timeline) | {"measured_ms": end})
 
@@ -763,10 +764,41 @@ def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, flo
     return json.dumps(trace, allow_nan=False) + "\n"
 
 
-def _events(rows: Sequence[_TraceProcess], timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _events(
+    problem: Problem, rows: Sequence[_TraceProcess], timeline: Timeline
+) -> Iterator[dict[str, Any]]:
     for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
         yield from _trace_row(row, intervals)
         yield from _counter(row, memory)
+    yield from _arrows(problem, [row.pid for row in rows], timeline.intervals)
+
+
+def _arrows(
+    problem: Problem,
+    processes: Sequence[int],
+    intervals: Sequence[Sequence[Interval]],
+    first: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Yield the flow events from each pass to the pass of another device that needs its output.
+
+    An arrow begins in its pass's last nanosecond: the next slice may begin when that ends.
+    """
+    passes = [
+        (process, item, item.action)
+        for process, row in zip(processes, intervals, strict=True)
+        for item in row
+        if item.lane == "compute" and item.action is not None
+    ]
+    ends = {pass_of(action): (process, item) for process, item, action in passes}
+    for number, (process, item, action) in enumerate(passes, start=first):
+        source = input_of(action, len(problem.stages))
+        if source is None or source not in ends or ends[source][0] == process:
+            continue
+        sender, sent = ends[source]
+        left = max(_microseconds(sent.start), round(_microseconds(sent.end) - 0.001, 3))
+        common = {"name": "output", "cat": "flow", "id": number, "tid": _THREADS["compute"][0]}
+        yield common | {"ph": "s", "pid": sender, "ts": left}
+        yield common | {"ph": "f", "bp": "e", "pid": process, "ts": _microseconds(item.start)}
 
 
 def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterator[dict[str, Any]]:

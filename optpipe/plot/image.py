@@ -32,6 +32,7 @@ from optpipe.plot.scene import (
     pixels_of,
     places,
     require_drawing,
+    steps_of,
     unit_of,
 )
 from optpipe.plot.terminal import LETTERS, NAMES
@@ -67,6 +68,7 @@ _INCHES_PER_DEVICE, _MAX_GANTT, _MAX_MEMORY, _RANGE_INCHES = 0.36, 6.5, 3.6, 1.3
 _TITLE_INCHES, _LEGEND_INCHES, _MAX_HEIGHT = 0.55, 0.75, 60.0
 _MOST_LABELLED = 33
 _WIDTH, _SHARE_OF_BARS = 11.0, 0.9
+_NAME_CHARS, _PAD_INCHES = 16, 0.12
 _LOOK = PALETTES["light"]
 
 
@@ -158,7 +160,9 @@ def _settle(figure: Any) -> None:
 
     With "none" for an engine, `savefig` would still draw once more to lay out.
     """
-    figure.get_layout_engine().execute(figure)
+    engine = figure.get_layout_engine()
+    engine.set(w_pad=_PAD_INCHES)  # texts of a file are a little wider than those of the layout
+    engine.execute(figure)
     figure.set_layout_engine(None)
     for axes in figure.axes:
         axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
@@ -311,12 +315,15 @@ def _label(axis: Any, bars: Bars, inches_per_ms: float) -> None:
     for row in np.flatnonzero(is_compute & (room >= 2)):
         kind = KINDS[bars.kind[row]]
         text = f"{LETTERS[kind]}{bars.microbatch[row]}" if kind is not None else ""
-        if room[row] >= len(text):
+        if room[row] < len(text):
+            text = f"{text[:1]}\n{text[1:]}"
+        if room[row] >= max(map(len, text.split("\n"))):
             texts.append(((bars.start[row] + bars.end[row]) / 2, bars.device[row], text))
     if len(texts) > _MOST_LABELS:
         return
     for middle, device, text in texts:
-        axis.text(middle, device, text, ha="center", va="center", fontsize=6, zorder=3)
+        place = {"ha": "center", "va": "center", "linespacing": 0.9}
+        axis.text(middle, device, text, fontsize=6, zorder=3, **place)
 
 
 def _draw_pixels(
@@ -402,11 +409,15 @@ def _draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
 
 
 def _peak_label(problem: Problem, programs: Programs, device: int) -> str:
-    """Return a device's peak and its limit, with a word before them where it is exceeded."""
+    """Return a device's name, peak and limit, with a word where the limit is exceeded."""
     peak = device_peak_bytes(problem, device, programs[device])
     limit = problem.devices[device].usable_bytes
     mark = "OVER: " if peak > limit else ""
-    return f"{mark}{format_bytes(peak)} of {format_bytes(limit)}"
+    name = _plain_text(problem.devices[device].name[:_NAME_CHARS])
+    number, unit = format_bytes(peak).split()
+    whole, whole_unit = format_bytes(limit).split()
+    number += "" if unit == whole_unit else f" {unit}"
+    return f"{name}  {mark}{number} of {whole} {whole_unit}"
 
 
 def _thinned(
@@ -490,32 +501,31 @@ def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_nam
     """Draw what was found, what is proven, and the room between."""
     # A name that begins with an underscore would be left out of the legend.
     name = f" {_plain_text(line.label)}" if is_named else "_"
-    found = [point for point in line.points if point.objective_ms is not None]
+    steps = steps_of(line.points)
     axes.plot(
-        [point.limit_bytes / unit.size for point in found],
-        [point.objective_ms for point in found],
+        [point.limit_bytes / unit.size for point in steps.found],
+        [point.objective_ms for point in steps.found],
+        drawstyle="steps-post",
         marker="o",
         markersize=4,
         color=colour,
         label=name,
         zorder=3,
     )
-    proven = [point for point in line.points if point.bound_ms is not None and is_open(point)]
-    bounds = [point.bound_ms for point in proven]
     axes.plot(
-        [point.limit_bytes / unit.size for point in proven],
-        bounds,
+        [point.limit_bytes / unit.size for point in steps.proven],
+        [point.bound_ms for point in steps.proven],
+        drawstyle="steps-pre",
         linestyle="--",
         linewidth=1.0,
         color=colour,
         label="_",
         zorder=2,
     )
-    between = [point for point in found if point.bound_ms is not None]
     axes.fill_between(
-        [point.limit_bytes / unit.size for point in between],
-        [point.bound_ms for point in between],
-        [point.objective_ms for point in between],
+        [end / unit.size for end in steps.ends_bytes],
+        steps.low_ms,
+        steps.high_ms,
         color=colour,
         alpha=_SHADE,
         linewidth=0,

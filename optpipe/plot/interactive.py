@@ -63,6 +63,7 @@ from optpipe.plot.scene import (
     edges,
     has_side_lanes,
     length_of,
+    steps_of,
     unit_of,
 )
 from optpipe.schedule import gap_of
@@ -248,27 +249,25 @@ def _heading(title: str, look: Palette) -> Div:
 def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
     """Draw what was found, what is proven, and the room between."""
     named: dict[str, Any] = {"legend_label": line.label or " "} if is_named else {}
-    found = [point for point in line.points if point.objective_ms is not None]
-    proven = [
-        point for point in line.points if point.bound_ms is not None and not point.is_infeasible
-    ]
-    between = [point for point in found if point.bound_ms is not None]
+    steps = steps_of(line.points)
     plot.varea(
-        x=[point.limit_bytes / unit.size for point in between],
-        y1=[point.bound_ms for point in between],
-        y2=[point.objective_ms for point in between],
+        x=[end / unit.size for end in steps.ends_bytes],
+        y1=steps.low_ms,
+        y2=steps.high_ms,
         fill_color=colour,
         fill_alpha=0.15,
     )
-    plot.line(
-        x=[point.limit_bytes / unit.size for point in proven],
-        y=[point.bound_ms for point in proven],
+    plot.step(
+        x=[point.limit_bytes / unit.size for point in steps.proven],
+        y=[point.bound_ms for point in steps.proven],
+        mode="before",
         line_color=colour,
         line_dash="dashed",
         line_width=1.5,
     )
-    source = ColumnDataSource(_columns(line, found, unit))
-    plot.line(source=source, x="memory", y="ms", line_color=colour, line_width=2, **named)
+    source = ColumnDataSource(_columns(line, steps.found, unit))
+    shape: dict[str, Any] = {"mode": "after", "line_color": colour, "line_width": 2}
+    plot.step(source=source, x="memory", y="ms", **shape, **named)
     dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
     tooltips = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))

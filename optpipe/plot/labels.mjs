@@ -1,8 +1,9 @@
-// What stands in a bar: the action, or its micro-batch alone, where there is room. Bars that move
+// What stands in a bar: the action where there is room, else its letter above its micro-batch. Bars that move
 // under the wheel have none, as hundreds of texts would slow it down.
 
 const LABEL_FONT = "10px system-ui, sans-serif"
 const LEAST_HEIGHT = 10
+const TWO_LINES = 22
 const BESIDE = 5
 const MOST_LABELS = 500
 const SETTLED_MS = 120
@@ -11,13 +12,16 @@ const ruler = document.createElement("canvas").getContext("2d")
 ruler.font = LABEL_FONT
 const DIGIT = ruler.measureText("0").width
 
-// The longest text for a bar that is no wider than so many pixels; "" where none is.
-function labelOf({letters, hasChunks}, code, stage, microbatch, width) {
+const widthOf = (text) => Math.max(...text.split("\n").map((line) => ruler.measureText(line).width))
+
+// The longest text for a bar that is no larger than so many pixels; "" where none is.
+function labelOf({letters, hasChunks}, code, stage, microbatch, width, height = LEAST_HEIGHT) {
   if (microbatch < 0 || width < DIGIT + BESIDE) return ""
   const letter = letters[code >> 1]
-  const texts = [`${letter}${microbatch}`, `${microbatch}`]
+  const texts = [`${letter}${microbatch}`]
+  if (letter && height >= TWO_LINES) texts.push(`${letter}\n${microbatch}`)
   if (hasChunks) texts.unshift(`${stage}${letter}${microbatch}`)
-  return texts.find((text) => ruler.measureText(text).width + BESIDE <= width) ?? ""
+  return texts.find((text) => widthOf(text) + BESIDE <= width) ?? ""
 }
 
 // Pixels per ms and per row.
@@ -33,8 +37,9 @@ function labelsOf(part, {left, right, top, bottom, code, stage, microbatch}, tim
     const from = Math.max(left[i], start)
     const to = Math.min(right[i], end)
     const width = (to - from) * perMs
-    if (width < DIGIT + BESIDE || (bottom[i] - top[i]) * perRow < LEAST_HEIGHT) continue
-    const text = labelOf(part, code[i], stage[i], microbatch[i], width)
+    const height = (bottom[i] - top[i]) * perRow
+    if (width < DIGIT + BESIDE || height < LEAST_HEIGHT) continue
+    const text = labelOf(part, code[i], stage[i], microbatch[i], width, height)
     if (text === "") continue
     if (found.x.length === MOST_LABELS) return {x: [], y: [], text: []}
     found.x.push((from + to) / 2)

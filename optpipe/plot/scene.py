@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -72,6 +73,7 @@ __all__ = [
     "places",
     "require_drawing",
     "shares_of",
+    "steps_of",
     "title_of",
     "unit_of",
 ]
@@ -337,7 +339,7 @@ class Unit(NamedTuple):
     size: float
 
 
-_UNITS = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3), Unit("B", 1.0))
+_UNITS = (Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("B", 1.0))
 
 
 def edges(points: Sequence[Point]) -> tuple[float, float]:
@@ -354,9 +356,39 @@ def edges(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def unit_of(points: Sequence[Point]) -> Unit:
-    """Return the decimal unit of the axis: GB, where the limits are not tiny."""
+    """Return the binary unit of the axis: GiB, where the limits are not tiny."""
     most_bytes = max((point.limit_bytes for point in points), default=_UNITS[0].size)
     return next((unit for unit in _UNITS if most_bytes >= unit.size), _UNITS[-1])
+
+
+class Steps(NamedTuple):
+    """The staircases of a frontier, in the order of the limits, in bytes and ms.
+
+    A schedule also fits a larger limit, so between two limits the smaller one's length holds. A
+    bound also holds for a smaller limit. ``low_ms`` and ``high_ms`` have both, at each end of each
+    interval of ``ends_bytes``.
+    """
+
+    found: list[Point]
+    proven: list[Point]
+    ends_bytes: list[int]
+    low_ms: list[float]
+    high_ms: list[float]
+
+
+def steps_of(points: Sequence[Point]) -> Steps:
+    """Return the staircases of a line of a frontier."""
+    ordered = sorted(points, key=lambda point: point.limit_bytes)
+    found = [point for point in ordered if point.objective_ms is not None]
+    between = [point for point in found if point.bound_ms is not None]
+    steps = list(pairwise(between))
+    return Steps(
+        found,
+        [point for point in ordered if point.bound_ms is not None and is_open(point)],
+        [end.limit_bytes for step in steps for end in step],
+        [after.bound_ms or 0.0 for _, after in steps for _ in range(2)],
+        [before.objective_ms or 0.0 for before, _ in steps for _ in range(2)],
+    )
 
 
 def is_open(point: Point) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe.simulate import Interval, Lane, Timeline
 
-__all__ = ["LETTERS", "NAMES", "ScheduleView", "blocks_of"]
+__all__ = ["LETTERS", "NAMES", "ScheduleView", "blocks_of", "short_order"]
 
 
 _MAX_WIDTH = 200
@@ -112,12 +113,20 @@ class _Picture:
         share = format_share(busy / self.end_ms) if self.end_ms > 0 else "-"
         name = self.problem.devices[device].name
         yield self._row(name, self._compute(compute), Text(f"busy {share}"), _BOLD)
+        if self.shared:
+            yield self._order(compute)
         yield from self._moves(self._lane(device, "d2h"), ActionType.OFFLOAD, self.glyphs.down)
         yield from self._moves(self._lane(device, "h2d"), ActionType.RELOAD, self.glyphs.up)
         syncs = self._lane(device, "grad_sync")
         if syncs:
             yield self._row(" grads", self._grad_syncs(syncs), Text("reduction"), _DIM)
         yield self._row(" memory", *self._memory(device), _DIM)
+
+    def _order(self, compute: list[Interval]) -> Text:
+        """Return the order of passes in short, cut off where it is too long for a line."""
+        letters = "".join(LETTERS[item.action.type] for item in compute if item.action is not None)
+        line = Text(shorten(short_order(letters), self.columns, placeholder=" ..."))
+        return self._row(" order", line, Text("passes"), _DIM)
 
     def _moves(self, moves: list[Interval], kind: ActionType, sign: str) -> Iterator[Text]:
         if moves:
@@ -298,6 +307,29 @@ def _spread(count: int, at_most: int) -> list[int]:
     if at_most == 1:
         return [0]
     return [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]
+
+
+_MOST_PERIOD = 12
+
+
+def short_order(letters: str) -> str:
+    """Return a text with its repetitions counted: ``FFFBFBFBB`` is ``3F 2(BF) 2B``.
+
+    At each place the repetition that covers most letters is taken, the shortest one first.
+    """
+    parts, at = [], 0
+    while at < len(letters):
+        period, times = 1, 1
+        for size in range(1, _MOST_PERIOD + 1):
+            unit, count = letters[at : at + size], 1
+            while letters.startswith(unit, at + count * size):
+                count += 1
+            if count > 1 and count * size > period * times:
+                period, times = size, count
+        unit = letters[at : at + period]
+        parts.append(unit if times == 1 else f"{times}{unit if period == 1 else f'({unit})'}")
+        at += period * times
+    return " ".join(parts)
 
 
 # --- From intervals in ms to columns of characters; knows nothing of colours or terminals.

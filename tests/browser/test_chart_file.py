@@ -252,6 +252,14 @@ def test_bars_say_what_they_are_where_there_is_room(opened, two) -> None:
     assert found["I0"] == pytest.approx((6.5 + 8) / 2)
 
 
+def test_narrow_bars_have_their_letter_above_their_number(opened) -> None:
+    chart = opened([View("many", *large_case(4, 24))])
+    chart.page.wait_for_function(f"({LABELS})('glyph').length")
+    texts = {text for text, _ in chart.page.evaluate(LABELS, "glyph")}
+    assert {"F\n0", "F\n5"} <= texts
+    assert not {text for text in texts if text.isdecimal()}
+
+
 def test_a_lit_path_keeps_its_labels(opened, two) -> None:
     chart = opened(two)
     chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")

@@ -201,10 +201,27 @@ def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:
 
 
 def test_plot_draws_schedules_one_above_the_other(optpipe, problem_file, schedule_file) -> None:
-    done = optpipe("plot", problem_file, schedule_file, "--beside-1f1b")
+    done = optpipe("plot", problem_file, schedule_file, "--beside", "1f1b")
     assert done.code == 0, done.err
     assert done.out.index("1F1B") < done.out.index("by hand")
     assert done.out.count("gpu0") == 2
+
+
+def test_a_chunked_problem_is_drawn_below_interleaved_1f1b(optpipe, tmp_path) -> None:
+    """A method that the placement rules out, or that there is not, is refused with a reason."""
+    chunked, found = tmp_path / "chunked.json", tmp_path / "found.json"
+    chunked.write_text(json.dumps(document([stage(0), stage(1), stage(0), stage(1)], m=4)))
+    done = optpipe("solve", chunked, "--time-limit", 1, "-o", found)
+    assert done.code == 0, done.err
+    done = optpipe("plot", chunked, found, "--beside", "interleaved")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Interleaved 1F1B  makespan")
+    done = optpipe("plot", chunked, found, "--beside", "zb-v")
+    assert done.code == 2
+    assert "this rule is for a V placement" in done.err
+    done = optpipe("plot", chunked, found, "--beside", "interleave")
+    assert done.code == 2
+    assert "must be one of serial, gpipe, 1f1b" in done.err
 
 
 def test_nobody_at_the_address_is_exit_code_1(optpipe, problem_file) -> None:

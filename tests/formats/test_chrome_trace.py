@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -106,3 +107,28 @@ def test_messages_that_queue_stand_in_a_process_of_their_link() -> None:
     assert [(e["ts"], e["dur"], e["args"]["waited_ms"]) for e in sent] == [
         (1000, 5000, 0), (6000, 5000, 4),
     ]  # fmt: skip
+
+
+def test_arrows_lead_from_each_pass_to_the_pass_of_another_device_that_needs_it() -> None:
+    """Perfetto binds an end of an arrow to the slice that is open at its time."""
+    given = building.problem([building.stage(0), building.stage(1)], m=2)
+    events = json.loads(dump_chrome_trace(given, building.one_f_one_b(2, 2)))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+
+    def slice_at(end: dict[str, Any]) -> str:
+        """The slice that is open then, the later one where two meet."""
+        found = [
+            one
+            for one in slices
+            if one["pid"] == end["pid"]
+            and one["tid"] == end["tid"]
+            and one["ts"] <= end["ts"] <= one["ts"] + one["dur"]
+        ]
+        return str(max(found, key=lambda one: one["ts"])["name"])
+
+    ends = {kind: [event for event in events if event["ph"] == kind] for kind in "sf"}
+    assert [event["id"] for event in ends["s"]] == [event["id"] for event in ends["f"]]
+    assert len({event["id"] for event in ends["s"]}) == len(ends["s"])
+    assert all(event["bp"] == "e" for event in ends["f"])
+    arrows = {(slice_at(s), slice_at(f)) for s, f in zip(ends["s"], ends["f"], strict=True)}
+    assert arrows == {("0F0", "1F0"), ("0F1", "1F1"), ("1B0", "0B0"), ("1B1", "0B1")}

@@ -18,12 +18,12 @@ def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> Fr
             index=index,
             family=label,
             label=label,
-            memory_bytes=(gigabytes * 10**9, 1),
+            memory_bytes=(gibibytes * 2**30, 1),
             objective_ms=objective_ms,
             bound_ms=bound_ms,
             is_infeasible=is_infeasible,
         )
-        for index, (gigabytes, objective_ms, bound_ms, is_infeasible) in enumerate(found)
+        for index, (gibibytes, objective_ms, bound_ms, is_infeasible) in enumerate(found)
     )
     return FrontierLine(label=label, points=tuple(points))
 
@@ -57,6 +57,19 @@ def test_points_stand_at_their_memory_and_their_objective() -> None:
     assert dashed == [[20.0, 20.0], [35.0, 35.0]]
 
 
+def test_lines_step_as_a_schedule_fits_a_larger_limit_and_a_bound_holds_for_a_smaller_one() -> None:
+    """The area between them never claims more: its corners are those of both staircases."""
+    stairs = line("s", (4, 20.0, 15.0, False), (1, 30.0, 25.0, False), (2, 24.0, 18.0, False))
+    (axes,) = draw_frontier([stairs]).axes
+    shapes = {item.get_linestyle(): item.get_drawstyle() for item in axes.lines[:2]}
+    assert shapes == {"-": "steps-post", "--": "steps-pre"}
+    (area,) = axes.collections
+    corners = {tuple(map(float, corner)) for corner in area.get_paths()[0].vertices}
+    assert {(1.0, 30.0), (2.0, 30.0), (2.0, 24.0), (4.0, 24.0)} <= corners
+    assert {(1.0, 18.0), (2.0, 18.0), (2.0, 15.0), (4.0, 15.0)} <= corners
+    assert list(axes.lines[0].get_xdata()) == [1.0, 2.0, 4.0]
+
+
 def test_an_svg_names_lines_axes_and_title() -> None:
     """Texts of the file; what would be markup, a formula or a hidden name stays text."""
     odd = line("_$x^^$\x00", (1, 5.0, 4.0, False))
@@ -64,15 +77,22 @@ def test_an_svg_names_lines_axes_and_title() -> None:
     texts = {text.strip() for node in root.iter() if (text := node.text) and text.strip()}
     assert {"m = 8", "m = 16", "lower bound", "nothing fits (proven)"} <= texts
     assert "_$x^^$\N{REPLACEMENT CHARACTER}" in texts
-    assert {"memory per device (GB)", "objective (ms)", "a <b> & $c$"} <= texts
+    assert {"memory per device (GiB)", "objective (ms)", "a <b> & $c$"} <= texts
 
 
 @pytest.mark.parametrize(
     ("memory_bytes", "unit"),
-    [(80 * 10**9, "GB"), (10**9, "GB"), (5 * 10**6, "MB"), (4000, "kB"), (12, "B"), (None, "GB")],
+    [
+        (80 * 2**30, "GiB"),
+        (2**30, "GiB"),
+        (5 * 2**20, "MiB"),
+        (4096, "KiB"),
+        (12, "B"),
+        (None, "GiB"),
+    ],
 )
 def test_the_axis_has_a_unit_that_fits(memory_bytes: int | None, unit: str) -> None:
-    """GB, unless all limits are below one; of nothing too."""
+    """GiB, unless all limits are below one; of nothing too."""
     points = [
         Point(index=0, family="a", label="a", memory_bytes=(size,))
         for size in (memory_bytes, 1)

@@ -1,6 +1,7 @@
 """The terminal picture: true, within its terminal, and readable without colour or UTF-8."""
 
 import io
+import re
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from optpipe import Action, ActionType, load_csv
-from optpipe.plot.terminal import ScheduleView, blocks_of
+from optpipe.plot.terminal import ScheduleView, blocks_of, short_order
 from optpipe.simulate import Interval
 from tests.plot.conftest import make_small_problem
 from tests.plot.large import large_case
@@ -88,11 +89,34 @@ def test_64_devices_and_512_microbatches_are_summed_up() -> None:
     problem, rows = large_case(64, 512)
     picture = draw(ScheduleView(problem=problem, programs=rows), 100)
     lines = picture.splitlines()
-    assert len(lines) < 50
+    assert len(lines) < 60
     assert "16 of 64 devices shown, evenly spaced" in picture
     assert lines[1].startswith("gpu0 ")
     assert set(lines[1].split()[1]) >= {"F", "I", "·"}
     assert any(line.startswith("gpu63") for line in lines)
+
+
+def test_above_a_column_for_each_pass_the_order_is_written_in_short() -> None:
+    """What a column shows is the kind of most of its time; the line below it has every pass."""
+    problem, rows = large_case(4, 64)
+    lines = draw(ScheduleView(problem=problem, programs=rows), 100).splitlines()
+    first = next(line for line in lines if line.startswith(" order"))
+    written = first.removeprefix(" order").removesuffix("passes").strip()
+    passes = [str(action.type.value) for action in rows[0] if action.type.value in "FIWB"]
+    assert spelled_out(written) == "".join(passes)
+    assert len(written) < 40
+
+
+def spelled_out(text: str) -> str:
+    """Every letter of an order in short."""
+    found = re.findall(r"(\d*)(?:\((\w+?)\)|([A-Z]))", text)
+    return "".join(int(times or 1) * (group or letter) for times, group, letter in found)
+
+
+@given(st.text("FIWB", max_size=60))
+def test_an_order_in_short_can_be_spelled_out(letters: str) -> None:
+    assert spelled_out(short_order(letters)) == letters
+    assert short_order("FFFBFBFBB") == "3F 2(BF) 2B"
 
 
 # Columns lose no time: blocks tile the lane.
