@@ -6,8 +6,8 @@ A *code* says how far a micro-batch is: in its lowest bits the number of passes 
 its way up the stages and down again, then per stage a digit, between F and backward: the *phase*
 of its cell, and the mode. Copies of a device are *counted*, or known *by cell* (``by_cell``):
 
-* Counted, all have one size. An OFFLOAD follows its F at once, as no event. The copies to come, and
-  the RELOADs on their way, are told by their number and by when the lane is free.
+* Counted, all have one size. An OFFLOAD follows its F immediately, and is no event. The copies to
+  come, and the RELOADs on their way, are told by their number and by when the lane is free.
 * By cell, each copy is an event, and a state has the end of the last one of every cell.
 """
 
@@ -99,7 +99,7 @@ class GeneralProblem(NamedTuple):
 
     ``lane_out`` and ``lane_home`` (device) are places in the times of a state, as are
     ``group_out`` and ``group_home``, lanes shared with other devices, -1 = none. ``issued``
-    (device): whether a RELOAD stands between two compute actions. Where copies are counted
+    (device): whether a RELOAD is between two compute actions. Where copies are counted
     ``one_moved``, ``one_out`` and ``one_home`` (device) are those of every copy; ``waits``
     (device): whether all RELOADs on their way are waited for.
 
@@ -112,9 +112,9 @@ class GeneralProblem(NamedTuple):
     after the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`).
 
     ``home_device`` is -1, or by cell under span that of stage 0, beyond the last where that is not
-    kept. ``steps`` is how many events a mode has beside passes, at most. ``paired``, ``inputs``,
-    ``ends``, ``begins`` and ``num_times`` are places in the times of a state. ``horizon`` is the
-    longest schedule looked for.
+    kept. ``steps`` is the maximum number of events that a mode has in addition to passes.
+    ``paired``, ``inputs``, ``ends``, ``begins`` and ``num_times`` are places in the times of a
+    state. ``horizon`` is the longest schedule looked for.
     """
 
     num_microbatches: int
@@ -175,15 +175,21 @@ class GeneralProblem(NamedTuple):
 
 
 class GeneralState(NamedTuple):
-    """How far all is.
+    """A partial schedule.
 
-    ``codes`` of all micro-batches, in order, equal ones by when their next input is there;
-    ``waiting[s C + c]`` = W that could start, by class of their context, C classes a stage.
+    ``codes`` are those of all micro-batches, in order, equal ones by when their next input is
+    there. ``waiting[s C + c]`` counts the W of stage s that could start, by class c of their
+    context, C classes a stage. ``times`` holds in this order
 
-    ``times``: the clock; per device when compute is free; per lane when it is; per device when
-    compute is free for a backward that pairs with the F before it; per micro-batch when the input
-    of its next pass is there. By cell then the end of its last copy, RECOMPUTE or F, and under span
-    per device minus when it began. None is before the clock, and nothing that only a device waits
+    * the clock;
+    * per device, when compute is free;
+    * per lane, when it is free;
+    * per device, when compute is free for a backward that pairs with the F before it;
+    * per micro-batch, when the input of its next pass is there;
+    * by cell, the end of its last copy, RECOMPUTE or F;
+    * by cell under span, per device, minus when it began.
+
+    None is before the clock, and nothing that only a device waits
     for before that device is free (see `_forget`).
     """
 
@@ -193,7 +199,7 @@ class GeneralState(NamedTuple):
 
 
 class GeneralLoads(NamedTuple):
-    """What is read off a state: per device ``held_bytes`` and micro-batches ``sent``.
+    """Sums over a state: per device ``held_bytes`` and micro-batches ``sent``.
 
     ``held_bytes`` counts what is AWAY as if it were there. ``owed`` is the time of the
     recomputation to come. Per stage: ``forwards``, ``gradients`` and ``weights`` started. Per
@@ -417,7 +423,7 @@ def _lanes_free(model: GeneralProblem, state: GeneralState, device: int, kind: i
 def ready_at(model: GeneralProblem, state: GeneralState, j: int, s: int) -> int:
     """Return when the next pass of a micro-batch, on stage s, has its input and its activation.
 
-    What is not there needs copies or RECOMPUTE, which start when device and lanes are free.
+    A missing activation needs copies or RECOMPUTE, which start when device and lanes are free.
     """
     device, ready = model.device[s], state.times[model.inputs + j]
     if position_of(state.codes[j]) < len(model.forward):
@@ -679,7 +685,7 @@ def _copy(
 
 @lean
 def _reload(model: GeneralProblem, new: GeneralState, j: int, s: int) -> None:
-    """Put a RELOAD behind those of its device, counted."""
+    """Put a RELOAD after those of its device, counted."""
     device = model.device[s]
     for i in range(len(new.codes)):
         for other in range(len(model.forward)):
@@ -735,7 +741,7 @@ def _forget_ends(model: GeneralProblem, new: GeneralState, j: int) -> None:
 
 @lean
 def _settle(model: GeneralProblem, new: GeneralState) -> None:
-    """What has come back by the time its device is free is there, counted."""
+    """Mark activations as there that have come back by the time their device is free, counted."""
     for i in range(len(new.codes)):
         if new.codes[i] >> POSITION_BITS == 0:
             continue

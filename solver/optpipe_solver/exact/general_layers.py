@@ -106,7 +106,7 @@ def sweep(
     following: tuple[Flags, Flags],
     least: Ints,
 ) -> None:
-    """Note which rows of a layer reach the end, and the least start of every pass on the way.
+    """Note which rows of a layer reach the end, and the earliest start of every pass on the way.
 
     ``following`` says it of the next two layers, ``instead`` which row a row was dropped for.
     """
@@ -480,17 +480,17 @@ def _by_ways(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
         pairs = q >= num_stages and (model.pairs_i[s] or model.pairs_b[s])
         ready = max(ready_at(model, state, j, s), free_at(model, state, model.device[s], pairs))
         loads.ready[q] = min(loads.ready[q], ready)
-        for held in range(num_stages if model.by_cell else 0):
-            if is_held(state.codes[j], held, num_stages):
-                _, k = cell_of(state.codes[j], held)
-                ready += model.inside[held, k]
+        for other in range(num_stages if model.by_cell else 0):
+            if is_held(state.codes[j], other, num_stages):
+                _, k = cell_of(state.codes[j], other)
+                ready += model.inside[other, k]
         least = max(least, ready + model.rest[q])
     return int(least)
 
 
 @lean
 def _by_positions(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
-    """The next pass at every position, whoever makes it, and what must follow by number."""
+    """The next pass at every position, of any micro-batch, and what must follow by number."""
     num_stages, least, left, before = len(model.forward), 0, 0, 0
     m = model.num_microbatches
     for q in range(2 * num_stages):

@@ -58,7 +58,7 @@ _ANY_TAIL = -(1 << 40)
 
 
 class _Copy(NamedTuple):
-    """What one copy of a device carries, in bytes, and its ms each way."""
+    """The bytes of one copy of a device, and its ms each way."""
 
     moved: int = 0
     out: float = 0.0
@@ -334,7 +334,7 @@ def _same_as(menus: Sequence[Sequence[CellMode | None]], context_of: Ints, width
 
 
 def _num_extra_events(mode: CellMode | None) -> int:
-    """Return how many events a mode has beside passes, by cell."""
+    """Return how many events a mode has in addition to passes, by cell."""
     return 0 if mode is None else 2 * (mode.offload_bytes > 0) + (mode.recompute == "apart")
 
 
@@ -382,7 +382,7 @@ def _device_copy(problem: Problem, device: int) -> _Copy:
 
 
 def _waits(problem: Problem, device: int, copy: _Copy) -> bool:
-    """Whether all RELOADs that can be on their way to a device at once are told apart."""
+    """Whether all RELOADs that can be on their way to a device together are told apart."""
     return copy.moved > 0 and problem.room_bytes(device) // copy.moved <= MOST_COMING
 
 
@@ -403,7 +403,7 @@ def _delays(model: Relaxed, kept: Sequence[int]) -> tuple[float, list[float], li
 
 
 def _rest(forward: Ints, gradient: Ints, there: Ints, back: Ints, end: int) -> Ints:
-    """Return the least time from the start of each pass of a micro-batch to the end of all."""
+    """Return the minimum time from the start of each pass of a micro-batch to the end of all."""
     down = gradient + np.roll(back, 1)
     down[0] = gradient[0]
     rest = [end]

@@ -424,8 +424,8 @@ def _go_on(
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
     """Yield who can search some devices.
 
-    By cell it knows more, and has more states: it is for small problems, for menus, and
-    under span for one device, as it knows when the first stage's begins.
+    By cell the search knows more, and has more states. It is for small problems, for menus, and
+    under span for one device, as it knows when the first stage's device begins.
     """
     is_general = general_can_search(problem, devices)
     if is_general:
