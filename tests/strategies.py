@@ -28,6 +28,10 @@ actions = st.builds(
 ) | st.builds(Action, _numbers, st.just(F), _numbers, st.integers(0, 99), st.just(False))
 
 
+IS_LONG = settings.get_current_profile_name() == "long"
+"""Whether this is `make test-long`, where tests draw more."""
+
+
 def few(number: int) -> settings:
     """So many examples in the gate, where others have 40; in proportion in the long run."""
     default = settings.get_profile(settings.get_current_profile_name()).max_examples

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import settings as hypothesis_settings
 
 from optpipe.requests import FollowRequest, TuneRequest
 from optpipe_api.access import Role
 from optpipe_api.services.render import Charts, draw_frontier, draw_schedule
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_plan_jobs import four_layers
+from tests.strategies import IS_LONG
 
 pytestmark = pytest.mark.long
 
@@ -31,7 +31,6 @@ ALLOWED = ["2xx", "304", "404", "406", "409", "413", "422", "429"]
 # What it forbids may be too large to be read at all.
 FORBIDDEN = ["400", "401", "403", "404", "405", "406", "409", "413", "415", "422", "429"]
 # The gate asks a little about everything; the long run all that the document's limits suggest, too.
-IS_LONG = hypothesis_settings.get_current_profile_name() == "long"
 EXAMPLES = 50 if IS_LONG else 2
 PHASES = "examples,coverage,fuzzing" if IS_LONG else "examples,fuzzing"
 
@@ -164,6 +163,7 @@ def test_what_a_reader_may_not_do_is_documented(server) -> None:
                 assert "403" in operations[method]["responses"], (method, path)
 
 
+@pytest.mark.extended
 def test_a_run_that_finds_something_fails(server, tmp_path, monkeypatch) -> None:
     """So that the runs above cannot be green for want of looking."""
     monkeypatch.setitem(globals(), "FORBIDDEN", ["418"])

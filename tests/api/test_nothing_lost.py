@@ -243,7 +243,10 @@ def _solved(store: JobStore, errand: Errand) -> str:
     return job.id
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+POSTGRES = (pytest.mark.postgres, pytest.mark.extended)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=POSTGRES)])
 def database(request, tmp_path) -> tuple[str, int]:
     """A URL, and how many servers are on it: one on a file."""
     if request.param == "sqlite":

@@ -22,6 +22,7 @@ def rows():
     return {row.schedule: row for row in found}
 
 
+@pytest.mark.extended
 def test_a_row_has_the_makespan_of_simulate_and_a_longer_measured_step(rows) -> None:
     """The rows of 1F1B to which gains refer come along."""
     assert list(rows) == [

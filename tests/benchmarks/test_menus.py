@@ -18,6 +18,7 @@ def problems() -> dict[str, Problem]:
     return dict(all_problems())
 
 
+@pytest.mark.extended
 def test_the_set_covers_what_it_must() -> None:
     """Measured and estimated menus, queueing links, free and uniform modes, three limits; a problem
     is made again the same."""

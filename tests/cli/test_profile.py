@@ -101,6 +101,7 @@ def test_options_reach_the_problem(profile, tmp_path) -> None:
     assert names == {("keep", "offload", "recompute")}
 
 
+@pytest.mark.extended
 def test_ranks_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "problem.json"
     arguments = ["profile", "--stages", TINY, "-o", path, *QUICK]

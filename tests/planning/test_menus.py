@@ -32,6 +32,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "windows": ("gemma3-27b", {"tp": 2, "recompute": frozenset({"layernorm"})}),
 }
+RUN_PARAMETERS = [
+    pytest.param(run, marks=[pytest.mark.extended] if run in {"experts", "windows"} else [])
+    for run in RUNS
+]
 
 
 def estimated(name: str, training: Training, modes: int = 0, **options: object) -> Estimate:
@@ -44,7 +48,7 @@ def passes_ms(stage: Stage | Layer) -> float:
     return stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", RUN_PARAMETERS)
 def test_a_mode_is_what_a_run_that_recomputes_as_much_would_be(run) -> None:
     """Bytes and times of every mode of the stages, and of the same cut of the model: sums over
     layers, the first ones from a run that recomputes all in full, all others from one that does
@@ -139,7 +143,7 @@ def _check(stage: Stage, mode: CellMode, expected: _Expected, share: float) -> N
         assert beside == pytest.approx(expected.workspace, abs=200)
 
 
-@pytest.mark.parametrize("run", [*RUNS, "launches"])
+@pytest.mark.parametrize("run", [*RUN_PARAMETERS, "launches"])
 def test_a_menu_is_short_and_nothing_on_it_is_beaten(run) -> None:
     """What v1 can say; of a few more what leaves least between F and backward, and what leaves
     least in the backward; files keep it."""

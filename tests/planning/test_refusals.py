@@ -1,4 +1,4 @@
-"""Our rules against the frameworks' own code: 200 random configurations of each."""
+"""Our rules against the frameworks' own code: random configurations of each."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from optpipe.planning.frameworks.rules import (
 from optpipe.planning.frameworks.torchtitan import _config_text, _schedule_name, titan_model
 from optpipe.planning.settings import read_settings
 from optpipe.planning.shape import PRECISIONS, Optimizer, Routing
+from tests.strategies import IS_LONG
 
 ROOT = Path(__file__).parents[2]
-NUMBER = 200
+NUMBER = 200 if IS_LONG else 60
 RUN = {rules.CONFIG, rules.OPTIMIZER, rules.TRAINER, rules.DECODER, rules.DISPATCHER, rules.SPMD,
        rules.TORCH}  # fmt: skip
 """Sources whose code the subprocess runs. Rules of other sources are deliberate exceptions:
@@ -112,7 +113,7 @@ def draw_cases(framework: str) -> list[Configuration]:
         rule.name: [] for rule in RULES[framework] if rule.source in RUN
     }
     others: list[Configuration] = []
-    for _ in range(100 * NUMBER):
+    for _ in range(20_000):
         if len(others) >= NUMBER and all(alone.values()):
             break
         one = draw_configuration(draw, framework)
@@ -163,7 +164,8 @@ def draw_values() -> list[dict[str, Any]]:
     names = [draw.sample(list(TRIED), draw.randint(1, 7)) for _ in range(600)]
     cases = [base | {name: draw.choice(TRIED[name]) for name in some} for some in names]
     full = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    return [case | (full if case.get("recompute_granularity") == "full" else {}) for case in cases]
+    drawn = [case | (full if case.get("recompute_granularity") == "full" else {}) for case in cases]
+    return drawn[: 3 * NUMBER]
 
 
 VALUES = draw_values()
@@ -250,7 +252,7 @@ def test_settings_that_megatron_core_refuses_are_refused_and_no_others_by_a_rule
         assert theirs or not rule, (rule, case)
         seen[rule] += 1
         seen["accepted"] += not ours
-    assert seen["accepted"] > 50
+    assert seen["accepted"] > NUMBER // 4
     assert len(seen) > 9, seen
 
 

@@ -38,7 +38,9 @@ def settings() -> Iterator[Any]:
     for name in MODELS:
         own = DENSE | (EXPERTS if find_model(name).experts is not None else {})
         for title, setting in own.items():
-            yield pytest.param(name, setting, id=f"{name}, {title}")
+            is_long = name in {"llama3-8b", "qwen3-30b-a3b"}
+            marks = [pytest.mark.extended] if is_long else []
+            yield pytest.param(name, setting, id=f"{name}, {title}", marks=marks)
 
 
 def traced(name: str, training: Training) -> ModelShape:

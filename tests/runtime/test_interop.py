@@ -54,8 +54,15 @@ def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks
     assert max(found.worst_difference / found.largest_gradient for found in outcomes) > 0.01
 
 
-@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE])
-@pytest.mark.parametrize("kind", ["PipelineStage", "Pipe", "build_stage", "get_stage_module"])
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [
+        ("PipelineStage", schedules.LINEAR),
+        ("Pipe", schedules.V_SHAPE),
+        ("build_stage", schedules.LINEAR),
+        ("get_stage_module", schedules.V_SHAPE),
+    ],
+)
 def test_stages_made_by_torchs_pipelining_train_as_one_process(ranks, kind, placement):
     """Modules and traced ones, tied, with all kinds of actions; W makes what linear layers have."""
     problem = schedules.make_problem(placement, 4)
@@ -114,12 +121,14 @@ def test_a_step_gives_what_a_step_of_torchs_schedules_gives(ranks):
 @pytest.mark.parametrize(
     ("way", "model", "offload", "fused"),
     [
-        ("DDP", "small", 0.0, 1.0),
+        pytest.param("DDP", "small", 0.0, 1.0, marks=pytest.mark.extended),
         ("DDP", "small", 0.5, 0.3),
-        ("DDP that looks for what is unused", "small", 0.0, 0.0),
+        pytest.param(
+            *("DDP that looks for what is unused", "small", 0.0, 0.0), marks=pytest.mark.extended
+        ),
         ("DDP that looks for what is unused", "delaying", 0.5, 0.3),
         ("FSDP2", "small", 0.5, 0.3),
-        ("FSDP2, resharded", "small", 0.5, 0.3),
+        pytest.param("FSDP2, resharded", "small", 0.5, 0.3, marks=pytest.mark.extended),
         ("tensor parallel", "small", 0.5, 0.3),
     ],
 )
@@ -148,9 +157,7 @@ def test_stages_that_two_ranks_share_train_as_one_process(ranks, way, model, off
         assert [found.promised_bytes for found in outcomes] == [2 * 2 * block] * 4
 
 
-@pytest.mark.parametrize(
-    ("fused", "find_unused"), [(0.0, False), (0.0, True), (0.4, False), (1.0, True)]
-)
+@pytest.mark.parametrize(("fused", "find_unused"), [(0.4, False), (1.0, True)])
 def test_tied_weights_under_ddp_train_as_one_process(ranks, fused, find_unused):
     """In a V both stages have one parameter; in a line each rank has a copy."""
     tied = partial(interop_cases.train_tied_on_mesh, find_unused=find_unused)
@@ -193,7 +200,10 @@ def test_a_parameter_that_ddp_would_not_reduce_is_refused(ranks, way, find_unuse
 
 @pytest.mark.parametrize(
     ("layout", "fused"),
-    [pytest.param(Shard(1), 0.0, marks=needs_torch_2_13), (Replicate(), 0.3)],
+    [
+        pytest.param(Shard(1), 0.0, marks=needs_torch_2_13),
+        pytest.param(Replicate(), 0.3, marks=pytest.mark.extended),
+    ],
 )
 def test_dtensors_cross_stages_as_shards(ranks, layout, fused):
     """A V on two pipeline ranks, times two tensor-parallel ones; a sequence of three is uneven."""
@@ -237,6 +247,7 @@ def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
     assert all(ranks.run(interop_cases.go_on_without_rank_zero, schedule, MICROBATCHES))
 
 
+@pytest.mark.extended
 def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
     """Sixteen micro-batches of bf16 products, beside fused B; sums in bf16 are 6e-3 off.
 

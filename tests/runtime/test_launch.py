@@ -50,16 +50,11 @@ def test_the_problem_cannot_hold_all_activations(problem):
         assert 0 < stage.offload_bytes < stage.activation_bytes
 
 
-@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_the_demo_trains_by_a_schedule(schedule, problem, capfd, tmp_path, is_forked):
-    given = arguments("--schedule", schedule)
-    if is_forked:
-        first, *others = fork_ranks(partial(demo.main, given), 4, tmp_path)
-        assert [one.code for one in (first, *others)] == [0] * 4
-        out = first.output
-    else:
-        assert launch_ranks("optpipe.runtime.demo", given, 4) == 0
-        out = capfd.readouterr().out
+@pytest.mark.extended
+def test_the_demo_trains_by_a_schedule(schedule, problem, capfd):
+    """At every change the quickstart runs it, in test_examples.py."""
+    assert launch_ranks("optpipe.runtime.demo", arguments("--schedule", schedule), 4) == 0
+    out = capfd.readouterr().out
     assert out.count("0.0e+00") == 2
     each = 2 * problem.num_microbatches * problem.stages[1].offload_bytes
     # The plan's offload_bytes are what really moves.

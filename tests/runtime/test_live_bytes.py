@@ -160,7 +160,7 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
         pytest.param("autocast around", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         pytest.param("autocast around", schedules.V_SHAPE, "split", "zb-v", marks=_LONG),
         pytest.param("selective", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
-        ("selective", schedules.V_SHAPE, "split", "zb-v"),
+        pytest.param("selective", schedules.V_SHAPE, "split", "zb-v", marks=_LONG),
         pytest.param(
             "selective",
             schedules.V_SHAPE,

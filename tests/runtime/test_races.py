@@ -6,8 +6,8 @@ from tests.runtime import recording, schedules
 
 MICROBATCHES = 4
 NUM_SCHEDULES = 100
-_PER_RUN = 5
-_AT_EVERY_CHANGE = 5
+_PER_RUN = 2
+_AT_EVERY_CHANGE = 2
 """Schedules of the tests that run at every change; ``make test-long`` has all."""
 
 _PLACEMENTS = (schedules.LINEAR, schedules.V_SHAPE, schedules.LOOP, schedules.IRREGULAR)
@@ -38,10 +38,8 @@ def test_random_schedules_have_no_race_and_right_data(ranks, start):
 # That the detector sees anything at all, of copies, slots and messages.
 _MUTATIONS_AT_EVERY_CHANGE = {
     "OFFLOAD does not wait for compute",
-    "the backward does not wait for the copy",
     "the slot is given back at RELOAD",
     "receives are not waited for",
-    "a sent slot is free at once",
 }
 
 

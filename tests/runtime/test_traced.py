@@ -141,7 +141,9 @@ def on_cpu(stages: list[nn.Module], sample: Tensor, monkeypatch, **options) -> P
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.extended) if n == "mamba" else n for n in STAGES]
+)
 def test_bytes_and_menus_are_those_of_real_tensors(name, monkeypatch) -> None:
     """Footprint, memory, split and every mode of the menu; attention and scans as on the CPU."""
     cpu_kernel = "_scaled_dot_product_flash_attention_for_cpu"
@@ -232,6 +234,7 @@ def whole_mean(output: Tensor, target: Tensor | None = None) -> Tensor:
     return whole.float().mean()
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # of torch's own compiler, which torchtitan loads
 def test_a_rank_of_torchtitans_own_model_is_traced(monkeypatch) -> None:
     """Its sharding runs on tensors without data: memory of real ones, half of the products.
@@ -298,7 +301,10 @@ def ms(profile: Profile, *actions: str) -> float:
 
 @pytest.mark.parametrize(
     ("sequence", "gigabytes", "forward", "backward"),
-    [(4096, 3.293, 16.81, 33.48), (8192, 6.585, 33.65, 69.64)],
+    [
+        (4096, 3.293, 16.81, 33.48),
+        pytest.param(8192, 6.585, 33.65, 69.64, marks=pytest.mark.extended),
+    ],
 )
 def test_four_layers_of_llama_on_an_h100(sequence, gigabytes, forward, backward) -> None:
     """Rows "as they are" of (e): bytes to the last digit, times within 12%."""
@@ -309,7 +315,8 @@ def test_four_layers_of_llama_on_an_h100(sequence, gigabytes, forward, backward)
 
 
 @pytest.mark.parametrize(
-    ("sequence", "forward", "backward"), [(4096, 14.08, 29.53), (8192, 28.43, 61.57)]
+    ("sequence", "forward", "backward"),
+    [(4096, 14.08, 29.53), pytest.param(8192, 28.43, 61.57, marks=pytest.mark.extended)],
 )
 def test_four_compiled_layers_of_llama_on_an_h100(sequence, forward, backward) -> None:
     """Rows "compiled" of (e): times within 12%, with I and W apart."""
@@ -384,6 +391,7 @@ MEASURED_MB = {
 }
 
 
+@pytest.mark.extended
 def test_every_mode_of_a_menu_takes_the_bytes_of_an_h100() -> None:
     """Part (h): eight micro-batches in flight, within 1%."""
     profile = llama(2, 4096, modes=16)

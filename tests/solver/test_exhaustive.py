@@ -49,10 +49,13 @@ CASES = {name: given for name, given in EXACT.items() if name != "reloads queue"
 }
 
 
-# The exhaustive search of "host limit" takes long; random problems have host limits, too.
+LONG = ("host limit", "recompute waits for a copy", "copies")
+"""Cases whose exhaustive search takes long; random problems have the same."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.extended) if n == "host limit" else n for n in CASES],
+    [pytest.param(name, marks=[pytest.mark.extended] if name in LONG else []) for name in CASES],
 )
 def test_the_optimum_is_the_least_over_all_programs(name: str) -> None:
     """Order, fused or split, offload and recompute: nothing better exists, and it is proven."""

@@ -55,7 +55,7 @@ TINY: dict[str, tuple[int, int, list[dict[str, Any]]]] = {
     "all alike": (1, 14, [FP8, PART]),
 }
 """Devices, memory of each in UNITs, menu beside keep."""
-IN_OTHERS = {"inside", "smaller copies"}
+IN_OTHERS = {"inside", "smaller copies", "part of it goes"}
 """Whose modes another menu has, too."""
 
 

@@ -64,7 +64,7 @@ def test_each_restriction_has_a_name_that_says_what_it_goes_without() -> None:
     assert restrictions(needed) == ()
 
 
-@few(12)
+@few(6)
 @given(cases(tight=True, menus=True))
 def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> None:
     """Legal once its modes are named, with the same times to the last bit."""

@@ -41,7 +41,7 @@ def recompute_problem() -> Problem:
     return offload_problem(12, recompute_ms=18.5, checkpoint_bytes=UNIT)
 
 
-@few(15)
+@few(8)
 @given(cases(tight=True))
 def test_never_worse_than_any_start_and_never_below_the_bound(case: Case) -> None:
     """On random problems whose limits some schedule just meets."""
@@ -191,8 +191,7 @@ def test_a_large_problem_has_a_schedule_that_fits_even_when_cancelled_at_once() 
     assert found.provenance.method == "serial"
 
 
-@pytest.mark.parametrize("after_s", [0.0, 1.0, 3.0])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("after_s", "threads"), [(0.0, 1), (1.0, 2)])
 def test_a_solve_leaves_no_thread(after_s: float, threads: int) -> None:
     """Families, bounds and searches of a large problem end before the solve returns."""
     before, schedule_at = set(threading.enumerate()), inf

@@ -142,7 +142,7 @@ PROVERS: dict[str, Callable[[Problem, float], float]] = {
 }
 
 
-@few(20)
+@few(10)
 @given(tiny_problems_of_v2)
 def test_every_part_proves_no_more_than_is_true_or_refuses(posed: Problem) -> None:
     """Against every program of a tiny problem with menus, pairs or unequal micro-batches."""

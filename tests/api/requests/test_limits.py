@@ -147,7 +147,15 @@ def peak_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+AGAIN = ("a long name", "deep lists", "empty objects", "empty objects, not too many",
+         "micro-batches", "deep lists, not too many")  # fmt: skip
+"""Bodies like another one, which are sent in `make test-long` alone."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.extended] if one in AGAIN else []) for one in HOSTILE],
+)
 def test_hostile_bodies_are_refused_in_bounded_work_and_memory(
     server: Server, name: str, yardstick: Yardstick
 ) -> None:

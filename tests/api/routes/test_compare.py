@@ -146,6 +146,7 @@ def test_a_comparison_outlives_its_client_and_is_followed_like_a_solve(http) -> 
     assert row.method == "limit=3 threads=1 seed=0"
 
 
+@pytest.mark.extended
 def test_a_comparison_whose_process_dies_or_is_deaf_keeps_no_other_waiting(tmp_path) -> None:
     """Deaf to SIGTERM: it is cancelled all the same, and its process goes with it."""
     settings = make_settings(tmp_path, solver_processes=1, overtime_s=600.0)

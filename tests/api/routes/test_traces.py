@@ -45,6 +45,7 @@ def test_a_config_without_a_formula_is_traced_in_a_child_process(http) -> None:
     assert http.post("/v1/estimates", json=again).json()["costs_from"] == "trace"
 
 
+@pytest.mark.extended
 def test_a_config_with_a_formula_is_traced_if_asked(http) -> None:
     config = {"config": LLAMA, **ASKED}
     by_formula, by_trace = (
@@ -88,8 +89,13 @@ def test_a_request_may_send_its_trace(http) -> None:
     ("config", "sentence"),
     [
         ({"model_type": "no_such_model"}, "no_such_model"),
-        (OLMO2 | {"num_attention_heads": "many"}, "transformers"),
-        ({"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}, "model_type"),
+        pytest.param(
+            *(OLMO2 | {"num_attention_heads": "many"}, "transformers"), marks=pytest.mark.extended
+        ),
+        pytest.param(
+            *({"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}, "model_type"),
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_what_transformers_does_not_have_is_refused_with_its_reason(
@@ -113,7 +119,11 @@ def test_without_torch_the_service_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    "limit", [{"trace_time_limit_s": 1}, {"trace_memory_bytes": 256 * 1024**2}]
+    "limit",
+    [
+        {"trace_time_limit_s": 1},
+        pytest.param({"trace_memory_bytes": 256 * 1024**2}, marks=pytest.mark.extended),
+    ],
 )
 def test_a_trace_above_the_limits_of_the_service_is_refused(tmp_path, limit) -> None:
     with connected(make_settings(tmp_path, **limit)) as http:

@@ -239,6 +239,7 @@ def test_what_runs_today_but_does_not_fit_is_no_baseline(http) -> None:
     assert re.match(r"what you run does not fit .* needs \d+\.\d of 18\.6 GiB, ", found.verdict)
 
 
+@pytest.mark.extended
 def test_a_killed_tune_goes_on_from_its_best(tmp_path) -> None:
     """The second attempt is given the row, the problem and the schedule of the first."""
     settings = make_settings(tmp_path, solver_processes=1, **PATIENT)
@@ -307,18 +308,6 @@ def test_a_question_nobody_can_answer_is_refused_with_its_place(
     assert line in detail.json()["detail"], detail.text
 
 
-def test_a_config_takes_the_place_of_a_model(http) -> None:
-    config = WRITTEN["llama3-8b"]
-    question = {name: value for name, value in asked(fixed={}).items() if name != "model"}
-    del question["current"]
-    answer = http.post("/v1/tunes", json={**question, "config": config})
-    assert answer.status_code == 202, answer.text
-    kept = http.get(f"{answer.headers['location']}/question").json()
-    assert kept["config"] == config
-    answer = http.post("/v1/tunes", json={**question, "config": {"model_type": "bert"}})
-    assert answer.json()["pointers"] == ["/config"], answer.text
-
-
 @pytest.mark.parametrize("path", ["/v1/tunes", "/v1/estimates"])
 def test_a_config_may_hold_what_json_lacks(http, path: str) -> None:
     """As Python's json writes it, in a field that is not used; in others the field is named."""
@@ -337,7 +326,7 @@ def test_a_config_may_hold_what_json_lacks(http, path: str) -> None:
     assert good.is_success, good.text
     if path == "/v1/tunes":
         kept = http.get(f"{good.headers['location']}/question").json()
-        assert kept["config"]["rms_norm_eps"] == "Infinity"
+        assert kept["config"] == WRITTEN["llama3-8b"] | {"rms_norm_eps": "Infinity"}
     bad = answer(hidden_size=math.inf)
     assert (bad.status_code, bad.json()["pointers"]) == (422, ["/config"])
     assert "hidden_size = 'Infinity': must be a whole number" in bad.json()["detail"]

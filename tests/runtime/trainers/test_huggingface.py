@@ -32,7 +32,8 @@ from tests.runtime.trainers.huggingface_cases import (
     train_transformer,
 )
 
-LONG_KINDS = ("bamba", "jamba", "mamba2", "qwen3_moe")
+LONG_KINDS = ("bamba", "jamba", "mamba", "mamba2", "mistral", "mixtral", "qwen2", "qwen2_moe",
+              "qwen3", "qwen3_moe")  # fmt: skip
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_hf.py"
 
 
@@ -85,13 +86,13 @@ def test_stages_that_are_compared_with_the_model_leave_it_in_its_modes():
 @pytest.mark.parametrize(
     ("kind", "placement", "fused"),
     [
-        ("llama", schedules.LINEAR, 0.3),
+        pytest.param("llama", schedules.LINEAR, 0.3, marks=pytest.mark.extended),
         ("gpt2", schedules.LINEAR, 1.0),
         ("qwen3_moe, grouped", schedules.LINEAR, 0.3),
-        ("nemotron_h", schedules.LINEAR, 0.3),
+        pytest.param("nemotron_h", schedules.LINEAR, 0.3, marks=pytest.mark.extended),
         ("llama, adapters", schedules.LINEAR, 0.3),
         # Two pipeline ranks times two tensor-parallel ones, by transformers' own plan.
-        ("llama", (0, 1, 1, 0), 0.3),
+        pytest.param("llama", (0, 1, 1, 0), 0.3, marks=pytest.mark.extended),
         ("qwen3_moe", (0, 1, 1, 0), 0.3),
         pytest.param("qwen3_moe", schedules.V_SHAPE, 0.3, marks=pytest.mark.extended),
     ],

@@ -37,13 +37,6 @@ FULL = {
 }
 
 CASES = {
-    "pp 4, losses per token, scaled, any order with offload and recomputation": (
-        Job(4, per_token=True, scale=16.0),
-        schedules.LINEAR,
-        lambda problem: schedules.random_programs(
-            problem, 3, offload=0.4, recompute=0.3, in_order=True
-        ),
-    ),
     "pp 2 x 2 chunks, dp 2, split, reductions that overlap, with offload": (
         Job(2, 2, overlap=True),
         LOOP,
@@ -99,8 +92,8 @@ CASES = {
             problem, 3, offload=0.4, recompute=0.3, in_order=True
         ),
     ),
-    "pp 4, dropout, full recomputation layer by layer, split, with offload and recomputation": (
-        Job(4, settings=DROPOUT | FULL),
+    "pp 4, losses per token, scaled, dropout, full recomputation layer by layer, with offload": (
+        Job(4, per_token=True, scale=16.0, settings=DROPOUT | FULL),
         schedules.LINEAR,
         lambda problem: schedules.random_programs(
             problem, 3, offload=0.3, recompute=0.3, in_order=True, forwards_in_order=True
@@ -143,6 +136,9 @@ def _in_pairs(num_microbatches: int) -> Programs:
 
 
 LONG = (
+    "pp 4, fp16 with a loss scaler, split, with offload and recomputation",
+    "pp 2 x 2 chunks, dp 2, uneven layout, split, with offload",
+    "pp 2 x dp 2, experts, its distributed optimizer, reductions that overlap, with offload",
     "pp 2 x dp 2, layers that delay their weight gradients, reductions that overlap",
     "pp 4, uneven layout, the embedding alone, any order with recomputation",
     "pp 2 x dp 2, three layers first, split, with offload and recomputation",

@@ -250,7 +250,7 @@ def test_every_bound_is_below_the_best_of_all_programs(problem: Problem) -> None
     assert_below(problem, optimum(problem))
 
 
-@few(20)
+@few(10)
 @given(st.one_of(cases(tight=True), cases(tight=True, pairs=True)))
 def test_every_bound_is_below_all_families(case: Case) -> None:
     """Families look for good schedules, random programs do not."""

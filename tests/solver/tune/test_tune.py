@@ -122,7 +122,9 @@ def _of_search(result: TuneResult) -> list[str]:
         pytest.param(asked(WITH_EXPERTS, memory_bytes=TIGHT), 1, marks=pytest.mark.extended),
         (mixed(fixed={"tp": 1, "cp": 1, "micro_batch": 1}), 1),
         pytest.param(mixed(WITH_EXPERTS), 1, marks=pytest.mark.extended),
-        (asked(training=LORA, memory_bytes=14_000_000_000), 1),
+        pytest.param(
+            asked(training=LORA, memory_bytes=14_000_000_000), 1, marks=pytest.mark.extended
+        ),
     ],
     ids=[
         "dense",
@@ -168,6 +170,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert counts.total == counts.do_not_fit + counts.excluded + counts.solved + counts.open
 
 
+@pytest.mark.extended
 def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
     """On two ranks, four sequences: no cut of any number of slices, and no search, beats bounds."""
     fixed = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, "micro_batch": 1, "chunks": 1}
@@ -736,7 +739,7 @@ def test_megatron_overlaps_experts_only_where_it_interleaves() -> None:
 
 
 @given(data=st.data())
-@few(60)
+@few(20)
 def test_whatever_may_be_answered_can_be_pasted(data) -> None:
     """The framework's writer refuses no candidate, of any kind of model and switches."""
     framework = data.draw(st.sampled_from(["megatron", "torchtitan"]))
