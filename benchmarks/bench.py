@@ -12,9 +12,9 @@ trace), ``milp`` (the full-horizon model), ``cp-sat``. Programs are judged here,
 ``--smoke`` runs a few small instances for seconds, writes nothing, and fails where a contestant has
 nothing legal or ours is worse than the best family. ``--large`` solves four problems far above the
 others by ``optpipe solve``, with 60 and 120 seconds, and writes nothing; it fails where the command
-ends more than 5 s after its limit, takes more than 2 GB, or ends with more than 2 % above the best
+ends more than 5 s after its limit, takes more than 2 GB, or ends with more than 2% above the best
 family. The third has menus and links that queue, the fourth pairs and room for 2p + 1 chunks on a
-V: they are to be legal in 10 s, with gaps of at most 3 and 5 %.
+V: they are to be legal in 10 s, with gaps of at most 3 and 5%.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ the same rows by formula and by trace. With ``--write`` it writes
 ``benchmarks/results/traced_runs.json`` and ``optpipe/planning/errors.json``.
 
 An interval is between two quantiles of log(measured / estimated) of a class. Quantiles at 10 and
-90 % cover less than 80 % of the rows of a model that they have not seen, because the rows of one
+90% cover less than 80% of the rows of a model that they have not seen, because the rows of one
 model have similar errors. So ``level`` is the smallest share between two quantiles, in steps of
-1 %, that covers 80 % of the rows of left-out models.
+1%, that covers 80% of the rows of left-out models.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def pair_errors(rows: Sequence[ErrorRow]) -> dict[str, dict[str, Any]]:
     """Return the correlation of the errors of two runs of one model, by kind.
 
     Each model, GPU and precision has the weight of its rows, however many pairs they make. Spreads
-    are those of a normal distribution with the same quantiles at 10 and 90 %.
+    are those of a normal distribution with the same quantiles at 10 and 90%.
     """
     found = {}
     for kind in _AIMS:
@@ -198,7 +198,7 @@ def pair_errors(rows: Sequence[ErrorRow]) -> dict[str, dict[str, Any]]:
 
 
 def _spread(values: ArrayLike, weights: ArrayLike) -> float:
-    """Return the standard deviation that the quantiles at 10 and 90 % have if values are normal."""
+    """Return the standard deviation that the quantiles at 10 and 90% have if values are normal."""
     order = np.argsort(values)
     at = np.array(values)[order]
     weight = np.array(weights)[order]
@@ -272,22 +272,22 @@ def lines() -> Iterable[str]:
         generation = row.classes[1]
         for name in (*row.classes[1:-1], f"{generation}, {score.run.training.precision}"):
             by_class[name].append(abs(score.time_error or 0.0))
-    yield "| class | rows | median | 90 % below | worst |"
+    yield "| class | rows | median | 90% below | worst |"
     yield "|---|--:|--:|--:|--:|"
     for name, sizes in sorted(by_class.items()):
         ninth = np.quantile(sizes, 0.9)
-        cells = (f"{100 * x:.1f} %" for x in (np.median(sizes), ninth, max(sizes)))
+        cells = (f"{100 * x:.1f}%" for x in (np.median(sizes), ninth, max(sizes)))
         yield f"| {name} | {len(sizes)} | {' | '.join(cells)} |"
     memory = [abs(score.memory_error) for score in found if score.memory_error is not None]
-    cells = (f"{100 * x:.1f} %" for x in (np.median(memory), np.quantile(memory, 0.9), max(memory)))
+    cells = (f"{100 * x:.1f}%" for x in (np.median(memory), np.quantile(memory, 0.9), max(memory)))
     yield f"| memory | {len(memory)} | {' | '.join(cells)} |"
     total = len(found) + len(left)
-    yield f"stated: {len(found)} of {total} rows, {100 * len(found) / total:.1f} %"
+    yield f"stated: {len(found)} of {total} rows, {100 * len(found) / total:.1f}%"
     reasons = Counter(_reason(line) for line in left)
     yield from (f"{count:4} not stated: {reason}" for reason, count in reasons.most_common())
     level = json.loads(ERRORS_FILE.read_text(encoding="utf-8"))["level"]
     for name, (inside, count) in coverage(rows, level).items():
-        yield f"coverage, {name}: {inside} of {count} left-out rows, {100 * inside / count:.1f} %"
+        yield f"coverage, {name}: {inside} of {count} left-out rows, {100 * inside / count:.1f}%"
 
 
 def traced_lines(rows: Sequence[TracedRow], left: Sequence[str]) -> Iterable[str]:
@@ -295,7 +295,7 @@ def traced_lines(rows: Sequence[TracedRow], left: Sequence[str]) -> Iterable[str
     yield "| run | kernels | published | formula | trace | shares of operators |"
     yield "|---|---|--:|--:|--:|--:|"
     for row in rows:
-        errors = (f"{100 * error:+.1f} %" for error in _three_errors(row))
+        errors = (f"{100 * error:+.1f}%" for error in _three_errors(row))
         label = " ".join(row.label.split())
         cells = (label, row.kernels, f"{row.measured_s:.2f} s", *errors)
         yield f"| {' | '.join(cells)} |"
@@ -308,7 +308,7 @@ def traced_lines(rows: Sequence[TracedRow], left: Sequence[str]) -> Iterable[str
             members[name].append(row)
     for name, some in sorted(members.items()):
         sizes = np.abs([_three_errors(row) for row in some])
-        both = (f"{100 * np.median(one):.1f} % ({100 * max(one):.1f} %)" for one in sizes.T)
+        both = (f"{100 * np.median(one):.1f}% ({100 * max(one):.1f}%)" for one in sizes.T)
         models = len({row.model for row in some})
         yield f"| {name} | {len(some)} | {models} | {' | '.join(both)} |"
     yield f"stated by trace: {len(rows)} of {len(rows) + len(left)} rows of these trainers"
@@ -316,7 +316,7 @@ def traced_lines(rows: Sequence[TracedRow], left: Sequence[str]) -> Iterable[str
         yield f"{count:4} not stated: {line}"
     level = json.loads(ERRORS_FILE.read_text(encoding="utf-8"))["level"]
     for name, (inside, count) in coverage([traced_error(row) for row in rows], level).items():
-        yield f"coverage, {name}: {inside} of {count} left-out rows, {100 * inside / count:.1f} %"
+        yield f"coverage, {name}: {inside} of {count} left-out rows, {100 * inside / count:.1f}%"
 
 
 def _three_errors(row: TracedRow) -> tuple[float, float, float]:

@@ -260,7 +260,7 @@ def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
     proven = sum(gap <= _TOLERANCE for gap in gaps.values())
     yield f"{ours}: proven optimal on {_share(proven, len(rows))}"
     medians = [
-        f"{kind} {100 * statistics.median(some):.2f} % ({len(some)})"
+        f"{kind} {100 * statistics.median(some):.2f}% ({len(some)})"
         for kind in ("plenty", "tight")
         if (some := [gap for name, gap in gaps.items() if about[name]["class"] == kind])
     ]
@@ -271,7 +271,7 @@ def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
         for row in rows
         if row.instance in known
     ]
-    yield f"{ours}: within 1 % of the best known on {_share(sum(near), len(near))}"
+    yield f"{ours}: within 1% of the best known on {_share(sum(near), len(near))}"
 
 
 def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
@@ -318,7 +318,7 @@ def row_of(table: LatestRows, ours: str) -> str:
     claims = "\n".join(claims_of(table, ours))
     cells += [
         claims.partition(f"{ours}: {words} ")[2].partition("\n")[0]
-        for words in ("proven optimal on", "within 1 % of the best known on")
+        for words in ("proven optimal on", "within 1% of the best known on")
     ]
     return f"| {ours} | {' | '.join(cells)} |"
 
@@ -347,7 +347,7 @@ def _idle(table: LatestRows, ours: str) -> Iterable[str]:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part} of {whole} ({100 * part / whole:.0f} %)" if whole else "0 of 0"
+    return f"{part} of {whole} ({100 * part / whole:.0f}%)" if whole else "0 of 0"
 
 
 def _values(table: LatestRows, names: Sequence[str]) -> str:
@@ -363,7 +363,7 @@ def _values(table: LatestRows, names: Sequence[str]) -> str:
         known = table.known.get(name)
         row = table.rows.get((name, ours[-1])) if ours else None
         bound = None if known is None else known.bound_ms
-        gap = None if row is None or row.gap is None else f"{100 * row.gap:.2f} %"
+        gap = None if row is None or row.gap is None else f"{100 * row.gap:.2f}%"
         megabytes = "-" if row is None else f"{row.peak_bytes / 1e6:.0f}"
         lines.append(
             f"| {name} | {' | '.join(cells)} | {format_ms(bound)} | {gap or '-'} | {megabytes} |"

@@ -8,7 +8,7 @@ reach), and from ``optpipe profile --modes 8`` of the tiny GPT (``instances/meas
 of a stage as long as its F, I and W. Messages wait for each other on every link. Each is there with
 ``uniform`` modes, one for all micro-batches of a stage, and ``free``; each at three memory limits:
 of what lies between the smallest memory that v1's menu needs and as many whole activations as there
-are devices, ``tight`` has 5 %, ``medium`` 20 %, ``loose`` 50 %. Two more have 128k tokens and the
+are devices, ``tight`` has 5%, ``medium`` 20%, ``loose`` 50%. Two more have 128k tokens and the
 card's own memory, which v1's menu never fits.
 
 Contestants, one thread and the same work each, so that a busy machine changes nothing:

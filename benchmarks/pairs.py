@@ -3,7 +3,7 @@
     python -m benchmarks.pairs [--work W] [--only PATTERN] [--report]
 
 Problems are made here: p = 4, 8 and 16 devices of two equal chunks each, a V or a loop; F = I = W =
-1 ms; every F may run with every B of its device and hides 5, 10, 20 or 33 % of the two; 2p, 3p, 4p
+1 ms; every F may run with every B of its device and hides 5, 10, 20 or 33% of the two; 2p, 3p, 4p
 or 6p micro-batches; room for p/2 + 1 up to DualPipeV's 2p + 1 activations of a chunk, in four
 steps. Each p and placement has each limit once, with another share and number each time.
 

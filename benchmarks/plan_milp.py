@@ -233,7 +233,7 @@ def main() -> None:
                 continue
             gap = 100 * (1 - found.bound_ms / found.path_ms)
             used = ", ".join(dict.fromkeys(found.modes))
-            print(f"{row} {found.objective_ms:10,.1f} ms  gap {gap:.2f} %  modes: {used}")
+            print(f"{row} {found.objective_ms:10,.1f} ms  gap {gap:.2f}%  modes: {used}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ order and are packed three ways, in turn:
 
 A batch is 32 micro-batches of Llama 3 8B on 8 H100 stages (`estimate` with five costs), with all of
 the card's memory (``card``), or without copies and recomputation as many of the largest micro-batch
-as 1F1B holds (``tight``), or 60 % of that (``short``), in turn. `replan` is told a dozen other
+as 1F1B holds (``tight``), or 60% of that (``short``), in turn. `replan` is told a dozen other
 batches of the same packing and memory (``like``), none of them among the first 54, and called once
 before its time is taken; Python's garbage is collected before, as that takes as long as the process
 is large. ``1F1B`` is fused, in the order in which micro-batches were packed; where it does not fit,
@@ -221,11 +221,11 @@ def _line(name: str, rows: Sequence[ReplanRow]) -> str:
     if gains:
         spread = statistics.stdev(gains) if len(gains) > 1 else 0.0
         gain = (
-            f"gain over 1F1B {statistics.mean(gains):.1f} % +- {spread:.1f} "
+            f"gain over 1F1B {statistics.mean(gains):.1f}% +- {spread:.1f} "
             f"({min(gains):.1f} to {max(gains):.1f}; {len(gains)})"
         )
     return (
-        f"{name:10} {len(rows):3} batches; {gain}; behind solve {statistics.mean(behind):.2f} %, "
+        f"{name:10} {len(rows):3} batches; {gain}; behind solve {statistics.mean(behind):.2f}%, "
         f"worst {max(behind):.2f}; median {statistics.median(seconds):.0f} ms, "
         f"most {max(seconds):.0f}"
     )

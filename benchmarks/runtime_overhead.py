@@ -15,7 +15,7 @@ storage, on rank 0 alone; the target is 20 us.
 ``--predict`` asks instead whether what Megatron's timers measured predicts the steps that they
 measured: a GPT of 8 layers on two ranks, one for each core of a small machine, trained by our 1F1B
 under Megatron-Core's timers; `optpipe import megatron` reads them, and the problem's simulated step
-stands beside the run's (timer ``forward-backward``). The target is 10 % on an idle machine.
+stands beside the run's (timer ``forward-backward``). The target is 10% on an idle machine.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ GPU generation (Hopper, Blackwell 200, Blackwell 300) are fitted anew for every 
 other models (leave one model out). So a row is never estimated with efficiencies that saw its
 model, in whichever file it stands; other generations have the catalogue's assumptions. Hopper is
 fitted to ``published_runs.json``, Blackwell to the rows without experts of all files. The fit
-minimises squared logarithms of ours over theirs in units of 10 %, plus squared logarithms of each
-efficiency over its prior in units of 15 %, none above 1. It is deterministic. ``python -m
+minimises squared logarithms of ours over theirs in units of 10%, plus squared logarithms of each
+efficiency over its prior in units of 15%, none above 1. It is deterministic. ``python -m
 benchmarks.errors --write`` fits, and stores the result in ``results/left_out.json``, which is read
 here. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
 
@@ -20,7 +20,7 @@ compared with what the allocator says at its peak. A source with several rows is
 the factor of its first row's error multiplies the others.
 
 The last line is "N rows, median X %, worst Y %, order Z of W": rows with a time; order counts pairs
-of rows of one file, model and GPU whose published rates are more than 5 % apart.
+of rows of one file, model and GPU whose published rates are more than 5% apart.
 """
 
 from __future__ import annotations
@@ -498,11 +498,11 @@ def order(found: Sequence[Score], apart: float = _APART) -> tuple[int, int]:
 
 
 def said(errors: Iterable[float]) -> str:
-    """Return ``12 rows, median 5.0 %, worst 9.0 %``."""
+    """Return ``12 rows, median 5.0%, worst 9.0%``."""
     sizes = [100 * abs(error) for error in errors]
     if not sizes:
         return "0 rows"
-    return f"{len(sizes)} rows, median {median(sizes):.1f} %, worst {max(sizes):.1f} %"
+    return f"{len(sizes)} rows, median {median(sizes):.1f}%, worst {max(sizes):.1f}%"
 
 
 def summary(found: Sequence[Score], num_left: int) -> list[str]:
@@ -518,7 +518,7 @@ def summary(found: Sequence[Score], num_left: int) -> list[str]:
     if after := calibrated(found):
         lines.append(f"after calibration by one row of the same source: {said(after)}")
     far, pairs = order(found, 0.10)
-    lines.append(f"order of rows more than 10 % apart: {far} of {pairs}")
+    lines.append(f"order of rows more than 10% apart: {far} of {pairs}")
     if num_left:
         lines.append(f"not stated: {num_left} rows")
     right, total = order(found)

@@ -33,7 +33,7 @@ TOKENS = 8192
 BF16, FP32 = 2, 4
 
 # The machine: half of an eight-GPU H100 SXM node, or a quarter of it.
-FLOPS_PER_MS = 420e12 / 1e3  # achieved bf16 rate, 42 % of the 989 TFLOP/s peak
+FLOPS_PER_MS = 420e12 / 1e3  # achieved bf16 rate, 42% of the 989 TFLOP/s peak
 PCIE_GB_PER_S = 40.0  # each way, both ways at once; of 64 nominal for PCIe 5 x16
 NVLINK_GB_PER_S = 300.0  # point to point, of 450 in the data sheet
 NVLINK_LATENCY_MS = 0.02
@@ -42,7 +42,7 @@ GPU_BYTES = 81559 * 2**20  # what nvidia-smi reports for an H100 80GB
 HOST_BYTES = 512 * 2**30  # pinned memory that these GPUs may fill
 
 # The second node of the model: two A100 SXM 80GB.
-A100_FLOPS_PER_MS = 170e12 / 1e3  # achieved bf16 rate, 54 % of the 312 TFLOP/s peak
+A100_FLOPS_PER_MS = 170e12 / 1e3  # achieved bf16 rate, 54% of the 312 TFLOP/s peak
 A100_BYTES = 81920 * 2**20  # what nvidia-smi reports
 A100_PCIE_GB_PER_S = 20.0  # each way, both ways at once; of 32 nominal for PCIe 4 x16
 A100_NVLINK_GB_PER_S = 200.0  # point to point, of 300 in the data sheet
@@ -69,7 +69,7 @@ HEAD_PARAMETERS = VOCAB * HIDDEN + HIDDEN  # untied LM head and the final RMSNor
 STATIC_BYTES_PER_PARAMETER = BF16 + FP32 + FP32 + 2 * FP32
 
 # What no activation may use: CUDA context and libraries 1 GiB, NCCL 1 GiB, allocator
-# fragmentation 3 % of the card, and 8 boundary tensors in flight.
+# fragmentation 3% of the card, and 8 boundary tensors in flight.
 RESERVED_BYTES = 2 * 2**30 + GPU_BYTES * 3 // 100 // MIB * MIB + 8 * HIDDEN_STATE_BYTES
 
 
@@ -112,7 +112,7 @@ def layer_weight_context_bytes() -> int:
 
 
 def layer_offload_bytes() -> int:
-    """Return what OFFLOAD moves: gate, up and their product, 62 % of a layer's bytes.
+    """Return what OFFLOAD moves: gate, up and their product, 62% of a layer's bytes.
 
     Few large tensors, because the whole of it would take longer to copy than to compute with.
     """

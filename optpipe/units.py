@@ -68,8 +68,8 @@ def format_bytes(value: int) -> str:
 
 
 def format_share(value: float) -> str:
-    """Return a share of one as a percentage: 9.4 %."""
-    return f"{round(100 * value, 1) + 0.0:.1f} %"  # not -0.0
+    """Return a share of one as a percentage: 9.4%."""
+    return f"{round(100 * value, 1) + 0.0:.1f}%"  # not -0.0
 
 
 def tick_step(length: float, num_ticks: int) -> float:

@@ -103,8 +103,8 @@ def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
     (certificate,) = re.findall(r"((?:^> .*\n)+)\n\*Within this model\*", page, re.MULTILINE)
     for quote in (change, certificate.replace("> ", "")):
         assert without_numbers(quote) in without_numbers(out)
-    (gain,) = re.findall(r"(\d+\.\d) % less time per step", out)
-    (said,) = re.findall(r"(\d+\.\d) % less time per step", README)
+    (gain,) = re.findall(r"(\d+\.\d)% less time per step", out)
+    (said,) = re.findall(r"(\d+\.\d)% less time per step", README)
     assert abs(float(gain) - float(said)) <= 1.0
     assert "--pipeline-model-parallel-layout" in (workplace / "arguments.sh").read_text()
 
@@ -137,7 +137,7 @@ def test_the_numbers_under_the_picture_are_those_of_its_schedule() -> None:
     assert schedule.gap is not None
     assert f"{schedule.makespan_ms:,.0f} ms" in README
     assert f"{schedule.bound_ms:,.0f} ms" in README
-    assert f"{100 * schedule.gap:.1f} %" in README
+    assert f"{100 * schedule.gap:.1f}%" in README
 
 
 def texts(path: Path) -> list[str]:

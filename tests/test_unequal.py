@@ -241,7 +241,7 @@ def test_rules_are_learned_from_batches_of_the_run(
 
 @pytest.mark.parametrize("room", [120, 160, 400])
 def test_replan_is_near_a_longer_solve(room: int) -> None:
-    """Within 4 % of one of half a second: 0 % with room, 3.4 % in the middle."""
+    """Within 4% of one of half a second: 0% with room, 3.4% in the middle."""
     problem = batch(COSTS, room=room)
     longer = schedule_of(problem, work_limit=0.3, time_limit_s=600)
     assert replan(problem).makespan_ms <= longer.makespan_ms * 1.04

@@ -300,7 +300,7 @@ def forget(device: torch.device) -> None:
 def one_rank(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     """Run rank 0's program of a real schedule: step time and peak memory, planned and measured.
 
-    Five of its eight micro-batches are offloaded. Targets: 3 % of the simulator's time, 2 % of the
+    Five of its eight micro-batches are offloaded. Targets: 3% of the simulator's time, 2% of the
     prefix walk's peak.
     """
     sizes, effort = Sizes(hidden=4096, sequence=4096), Effort(20, 5)
@@ -513,7 +513,7 @@ def modes(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     """Measure the menu of a stage of Llama-3 8B and run every mode of it; one row each.
 
     All micro-batches of a step use the one mode, eight of them in flight. Targets: bytes within
-    3 % of the prefix walk, gradients those of keep to the last bit.
+    3% of the prefix walk, gradients those of keep to the last bit.
     """
     with alone(name) as device, _repeatable():
         stage, sizes, problem = _with_menu(device, tiny=tiny)
@@ -675,7 +675,7 @@ def solved(name: str, *, tiny: bool) -> list[dict[str, Any]]:
     """Measure a stage, let `solve` plan four such with little memory, and run each rank's program.
 
     Each rank alone, one after the other on the one card, beside the same program with everything
-    kept, whose gradients it must have. Targets: 3 % of the time, 3 % of the bytes.
+    kept, whose gradients it must have. Targets: 3% of the time, 3% of the bytes.
     """
     from optpipe_solver import solve
 

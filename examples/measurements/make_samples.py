@@ -3,8 +3,8 @@
 ``python examples/measurements/make_samples.py``
 
 The run is simulated: three steps of 1F1B on `examples/problems/llama3-8b-h100-pp4.json`, every
-duration 0-4 % longer than the problem says (seeded), the first step 50 % longer. Importing the
-files therefore gives times about 2 % above the problem's.
+duration 0-4% longer than the problem says (seeded), the first step 50% longer. Importing the
+files therefore gives times about 2% above the problem's.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ def gap_text(gap: float | None) -> str:
     """Return a gap as a percentage."""
     if gap is None:
         return "unknown"
-    return "0 % (optimal)" if gap <= 1e-6 else format_share(gap)
+    return "0% (optimal)" if gap <= 1e-6 else format_share(gap)
 
 
 def progress_line(

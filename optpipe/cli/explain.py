@@ -62,7 +62,7 @@ WithWhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Solve with 1 GB more on the tightest device, 20 % more PCIe bandwidth, and twice the "
+        help="Solve with 1 GB more on the tightest device, 20% more PCIe bandwidth, and twice the "
         "micro-batches.",
     ),
 ]

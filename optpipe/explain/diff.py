@@ -436,7 +436,7 @@ def difference_lines(found: ScheduleDifference | ProblemDifference) -> list[str]
 
 
 def cost_line(cost: Cost) -> str:
-    """Return ``makespan: 1,200.0 ms -> 1,100.0 ms (-100.0 ms, -8.3 %)``."""
+    """Return ``makespan: 1,200.0 ms -> 1,100.0 ms (-100.0 ms, -8.3%)``."""
     before, after = _value(cost.before, cost.unit), _value(cost.after, cost.unit)
     if cost.before is None or cost.after is None:
         return f"{cost.name}: {before} -> {after}"

@@ -227,10 +227,10 @@ def _slack(problem: Problem, explanation: Explanation) -> Iterator[str]:
         if more == "0":
             yield f"{name}: whatever gets slower there makes the step longer"
         else:
-            yield f"{name}: may take {more} % longer before the step does"
+            yield f"{name}: may take {more}% longer before the step does"
     if rest := groups[_MOST_LINES:]:
         least = _percent(rest[0][0])
-        yield f"{count(sum(map(len, rest)), 'other lane')}: {least} % or more"
+        yield f"{count(sum(map(len, rest)), 'other lane')}: {least}% or more"
 
 
 def _percent(slack: LaneSlack) -> str:

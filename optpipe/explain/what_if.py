@@ -4,7 +4,7 @@
 length there is known from what they take without the change:
 
 * 1 GB more memory: the same programs take the same time.
-* PCIe 20 % faster, objective makespan, every device with transfer lanes of its own: each start is
+* PCIe 20% faster, objective makespan, every device with transfer lanes of its own: each start is
   a maximum of sums of durations, and no duration grew, so nothing ends later. Where devices share
   a bus, or the two directions of one, another order on it can make the same programs longer, and
   under span an earlier first start can: then nothing is claimed.
@@ -118,7 +118,7 @@ def _more_memory(problem: Problem, programs: Programs) -> WhatIfQuestion:
 
 
 def _faster_pcie(problem: Problem, programs: Programs) -> WhatIfQuestion | Unasked:
-    name, text = "faster-pcie", "20 % more PCIe bandwidth, both directions"
+    name, text = "faster-pcie", "20% more PCIe bandwidth, both directions"
     if not problem.may_offload:
         reason = "buys nothing: no stage can be offloaded, so nothing crosses the bus"
         return Unasked(name=name, text=text, reason=reason)

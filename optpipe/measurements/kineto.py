@@ -159,7 +159,7 @@ def _busy_notes(busy: Mapping[tuple[int, str], Sequence[float]], gpu_time: GpuTi
     low = sorted((share, key) for key, share in shares.items() if share < _LEAST_BUSY)
     if not low:
         return []
-    names = _shortened(f"{100 * share:.0f} % of {stage}{action}" for share, (stage, action) in low)
+    names = _shortened(f"{100 * share:.0f}% of {stage}{action}" for share, (stage, action) in low)
     return [
         f"Kernels ran in {names} only; the rest is waiting, for launches if the profiler slowed "
         "them down (gpu_time busy leaves it out)."

@@ -517,7 +517,7 @@ def _factor(reached: float, step_ms: float, **given: float | None) -> float:
     if mfu is not None:
         if not 0 < mfu <= 1:
             raise FieldError(
-                FieldRef("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
+                FieldRef("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45%"
             )
         return reached / mfu
     for name in names:
@@ -540,8 +540,8 @@ def check_can_be(reached: float, field: FieldRef) -> None:
     if reached > 1:
         raise FieldError(
             field,
-            f": these GPUs would compute at {100 * reached:,.0f} % of their peak, and cannot above "
-            "100 %; correct it, or what it is a time of",
+            f": these GPUs would compute at {100 * reached:,.0f}% of their peak, and cannot above "
+            "100%; correct it, or what it is a time of",
         )
 
 

@@ -405,7 +405,7 @@ def _draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
     axis.plot(edges, most, drawstyle="steps-post", color=_LOOK.memory, linewidth=1.0)
     axis.hlines(1.0, 0, drawing.makespan_ms, colors=_LOOK.limit, linewidth=0.9)
     axis.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
-    axis.set_yticks([0.0, 0.5, 1.0], ["0", "50 %", "100 % of the limit"])
+    axis.set_yticks([0.0, 0.5, 1.0], ["0", "50%", "100% of the limit"])
 
 
 def _peak_label(problem: Problem, programs: Programs, device: int) -> str:

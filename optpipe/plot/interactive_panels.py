@@ -130,7 +130,7 @@ def draw_gantt(
 def left_border(names: list[str]) -> int:
     """Return the room in pixels that the longest of some devices' names and idle shares takes."""
     longest = max((len(_short(name)) for name in names), default=0)
-    return 24 + _PX_PER_LETTER * (longest + len(" 100 %"))
+    return 24 + _PX_PER_LETTER * (longest + len(" 100%"))
 
 
 def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
@@ -258,7 +258,7 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
 
 def _label_devices(plot: Any, view: View, drawing: Drawing) -> None:
     names = [
-        f"{_short(device.name)} {100 * share:.0f} %"
+        f"{_short(device.name)} {100 * share:.0f}%"
         for device, share in zip(view.problem.devices, drawing.idle, strict=True)
     ]
     step = -(-len(names) // _MOST_NAMED_DEVICES)

@@ -127,7 +127,7 @@ def _lags(times: Sequence[DeviceTimes]) -> dict[tuple[int, int], float]:
 
 DEFAULT_EVERY = 50
 """At 2 us an action on sampled steps and 0.1 us on others (CPU, ``benchmarks/RESULTS.md``) this is
-below 1 % of a step wherever actions take 20 us or more."""
+below 1% of a step wherever actions take 20 us or more."""
 
 _KEPT_STEPS = 8
 _DOWN, _UP = 0, 1

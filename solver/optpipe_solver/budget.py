@@ -77,7 +77,7 @@ class Limits:
         if self.seed < 0:
             raise InputError(f"seed = {self.seed}: must be >= 0; change it")
         if not 0 <= self.gap < 1:
-            raise InputError(f"gap = {self.gap}: must be in [0, 1), e.g. 0.01 for 1 %; change it")
+            raise InputError(f"gap = {self.gap}: must be in [0, 1), e.g. 0.01 for 1%; change it")
 
     @property
     def good_gap(self) -> float:
@@ -327,8 +327,8 @@ class RobustChoice:
 
     def __str__(self) -> str:
         return (
-            f"P{self.percent:g} under noise (actions +-{100 * self.jitter:g} %, devices "
-            f"+-{100 * self.stragglers:g} %): {self.late_ms:,.1f} ms, the best of "
+            f"P{self.percent:g} under noise (actions +-{100 * self.jitter:g}%, devices "
+            f"+-{100 * self.stragglers:g}%): {self.late_ms:,.1f} ms, the best of "
             f"{self.num_compared} schedules; the shortest without noise, {self.shortest_ms:,.1f} "
             f"ms, has {self.shortest_late_ms:,.1f} ms. Bound and gap are those without noise"
         )

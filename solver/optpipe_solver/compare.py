@@ -120,7 +120,7 @@ class ComparisonRow(ShortRepr):
     ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``, or ``v x2, guess``
     where stages were halved that do not say their layers: then ``problem`` is that copy.
     ``programs`` is None where the method has none, and ``reason`` says why;
-    ``p50_ms`` and ``p95_ms`` are of the step time under +-10 % noise on every duration.
+    ``p50_ms`` and ``p95_ms`` are of the step time under +-10% noise on every duration.
     """
 
     method: str

@@ -214,7 +214,7 @@ class _TighterSearch:
     def _hand_on(self, progress: Progress) -> None:
         reached = progress.objective_ms
         if progress.programs is not None and reached is not None and reached <= self.enough_ms:
-            method = f"{progress.method}{_PEAKS} {100 * self.share:.0f} %"
+            method = f"{progress.method}{_PEAKS} {100 * self.share:.0f}%"
             self.best.offer(progress.programs, method, expected_ms=reached)
 
 

@@ -79,7 +79,7 @@ class Noise:
         for name in ("jitter", "stragglers"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(
-                    f"noise.{name} = {getattr(self, name)}: must be in [0, 1), e.g. 0.1 for 10 %; "
+                    f"noise.{name} = {getattr(self, name)}: must be in [0, 1), e.g. 0.1 for 10%; "
                     "change it"
                 )
         if self.num_draws < 1:

@@ -132,13 +132,13 @@ def test_the_report_counts() -> None:
     for line in (
         "ours-20 against families, 3 instances: worse on 0, better on 2;",
         "ours-20 against cp-sat, 3 instances: worse on 1 (tight), better on 1;",
-        "strictly better than the best family on 1 of 2 (50 %) tight",
-        "proven optimal on 1 of 3 (33 %)",
-        "median proven gap plenty 0.00 % (1), tight 7.81 % (2)",
+        "strictly better than the best family on 1 of 2 (50%) tight",
+        "proven optimal on 1 of 3 (33%)",
+        "median proven gap plenty 0.00% (1), tight 7.81% (2)",
         "best offloading family's, 1 instances that can offload: less on 1, at most half on 1 (no "
         "bound forbids it on 1); ratios 0.50 to 0.50, median 0.50",
-        "within 1 % of the best known on 3 of 3 (100 %)",
-        "| tight | 200.000 | 202.000 | 151.000 | 150.000 | - | 140.000 | 7.28 % | 1 |",
+        "within 1% of the best known on 3 of 3 (100%)",
+        "| tight | 200.000 | 202.000 | 151.000 | 150.000 | - | 140.000 | 7.28% | 1 |",
     ):
         assert line in text
 

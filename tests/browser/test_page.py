@@ -84,7 +84,7 @@ def test_a_first_visit_leads_to_a_finished_schedule(chromium: Browser, tmp_path)
 def test_sliders_change_the_problem_that_is_solved(visit: Visit) -> None:
     page = visit.open("?model=llama3-8b&gpu=h100&pp=4&num_microbatches=8")
     before = page.get_attribute("#problem", "data-hash")
-    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50%
     page.locator("#microbatches").fill("12")
     page.wait_for_selector("#problem-size >> text=12 micro-batches")
     page.wait_for_selector("#problem-memory >> text=39.8 GiB")
@@ -303,7 +303,7 @@ def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, 
         other.open("?model=qwen3-8b&gpu=a100&pp=8&num_microbatches=24&memory_scale=0.7")
         other.page.wait_for_selector("#problem-size >> text=8 devices, 8 stages, 24 micro-batches")
         assert other.page.input_value("[name=model]") == "qwen3-8b"
-        assert other.page.inner_text("#slider-memory_scale >> xpath=../output")[:4] == "70 %"
+        assert other.page.inner_text("#slider-memory_scale >> xpath=../output")[:4] == "70%"
         assert other.page.inner_text("#problem-memory dd") == "56.0 GiB"
 
 

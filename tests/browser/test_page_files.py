@@ -34,7 +34,7 @@ def test_a_problem_of_a_file_stands_in_the_link(chromium: Browser, visit: Visit,
     """With its sliders, before there is a job; the fragment is never sent to the service."""
     page = visit.open()
     taken(page, two_stages(name="mine", num_microbatches=3), "mine.json")
-    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50%
     page.wait_for_function("location.hash.startsWith('#form=') && location.search.includes('0.5')")
     link = page.url
     with visiting(chromium, url) as other:

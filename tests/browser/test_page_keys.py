@@ -69,7 +69,7 @@ def test_who_may_only_read_estimates_sees_answers_and_is_told_what_solving_needs
             page.wait_for_selector("#jobs")
             visit.open()
             page.wait_for_selector("body[data-role=read]")
-            page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+            page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50%
             page.wait_for_selector("#problem-memory >> text=39.8 GiB")
             for button in ("#solve", "#sweep", "#compare"):
                 assert page.is_disabled(button)

@@ -82,7 +82,7 @@ def test_an_answer_has_its_question_on_top_and_the_gain_first(visit: Visit, url:
         assert question["Today"] == "TP 2 PP 4 DP 1 MBS 1, measured 2.5 s per step"
         assert page.is_hidden("#compose")
         assert page.is_visible("#change")
-        assert f"{100 * found['gain']:.1f} % less time per step" in page.inner_text("#gain")
+        assert f"{100 * found['gain']:.1f}% less time per step" in page.inner_text("#gain")
         assert "published runs" in page.inner_text("#band")
         assert page.inner_text("#certificate").startswith("Of 3 configurations")
         assert page.locator("#configuration tr[data-row]").count() == 2
@@ -213,7 +213,7 @@ def test_five_questions_lead_to_a_schedule_next_to_what_is_run(visit: Visit, url
     titles = "() => Bokeh.documents.flatMap((d) => [0, 1].map((n) => "
     titles += "d.get_model_by_name(`gantt-${n}-title`)?.text)).join()"
     assert "TP 2 PP 4 DP 1 MBS 1:" in page.evaluate(titles)
-    assert facts(page, "#job > dl")["MFU (bf16 peak)"] == f"{100 * best['mfu']:.1f} %"
+    assert facts(page, "#job > dl")["MFU (bf16 peak)"] == f"{100 * best['mfu']:.1f}%"
     assert page.locator("#changes li").all_inner_texts() == found["changes"]
     assert page.locator(".pair .ranks").count() == 2
     bars = page.locator(".pair .ranks >> nth=0")

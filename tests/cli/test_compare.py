@@ -100,7 +100,7 @@ def test_table_keeps_the_order_and_says_what_does_not_fit_and_why_not(run, answe
     assert " ".join(table[2]) == f"zz-best {numbers} fits"
     assert (table[3][0], table[3][-1]) == ("aa-big", "over")
     assert lines[-2:] == ["not applicable here:", "  zb-v, v-min: needs [a V]"]
-    assert "P50, P95: step time when every duration varies by +-10 %" in done.out
+    assert "P50, P95: step time when every duration varies by +-10%" in done.out
 
 
 def test_the_widest_table_is_wider_than_100_columns_before_it_is_cut(

@@ -133,8 +133,8 @@ def test_a_schedule_says_what_its_programs_cost(offloading) -> None:
 
 @pytest.mark.parametrize(
     ("gap", "text"),
-    [(None, "unknown"), (0.0, "0 % (optimal)"), (1e-6, "0 % (optimal)"), (2e-6, "0.0 %"),
-     (0.0123, "1.2 %")],
+    [(None, "unknown"), (0.0, "0% (optimal)"), (1e-6, "0% (optimal)"), (2e-6, "0.0%"),
+     (0.0123, "1.2%")],
 )  # fmt: skip
 def test_optimal_is_said_of_a_gap_of_a_millionth_and_no_more(gap, text) -> None:
     assert gap_text(gap) == text

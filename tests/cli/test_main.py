@@ -127,7 +127,7 @@ def test_a_robust_solve_says_what_was_ranked_and_what_is_proven(optpipe, problem
     options = ["--robust", "P95", "--jitter", 0.2, "--stragglers", 0.3, "--work-limit", 0.2]
     done = optpipe("solve", problem_file, *options)
     assert done.code == 0, done.err
-    assert "P95 under noise (actions +-20 %, devices +-30 %): " in done.out
+    assert "P95 under noise (actions +-20%, devices +-30%): " in done.out
     assert "Bound and gap are those without noise" in done.out
     assert "proven bound" in done.out
     assert "write P90" in optpipe("solve", problem_file, "--robust", "90").err

@@ -57,9 +57,9 @@ def test_costs_are_those_of_the_simulator_and_the_walk() -> None:
 @pytest.mark.parametrize(
     ("cost", "line"),
     [
-        (("makespan", "ms", 200.0, 150.0), "makespan: 200.0 ms -> 150.0 ms (-50 ms, -25.0 %)"),
+        (("makespan", "ms", 200.0, 150.0), "makespan: 200.0 ms -> 150.0 ms (-50 ms, -25.0%)"),
         (("peak", "bytes", 0, 2048), "peak: 0 B -> 2.0 KiB (+2.0 KiB)"),
-        (("bubble", "share", 0.5, 0.25), "bubble: 50.0 % -> 25.0 % (-25.0 points)"),
+        (("bubble", "share", 0.5, 0.25), "bubble: 50.0% -> 25.0% (-25.0 points)"),
         (("bound", "ms", None, 7.0), "bound: unknown -> 7 ms"),
         (("span", "ms", 7.0, 7.0), "span: 7 ms, unchanged"),
     ],
@@ -125,9 +125,9 @@ def test_fields_that_change_alike_stand_in_one_line() -> None:
         }
     )
     assert difference_lines(compare_problems(before, after)) == [
-        "num_microbatches: 2 -> 4 (+100.0 %)",
-        "stages[0..2].forward_ms: 1.0 -> 2.0 (+100.0 %)",
-        "stages[3].forward_ms: 1.0 -> 1.5 (+50.0 %)",
+        "num_microbatches: 2 -> 4 (+100.0%)",
+        "stages[0..2].forward_ms: 1.0 -> 2.0 (+100.0%)",
+        "stages[3].forward_ms: 1.0 -> 1.5 (+50.0%)",
     ]
 
 
@@ -140,7 +140,7 @@ def test_links_and_hosts_are_found_by_what_they_are() -> None:
     lines = difference_lines(compare_problems(whole, after))
     assert lines == [
         "hosts[host0].memory_bytes: 40000000 -> null",
-        "links[0->1].latency_ms: 0.5 -> 9.0 (+1,700.0 %)".replace(",", ""),
+        "links[0->1].latency_ms: 0.5 -> 9.0 (+1,700.0%)".replace(",", ""),
     ]
 
 

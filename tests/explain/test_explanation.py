@@ -51,9 +51,8 @@ def test_the_length_the_path_the_lanes_and_the_idle_time_in_words() -> None:
     given_problem, rows = offloading()
     explanation = explain(given_problem, rows, bound_ms=30.0)
     assert texts(explanation, "length") == [
-        "The makespan is 32 ms; the busiest device computes for 12 ms of it and is idle "
-        "for 62.5 %.",
-        "Proven: no schedule of this problem is shorter than 30 ms; at most 6.2 % can be won.",
+        "The makespan is 32 ms; the busiest device computes for 12 ms of it and is idle for 62.5%.",
+        "Proven: no schedule of this problem is shorter than 30 ms; at most 6.2% can be won.",
     ]
     assert texts(explanation, "critical path") == [
         "The chain that makes the length, 32 ms on 1 device: 12 ms computing, 10 ms offloading "
@@ -68,7 +67,7 @@ def test_the_length_the_path_the_lanes_and_the_idle_time_in_words() -> None:
         "No lane is saturated; the most used is compute of"
     )
     assert texts(explanation, "idle") == [
-        "gpu0: idle 20 ms (62.5 %): 10 waiting for a reload and 10 waiting for an offload to end "
+        "gpu0: idle 20 ms (62.5%): 10 waiting for a reload and 10 waiting for an offload to end "
         "(RELEASE)"
     ]
     assert texts(explanation, "memory")[0] == (
@@ -81,8 +80,8 @@ def test_devices_that_read_alike_stand_together() -> None:
     rows = one_f_one_b(4, 64)
     explanation = explain(given_problem, rows)
     assert texts(explanation, "lanes") == [
-        "Saturated, busy 95.0 % of the time or more: 4 lanes.",
-        "compute of gpu0..3: busy 192.0 ms, 95.5 %",
+        "Saturated, busy 95.0% of the time or more: 4 lanes.",
+        "compute of gpu0..3: busy 192.0 ms, 95.5%",
     ]
     devices = [bus(name=name) for name in ("left", "gpu1", "gpu2", "gpu3")]
     explanation = explain(given_problem.model_copy(update={"devices": devices}), rows)

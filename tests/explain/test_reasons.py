@@ -153,6 +153,6 @@ def test_it_is_told_least_first() -> None:
     assert [one.text for one in explanation.sentences if one.topic == "slack"] == [
         "compute of gpu0 and gpu1: whatever gets slower there makes the step longer",
         "gradient reduction of gpu0: whatever gets slower there makes the step longer",
-        "gradient reduction of gpu1: may take 75 % longer before the step does",
+        "gradient reduction of gpu1: may take 75% longer before the step does",
     ]
     assert lane_slacks(given, rows, simulate(given, rows), most=1) == ()

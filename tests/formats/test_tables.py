@@ -153,7 +153,7 @@ def test_markdown_is_for_people() -> None:
     lines = dump_sweep([sweep_row(), FAILED], "markdown").splitlines()
     assert lines[0].startswith("| memory_scale | placement | state | memory | objective ms |")
     assert lines[1].startswith("| ---: | --- | --- | ---: |")
-    assert lines[2] == ("| 0.5 | v | succeeded | 3.0 GiB | 1,234.5 | 1,200.0 | 2.8 % | 1.5 |  |")
+    assert lines[2] == ("| 0.5 | v | succeeded | 3.0 GiB | 1,234.5 | 1,200.0 | 2.8% | 1.5 |  |")
     assert lines[3].startswith("| 0.1 | [0, 1, 1, 0] | infeasible | 3.0 GiB | - | - | - | 1.5 |")
     assert lines[3].endswith(r"| no schedule fits, says \| it |")
 

@@ -31,7 +31,7 @@ def test_gpu_time_is_that_of_the_kernels_launched_inside(tmp_path: Path) -> None
     path = trace.write(tmp_path / "rank0.json")
     assert medians(read_kineto([path])) == {"0F": 4.0, "0B": 7.0}
     assert medians(read_kineto([path], gpu_time="busy")) == {"0F": 3.5, "0B": 7.0}
-    assert "Kernels ran in 88 % of 0F only" in "\n".join(read_kineto([path]).notes)
+    assert "Kernels ran in 88% of 0F only" in "\n".join(read_kineto([path]).notes)
 
 
 def test_other_streams_count_only_where_the_compute_stream_waits(tmp_path: Path) -> None:

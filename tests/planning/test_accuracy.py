@@ -109,7 +109,7 @@ def _is_stated(row) -> bool:
 
 
 def test_gains_are_as_probable_as_is_said(timed) -> None:
-    """Pairs of one model and GPU: 934 gains above 95 %, 93 % of them real; 84 % of 819 below."""
+    """Pairs of one model and GPU: 934 gains above 95%, 93% of them real; 84% of 819 below."""
     groups = defaultdict(list)
     for score in timed:
         groups[error_row(score).pair].append(score)

@@ -77,7 +77,7 @@ def _counted(found) -> tuple[list[Score], int]:
 
 
 def test_the_targets_that_are_met_stay_met(fit, found) -> None:
-    """Issue 19: median 6 %, experts on NVLink-72 worst 12 %, experts median 17 %, order."""
+    """Issue 19: median 6%, experts on NVLink-72 worst 12%, experts median 17%, order."""
     everything = errors(found)
     assert len(everything) == 30
     assert everything[14] <= 6
@@ -140,7 +140,7 @@ def test_rows_nobody_has_seen_are_read_or_named(fit) -> None:
 
 
 def test_memory_is_met_row_by_row(more) -> None:
-    """Whole training runs of eight B200 (SimuMax's measurements), each split alike, within 8 %."""
+    """Whole training runs of eight B200 (SimuMax's measurements), each split alike, within 8%."""
     rows, _ = more
     measured = [s for s in rows if "SimuMax" in s.run.source]
     assert len(measured) == 27

@@ -166,7 +166,7 @@ def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
 
 
 def test_profiles_of_single_stages_are_met() -> None:
-    """Zero Bubble (arXiv 2401.10241, table 9): F, I and W of a stage on A100, within 13 %."""
+    """Zero Bubble (arXiv 2401.10241, table 9): F, I and W of a stage on A100, within 13%."""
     table = json.loads((DATA / "zero_bubble_table.json").read_text("utf-8"))
     for row in table["rows"]:
         sizes = table["models"][row["model"]]
@@ -180,7 +180,7 @@ def test_profiles_of_single_stages_are_met() -> None:
 
 
 def test_activation_memory_of_1f1b_is_the_published() -> None:
-    """PipeOffload (arXiv 2503.01328), figure 15: the fullest device, within 6 %."""
+    """PipeOffload (arXiv 2503.01328), figure 15: the fullest device, within 6%."""
     paper = json.loads((DATA / "published.json").read_text("utf-8"))["pipeoffload"]
     batches = {row[0]: row[4] for row in paper["models"]}
     column = paper["fig15"]["methods"].index("1F1B")

@@ -124,7 +124,7 @@ def test_many_lines_leave_the_legend_readable() -> None:
 def test_an_html_file_can_be_zoomed_into(tmp_path) -> None:
     """The same lines and numbers, by another library."""
     save_frontier(LINES, tmp_path / "a.html", "t")
-    assert "25 ms, bound 20 ms, gap 20.0 %" in (tmp_path / "a.html").read_text("utf-8")
+    assert "25 ms, bound 20 ms, gap 20.0%" in (tmp_path / "a.html").read_text("utf-8")
     with pytest.raises(InputError, match="cannot write"):
         save_frontier(LINES, tmp_path / "nowhere" / "a.html")
 

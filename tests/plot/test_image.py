@@ -32,8 +32,8 @@ def views(small_problem, small_programs) -> list[View]:
 def test_an_svg_names_its_panels_actions_and_peaks(tmp_path, small_programs) -> None:
     save_figure(views_of(make_small_problem(15), small_programs), tmp_path / "a.svg")
     texts = svg_texts(tmp_path / "a.svg")
-    assert "before: makespan 13 ms, bubble 23.1 %" in texts
-    assert "after: makespan 13 ms, bubble 23.1 %" in texts
+    assert "before: makespan 13 ms, bubble 23.1%" in texts
+    assert "after: makespan 13 ms, bubble 23.1%" in texts
     assert {"F0", "F1", "I0", "W1", "gpu0", "gpu1", "to the host", "memory limit"} <= texts
     assert {"gpu1  13 of 15 B", "gpu0  OVER: 16 of 15 B"} <= texts
 
@@ -79,12 +79,12 @@ def test_a_bound_is_a_line_and_a_gap_in_the_title(tmp_path, small_problem, small
     """A bound of the makespan is a moment; one of a span is told, and no line."""
     save_figure([View("a", small_problem, small_programs, 11.0)], tmp_path / "a.svg")
     texts = svg_texts(tmp_path / "a.svg")
-    assert "a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %" in texts
+    assert "a: makespan 13 ms, bubble 23.1%, bound 11 ms, gap 15.4%" in texts
     assert "lower bound" in texts
     of_span = small_problem.model_copy(update={"objective": "span"})
     save_figure([View("a", of_span, small_programs, 11.0)], tmp_path / "b.svg")
     texts = svg_texts(tmp_path / "b.svg")
-    assert "a: makespan 13 ms, span 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %" in texts
+    assert "a: makespan 13 ms, span 13 ms, bubble 23.1%, bound 11 ms, gap 15.4%" in texts
     assert "lower bound" not in texts
 
 
@@ -95,7 +95,7 @@ def test_64_devices_and_512_microbatches_are_a_small_picture(tmp_path) -> None:
     save_figure([View("1F1B", problem, programs)], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size < 2_000_000
     texts = svg_texts(tmp_path / "a.svg")
-    assert {"gpu0", "gpu62", "100 % of the limit"} <= texts
+    assert {"gpu0", "gpu62", "100% of the limit"} <= texts
     assert any("mixes the colours" in text for text in texts)
 
 

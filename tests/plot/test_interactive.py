@@ -126,13 +126,13 @@ def test_a_bound_is_a_line_only_where_it_is_a_moment(small_problem, small_progra
     plot = named(layout, "gantt-0")
     assert [line.location for line in plot.select({"name": "bound"})] == [11.0]
     title = named(layout, "gantt-0-title")
-    assert title.text == "a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %"
+    assert title.text == "a: makespan 13 ms, bubble 23.1%, bound 11 ms, gap 15.4%"
     of_span = small_problem.model_copy(update={"objective": "span"})
     layout = schedule_chart([View("a", of_span, small_programs, 11.0)])
     assert list(named(layout, "gantt-0").select({"name": "bound"})) == []
     assert "span 13 ms, bubble" in named(layout, "gantt-0-title").text
     layout = schedule_chart([View("a", small_problem, small_programs, 0.0)])
-    assert named(layout, "gantt-0-title").text == "a: makespan 13 ms, bubble 23.1 %"
+    assert named(layout, "gantt-0-title").text == "a: makespan 13 ms, bubble 23.1%"
     assert list(named(layout, "gantt-0").select({"name": "bound"})) == []
 
 
@@ -141,9 +141,9 @@ def test_idle_shares_stand_at_devices_and_their_mean_in_the_title() -> None:
     given = problem([stage(0, 1, 1, 1), stage(1, 2, 2, 2)], m=2)
     layout = schedule_chart([View("a", given, load_csv("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"))])
     (axis,) = named(layout, "gantt-0").yaxis
-    assert axis.major_label_overrides == {0: "gpu0 67 %", 1: "gpu1 33 %"}
+    assert axis.major_label_overrides == {0: "gpu0 67%", 1: "gpu1 33%"}
     assert layout.tags == [18]
-    title = "a: makespan 18 ms, bubble 50.0 % (busiest device 33.3 %)"
+    title = "a: makespan 18 ms, bubble 50.0% (busiest device 33.3%)"
     assert named(layout, "gantt-0-title").text == title
 
 
@@ -222,7 +222,7 @@ def test_a_frontier_shows_points_bounds_and_what_is_infeasible() -> None:
     """The label of a line is text, whatever it holds."""
     page = chart_html(frontier_chart(LINES, "a & b"), title="a & b")
     assert "nothing fits (proven)" in page
-    assert "30 ms, bound 24 ms, gap 20.0 %" in page
+    assert "30 ms, bound 24 ms, gap 20.0%" in page
     assert "25 ms, no bound" in page
     assert "<title>a &amp; b</title>" in page
 

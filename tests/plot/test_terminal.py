@@ -26,12 +26,12 @@ def draw(view: ScheduleView, width: int = 80, **console) -> str:
 def test_the_whole_small_picture(small_problem, small_programs) -> None:
     view = ScheduleView(problem=small_problem, programs=small_programs)
     assert [line.rstrip() for line in draw(view, 81).splitlines()] == [
-        "small  makespan 13 ms  bubble 23.1 %",
-        "gpu0    F0──────····F1──────····I0══════W0┄┄····I1══════W1┄┄ busy 76.9 %",
+        "small  makespan 13 ms  bubble 23.1%",
+        "gpu0    F0──────····F1──────····I0══════W0┄┄····I1══════W1┄┄ busy 76.9%",
         " ↓ host         0▾▾▾                                         1 offloaded",
         " ↑ host                     0▴▴▴                             1 reloaded",
         " memory ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅████████████▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅▃▃▃▃ 16 B = 100%",
-        "gpu1    ········F0──────I0══════F1──────I1══════W0┄┄W1┄┄···· busy 76.9 %",
+        "gpu1    ········F0──────I0══════F1──────I1══════W0┄┄W1┄┄···· busy 76.9%",
         " memory ▁▁▁▁▁▁▁▁▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▅▅▅▅▃▃▃▃▁▁▁▁ 13 B = 81%",
         "        ┴───────────────────┴───────────────────┴───────────",
         "ms      0                   5                   10",
@@ -81,7 +81,7 @@ def test_two_views_on_one_axis_end_where_their_time_ends(small_problem, small_pr
     whole = draw(ScheduleView(problem=small_problem, programs=small_programs, length_ms=13.0))
     half = draw(ScheduleView(problem=small_problem, programs=small_programs, length_ms=26.0))
     assert whole.splitlines()[1].index("W1") > half.splitlines()[1].index("W1")
-    assert half.splitlines()[1].rstrip().endswith("busy 76.9 %")
+    assert half.splitlines()[1].rstrip().endswith("busy 76.9%")
 
 
 @pytest.mark.extended

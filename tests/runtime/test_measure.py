@@ -159,7 +159,7 @@ class _Unseen(nn.Module):
     ids=["keeps all", "keeps two", "shares", "unseen"],
 )
 def test_a_stage_whose_bytes_do_not_add_up_is_refused(stage, message) -> None:
-    """What a plan adds up is what lives, within 3 %, whoever holds it."""
+    """What a plan adds up is what lives, within 3%, whoever holds it."""
     with pytest.raises(InputError, match=rf"stage 1:? {message}.* within 3"):
         quick([measured.deep(8, 1), stage, measured.deep(8, 1)], torch.ones(64, 8))
 

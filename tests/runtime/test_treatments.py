@@ -437,7 +437,7 @@ def test_a_complex_output_is_compared():
 
 
 def test_a_small_difference_in_half_precision_is_seen():
-    """Of any 100 changes of 3 %, whatever the signs; and no rounding is taken for one."""
+    """Of any 100 changes of 3%, whatever the signs; and no rounding is taken for one."""
     checks = OutputChecks()
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(64, 64, generator=generator)

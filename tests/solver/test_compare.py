@@ -112,7 +112,7 @@ def test_noise_of_a_single_chain() -> None:
     spread = step_time_spread(given, one_f_one_b(1, 2), seed=1)
     assert spread.num_samples == 400
     assert spread.p50_ms == pytest.approx(60, rel=0.01)
-    # Two F of 10 and two B of 20, each +-10 % uniform: variance 2 x 1/3 + 2 x 4/3 ms^2.
+    # Two F of 10 and two B of 20, each +-10% uniform: variance 2 x 1/3 + 2 x 4/3 ms^2.
     assert spread.p95_ms == pytest.approx(60 + 1.645 * (10 / 3) ** 0.5, rel=0.01)
 
 

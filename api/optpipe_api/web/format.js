@@ -31,12 +31,12 @@ export function bytes(value) {
 /** A sentence of the service with its sizes for people: "12345678901 (11.5 GiB)" is 11.5 GiB. */
 export const sized = (text) => text.replaceAll(/\b\d+ \((\d+\.\d [KMGTP]iB)\)/g, "$1");
 
-/** A share of one: 9.4 %; small ones keep a digit that is not 0. */
+/** A share of one: 9.4%; small ones keep a digit that is not 0. */
 export function share(value) {
   if (value === null || value === undefined) return "–";
   const percent = 100 * value;
   const digits = percent !== 0 && Math.abs(percent) < 0.1 ? 3 : 1;
-  return `${percent.toFixed(digits)} %`;
+  return `${percent.toFixed(digits)}%`;
 }
 
 /** A number with at most so many significant digits. */

@@ -77,7 +77,7 @@ function factsOf(view) {
 /** The estimated step, with its interval if such estimates were compared with published runs. */
 function stepOf({ step_ms: step, interval_ms: interval }) {
   const [low, high] = interval?.map(ms) ?? [];
-  return interval ? `${ms(step)} ms, 80 % between ${low} and ${high}` : `${ms(step)} ms`;
+  return interval ? `${ms(step)} ms, 80% between ${low} and ${high}` : `${ms(step)} ms`;
 }
 
 function saveProblem(problem) {

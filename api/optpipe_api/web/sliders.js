@@ -14,7 +14,7 @@ const LATENCIES = ["as given", 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 const least = (values) => Math.min(...values.filter((value) => value !== null));
 
 function memory(value, problem) {
-  const percent = `${Math.round(100 * value)} %`;
+  const percent = `${Math.round(100 * value)}%`;
   if (!problem) return percent;
   return `${percent} · ${bytes(Math.max(...problem.devices.map((d) => d.memory_bytes)) * value)}`;
 }

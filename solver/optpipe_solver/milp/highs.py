@@ -173,7 +173,7 @@ _BOUND_ALONE = {
 """Options of integer runs that grow row by row: they have good starts, and what is asked for is the
 bound. HiGHS's searches inside its neighbourhoods find nothing there, and presolve hides the program
 that the rows before were made for. Of 1F1B on 32 devices 21 CPU seconds become 7, and ZB-V on 8 has
-a gap of 0.5 % in place of 1.7 after 40 s (`python -m benchmarks.plan_milp`, HiGHS 1.15.1)."""
+a gap of 0.5% in place of 1.7 after 40 s (`python -m benchmarks.plan_milp`, HiGHS 1.15.1)."""
 
 _ITERATIONS, _LOOKS, _RUNS = 10_000, 1_500, 1_000
 """Simplex iterations, looks of HiGHS at its limits, and runs that are a unit of work: what about

@@ -143,7 +143,7 @@ def test_an_estimate_has_what_is_asked_for(http, options, holds) -> None:
 
 
 def test_an_estimate_has_its_interval_unless_its_step_was_measured(http) -> None:
-    """80 % of the measured steps of its class; a step that was measured needs none."""
+    """80% of the measured steps of its class; a step that was measured needs none."""
     body = {"model": "llama3-8b", "gpu": "h100", "pp": 4}
     view = http.post("/v1/estimates", json=body).json()
     low, high = view["interval_ms"]

@@ -291,7 +291,7 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
         ({"current": {**TODAY, "micro_batch": 5}}, "/current", "does not divide global_batch"),
         ({"global_batch": 2**16}, "/current", "OPTPIPE_MAX_CELLS"),
         ({"measured_step_s": 1.0, "current": None}, "/measured_step_s", "give both or none"),
-        ({"measured_step_s": 1e-3}, "/measured_step_s", "of their peak, and cannot above 100 %"),
+        ({"measured_step_s": 1e-3}, "/measured_step_s", "of their peak, and cannot above 100%"),
         ({"network": "pigeon"}, "/network", "must be one of infiniband"),
         ({"headroom": 1.0}, "/headroom", "must be < 1"),
         ({"options": {"time_limit_s": 201}}, "/options/time_limit_s", "must be <= 200.0"),

@@ -240,7 +240,7 @@ def test_what_a_schedule_cannot_run_is_refused_with_the_reason(ranks):
 
 
 def test_a_global_loss_of_routers_is_refused_where_they_are_recomputed(ranks):
-    """It depends on what earlier micro-batches counted; gradients were 11 % off Megatron's own."""
+    """It depends on what earlier micro-batches counted; gradients were 11% off Megatron's own."""
     problem = schedules.make_problem(PAIR, MICROBATCHES)
     job = Job(2, experts=True, settings={"moe_router_load_balancing_type": "global_aux_loss"})
     for share, text in ((0.0, "not refused"), (0.5, "and the schedule recomputes stage")):

@@ -63,7 +63,7 @@ def test_zb_h1_is_proven_optimal_at_one_activation_per_device(
 ) -> None:
     """With p activations the idle time before the first I and after the last F is all there is.
 
-    The load of a device alone proves the last only within 1.6 %.
+    The load of a device alone proves the last only within 1.6%.
     """
     given = line(p, m, p, objective)
     length_ms = simulate(given, build_zb_h1(given)).objective_ms(objective)

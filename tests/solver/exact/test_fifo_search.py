@@ -106,14 +106,14 @@ def test_its_optimum_is_what_the_milp_says(given: Problem) -> None:
 
 
 def fused_problem() -> Problem:
-    """The benchmark ``fused-p4-m8``: HiGHS leaves a gap of 1.4 % after 20 s."""
+    """The benchmark ``fused-p4-m8``: HiGHS leaves a gap of 1.4% after 20 s."""
     sizes = {"activation_bytes": 1000, "weight_context_bytes": 432, "backward_ms": 45.0}
     stages = [stage(d, 29.718, 29.444, 19.927, **sizes) for d in range(4)]
     return problem(stages, [{"memory_bytes": 2000}] * 4, m=8)
 
 
 def test_it_finds_and_proves_what_highs_does_not() -> None:
-    """1114.646, from a start 2.7 % off."""
+    """1114.646, from a start 2.7% off."""
     best = started(fused_problem())
     assert best.objective_ms > 1145
     improve_by_beam(best, Stop(60))

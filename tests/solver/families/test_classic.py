@@ -82,7 +82,7 @@ def test_golden_where_m_is_no_multiple_of_p() -> None:
 
 
 def test_published() -> None:
-    """Zero Bubble, tables 5 and 9: the rate of 1F1B-I within 4 % of the published one.
+    """Zero Bubble, tables 5 and 9: the rate of 1F1B-I within 4% of the published one.
 
     Most chunks per device, i.e. one layer each: the table's layer counts are 2 short of a multiple
     of p (the first and last stage have one less), so a device holds (layers + 2)/p: 3, 4, 3, 2.

@@ -438,7 +438,7 @@ def test_no_cut_that_fits_beats_the_best_one(data, cut) -> None:
             for bytes_of, room in limits
         )
     ]
-    # A program may stop 0.2 % below the best cut; what prices say may not be above that.
+    # A program may stop 0.2% below the best cut; what prices say may not be above that.
     assert prices.bound_ms(other) <= best_cut(other)[0] * (1 + 2e-3 + 1e-6)
     assert prices.bound_ms(other) <= min(lengths) * (1 + 1e-9)
 
@@ -610,13 +610,13 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert row in result.rows or row.step_ms > result.best.step_ms
     assert f"more than {result.gap:.1%} faster" in result.certificate
     assert result.gain is not None
-    assert f"{100 * result.gain:.1f} % less time per step" in repr(result)
+    assert f"{100 * result.gain:.1f}% less time per step" in repr(result)
 
 
 def test_a_gain_needs_a_baseline_that_fits_and_an_answer() -> None:
     """Today's step is no baseline where it does not fit; nor is it an answer while others are open.
 
-    What the search tells before it has found anything faster has no gain, not one of 0 %.
+    What the search tells before it has found anything faster has no gain, not one of 0%.
     """
     question = asked()
     training = replace(question.training, dp=1, sequence_parallel=False)
