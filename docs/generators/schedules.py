@@ -347,7 +347,7 @@ def _ranking_table() -> str:
             f"[{name}](../generated/schedules/{name}.md) ({placement})"
             for name, placement in names.items()
         )
-        bubble = f"{1 - work_ms / length_ms:.1%}".replace("%", " %")
+        bubble = f"{1 - work_ms / length_ms:.1%}"
         rows.append((room, times.removeprefix("F/I/W "), copies, objective, bubble, shown))
     head = ("memory", "F/I/W", "offload", "objective", "bubble rate", "shortest (placement)")
     return table(head, rows, "llllrl")

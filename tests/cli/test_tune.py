@@ -22,7 +22,7 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     done = optpipe(*SMALL, *TODAY, "-o", schedule, "--problem-out", problem)
     assert done.code == 0, done.err
     first = " ".join(done.out.split())
-    assert re.match(r"\d+\.\d % less time per step than what you run; the gain", first), done.out
+    assert re.match(r"\d+\.\d% less time per step than what you run; the gain", first), done.out
     assert re.search(r"; the gain is real with a probability of (more than )?\d\d%\. ", first)
     assert re.search(
         r"Step of the best: 80% between [\d.]+ and [\d.]+ s \(67 published runs", first
