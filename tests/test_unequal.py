@@ -190,7 +190,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize(("order", "chunks"), [("free", 1), ("given", 1), ("free", 2)])
+@pytest.mark.parametrize(("order", "chunks"), [("given", 1), ("free", 2)])
 def test_rules_are_learned_from_batches_of_the_run(
     order: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

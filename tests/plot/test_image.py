@@ -105,7 +105,7 @@ def area_of(path, colour: str) -> int:
     return int(np.all(pixels == wanted, axis=-1).sum())
 
 
-@pytest.mark.parametrize("num_devices", [2, 26])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.extended), 26])
 def test_what_is_over_a_limit_is_red(tmp_path, num_devices: int) -> None:
     """As a curve, and as the range of many devices; a limit that holds is only a line."""
     problem, programs = large_case(num_devices, 4)

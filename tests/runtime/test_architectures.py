@@ -30,7 +30,7 @@ from optpipe.planning.costs import (
 )
 from optpipe.planning.machine import Machine
 from optpipe.planning.shape import Lora, Training
-from optpipe.planning.trace import TracedModel
+from optpipe.planning.trace import TracedKernels, TracedModel
 from optpipe.planning.traced_costs import shape_of_trace
 from optpipe.runtime.measuring.architectures import (
     LayerKinds,
@@ -102,9 +102,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def trace_small(name: str, kernels: str = "torch") -> TracedModel:
+def trace_small(name: str, kernels: TracedKernels = "torch", tp: int = 1) -> TracedModel:
     """Return the trace of a small model, made once for all tests."""
-    return trace_config(CONFIGS[name], sequence=64, kernels=kernels)
+    return trace_config(CONFIGS[name], sequence=64, tps=(tp,), kernels=kernels)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -485,12 +485,7 @@ def test_adapters_are_trained_and_the_model_is_frozen():
     ],
 )
 def test_fused_kernels_keep_less_and_have_the_same_products(name, tp):
-    plain, fused = (
-        trace_small(name, one).ranks[0]
-        if tp == 1
-        else trace_config(CONFIGS[name], sequence=64, tps=(tp,), kernels=one).ranks[0]
-        for one in ("torch", "fused")
-    )
+    plain, fused = (trace_small(name, one, tp).ranks[0] for one in ("torch", "fused"))
     assert fused.head.saved_bytes.at(1) < plain.head.saved_bytes.at(1)
     for eager, one in zip(plain.kinds, fused.kinds, strict=True):
         assert one.saved_bytes.at(1) < eager.saved_bytes.at(1)

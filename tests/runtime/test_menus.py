@@ -67,6 +67,7 @@ def test_every_byte_and_every_product_of_a_group_is_counted() -> None:
     assert not any("Unknown" in note for note in profile.measurements.notes)
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler
 def test_a_menu_says_of_compiled_groups_that_they_cannot_be_told_apart() -> None:
     torch.compiler.reset()

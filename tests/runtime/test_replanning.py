@@ -149,7 +149,10 @@ def train(
     return Outcome(max(apart), lost, slots, host, moved)
 
 
-@pytest.mark.parametrize(("placement", "size"), [((0, 1, 1, 0), 2), (schedules.V_SHAPE, 4)])
+@pytest.mark.parametrize(
+    ("placement", "size"),
+    [pytest.param((0, 1, 1, 0), 2, marks=pytest.mark.extended), (schedules.V_SHAPE, 4)],
+)
 def test_unequal_batches_train_as_in_one_process(ranks, placement, size):
     given = batches(4, seed=len(placement))
     problems = [problem_of(placement, batch) for batch in given]

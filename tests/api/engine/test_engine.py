@@ -277,6 +277,7 @@ def test_shutdown_gives_running_jobs_back_with_their_incumbents(open_bench) -> N
     assert len(second.store.trace(job_id)[1]) == 5
 
 
+@pytest.mark.extended
 def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> None:
     bench = open_bench(solve_path="no_such_module:solve")
     for _ in range(2):

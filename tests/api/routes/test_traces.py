@@ -56,6 +56,7 @@ def test_a_config_with_a_formula_is_traced_if_asked(http) -> None:
     assert by_formula["parameters"] == by_trace["parameters"]
 
 
+@pytest.mark.extended
 def test_a_tune_of_a_traced_config_keeps_the_trace_in_its_question(http) -> None:
     question = {
         "config": OLMO2,
@@ -85,17 +86,14 @@ def test_a_request_may_send_its_trace(http) -> None:
     assert view["costs_from"] == "trace"
 
 
+# At every change test_catalogue.py asks for one such estimate.
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
         ({"model_type": "no_such_model"}, "no_such_model"),
-        pytest.param(
-            *(OLMO2 | {"num_attention_heads": "many"}, "transformers"), marks=pytest.mark.extended
-        ),
-        pytest.param(
-            *({"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}, "model_type"),
-            marks=pytest.mark.extended,
-        ),
+        (OLMO2 | {"num_attention_heads": "many"}, "transformers"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}, "model_type"),
     ],
 )
 def test_what_transformers_does_not_have_is_refused_with_its_reason(

@@ -127,6 +127,7 @@ def test_a_large_body_takes_a_place_for_each_megabyte(pool) -> None:
     assert [one for one in found if isinstance(one, tuple) and one[1] != len(body)] == []
 
 
+@pytest.mark.extended
 def test_whoever_gives_up_leaves_the_queue(pool) -> None:
     """As a request does whose key is revoked: places that are never free again end in refusals."""
 

@@ -122,6 +122,7 @@ def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
     print(f"Hugging Face, {kind} on {placement}: gradients differ by {worst:.1e} of the largest")
 
 
+@pytest.mark.extended
 def test_fsdp2_shards_what_tensor_parallel_ranks_have(ranks):
     """Qwen3's norms of queries have parts of their gradients on each tensor-parallel rank."""
     assert max(ranks.run(train_replicas, "qwen3", timeout=200)) < 1e-12

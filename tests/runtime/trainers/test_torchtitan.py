@@ -21,13 +21,14 @@ CASES = {
 }
 
 
+# At every change: the losses of its whole trainer, below, and FSDP2 in test_interop.py.
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        pytest.param("pp 4", 10, marks=pytest.mark.extended),
-        pytest.param("pp 2 x FSDP2 2, a V of four stages", 10, marks=pytest.mark.extended),
-        ("pp 2 x FSDP2 2, a V of four stages", 3),
-        pytest.param("DeepSeek, pp 2 x FSDP2 2, a V of four stages", 3, marks=pytest.mark.extended),
+        ("pp 4", 10),
+        ("pp 2 x FSDP2 2, a V of four stages", 10),
+        ("DeepSeek, pp 2 x FSDP2 2, a V of four stages", 3),
     ],
 )
 def test_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name, steps):

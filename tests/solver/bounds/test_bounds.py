@@ -56,7 +56,12 @@ def test_one_activation_lets_micro_batches_pass_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "objective"), [(4, 8, "makespan"), (8, 24, "span"), (64, 512, "makespan")]
+    ("p", "m", "objective"),
+    [
+        (4, 8, "makespan"),
+        (8, 24, "span"),
+        pytest.param(64, 512, "makespan", marks=pytest.mark.extended),
+    ],
 )
 def test_zb_h1_is_proven_optimal_at_one_activation_per_device(
     p: int, m: int, objective: str

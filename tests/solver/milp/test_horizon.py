@@ -176,6 +176,7 @@ def test_the_milp_beats_every_start() -> None:
     assert best.is_optimal
 
 
+@pytest.mark.extended
 def test_the_milp_proves_what_no_bound_does() -> None:
     """150 is optimal; the best bound of another kind is 146."""
     best = started(parked_problem(8))

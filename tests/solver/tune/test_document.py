@@ -140,6 +140,7 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
     assert read_checkpoint(read.question, text.replace('"version": 10', '"version": 7')) is None
 
 
+@pytest.mark.extended
 def test_a_killed_search_with_a_work_limit_ends_with_the_answer_of_one_that_was_not(
     monkeypatch,
 ) -> None:
