@@ -150,10 +150,13 @@ def test_scripts_of_the_how_tos_are_shell_and_yaml() -> None:
     assert len(scripts) >= 3
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    manifests = [text for page in PAGES for text in blocks(page.read_text("utf-8"), "yaml")]
-    assert manifests
-    for text in manifests:
-        command = yaml.safe_load(text)["spec"]["template"]["spec"]["initContainers"][0]["command"]
+    manifests = [
+        yaml.safe_load(text) for page in PAGES for text in blocks(page.read_text("utf-8"), "yaml")
+    ]
+    jobs = [manifest for manifest in manifests if manifest["kind"] == "Job"]
+    assert jobs
+    for job in jobs:
+        command = job["spec"]["template"]["spec"]["initContainers"][0]["command"]
         assert command[:2] == ["optpipe", "submit"]
         options = {word for word in command if word.startswith("-")}
         assert options <= OPTIONS["optpipe submit"]
