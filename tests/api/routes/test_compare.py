@@ -168,7 +168,7 @@ def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
     """Seen from the process, a killed server is the end of its connection."""
     settings = make_settings(tmp_path)
     process = SolverChild(worker_arguments(settings))
-    with closing(process._connection):
+    with closing(process.connection):
         until(lambda: (message := process.receive(0.1)) and message.kind == "ready")
         problem = Problem.parse(two_stages(f"hang:{tmp_path}/pid")).model_dump_json(by_alias=True)
         options = {"time_limit_s": 1, "threads": 1, "seed": 0, "workload": None}
