@@ -3,6 +3,7 @@
 #   make run     set up, solve the example through the service, train by the schedule (ARGS=--once: then end)
 #   make test    set up, run the tests that pip alone can provide for (PYTEST_ARGS=... is passed on)
 #   make test-long                those and the long ones, with a thousand random examples: hours
+#   make test PYTHON=python3.13   the tests with another Python, in an environment of its own
 #   make test-torch TORCH=2.15.0  the runtime's tests with another torch, in an environment of its own
 #   make lint types contracts     what .ci/run checks besides
 #   make screenshots              every state of the page, as pictures in build/screenshots
@@ -18,7 +19,9 @@
 # constraints.txt installs again.
 
 PYTHON ?= python3
-BIN := .venv/bin
+# PYTHON=python3.13 on the command line gets an environment of its own, .venv-python3.13.
+VENV := .venv$(if $(findstring command,$(origin PYTHON)),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
 # What `make frontier` draws: a problem, and shares of its memory.
 FRONTIER ?= benchmarks/instances/6.2b-p4-m8-8.0a.json
 MEMORY ?= 1,0.875,0.75,0.625,0.5,0.4375,0.375,0.3125,0.25,0.1875,0.125
@@ -30,8 +33,8 @@ EXTRAS_test := $(EXTRAS_run),trainers,postgres,plot,ray,otel,dev
 EXTRAS_ci := $(EXTRAS_test),docs,ci
 EXTRAS_solver := solver
 # What is installed already, if it is more, will do.
-TEST_INSTALL := $(firstword $(wildcard .venv/.installed-ci) .venv/.installed-test)
-RUN_INSTALL := $(firstword $(wildcard .venv/.installed-ci .venv/.installed-test) .venv/.installed-run)
+TEST_INSTALL := $(firstword $(wildcard $(VENV)/.installed-ci) $(VENV)/.installed-test)
+RUN_INSTALL := $(firstword $(wildcard $(VENV)/.installed-ci $(VENV)/.installed-test) $(VENV)/.installed-run)
 
 # Kernels are compiled before any clock runs, once for each change of them.
 WARM_UP = $(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
@@ -102,10 +105,10 @@ contracts: $(TEST_INSTALL)
 	$(BIN)/lint-imports --no-logo
 
 # optpipe/client/client.py from async_client.py, after a change of the latter.
-client: .venv/.installed-test
+client: $(VENV)/.installed-test
 	$(BIN)/python -m tests.test_client_twin
 
-docs: .venv/.installed-ci
+docs: $(VENV)/.installed-ci
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/docs
 
 bench: $(TEST_INSTALL)
@@ -123,18 +126,18 @@ frontier: $(TEST_INSTALL)
 	$(BIN)/optpipe sweep $(FRONTIER) --axis memory_scale=$(MEMORY) \
 	  -o build/frontier.csv --frontier build/frontier.svg $(ARGS)
 
-setup-ci: .venv/.installed-ci
+setup-ci: $(VENV)/.installed-ci
 
 # The pins keep the machines of two people, CI and the image alike. torch stands among them: an
 # open range would take the newest build, with several GB of CUDA packages.
-.venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "optpipe: installing '.[$(EXTRAS_$*)]' into .venv (minutes the first time)"
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "optpipe: installing '.[$(EXTRAS_$*)]' into $(VENV) (minutes the first time)"
 	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
 	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "OptPipe needs Python 3.11 or newer, but this is " + sys.version.split()[0] + ": say which to use, e.g. make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 # A complete install without pins, written down. torch by version, and without the +cpu that a CPU
 # build adds, which only some indexes have.
@@ -149,4 +152,4 @@ constraints:
 	rm -rf .venv-constraints
 
 clean:
-	rm -rf .venv .venv-constraints .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -79,6 +79,7 @@ def profile(
         ),
     ] = None,
     samples_out: SamplesOut = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure or trace stages or a model, and write the problem or model.
 
@@ -109,9 +110,12 @@ def profile(
     num_devices = request.num_devices or len(measured.measurements.devices)
     count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
     # Show and write the measurements first: they are kept even if they make no problem.
-    _show(measured)
-    if layers is not None:
-        _show_layers(layers.layers)
+    if as_json:
+        print_json(_describe(measured, layers))
+    else:
+        _show(measured)
+        if layers is not None:
+            _show_layers(layers.layers)
     if samples_out is not None:
         samples = measured.with_reserved(count).model_dump_json(indent=1) + "\n"
         write_output(samples_out, samples, "samples")
@@ -171,6 +175,26 @@ def _measure(request: ProfileRequest, *, has_links: bool) -> tuple[Profile, Mode
         contexts.enter_context(use_process_group(device))
         settings |= {"loss_fn": found.loss_fn, "target": found.target}
         return measure(found.stages, found.sample, placement=request.placement, **settings), None
+
+
+def _describe(measured: Profile, layers: ModelProfile | None) -> dict[str, Any]:
+    """Return what `_show` and `_show_layers` print, as JSON; sizes are bytes, rates GB/s."""
+    document = _describe_measurements(measured.measurements, measured.measurements.notes)
+    document["footprints"] = [
+        {
+            "received_bytes": result.footprint.received_bytes,
+            "weight_gradient_share": result.footprint.split.deferred / total
+            if (total := result.footprint.split.total)
+            else None,
+            "d2h_h2d_gb_per_s": list(result.bandwidths or ()),
+        }
+        for result in measured.results
+    ]
+    if layers is not None:
+        document["layers"] = [
+            {"name": run.name, "repeat": run.repeat, "stage": run.stage} for run in layers.layers
+        ]
+    return document
 
 
 def _show_layers(layers: Iterable[RepeatedLayer]) -> None:

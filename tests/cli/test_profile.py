@@ -1,6 +1,7 @@
 """``optpipe profile``: from a function that makes stages to a problem file."""
 
 import importlib
+import json
 import subprocess
 import sys
 from functools import partial
@@ -53,6 +54,19 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
     assert [stage.output_bytes for stage in problem.stages] == [2 * 16 * 32 * 8] * 3 + [0]
     read = Measurements.model_validate_json(samples.read_text())
     assert read.spreads[3, "W"].num_samples == 2
+
+
+def test_the_report_as_json(profile) -> None:
+    """What the tables say, with its notes."""
+    code, out, err = profile(
+        "tests.runtime.measured:three_perceptrons", "--device", "H100", "--json"
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert {time["action"] for time in report["times"]} >= {"F", "I", "W"}
+    assert len(report["footprints"]) == 3
+    assert all(one["received_bytes"] >= 0 for one in report["footprints"])
+    assert any("Traced: no pass ran on a GPU" in note for note in report["notes"])
 
 
 def test_a_gpu_that_is_not_there(profile, tmp_path) -> None:
