@@ -165,7 +165,8 @@ def draw_values() -> list[dict[str, Any]]:
     cases = [base | {name: draw.choice(TRIED[name]) for name in some} for some in names]
     full = {"recompute_method": "uniform", "recompute_num_layers": 1}
     drawn = [case | (full if case.get("recompute_granularity") == "full" else {}) for case in cases]
-    return drawn[: 3 * NUMBER]
+    iteration = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["full_iteration"]}
+    return [*drawn[: 3 * NUMBER], base | iteration]
 
 
 VALUES = draw_values()

@@ -329,6 +329,11 @@ TEXT_RULES = (
        and _scope_of(t) != ["full_iteration"],
        "recompute_granularity = full with CUDA graphs: Megatron-Core captures no layer that is "
        "recomputed as a whole; leave one out, or recompute modules"),
+    _T("captured iteration", CONFIG,
+       lambda t: _graphs_of(t) == "transformer_engine" and "full_iteration" in _scope_of(t),
+       "cuda_graph_scope = {cuda_graph_scope} with cuda_graph_impl = transformer_engine: "
+       "Megatron-Core captures a whole iteration only with cuda_graph_impl = local; give that, or "
+       "another scope"),
     _T("captured experts", CONFIG,
        lambda t: _graphs_of(t) == "transformer_engine" and "moe" in _modules_of(t)
        and "moe_router" in _scope_of(t),
