@@ -14,7 +14,6 @@ Ignored: offload, recompute, gradient reductions. Stages use the first mode of t
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
@@ -35,7 +34,7 @@ from optpipe_solver.arrays.simulate import (
     lane_of,
 )
 from optpipe_solver.budget import check_stop
-from optpipe_solver.jit import jitted, lean
+from optpipe_solver.jit import lean
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -139,7 +138,8 @@ class _ListRun(NamedTuple):
     counts passes. ``ready`` has by pass and micro-batch when its input arrives, in ms.
     ``split[s, :num_split[s]]`` are the micro-batches whose I ran; of their W the first
     ``num_weights[s]`` did. ``in_flight`` is ``held_bytes`` with every waiting W done. ``head`` is
-    the place of the first pass of the order that has not run.
+    the place of the first pass of the order that has not run. ``wake_ms`` and ``wake_device`` are a
+    binary heap of ``num_wakes[0]`` events: when to ask which device.
     """
 
     times: TimeArrays
@@ -162,6 +162,9 @@ class _ListRun(NamedTuple):
     counts: Ints
     first: Floats
     last: Floats
+    wake_ms: Floats
+    wake_device: Ints
+    num_wakes: Ints
 
 
 @lean
@@ -641,36 +644,77 @@ def _run_any(run: _ListRun, now: float) -> tuple[int, int]:
     return _WAIT, 0
 
 
-@jitted
+@lean
 def _schedule(run: _ListRun) -> tuple[float, float]:
     """Run every device until all passes are done; return makespan and span in ms, inf if stuck.
 
     Actions are ``(kind * num_stages + stage) * m + microbatch`` for m micro-batches.
     """
-    left, clock, goes_on = 2 * run.done[0].size * run.ready.shape[2], 0.0, True
-    wakes = [(0.0, 0)]
-    for device in range(1, run.free.size):
-        wakes.append((0.0, device))  # noqa: PERF401 - numba types the list by its first item
-    while goes_on and (left > 0 or len(wakes) > 0):
+    left, clock, goes_on = 2 * run.num_split.size * run.ready.shape[2], 0.0, True
+    for device in range(run.free.size):
+        _push(run, 0.0, device)
+    while goes_on and (left > 0 or run.num_wakes[0] > 0):
         device, count = _WAIT, 0
-        if len(wakes) > 0:
-            now, device = heapq.heappop(wakes)
+        if run.num_wakes[0] > 0:
+            now, device = _pop(run)
             clock = max(clock, now)
             if run.free[device] > now:
                 continue
             count = run.counts[device]
             again = _act(run, device, now)
             if again > now:
-                heapq.heappush(wakes, (again, device))
+                _push(run, again, device)
             goes_on = again >= 0.0
         else:
             device, count = _run_any(run, clock)
             goes_on = device >= 0
         if goes_on and run.counts[device] > count:
-            left -= _announce_all(run, device, count, wakes)
+            left -= _announce_all(run, device, count)
     if left > 0:
         return np.inf, np.inf
     return _measure(run)
+
+
+@lean
+def _push(run: _ListRun, ms: float, device: int) -> None:
+    """Add an event to the heap."""
+    at = run.num_wakes[0]
+    run.num_wakes[0] = at + 1
+    while at > 0:
+        parent = (at - 1) // 2
+        if not _is_earlier(run, ms, device, parent):
+            break
+        run.wake_ms[at], run.wake_device[at] = run.wake_ms[parent], run.wake_device[parent]
+        at = parent
+    run.wake_ms[at], run.wake_device[at] = ms, device
+
+
+@lean
+def _pop(run: _ListRun) -> tuple[float, int]:
+    """Remove the earliest event of the heap, the first device's where several are equal."""
+    first_ms, first_device = run.wake_ms[0], run.wake_device[0]
+    size = run.num_wakes[0] - 1
+    run.num_wakes[0] = size
+    ms, device, at = run.wake_ms[size], run.wake_device[size], 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _is_earlier(
+            run, run.wake_ms[child + 1], run.wake_device[child + 1], child
+        ):
+            child += 1
+        if _is_earlier(run, ms, device, child):
+            break
+        run.wake_ms[at], run.wake_device[at] = run.wake_ms[child], run.wake_device[child]
+        at = child
+    run.wake_ms[at], run.wake_device[at] = ms, device
+    return first_ms, first_device
+
+
+@lean
+def _is_earlier(run: _ListRun, ms: float, device: int, at: int) -> bool:
+    """Whether an event comes before the one at a place of the heap; ties go by device."""
+    other = run.wake_ms[at]
+    return ms < other or (ms == other and device < run.wake_device[at])
 
 
 @lean
@@ -699,19 +743,19 @@ def _act(run: _ListRun, device: int, now: float) -> float:
     return _act_in_pairs(run, device, now)
 
 
-@jitted
-def _announce_all(run: _ListRun, device: int, count: int, wakes: list[tuple[float, int]]) -> int:
+@lean
+def _announce_all(run: _ListRun, device: int, count: int) -> int:
     """Announce what a device ran after its first ``count`` actions; return the number of passes."""
     end, m = run.free[device], run.ready.shape[2]
     num_cells, passes = run.times.num_stages * m, 0
-    heapq.heappush(wakes, (end, device))
+    _push(run, end, device)
     for at in range(count, run.counts[device]):
         kind, cell = run.actions[device, at] // num_cells, run.actions[device, at] % num_cells
         if kind != BACKWARD_WEIGHT:
             passes += 1
             target, arrival = _announce(run, kind, cell // m, cell % m, end)
             if target >= 0:
-                heapq.heappush(wakes, (arrival, target))
+                _push(run, arrival, target)
     return passes
 
 
@@ -826,6 +870,7 @@ def _begin(
 ) -> _ListRun:
     """Return the state before the first of m micro-batches."""
     (num_devices, widest), num_stages = times.owned.shape, times.num_stages
+    most_wakes = num_devices + 6 * num_stages * m  # at most two for each of three actions per cell
     ready = np.full((2, num_stages, m), inf)
     ready[FORWARD, 0] = 0.0
     return _ListRun(
@@ -849,6 +894,9 @@ def _begin(
         counts=np.zeros(num_devices, dtype=np.int64),
         first=np.full(num_devices, inf),
         last=np.zeros(num_devices),
+        wake_ms=np.empty(most_wakes),
+        wake_device=np.empty(most_wakes, dtype=np.int64),
+        num_wakes=np.zeros(1, dtype=np.int64),
     )
 
 
