@@ -268,7 +268,7 @@ def bound(problem_file: ProblemFile, as_json: AsJson = False) -> None:
             if as_json:
                 print_json({"status": "infeasible", "message": found.message, "needs": found.needs})
             raise InfeasibleProblemError(found.message, found.needs)
-        warm_in_background()
+        warm_in_background(problem)
         proven = lower_bound(problem)
     if as_json:
         print_json({"objective": problem.objective, "bound_ms": proven.ms, "method": proven.method})

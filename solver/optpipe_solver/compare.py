@@ -184,7 +184,7 @@ def compare(
         Asked between methods and by the optimiser.
     """
     should_stop = should_stop or (lambda: False)
-    is_warm = warm_in_background()
+    is_warm = warm_in_background(problem)
     maker = _RowMaker(workload or Workload(), seed)
     optimiser = _Optimiser(maker, threads, should_stop, is_warm)
     rows: list[ComparisonRow] = []

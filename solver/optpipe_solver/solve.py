@@ -132,7 +132,7 @@ def solve(
         status = SolveStatus.INFEASIBLE if feasible.needs else SolveStatus.UNKNOWN
         return Result(status, None, message=feasible.message, needs=feasible.needs)
     if work_limit is None:
-        is_warm = warm_in_background()
+        is_warm = warm_in_background(problem)
     else:
         # The result must not depend on when a part has been compiled.
         ensure_warm()

@@ -50,6 +50,9 @@ __all__ = ["ensure_warm", "warm_in_background", "warm_up"]
 _log = logging.getLogger(__name__)
 
 _COMPILE_S = 600.0
+_MOST_INTERPRETED = 5_000
+"""Passes of a problem whose first schedules and bounds take about five seconds as Python."""
+
 _ROOT = Path(__file__).parent
 _background: Thread | None = None
 
@@ -75,16 +78,19 @@ def ensure_warm(*, whole: bool = True) -> None:
     Thread(target=_compile_elsewhere, daemon=True, name="compile").start()
 
 
-def warm_in_background() -> Callable[[], bool]:
+def warm_in_background(problem: Problem) -> Callable[[], bool]:
     """Compile in another process what no process has compiled before, and log that it does.
 
     Until that ends, kernels of this process run as Python, with the same results. The other process
-    goes on when this one ends.
+    goes on when this one ends. For a large problem Python is too slow, so this function returns
+    when the kernels of starts and bounds are compiled.
 
     Returns
     -------
     A function that says whether the search's kernels are compiled, or will not come from elsewhere.
     """
+    if 3 * len(problem.stages) * problem.num_microbatches > _MOST_INTERPRETED:
+        ensure_warm(whole=False)
     global _background  # noqa: PLW0603 - one for all calls of this process
     if _mark().exists():
         return lambda: True
@@ -139,8 +145,9 @@ def _compile_elsewhere() -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process is at it
-            return
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process compiles
+            if _mark().exists():
+                return
     _spawn(warm_up).wait()
 
 

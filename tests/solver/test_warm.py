@@ -89,7 +89,8 @@ def test_the_search_waits_for_another_process_and_its_kernels_run_as_python_mean
     monkeypatch.setattr(warm, "interpret_while", waiting.append)
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     monkeypatch.setattr(warm, "_spawn", lambda _: other)
-    is_warm, again = warm.warm_in_background(), warm.warm_in_background()
+    small = warm._tight([0, 1])
+    is_warm, again = warm.warm_in_background(small), warm.warm_in_background(small)
     assert not is_warm()
     assert not again()
     assert [is_compiling() for is_compiling in waiting] == [True]
@@ -102,12 +103,23 @@ def test_the_search_waits_for_another_process_and_its_kernels_run_as_python_mean
     assert again()
 
 
+@pytest.mark.parametrize(("num_microbatches", "waits"), [(4, []), (2000, [False])])
+def test_a_large_problem_waits_for_the_kernels_of_starts_and_bounds(
+    num_microbatches: int, waits: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python, its first schedule would take longer than they take to compile."""
+    waited: list[bool] = []
+    monkeypatch.setattr(warm, "ensure_warm", lambda *, whole: waited.append(whole))
+    warm.warm_in_background(warm._tight([0, 1], num_microbatches))
+    assert waited == waits
+
+
 def test_a_solve_ends_on_time_with_its_starts_where_the_search_is_not_there_yet(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The clock of a time limit does not wait for a compiler, and the log says so."""
     module = sys.modules["optpipe_solver.solve"]  # hidden by the function of that name
-    monkeypatch.setattr(module, "warm_in_background", lambda: lambda: False)
+    monkeypatch.setattr(module, "warm_in_background", lambda _: lambda: False)
     found = solve(warm._tight([0, 1, 0, 1]), time_limit_s=1.0)
     assert found.schedule is not None
     assert found.schedule.stopped_by == "time_limit"
@@ -175,7 +187,7 @@ def test_starts_and_bounds_are_the_same_to_the_last_bit_before_a_kernel_is_compi
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With offload, recomputation, pairs, chunks and a limit of host memory."""
-    code = f"warm.warm_in_background()\n{_PRINT_STARTS}"
+    code = f"warm.warm_in_background(warm._tight([0, 1]))\n{_PRINT_STARTS}"
     found = _run_on_an_empty_cache(code, tmp_path).stdout.splitlines()
     exec(_PRINT_STARTS, {})
     assert found == capsys.readouterr().out.splitlines()

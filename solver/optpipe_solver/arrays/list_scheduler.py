@@ -279,11 +279,17 @@ def _admits(run: _ListRun, device: int, admitted: int) -> bool:
     """Whether an F fits, and the device can then finish all it holds, oldest micro-batch first.
 
     This is the banker's rule: no device gets stuck because forwards of one stage fill the memory
-    that another stage needs.
+    that another stage needs. Every W that waits must fit after the F, and counts as done then.
     """
     memory, owned = run.memory, run.times.owned
     if not _fits(run, device, FORWARD, admitted):
         return False
+    after = run.held_bytes[device] + memory.adds[FORWARD, admitted, 0]
+    for at in range(owned.shape[1]):
+        s = owned[device, at]
+        waits = s >= 0 and run.num_weights[s] < run.num_split[s]
+        if waits and after + memory.rises[BACKWARD_WEIGHT, s, 0] > memory.limit[device]:
+            return False
     free = memory.limit[device] - run.in_flight[device] - memory.adds[FORWARD, admitted, 0]
     first, last, ample = run.ready.shape[2], 0, 0
     for at in range(owned.shape[1]):

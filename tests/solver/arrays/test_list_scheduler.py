@@ -16,6 +16,7 @@ from optpipe_solver.arrays.list_scheduler import (
     SplitBackward,
 )
 from optpipe_solver.families.building_blocks import BuildingBlock, uniform_block, unroll
+from tests.building import problem, stage
 from tests.solver.families.pipelines import v_problems
 from tests.solver.families.v_problems import equal_v
 
@@ -123,6 +124,23 @@ def test_an_order_that_does_not_fit_is_refused() -> None:
     given = equal_v(3, 4, memory=7)
     order = unroll(given, BuildingBlock(np.zeros(6), np.zeros(6), 0.0), 4)
     assert ListScheduler(given).run(Policy(ListRule.BLOCK, early=Early.NEVER), order) is None
+
+
+def test_greedy_keeps_memory_for_every_w_that_waits() -> None:
+    """A W takes 5 bytes more while it runs; with all memory in forwards, no W could run again."""
+    stages = [
+        stage(d, activation_bytes=4, weight_context_bytes=4, backward_weight_workspace_bytes=5)
+        for d in (0, 1, 0, 1)
+    ]
+    found = []
+    for room in range(13, 40):
+        given = problem(stages, [{"memory_bytes": room}] * 2, 4)
+        for patience in (0.0, 0.5, 1.0):
+            schedule = ListScheduler(given).run(Policy(ListRule.GREEDY, patience))
+            found.append(schedule is not None)
+            if schedule is not None:
+                assert find_violations(given, schedule.programs()) == []
+    assert all(found)
 
 
 @pytest.mark.parametrize("split", [SplitBackward.NEVER, SplitBackward.ALWAYS])
