@@ -155,7 +155,14 @@ def test_scripts_of_the_how_tos_are_shell_and_yaml() -> None:
     ]
     jobs = [manifest for manifest in manifests if manifest["kind"] == "Job"]
     assert jobs
+    policy = yaml.safe_load((ROOT / "deploy/kubernetes/network-policy.yaml").read_text("utf-8"))
+    admitted = [
+        peer["podSelector"]["matchLabels"]
+        for rule in policy["spec"]["ingress"]
+        for peer in rule["from"]
+    ]
     for job in jobs:
+        assert job["spec"]["template"]["metadata"]["labels"] in admitted
         command = job["spec"]["template"]["spec"]["initContainers"][0]["command"]
         assert command[:2] == ["optpipe", "submit"]
         options = {word for word in command if word.startswith("-")}

@@ -241,4 +241,6 @@ class _AnswerTransport:
     """Writes the answer to a request, and closes the connection when the request is complete."""
 
     def __init__(self, protocol: Protocol) -> None:
-        self.write, self.close = protocol.transport.write, protocol.close_after_body
+        transport = protocol.transport
+        self.write, self.close = transport.write, protocol.close_after_body
+        self.is_closing = transport.is_closing

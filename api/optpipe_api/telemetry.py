@@ -420,5 +420,8 @@ def open_tracer_provider() -> TracerProvider | None:
     provider = trace.TracerProvider(
         resource=resources.Resource.create(named), shutdown_on_exit=False
     )
-    provider.add_span_processor(BatchSpanProcessor(trace_exporter.OTLPSpanExporter()))
+    try:
+        provider.add_span_processor(BatchSpanProcessor(trace_exporter.OTLPSpanExporter()))
+    except ValueError as error:
+        raise InputError(f"a variable OTEL_BSP_... or OTEL_EXPORTER_...: {error}") from None
     return provider

@@ -148,7 +148,7 @@ def _load(path: TraceSource) -> Any:
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        return json.loads(text)
+        return json.loads(text, parse_int=_read_integer)
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise MeasurementError(f"{path}: broken gzip file; write it anew") from None
@@ -168,6 +168,20 @@ def _load(path: TraceSource) -> Any:
         raise MeasurementError(f"{path}: nested too deeply for a trace; name another") from None
 
 
+def _read_integer(text: str) -> int | float:
+    """Return an integer of a trace; one that no clock or counter has becomes a float."""
+    return int(text) if len(text) <= _MOST_DIGITS else float(text)
+
+
+_MOST_DIGITS = 30
+
+
+def _text_of(raw: dict[str, Any], name: str) -> str:
+    """Return a field of an event that is a text; empty if it is anything else."""
+    value = raw.get(name)
+    return value if isinstance(value, str) else ""
+
+
 def _by_process(path: TraceSource, rank: int | None, events: list[Any]) -> list[Process]:
     found: dict[Any, Process] = {}
     names: dict[str, str] = {}
@@ -184,7 +198,7 @@ def _by_process(path: TraceSource, rank: int | None, events: list[Any]) -> list[
                 process.allocations.append(allocation)
             continue
         event = _event(path, index, raw)
-        category = raw.get("cat", "")
+        category = _text_of(raw, "cat")
         if category in _ON_THE_GPU:
             correlation = event.args.get("correlation")
             if isinstance(correlation, int):
@@ -234,7 +248,7 @@ def _file(process: Process, event: TraceEvent, category: str) -> None:
         if isinstance(correlation, int):
             process.launches.append((event.start_us, correlation))
     elif category == "cpu_op":
-        if event.args.get("Collective name") in {"send", "recv"}:
+        if _text_of(event.args, "Collective name") in {"send", "recv"}:
             process.messages.append(event)
         elif not _COMMUNICATION.match(event.name):
             process.operator_starts.append(event.start_us)
@@ -261,7 +275,8 @@ def _event(path: TraceSource, index: int, raw: dict[str, Any]) -> TraceEvent:
 
 
 def _as_number(key: str) -> tuple[int, str]:
-    return (int(key), "") if key.isdecimal() else (2**62, key)
+    is_number = key.isdecimal() and len(key) <= _MOST_DIGITS
+    return (int(key), "") if is_number else (2**62, key)
 
 
 # --- Which named ranges of a trace are pipeline actions.

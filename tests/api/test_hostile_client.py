@@ -269,6 +269,17 @@ def test_large_headers_and_trailers_are_answered_431(http: httpx.Client, text: b
     assert exchange(http.base_url.port, HEAD + b"Connection: close\r\n\r\n")[0] == 200
 
 
+def test_a_client_that_expects_100_continue_gets_it(http: httpx.Client) -> None:
+    """Clients such as curl ask so before they send more than a megabyte."""
+    body = b" " * 2_000_000 + b"{}"
+    lines = (
+        b"POST /v1/jobs HTTP/1.1", b"Host: localhost", b"Content-Type: application/json",
+        b"Expect: 100-continue", b"Connection: close", f"Content-Length: {len(body)}".encode(),
+    )  # fmt: skip
+    status, _, others = exchange(http.base_url.port, b"\r\n".join(lines) + b"\r\n\r\n" + body)
+    assert (status, others) == (100, [422])
+
+
 def test_headers_within_the_limits_are_read(http: httpx.Client) -> None:
     """The limits hold for each request, not for all requests of a connection."""
     fields = (b"a: " + b"b" * 300 + b"\r\n") * 198 + b"\r\n"

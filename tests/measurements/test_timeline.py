@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from optpipe import load_problem
 from optpipe.errors import MeasurementError
 from optpipe.formats.exports import dump_chrome_trace, dump_planned_beside_measured
 from optpipe.measurements.timeline import read_step, unit_problem
-from optpipe.measurements.trace_file import UploadedFile
+from optpipe.measurements.trace_file import UploadedFile, read_trace
 from optpipe.plot.scene import View
 from optpipe.simulate import make_timeline
 from tests import building
@@ -122,6 +124,32 @@ def test_the_last_step_that_all_ranks_have_completed_is_shown(tmp_path: Path) ->
     assert [[one.end - one.start for one in row] for row in step.rows] == [[1.0] * 2, [2.0] * 2]
     with pytest.raises(MeasurementError, match="the traces have stage 1, but the problem has 1"):
         step.on(building.problem([building.stage(0)], m=2))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"cat": ["kernel"]},
+        {"cat": 5},
+        {"cat": None},
+        {"cat": "cpu_op", "args": {"Collective name": ["send"]}},
+        {"ts": 10**400},
+        {"dur": 10**400},
+        {"pid": "1" * 5000},
+        {"ph": "i", "name": "[memory]", "ts": 10**400, "args": {"Bytes": 1}},
+    ],
+)
+def test_an_odd_event_is_read_or_refused_in_a_sentence(event: dict[str, object]) -> None:
+    usual = {"ph": "X", "name": "0F0", "ts": 1, "dur": 1, "pid": 0}
+    text = json.dumps({"traceEvents": [usual, usual | event]})
+    with suppress(MeasurementError):
+        read_trace(UploadedFile("odd.json", text))
+
+
+def test_an_integer_of_thousands_of_digits_is_refused_in_a_sentence() -> None:
+    text = '{"traceEvents": [{"ph": "X", "name": "0F0", "dur": 1, "ts": ' + "1" * 5000 + "}]}"
+    with pytest.raises(MeasurementError, match="must be a number of"):
+        read_trace(UploadedFile("odd.json", text))
 
 
 def test_a_schedule_alone_has_unit_times_and_no_modes() -> None:

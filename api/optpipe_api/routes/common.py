@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KNOWN_PARAMETERS_ONLY",
+    "NO_NUL",
     "NO_SCRIPTS",
     "TEXT",
     "Accept",
@@ -148,6 +149,9 @@ KNOWN_PARAMETERS_ONLY = [Depends(_refuse_unknown_parameters)]
 # --- OpenAPI descriptions.
 
 TEXT = {"schema": {"type": "string"}}
+
+NO_NUL = r"^[^\x00]*$"
+"""Pattern of a text that PostgreSQL can compare."""
 """The content of a text."""
 
 

@@ -40,6 +40,7 @@ from optpipe_api.http_errors import documented
 from optpipe_api.jobs import DocumentKind
 from optpipe_api.routes.common import (
     KNOWN_PARAMETERS_ONLY,
+    NO_NUL,
     NO_SCRIPTS,
     Accept,
     Answers,
@@ -235,7 +236,12 @@ def list_jobs(
     tag: Annotated[Tag | None, Query()] = None,
     batch: Annotated[str | None, Query(pattern=r"^[0-9a-f]{32}$")] = None,
     owner: Annotated[
-        str | None, Query(max_length=100, description="Name of a key; yours, unless you are admin.")
+        str | None,
+        Query(
+            max_length=100,
+            pattern=NO_NUL,
+            description="Name of a key; yours, unless you are admin.",
+        ),
     ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
@@ -279,7 +285,12 @@ def cancel_owner(
     service: Serving,
     caller: Submitter,
     owner: Annotated[
-        str, Query(max_length=100, description="Name of a key; yours, unless you are admin.")
+        str,
+        Query(
+            max_length=100,
+            pattern=NO_NUL,
+            description="Name of a key; yours, unless you are admin.",
+        ),
     ],
 ) -> CancelledJobs:
     """Cancel the queued jobs of an owner, stop the running ones; each keeps its best schedule."""

@@ -25,6 +25,7 @@ from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.routes.common import (
     KNOWN_PARAMETERS_ONLY,
+    NO_NUL,
     TEXT,
     ConstantDocument,
     Cursor,
@@ -105,10 +106,20 @@ def audit(
     service: Serving,
     caller: Reader,
     subject: Annotated[
-        str | None, Query(max_length=100, description="Id of a job or batch, or name of a key.")
+        str | None,
+        Query(
+            max_length=100,
+            pattern=NO_NUL,
+            description="Id of a job or batch, or name of a key.",
+        ),
     ] = None,
     actor: Annotated[
-        str | None, Query(max_length=100, description="Name of the key that made the change.")
+        str | None,
+        Query(
+            max_length=100,
+            pattern=NO_NUL,
+            description="Name of the key that made the change.",
+        ),
     ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,

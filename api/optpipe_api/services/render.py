@@ -77,6 +77,9 @@ Ts = TypeVarTuple("Ts")
 MAX_DRAWN_ACTIONS = 400_000
 """Maximum number of actions in a chart or picture, over all its schedules."""
 
+_CHART_VALUES = 5_000_000
+"""Values of a body with the texts of traces, whose commas count too; its bytes are limited."""
+
 _CHART_CPU_S = 30.0
 _CHART_MEMORY_BYTES = 4 * 1024**3
 _SIMILAR_METHODS = {"1f1b": ("interleaved", "gpipe")}
@@ -196,7 +199,7 @@ def chart_files(body: bytes, plan: Shown | None, theme: Theme) -> str:
     Raises also as `chart_schedules`, `optpipe.measurements.timeline.read_step` and
     `optpipe.evaluate.verify`.
     """
-    wanted = ChartRequest.parse(decode_json(body))
+    wanted = ChartRequest.parse(decode_json(body, _CHART_VALUES))
     views = [] if plan is None else [_view(plan)]
     problem = views[0].problem if views else wanted.problem
     traces = []

@@ -13,7 +13,7 @@ const WAIT_S = 2;
 /** Shows one batch until it is closed. */
 export class BatchView {
   constructor(id) {
-    this.path = `v1/batches/${id}`;
+    this.path = `v1/batches/${encodeURIComponent(id)}`;
     this.stop = new AbortController();
     this.chart = new Chart("Frontier: objective and bound over the memory limit");
     this.chart.say("No item has ended yet.");

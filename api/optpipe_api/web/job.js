@@ -25,7 +25,7 @@ const SAY_MS = 1000;
 /** Shows one job until it is closed. */
 export class JobView {
   constructor(id, told) {
-    this.path = `v1/jobs/${id}`;
+    this.path = `v1/jobs/${encodeURIComponent(id)}`;
     this.id = id;
     // Files are not in the address: a reload shows the schedule alone.
     this.beside = told.beside === "files" ? "" : told.beside ?? "";

@@ -20,7 +20,7 @@ from optpipe_api.errors import (
 )
 from optpipe_api.services import render
 from optpipe_api.services.render import Charts, Shown
-from tests.api.live import two_stages
+from tests.api.live import connected, make_settings, two_stages
 from tests.api.routes.test_jobs import fault, submit
 
 
@@ -203,6 +203,16 @@ def test_opened_schedules_and_traces_are_drawn_next_to_their_plan(http, ended, s
     assert "trace of run.json, step 0" in beside
     measured = drawn(http, {"run.json": trace}).raise_for_status().text
     assert "gantt-1" not in names(measured)
+
+
+def test_a_trace_with_thousands_of_kernels_is_drawn(tmp_path) -> None:
+    """The profiler writes tens of thousands of events for a step; none is a value of a problem."""
+    event = {"ph": "X", "pid": 0, "dur": 1}
+    passes = [event | {"name": name, "ts": ts} for ts, name in enumerate(("0F0", "0I0", "0W0"))]
+    kernel = event | {"cat": "kernel", "name": "gemm", "ts": 1, "args": {"stream": 7}}
+    text = json.dumps({"traceEvents": passes + [kernel] * 20_000})
+    with connected(make_settings(tmp_path)) as http:
+        drawn(http, {"run.json": text}).raise_for_status()
 
 
 def test_files_that_cannot_be_drawn_are_refused_by_name(http, shown) -> None:
