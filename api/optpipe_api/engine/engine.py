@@ -366,6 +366,7 @@ _PAUSE_S = 1.0
 _LONG_PAUSE_S = 10.0
 _MAX_WORKERS = 12
 _MAX_WAIT_S = 1.0
+_PATIENCE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -464,13 +465,22 @@ class SlotEngine:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        # A step that sends to a process that reads nothing ends with the process.
+        ending = threading.Timer(_PATIENCE_S, self._end_busy_processes)
+        ending.start()
         self._workers.shutdown()
+        ending.cancel()
         # All jobs first: their leases are not renewed any more, and to stop a process takes time.
         with self._open_workers() as workers:
             for step in (self._handle_news, self._drop):
                 list(workers.map(self._run, self._slots, [step] * len(self._slots)))
         self._wake.close()
         self._waker.close()
+
+    def _end_busy_processes(self) -> None:
+        for slot in self._slots:
+            if slot.is_busy and slot.process is not None:
+                slot.process.end()
 
     @property
     def is_alive(self) -> bool:

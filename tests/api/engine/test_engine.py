@@ -277,6 +277,20 @@ def test_shutdown_gives_running_jobs_back_with_their_incumbents(open_bench) -> N
     assert len(second.store.trace(job_id)[1]) == 5
 
 
+def test_shutdown_ends_a_process_that_reads_nothing(open_bench) -> None:
+    """A stopped process: the problem of its next job is larger than the buffer to it."""
+    bench = open_bench()
+    bench.end(bench.submit(""))
+    (slot,) = bench.engine._slots
+    os.kill(int(slot.process.name), signal.SIGSTOP)
+    job_id = bench.submit("", devices=[{"name": "n" * 100, "memory_bytes": 10**6}] * 2000)
+    bench.until(job_id, lambda job: job.state is JobState.RUNNING)
+    began = time.monotonic()
+    bench.close()
+    assert time.monotonic() - began < 30
+    assert bench.store.get(job_id).state is JobState.QUEUED
+
+
 @pytest.mark.extended
 def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> None:
     bench = open_bench(solve_path="no_such_module:solve")
