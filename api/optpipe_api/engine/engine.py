@@ -480,7 +480,7 @@ class SlotEngine:
     def _end_busy_processes(self) -> None:
         for slot in self._slots:
             if slot.is_busy and slot.process is not None:
-                slot.process.end()
+                slot.process.stop()
 
     @property
     def is_alive(self) -> bool:

@@ -174,9 +174,6 @@ class SolverProcess(Protocol):
         Raises `EOFError` if the process has ended, and all its messages were returned.
         """
 
-    def end(self) -> None:
-        """End the process; a thread that sends to it goes on."""
-
     def stop(self) -> None:
         """End the process, first by SIGTERM; wait until it is gone or out of reach."""
 
