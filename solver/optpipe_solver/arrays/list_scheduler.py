@@ -1,9 +1,9 @@
 """One event-driven list scheduler, compiled, with three rules for the next pass of a device.
 
-Devices act in the order of time. A device that is free, or whose input has just arrived, starts
-what its rule chooses. Every stage takes micro-batches first in, first out. The rules share the
-state and its operations: which passes are ready, whether a pass fits, when it starts and ends, and
-when its message arrives (messages of one link queue).
+Devices act in the order of time. A device that is free, or whose input has just arrived, starts the
+pass that its rule chooses. Every stage takes micro-batches first in, first out. The rules share the
+state and its operations. These tell which passes are ready, whether a pass fits, when it starts and
+ends, and when its message arrives (messages of one link queue).
 
 * `ListRule.GREEDY`: a ready backward first, then a forward, then a weight gradient.
 * `ListRule.BLOCK`: the passes in a given order; a device that waits may run a later one.

@@ -32,8 +32,8 @@ effects. Its constraints on each device are:
 
 * as many F as backwards run in pairs;
 * the load, where the F before the first backward are at most as many as fit into memory;
-* bytes times ms: at most all memory from the first F on, less the memory left free while the device
-  fills and drains, one pass at a time.
+* bytes times ms, at most all memory from the first F on, less the memory left free while the device
+  fills and drains.
 """
 
 from __future__ import annotations

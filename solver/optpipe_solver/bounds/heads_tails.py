@@ -1,8 +1,8 @@
 """Heads and tails: how early the k-th F, I and W of each stage can start, and what must follow.
 
 F_k(s) is the k-th forward of stage s in the order in which this stage runs its forwards, of any
-micro-batch. I_k and W_k are likewise the pieces of `relaxation`. docs/bounds.md proves four rules:
-1 devices take turns, 2 data, 3 load, 4 memory, with `refill` and `drain`. A head is a start. A tail
+micro-batch. I_k and W_k are likewise the pieces of `relaxation`. The rules are 1 turns of devices,
+2 data, 3 load, and 4 memory, with `refill` and `drain` (docs/bounds.md). A head is a start. A tail
 is the time from an end to the end of all, k counted from the last.
 """
 

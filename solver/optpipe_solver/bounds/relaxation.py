@@ -1,9 +1,9 @@
 """The model that every bound uses and each legal schedule satisfies (docs/bounds.md).
 
-Each micro-batch has three pieces of work per stage, in this order: F; the *gradient piece* I of
-min(I, B) ms; the *weight piece* W of the rest. The three add up to the minimum compute time.
-Whatever its mode, the micro-batch holds at least ``keep`` bytes from the start of F to the end of
-I, less ``moved`` while offloaded. Then it holds ``context`` to the end of W.
+Each micro-batch has three pieces of work per stage, in this order. F is first, then the *gradient
+piece* I of min(I, B) ms, then the *weight piece* W of the rest. The three add up to the minimum
+compute time. Whatever its mode, the micro-batch holds at least ``keep`` bytes from the start of F
+to the end of I, less ``moved`` while offloaded. Then it holds ``context`` to the end of W.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class Relaxed(NamedTuple):
 
     ``forward``, ``gradient``, ``weight`` are the pieces. ``there[s]`` and ``back[s]`` are the
     boundary transfers between s and s + 1. ``sync`` is the gradient reduction. With pairs, F is
-    shorter by the maximum that it can hide, and ``there[s]`` is longer by it (`hidden_in_pairs`);
-    on the last stage that is the minimum from F to I. The module defines ``keep``, ``context`` and
-    ``moved``. ``out`` and ``home`` are the ms of one transfer, ``most_away`` how many micro-batches
-    the host can take. If transfers of several sizes save bytes, ``out`` and ``home`` are for
-    ``moved`` bytes at the best rate. The first transfer then counts as done immediately: ``lag`` is
-    0, else 1. ``room_*`` are the device's bytes for activations, less the workspace of the pass.
-    ``first`` and ``last`` are the first and last stage of s's device in model order. ``forward_to``
-    sums the forwards of the device's stages up to s, ``gradient_from`` the gradient pieces from s
-    on, and so on. ``backward_to`` sums the gradient and weight pieces up to s.
+    shorter by the maximum that it can hide, and ``there[s]`` is longer by it (`hidden_in_pairs`).
+    On the last stage ``there[s]`` is the minimum from F to I. The module defines ``keep``,
+    ``context`` and ``moved``. ``out`` and ``home`` are the ms of one transfer, ``most_away`` how
+    many micro-batches the host can take. If transfers of several sizes save bytes, ``out`` and
+    ``home`` are for ``moved`` bytes at the best rate. The first transfer then counts as done
+    immediately: ``lag`` is 0, else 1. ``room_*`` are the device's bytes for activations, less the
+    workspace of the pass. ``first`` and ``last`` are the first and last stage of s's device in
+    model order. ``forward_to`` sums the forwards of the device's stages up to s, ``gradient_from``
+    the gradient pieces from s on, and so on. ``backward_to`` sums the gradient and weight pieces up
+    to s.
     """
 
     num_microbatches: int

@@ -84,8 +84,8 @@ class FifoState(NamedTuple):
     """A partial schedule.
 
     ``counts`` holds per stage the F, gradients and W started. ``times`` holds the clock, when each
-    device is free, and the arrivals per stage of the last output of F, then of I or B, none before
-    the clock.
+    device is free, and when the last output of F, then of I or B, of each stage arrives. None is
+    before the clock.
     """
 
     counts: Bytes

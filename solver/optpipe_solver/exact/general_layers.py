@@ -402,9 +402,9 @@ def _same(layer: GeneralLayer, row: int, state: GeneralState) -> bool:
 def least_end(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
     """Return a lower bound of the end of all schedules through a state; the loads are written to.
 
-    It is the maximum of five bounds. They follow from the remaining way of each micro-batch, the
-    next pass at every position, and the next W of every stage; from the remaining work of every
-    device, and its RELOADs.
+    It is the maximum of five bounds. Three follow from the remaining way of each micro-batch, the
+    next pass at every position, and the next W of every stage. Two follow from the remaining work
+    of every device and from its RELOADs.
     """
     survey(model, state, loads)
     least = max(_by_ways(model, state, loads), _by_positions(model, state, loads))

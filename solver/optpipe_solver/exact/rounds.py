@@ -74,7 +74,7 @@ _SHARES = (0.25, 0.5, 0.75)
 _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
 """First and smallest step that choices search in turn, as shares of the way to the best schedule.
 
-Halved after too many states; then repeated, or doubled after an easy search.
+The step is kept after a proof, doubled if that was easy, and otherwise halved.
 """
 
 _EASY = 12
