@@ -325,7 +325,7 @@ def durations_of(problem: Problem) -> Floats:
 
 
 def _mode_ms(problem: Problem) -> Floats:
-    """Return ms by kind, row and mode; the same for all modes where actions tell the mode."""
+    """Return ms by kind, row and mode; the same for all modes where actions determine the mode."""
     menus = numbered_menus(problem)
     most = max(map(len, menus))
     found = np.repeat(durations_of(problem)[:, :, None], most, axis=2)

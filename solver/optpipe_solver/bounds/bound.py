@@ -305,8 +305,8 @@ class _Slots(NamedTuple):
 class _Device(NamedTuple):
     """One device: pieces per stage in ms and bytes, as in `Relaxed`, its room, and its lanes.
 
-    ``rate`` is the D2H and H2D bandwidth in bytes per ms. ``carried`` is the maximum of offloaded
-    bytes. ``moves`` flags stages that can be offloaded.
+    ``rate`` is the D2H and H2D bandwidth in bytes per ms. ``carried`` is the maximum bytes
+    offloaded at a time. ``moves`` flags stages that can be offloaded.
     """
 
     num_microbatches: int

@@ -41,7 +41,7 @@ class _Saving:
 class _Ramps:
     """Room that cannot be filled: ``free`` bytes at first, none after ``up`` ms; ``down`` likewise.
 
-    ``both`` tells that no schedule is so short that they could overlap.
+    ``both`` means that no schedule is so short that they could overlap.
     """
 
     free: float
@@ -126,7 +126,7 @@ class _Savings:
 
     ``by_time`` lists pairs (ms recomputed, saved by that), ``by_bytes`` pairs (bytes moved, saved
     by that), one per other mode. A mode that does both is split, so that the two are chosen
-    independently. ``forced`` tells that no cell can keep all.
+    independently. ``forced`` means that no cell can keep all.
     """
 
     def __init__(self, paths: Paths, s: int) -> None:

@@ -121,7 +121,7 @@ class _HeadLoads(NamedTuple):
 
 
 class _HeadRelief(NamedTuple):
-    """Per stage: I, W and transfers used so far to make room, the bytes, and when the last was."""
+    """Per stage: I, W and transfers used so far to free memory, their bytes, and the last time."""
 
     gradients: Floats
     weights: Floats
@@ -268,7 +268,7 @@ class _TailLoads(NamedTuple):
 
 
 class _TailRelief(NamedTuple):
-    """Per stage: what k micro-batches hold against which room, and what made room so far.
+    """Per stage: the bytes of k micro-batches, the limit, and the bytes freed so far.
 
     ``size`` bytes each, in ``room``; a forward that has not begun gives back ``size``, a RELOAD to
     come ``away``. ``forwards`` and ``transfers`` count those used so far, ``freed`` is their bytes,

@@ -104,8 +104,8 @@ class GeneralProblem(NamedTuple):
 
     ``there[s]`` and ``back[s]`` are the minimum times between the passes of s and those of the next
     kept stage. After the last kept stage, ``there`` is the time to its own backward. ``head`` is
-    the time before the first. ``rest[q]`` is the minimum time from the start of pass q of a
-    micro-batch to the end of the schedule. q counts up the stages and down again. ``head_f[k, s]``
+    the time before the first. ``rest[q]`` is the minimum time from the start of a micro-batch's
+    pass q to the end of the schedule; q counts up the stages and down again. ``head_f[k, s]``
     is the earliest start of the k-th F of s, ``head_i[k, s]`` of the k-th I or B. ``last_f[k, s]``
     is the minimum time after the end of the k-th last F, k from 0. ``last_i`` and ``last_w`` are
     the same for the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`).
@@ -316,10 +316,10 @@ def fits_from(
 ) -> int:
     """Return when so many more bytes fit on a device; -1 = only after other activations leave.
 
-    ``what`` has three values: the bytes; how many counted copies to the host may not have ended,
-    one after the other; whether a backward that may pair needs the bytes. A gap before a copy is
-    over when its F ends. Only a backward that pairs may start sooner: for it nothing is known of
-    copies before the last one.
+    ``what`` has the bytes, and how many counted copies to the host may not have ended, one after
+    the other. Its last value tells whether a backward that may pair needs the bytes. A gap before a
+    copy is over when its F ends. Only a backward that pairs may start sooner: for it nothing is
+    known of copies before the last one.
     """
     needs, most, pairs = what
     sent = loads.sent[device]

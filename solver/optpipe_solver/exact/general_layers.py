@@ -261,7 +261,7 @@ def _event(model: GeneralProblem, state: GeneralState, number: int) -> tuple[int
 
 @lean
 def _copy_kind(model: GeneralProblem, phase: int) -> int:
-    """Return which copy or RECOMPUTE a phase asks for next, -1 = none."""
+    """Return which copy or RECOMPUTE comes next in a phase, -1 = none."""
     if phase == AWAY:
         return RELOAD
     if phase == LESS:

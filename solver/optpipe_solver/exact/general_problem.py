@@ -259,7 +259,7 @@ def _undominated(menu: list[CellMode]) -> list[CellMode]:
 
 
 def _dominates(one: CellMode, other: CellMode) -> bool:
-    """Whether a mode asks for no action, time or byte that the other does not ask for then.
+    """Whether a mode needs no action, time or byte that the other does not need then.
 
     If only the other mode moves bytes, its bytes count as the minimum between F and backward.
     """
@@ -370,7 +370,7 @@ def _lanes(devices: Sequence[Device], *, by_cell: bool) -> tuple[list[Ints], int
 
 
 def _copy(problem: Problem, s: int) -> _Copy:
-    """Return the copy of a stage; where memory never binds nobody needs any."""
+    """Return the copy of a stage; none is needed where memory never binds."""
     if not problem.can_offload(s) or not memory_binds(problem, problem.stages[s].device):
         return _Copy()
     return _Copy(problem.stages[s].offload_bytes, problem.offload_ms(s), problem.reload_ms(s))

@@ -2,9 +2,9 @@
 
 A *state* has the progress of each micro-batch, and phase and mode of its cells between F and
 backward. It has the number of W that wait, the clock, and times. The times say when compute and
-copy lanes of each device are free and each micro-batch's next input arrives, and, by cell, when its
-last copy ends. Layers count steps: every cell has as many, whatever its mode. The search relaxes or
-leaves out some constraints, but misses no schedule (docs/exact.md).
+copy lanes of each device are free, and when each micro-batch's next input arrives. By cell, they
+also say when its last copy ends. Layers count steps: every cell has as many, whatever its mode. The
+search relaxes or leaves out some constraints, but misses no schedule (docs/exact.md).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class LayeredSearch(ABC, Generic[_L]):
         return HorizonAnswer.FOUND
 
     def _expand(self, should_stop: Callable[[], bool], most_states: float) -> bool:
-        """Expand the first layer into the others; False where it is too much, or told to stop."""
+        """Expand the first layer into the others; False after too many states, or if stopped."""
         layer, *following = self.layers
         at, before = 0, self.num_states - _num_rows(following)
         while at < layer.size[0]:

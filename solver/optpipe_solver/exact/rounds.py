@@ -68,7 +68,7 @@ _MOST_IN_TURN = 3_000_000
 """Maximum states met for one answer; in turn, the search remembers the steps between them."""
 
 _LEARNT = 1e-9
-"""Share of the horizon that a start must be later to be news."""
+"""Minimum delay of a start that counts as new, as a share of the horizon."""
 
 _SHARES = (0.25, 0.5, 0.75)
 _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
@@ -426,8 +426,8 @@ def _go_on(
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
     """Yield the methods that can search some devices.
 
-    By cell the search knows more, and has more states. It is for small problems, for menus, and
-    under span for one device, as it knows when the first stage's device begins.
+    By cell, states are more precise, and more numerous. It is for small problems, for menus, and
+    under span for one device, as it includes when the first stage's device begins.
     """
     is_general = general_can_search(problem, devices)
     if is_general:

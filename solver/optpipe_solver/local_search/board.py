@@ -231,7 +231,7 @@ _CHAIN = (
 
 @lean
 def slide(board: Board, undo: Undo, device: int, source: int, target: int) -> None:
-    """Move the action at a place to another place; those between make room."""
+    """Move the action at a place to another place; those between shift."""
     begin(board, undo, device)
     row = board.actions[device]
     code = row[source]

@@ -126,8 +126,8 @@ def least_tails(problem: Problem) -> Floats:
     """Return the minimum time in ms from an action's end to the end of all, by kind and stage.
 
     A micro-batch still has to run the later forwards, then its backwards to the first stage; where
-    a backward is split, its own W too. Links count, waiting does not: this is a lower bound.
-    Rounding is covered by taking off a thousand-millionth.
+    a backward is split, its own W too. Links count, waiting does not: this is a lower bound. It is
+    reduced by a thousand-millionth for rounding.
     """
     stages = problem.stages
     tails = np.zeros((8, len(stages)))

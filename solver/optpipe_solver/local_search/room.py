@@ -288,7 +288,7 @@ def _put_off(board: Board, undo: Undo, times: TimeArrays, device: int, at: int) 
 def offload_farthest(
     board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, device: int, at: int
 ) -> bool:
-    """Offload the kept cell before a place whose backward is farthest; return whether there is one.
+    """Offload the cell with the farthest backward of those kept at a place; return whether one is.
 
     A cache of known requests drops that one (Belady 1966). A cell whose forward is near cannot
     leave in time. It counts as if its backward were three times as far as its forward.

@@ -41,8 +41,8 @@ _SMALL_COOLINGS = ((0.05, 1), (0.4, 2), (0.2, 2), (1.0, 4), (0.4, 2), (1.0, 8))
 Temperatures are fractions of the mean duration of a forward, an input and a weight gradient; all
 fall to the same. Cold coolings polish, and a large problem has time for no others. Coolings from
 the middle keep half of their start. From 1.0 nothing of it is left, and only a long cooling is as
-good. On a V with offload (4 devices, 8 micro-batches), 0.3 s end 15% above the best known, 2.5 s at
-most 2% (measured).
+good. On a V with offload (4 devices, 8 micro-batches) one of 0.3 s ends 15% above the best known.
+One of 2.5 s ends at most 2% above (measured).
 """
 
 _STRETCH_COOLINGS, _STRETCH_COLD = ((0.3, 0.2), (0.2, 0.2)), 0.03

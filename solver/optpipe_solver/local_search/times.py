@@ -232,7 +232,7 @@ def _sent(
     done: float,
     is_new: bool,
 ) -> tuple[float, int]:
-    """Return when the output of an action that ends at ``done`` departs, and the next place.
+    """Return when the output of an action ending at ``done`` departs, and the place it affects.
 
     That is the place of the next message on the same link, -1 where nothing changes for it.
     """
