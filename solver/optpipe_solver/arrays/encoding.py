@@ -1,14 +1,14 @@
-"""A problem and its programs as flat arrays, for compiled code; and what programs are worth.
+"""A problem and its programs as flat arrays, for compiled code; and the evaluation of programs.
 
-An action is one integer, ``kind * num_cells + cell`` with ``cell = stage * m + microbatch``, so
-that a program is a row of integers and every table is indexed by action or by cell. A backward that
-runs together with the F before it has a kind of its own.
+An action is one integer, ``kind * num_cells + cell`` with ``cell = stage * m + microbatch``. So a
+program is a row of integers, and every table is indexed by action or by cell. A backward that runs
+together with the F before it has a kind of its own.
 
-*Evaluated* is every offer: is it legal, how long does it take, what does it hold? Small programs
-are evaluated by the reference itself (`optpipe.check`, `optpipe.simulate`, `optpipe.memory`). It
-takes some 20 us per action, which for 300,000 of them is longer than a short time limit; large ones
-are evaluated by the same rules on arrays, in a twentieth of that. A property test holds the two
-against each other, on legal and on spoilt programs, to the last bit.
+Every offer is *evaluated*: is it legal, how long does it take, how many bytes does it hold? The
+reference itself (`optpipe.check`, `optpipe.simulate`, `optpipe.memory`) evaluates small programs.
+It takes some 20 us per action: for 300,000 of them, longer than a short time limit. Arrays evaluate
+large programs by the same rules, in a twentieth of that time. A property test compares the two, on
+legal and on spoilt programs, to the last bit.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledProblem:
-    """A problem as arrays; they mean what is said at `TimeArrays` and `MemoryArrays`."""
+    """A problem as arrays; `TimeArrays` and `MemoryArrays` define them."""
 
     problem: Problem
     times: simulate.TimeArrays
@@ -151,14 +151,14 @@ class CompiledProblem:
         return rows
 
     def implied(self, rows: Rows) -> Ints:
-        """Return the modes that the actions tell, by cell; keep where F alone may name another."""
+        """Return the modes that the actions imply, by cell; keep where F alone may have another."""
         tells = ~self.times.varies[self.times.row]
         away = self.cells_with(simulate.OFFLOAD, rows) & tells
         again = self.cells_with(simulate.RECOMPUTE, rows) & tells
         return np.where(again, AGAIN, np.where(away, AWAY, _KEPT))
 
     def decode(self, rows: Rows) -> Programs:
-        """Return the programs that rows of integers stand for."""
+        """Return the programs encoded by rows of integers."""
         m, cells = self.problem.num_microbatches, self.times.num_cells
         names = np.where(self.times.varies[self.times.row], rows.modes, _KEPT)
         programs = []
@@ -197,8 +197,8 @@ class CompiledProblem:
     ) -> tuple[float, float]:
         """Return (makespan, span) in ms, exactly as `optpipe.simulate`; inf where stuck.
 
-        ``durations`` replaces those of the problem, by action number; ``messages`` multiplies the
-        times of messages, by the pass whose output they are: forwards, then backwards, by cell.
+        ``durations`` replaces those of the problem, by action number. ``messages`` multiplies the
+        times of messages, by the pass that sends them: forwards, then backwards, by cell.
         """
         known = self.durations(rows) if durations is None else durations
         noise = self.times.noise if messages is None else messages
@@ -285,7 +285,7 @@ def numbered_menus(problem: Problem) -> tuple[tuple[CellMode | None, ...], ...]:
 
 
 def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
-    """Return each row of the tables: a stage, what it is under a cost, and a micro-batch of it."""
+    """Return each row of the tables: a stage index, the stage under a cost, and a micro-batch."""
     some = [problem.cost_of.index(cost) for cost in range(problem.num_costs)]
     return [
         (s, stage, j)
@@ -297,7 +297,7 @@ def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
 def _numbers_of_modes(problem: Problem) -> Ints:
     """Return by row and position in the menu the number of a mode; -1 where there is no mode.
 
-    The last column stands for all positions that no menu has.
+    The last column is for all positions that no menu has.
     """
     stages = [stage for _, stage, _ in _rows(problem)]
     numbers = np.full((len(stages), 1 + max(len(stage.menu) for stage in stages)), -1)
@@ -325,7 +325,7 @@ def durations_of(problem: Problem) -> Floats:
 
 
 def _mode_ms(problem: Problem) -> Floats:
-    """Return ms by kind, row and mode; the same for all modes where actions tell the mode."""
+    """Return ms by kind, row and mode; the same for all modes where actions determine the mode."""
     menus = numbered_menus(problem)
     most = max(map(len, menus))
     found = np.repeat(durations_of(problem)[:, :, None], most, axis=2)
@@ -400,7 +400,7 @@ def _hidden(problem: Problem) -> Floats:
 
 
 def memory_of(problem: Problem) -> simulate.MemoryArrays:
-    """Return what memory depends on."""
+    """Return the data that memory depends on."""
     rows, menus = _rows(problem), numbered_menus(problem)
     stages = [stage for _, stage, _ in rows]
     most = max(map(len, menus))
@@ -464,7 +464,7 @@ def program_of(
     modes: Iterable[int] | None = None,
     paired: Iterable[bool] | None = None,
 ) -> Program:
-    """Return the actions whose parts stand beside each other in columns of equal length.
+    """Return the actions whose parts are in columns of equal length, one action per row.
 
     Without ``modes`` none is named, without ``paired`` none is half of a pair.
 
@@ -502,7 +502,7 @@ See docs/specification.md, "Actions".
 
 
 class Metrics(NamedTuple):
-    """What legal programs are worth: times in ms, bytes per device and by host."""
+    """The times in ms of legal programs, and their bytes per device and by host."""
 
     makespan_ms: float
     span_ms: float
@@ -515,9 +515,9 @@ class Metrics(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates programs of one problem, by the reference or on arrays as their size asks.
+    """Evaluates programs of one problem, by the reference or on arrays, depending on their size.
 
-    On arrays whatever their size where the caller has ``compiled`` it.
+    It uses arrays for any size if the caller has ``compiled`` it.
     """
 
     def __init__(self, problem: Problem, compiled: CompiledProblem | None = None) -> None:
@@ -526,7 +526,7 @@ class Evaluator:
         self._compiled = compiled
 
     def __call__(self, programs: Programs) -> Metrics | None:
-        """Return what the programs are worth, None where they are not legal."""
+        """Return the evaluation of the programs, None where they are not legal."""
         if sum(map(len, programs)) < self._least:
             return evaluate_by_reference(self.problem, programs)
         if self._compiled is None:
@@ -535,7 +535,7 @@ class Evaluator:
 
 
 def evaluate_by_reference(problem: Problem, programs: Programs) -> Metrics | None:
-    """Evaluate by the one meaning of legality, time and memory."""
+    """Evaluate by the reference: legality, time and memory."""
     if find_violations(problem, programs):
         return None
     run = simulate_reference(problem, programs)
@@ -544,7 +544,7 @@ def evaluate_by_reference(problem: Problem, programs: Programs) -> Metrics | Non
 
 
 def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | None:
-    """Evaluate by the same rules on arrays; what `evaluate_by_reference` says, to the last bit."""
+    """Evaluate by the same rules on arrays; equal to `evaluate_by_reference` to the last bit."""
     if not _is_addressable(compiled.problem, programs):
         return None
     rows = compiled.encode(programs)
@@ -599,7 +599,7 @@ def _alone(codes: Ints, cells: int) -> Ints:
 
 
 def _pairs_are_right(compiled: CompiledProblem, rows: Rows) -> bool:
-    """Whether each backward of a pair stands right after an F that it may run together with."""
+    """Whether each backward of a pair is right after an F that it may run together with."""
     times = compiled.times
     for codes in rows.programs():
         at = np.flatnonzero(codes >= PAIRED_INPUT * times.num_cells)
@@ -633,7 +633,7 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
 
 
 def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
-    """Whether each cell has F, I and W or B, and what its mode asks for, which may be used."""
+    """Whether each cell has F, I and W or B, and the actions of its mode, which may be used."""
     there, memory = place >= 0, compiled.memory
     if (modes < 0).any() or not keeps_uniform_modes(compiled, modes):
         return False
@@ -657,7 +657,7 @@ def keeps_uniform_modes(compiled: CompiledProblem, modes: Ints) -> bool:
 
 
 def _is_in_order(place: Ints) -> bool:
-    """Whether what must come after something does, where both are there."""
+    """Whether each action comes after those that must precede it, where both are there."""
     return not any(
         ((place[later] >= 0) & (place[later] < place[earlier])).any()
         for earlier, later in _IN_ORDER
@@ -665,7 +665,7 @@ def _is_in_order(place: Ints) -> bool:
 
 
 def keeps_turns(compiled: CompiledProblem, rows: Rows) -> bool:
-    """Whether what a given order and samples ask of the micro-batches of a stage holds."""
+    """Whether the micro-batches of a stage keep the turns of a given order and of samples."""
     if not compiled.problem.forward_turns:
         return True
     place = _places(compiled, rows)

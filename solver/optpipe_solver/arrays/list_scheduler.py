@@ -1,9 +1,9 @@
 """One event-driven list scheduler, compiled, with three rules for the next pass of a device.
 
-Devices act in the order of time. A device that is free, or whose input has just arrived, starts
-what its rule chooses. Every stage takes micro-batches first in, first out. The rules share the
-state and its operations: which passes are ready, whether a pass fits, when it starts and ends, and
-when its message arrives (messages of one link queue).
+Devices act in the order of time. A device that is free, or whose input has just arrived, starts the
+pass that its rule chooses. Every stage takes micro-batches first in, first out. The rules share the
+state and its operations. These tell which passes are ready, whether a pass fits, when it starts and
+ends, and when its message arrives (messages of one link queue).
 
 * `ListRule.GREEDY`: a ready backward first, then a forward, then a weight gradient.
 * `ListRule.BLOCK`: the passes in a given order; a device that waits may run a later one.
@@ -79,7 +79,8 @@ class Policy(NamedTuple):
         A `ListRule`. `BLOCK` and `PAIRS` need an order.
     patience
         A pass fills a wait of at least this fraction of its duration: 1 delays nothing known, 0
-        fills any wait. Below 0, `BLOCK` runs every W at once, which needs the least memory.
+        fills any wait. Below 0, `BLOCK` runs every W immediately, which needs the minimum
+        memory.
     split
         A `SplitBackward`. With `BLOCK` and `GREEDY`, `IN_DRAIN` means `ALWAYS`.
     early
@@ -139,7 +140,7 @@ class _ListRun(NamedTuple):
     ``split[s, :num_split[s]]`` are the micro-batches whose I ran; of their W the first
     ``num_weights[s]`` did. ``in_flight`` is ``held_bytes`` with every waiting W done. ``head`` is
     the place of the first pass of the order that has not run. ``wake_ms`` and ``wake_device`` are a
-    binary heap of ``num_wakes[0]`` events: when to ask which device.
+    binary heap of ``num_wakes[0]`` events: when to run which device.
     """
 
     times: TimeArrays
@@ -492,7 +493,7 @@ def _act_in_order(run: _ListRun, device: int, now: float) -> bool:
 
 @lean
 def _act_in_pairs(run: _ListRun, device: int, now: float) -> float:
-    """Run a pair, or a pass alone; return when to ask again for a pair's other half, else 0."""
+    """Run a pair, or a pass alone; return when to check again for a pair's other half, else 0."""
     start = _try_pair(run, device, now)
     if start < 0.0:
         return 0.0
@@ -740,7 +741,7 @@ def _measure(run: _ListRun) -> tuple[float, float]:
 
 @lean
 def _act(run: _ListRun, device: int, now: float) -> float:
-    """Let a device act by its rule; return when to ask again, 0: at the next event, -1: stuck."""
+    """Let a device act by its rule; return when to run again, 0: at the next event, -1: stuck."""
     if run.policy.rule == _GREEDY:
         _act_greedily(run, device, now)
         return 0.0

@@ -1,7 +1,7 @@
 """Compiled time and memory of programs: `optpipe.simulate` and `optpipe.memory` on integers.
 
-The meaning is theirs; a property test holds the two against each other. Nothing here allocates, so
-that it can do without reference counts (`lean`) and take about 20 ns per action.
+Those two define the results; a property test compares both to the last bit. Nothing here allocates,
+so that it can do without reference counts (`lean`) and take about 20 ns per action.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _QUEUED = -2.0
 
 
 class TimeArrays(NamedTuple):
-    """What time depends on. ``duration`` is in ms by action number, the rest by stage or device.
+    """The inputs of times. ``duration`` is in ms by action number, others are by stage or device.
 
-    ``row`` has, by cell, its row of tables: cost * num_stages + stage. Where micro-batches are
-    equal a row is a stage; where not, what is said of a stage here is said of a row, but
-    ``device_of`` and ``grad_sync``. ``mode_ms`` is in ms by kind, stage and mode; ``varies`` flags
-    stages where a cell's mode says how long its actions take. There ``duration`` is that of keep,
-    or of whoever replaced it.
-    ``owned[d]`` lists the stages of device d in model order, -1 after them.
-    ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
-    messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
-    ``noise`` has for each pass (as ``end`` of the scratch) what multiplies its message's time; it
-    is empty where nothing does. Only `length` knows it. ``hidden`` has what hides in a pair, in ms
-    by (0 for I, 1 for B), stage of F and stage of the backward, NaN where they may not pair; it is
-    empty where nothing may. ``forward`` is the time of F that it goes with, by stage.
+    ``row`` has, by cell, its row of tables: cost * num_stages + stage. If micro-batches are equal,
+    a row is a stage. If not, tables by stage are by row here, except ``device_of`` and
+    ``grad_sync``. ``mode_ms`` is in ms by kind, stage and mode. ``varies`` flags stages where a
+    cell's mode says how long its actions take. There ``duration`` is that of keep, unless the
+    caller replaced it. ``owned[d]`` lists the stages of device d in model order, -1 after them.
+    ``lane_there[s]`` is the link of the output of F(s), -1 if messages do not queue. The output
+    occupies it for ``fill_there[s]`` ms. ``lane_back[s]`` and ``fill_back[s]`` are those of the
+    backward of s + 1. ``noise`` has for each pass (as ``end`` of the scratch) what multiplies its
+    message's time; it is empty where nothing does. Only `length` uses it. ``hidden`` has the ms
+    that a pair hides, by (0 for I, 1 for B), stage of F and stage of the backward. It is NaN where
+    they may not pair, and empty if no passes may. ``forward`` is the time of F that it goes with,
+    by stage.
     """
 
     num_stages: int
@@ -90,13 +90,13 @@ class TimeArrays(NamedTuple):
 
 
 class MemoryArrays(NamedTuple):
-    """What memory depends on: bytes by device, by host, and of an action.
+    """The data that memory depends on: bytes by device, by host, and of an action.
 
-    ``adds`` is what it adds for good, ``rises`` the most it holds above what was there before, both
-    by kind, stage and mode. By stage and mode: ``may`` flags those that may
-    be used, ``again`` those with a RECOMPUTE. A stage is a row (see `TimeArrays`). By stage:
-    ``num_modes`` is how many numbers of modes there are, ``uniform`` flags stages that use one for
-    all micro-batches.
+    ``adds`` is the lasting change by an action, ``rises`` the maximum it holds above the bytes
+    before, both by kind, stage and mode. By stage and mode: ``may`` flags modes that may be used,
+    ``again`` those with a RECOMPUTE. A stage is a row (see `TimeArrays`). By stage: ``num_modes``
+    is how many numbers of modes there are, ``uniform`` flags stages that use one for all
+    micro-batches.
     """
 
     adds: Ints
@@ -202,7 +202,7 @@ def length(
 def _advance(
     device: int, row: Ints, count: int, times: TimeArrays, work: SimulationScratch, size: int
 ) -> int:
-    """Run a device until it waits for something unknown; push those it wakes on the stack."""
+    """Run a device until it waits for an unknown time; push the devices it wakes on the stack."""
     cells = times.num_cells
     while work.head[device] < count:
         at = work.head[device]
@@ -326,7 +326,7 @@ def input_of(kind: int, cell: int, stage: int, times: TimeArrays) -> tuple[int, 
 
 @lean
 def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: SimulationScratch) -> int:
-    """Write down the end of a pass; return the device that waited for it, -1 for none."""
+    """Record the end of a pass; return the device that waited for it, -1 for none."""
     if kind in (BACKWARD_WEIGHT, FULL_BACKWARD):
         stage = cell // times.num_microbatches
         work.stage_end[stage] = max(work.stage_end[stage], done)

@@ -1,9 +1,9 @@
 """Proven lower bounds of the objective, each with its argument; times in ms.
 
 Every bound is at most the objective of every legal schedule: any placement, fused or split
-backwards, offload, recompute, unequal stages, devices and limits. `relaxation` is the model they
-share; `heads` and `tails` count events in it; the bounds themselves are in `window` and
-`energy`. docs/bounds.md has them in mathematics.
+backwards, offload, recompute, unequal stages, devices and limits. All bounds share the model in
+`relaxation`. `heads` and `tails` count events in it; `window` and `energy` compute the bounds.
+docs/bounds.md has them in mathematics.
 """
 
 from __future__ import annotations

@@ -1,35 +1,39 @@
-"""The best of all bounds, and what each is worth; those of idle time, and of pairs.
+"""The best of all lower bounds, and the bounds from idle time and from pairs.
 
-*Idle time* that memory forces on a device before some moment u and after some moment T - v. Let
-D(u, v) be an upper bound of the work a device can do before u and after T - v together, and P all
-its work. If D(u, v) < P, some work is done in between, so u <= T - v, and all that is missing:
+*Idle time* that memory forces on a device before some moment u and after some moment T - v. Let P
+be all work of a device, and D(u, v) an upper bound of its work before u and after T - v together.
+If D(u, v) < P, some work is done in between, so u <= T - v, and all that is missing:
 
     T >= u + v + P - D(u, v).
 
-D is what heads and tails allow and the device's memory has room for (docs/bounds.md).
+D is what heads and tails allow and fits into the device's memory (docs/bounds.md).
 
-*Pairs*: where forwards and backwards may run in pairs, what F hides is in every bound already
-(`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
+*Pairs*: where forwards and backwards may run in pairs, every bound already subtracts the time that
+F hides (`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
 
-*Shortened backwards.* Take every backward shorter by the most that it can hide in a pair, and allow
-no pairs. Any schedule becomes one of that problem, no longer and with the same memory at most: a
-pair of ``F + B - x`` becomes B, then F, one after the other in the same time; B ends within the
-time of the pair; all else ends no later than it did. It says more where few backwards may pair.
+*Shortened backwards.* Take every backward shorter by the maximum that it can hide in a pair, and
+allow no pairs. Any schedule becomes a schedule of that problem, with at most the same length and
+memory. A pair of ``F + B - x`` becomes B, then F, one after the other in the same time. B ends
+within the time of the pair; everything else ends no later than before. This bound is stronger where
+few backwards may pair.
 
-*Pairs begin late.* On a device no pair starts before ``e``, when the first backward there can: each
-pair holds one. A path keeps its full times, for a pair lasts at least as long as each of its two
-passes (hidden_ms is at most the shorter). Before ``e``, and not before ``h``, when its first
-forward can, the device does unpaired forwards at most: whatever else must run there, less what can
-hide, runs after ``e``. What hides is at most the sum over forwards, or over backwards, of the most
-that each can hide, for each is in one pair at most. Which forwards go before ``e`` is a fractional
+*Pairs begin late.* On a device no pair starts before ``e``, when its first backward can start: each
+pair holds one. A path keeps its full times. A pair lasts at least as long as each of its two passes
+(hidden_ms is at most the shorter). Between ``h``, when its first forward can start, and ``e`` the
+device runs unpaired forwards only. All its other work, less the time that pairs can hide, runs
+after ``e``. Each pass is in at most one pair. So the hidden time is at most the sum, over forwards
+or over backwards, of the maximum that each can hide. Which forwards go before ``e`` is a fractional
 knapsack of ``e - h`` ms; taking the best makes the bound valid for all.
 
-*Pairs hold memory.* What hides shortens a device's load; but a pair hands on at its end, so each
-pair also makes the ways of two micro-batches longer, and what they hold on the devices that wait
-for them is held so much longer. A linear program over how many F and backwards of each stage run in
-pairs weighs the one against the other: on each device as many F as backwards do; load, the F before
-the first backward being no more than memory has room for; and bytes times ms, of at most all memory
-from the first F on, less what filling and draining it, one pass at a time, leaves free.
+*Pairs hold memory.* Hidden time shortens a device's load. But a pair sends its outputs only at its
+end, so it lengthens the paths of two micro-batches. Their activations occupy the waiting devices
+for longer. A linear program over how many F and backwards of each stage run in pairs weighs the two
+effects. Its constraints on each device are:
+
+* as many F as backwards run in pairs;
+* the load, where the F before the first backward are at most as many as fit into memory;
+* bytes times ms, at most all memory from the first F on, less the memory left free while the device
+  fills and drains.
 """
 
 from __future__ import annotations
@@ -128,7 +132,7 @@ def paired_load_ms(problem: Problem) -> float:
             work += min(ms for ms, _ in options)
             hideable += max(hidden for _, hidden in options)
         before = first - head
-        # What hides is counted at the forwards, or at the backwards.
+        # Hidden time is counted at the forwards, or at the backwards.
         by_forward = m * sum(ms - hidden for ms, hidden in forwards) - _knapsack(
             [(ms, ms - hidden) for ms, hidden in forwards], m, before
         )
@@ -301,8 +305,8 @@ class _Slots(NamedTuple):
 class _Device(NamedTuple):
     """One device: pieces per stage in ms and bytes, as in `Relaxed`, its room, and its lanes.
 
-    ``rate`` is the D2H and H2D bandwidth in bytes per ms, ``carried`` the most bytes that can be
-    away, ``moves`` tells which stages can be offloaded.
+    ``rate`` is the D2H and H2D bandwidth in bytes per ms. ``carried`` is the maximum bytes
+    offloaded at a time. ``moves`` flags stages that can be offloaded.
     """
 
     num_microbatches: int
@@ -374,8 +378,8 @@ def _forward_slots(model: Relaxed, stages: Ints) -> _Slots:
 def _backward_slots(model: Relaxed, stages: Ints) -> _Slots:
     """Return the slots of I and W; where I is worth more per byte, of pairs and of W alone.
 
-    An I needs its W afterwards. Where W is worth more per byte, it comes first in the knapsack
-    anyway; otherwise the best use of bytes is pairs, then W without I.
+    An I needs its W afterwards. If W is worth more per byte, it comes first in the knapsack anyway.
+    Otherwise the best use of bytes is I with W, then W alone.
     """
     gradient, weight = model.gradient[stages], model.weight[stages]
     keep, context = model.keep[stages], model.context[stages]
@@ -567,8 +571,8 @@ def lower_bounds(
 ) -> list[Bound]:
     """Return the best value of every argument, in a fixed order.
 
-    ``should_stop`` is asked between devices; what was not looked at by then proves nothing. Where
-    passes may pair, the arguments are those of `optpipe_solver.bounds.bound`.
+    The function calls ``should_stop`` between devices; devices that it has not reached by then add
+    nothing. For problems with pairs it uses the arguments of `optpipe_solver.bounds.bound`.
     """
     if not problem.is_even:
         return _bounds_of_unequal(problem, should_stop)
@@ -593,7 +597,7 @@ def lower_bounds(
 
 
 def _bounds_of_unequal(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
-    """Return the bounds of the least problem, and, where nothing pairs, that of the true work."""
+    """Return the bounds of `Problem.least` and, unless passes may pair, of the true work."""
     found = [
         Bound(bound.ms, f"{bound.method}, least micro-batches")
         for bound in lower_bounds(problem.least, should_stop=should_stop)
@@ -611,11 +615,11 @@ def work_bound(problem: Problem) -> Bound:
 
 
 def _true_work_ms(problem: Problem) -> float:
-    """Return what the true work of a device and the least ways to it, and from it, ask for.
+    """Return the bound from the true work of a device and the minimum times before and after it.
 
-    Work that may stand before its first I ends, beside the way there, is its longest forwards, as
-    many as memory holds of the least; work behind its last I are the longest W whose least contexts
-    memory holds. All else lies between, or the device has nothing to do (docs/bounds.md).
+    Before its first I, the device runs at most its longest forwards, as many as fit into
+    memory at the minimum bytes. After its last I, it runs at most the longest W whose
+    minimum contexts fit. It runs all other work in between, or is idle (docs/bounds.md).
     """
     paths, costs = Paths(problem.least), problem.cost_of
     best = 0.0
@@ -648,16 +652,17 @@ def _weight_ms(stage: Stage) -> float:
 
 
 def _longest(room: int, size: int, lengths: list[float]) -> float:
-    """Return the sum of the longest, as many as there is room for."""
+    """Return the sum of the longest, as many as fit into ``room``."""
     count = room // size if size else len(lengths)
     return sum(sorted(lengths, reverse=True)[: max(0, count)])
 
 
 def _drain_ms(paths: Paths) -> float:
-    """Return what follows from the W that a device may have left at the end of its last I or B.
+    """Return the bound from the W that a device may still have to run after its last I or B.
 
-    That is of its first stage, and its micro-batch goes on to stage 0. What waits for W stays on
-    the device in every mode, where the other arguments take the least that any mode holds.
+    That I or B is of its first stage, and its micro-batch goes on to stage 0. The context of a
+    waiting W stays on the device in every mode. The other arguments use the minimum that any mode
+    holds.
     """
     problem = paths.problem
     best = 0.0
@@ -670,7 +675,7 @@ def _drain_ms(paths: Paths) -> float:
 
 
 def _most_weights_ms(paths: Paths, device: int) -> float:
-    """Return how long the W are at most whose contexts a device can hold at once."""
+    """Return the maximum total time of W whose contexts fit on a device together."""
     problem = paths.problem
     stages, m = problem.stages_of[device], problem.num_microbatches
     room = float(problem.room_bytes(device))
@@ -705,9 +710,9 @@ def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]
     """Yield devices with the heads and tails that hold on their clock.
 
     Makespan has one clock. Under span a device's clock runs from its first start to its last end,
-    and nothing is known of when others begin. Then so many devices are swept as time allows, those
-    with the most work and the longest way to the last stage and back first: the greatest over some
-    devices is a bound as well.
+    and the starts of other devices are unknown. Only as many devices are swept as time allows.
+    Devices with the most work and the longest way to the last stage and back come first. The
+    maximum over some devices is a bound as well.
     """
     problem = paths.problem
     filling, draining = refill(model), drain(model)

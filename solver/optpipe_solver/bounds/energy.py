@@ -1,8 +1,8 @@
 """Bytes x time: what micro-batches must hold, against what the devices have (docs/bounds.md).
 
-Whoever recomputes saves bytes x time for compute time, whoever offloads for transfer time. For a
-time T the cheapest choice saves at most what the fractional knapsacks over compute time and over
-bytes moved save; if that is not enough, T is too short. Bisection finds the least T not refuted.
+Recomputing saves bytes x time for compute time, offloading saves it for transfer time. Fractional
+knapsacks over compute time and over bytes moved limit how much the cheapest choice saves within a
+time T. If that is not enough, T is too short. Bisection finds the smallest T not refuted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEPS = 60
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """What one micro-batch on a stage saves (bytes x ms) at which price (ms or bytes), how often.
+    """Savings of one micro-batch on a stage (bytes x ms), price of each (ms or bytes), and counts.
 
     ``least`` of the ``most`` micro-batches must be treated so.
     """
@@ -41,7 +41,7 @@ class _Saving:
 class _Ramps:
     """Room that cannot be filled: ``free`` bytes at first, none after ``up`` ms; ``down`` likewise.
 
-    ``both`` tells that no schedule is so short that they could overlap.
+    ``both`` means that no schedule is so short that they could overlap.
     """
 
     free: float
@@ -122,11 +122,11 @@ def _demand(paths: Paths, device: int, indices: Sequence[int], makespan: bool) -
 
 
 class _Savings:
-    """What the modes of a stage save of ``kept``, the bytes x ms of a cell that keeps all.
+    """Savings by the modes of a stage; ``kept`` is the bytes x ms of a cell that keeps all.
 
-    ``by_time`` are pairs (ms recomputed, saved by that), ``by_bytes`` (bytes moved, saved by
-    that), one per other mode; a mode that does both is taken apart, so that the two may be
-    chosen freely. ``forced`` tells that no cell can keep all.
+    ``by_time`` lists pairs (ms recomputed, saved by that), ``by_bytes`` pairs (bytes moved, saved
+    by that), one per other mode. A mode that does both is split, so that the two are chosen
+    independently. ``forced`` means that no cell can keep all.
     """
 
     def __init__(self, paths: Paths, s: int) -> None:
@@ -151,7 +151,7 @@ class _Savings:
             self.by_bytes.append((float(moved), max(0.0, there - away)))
 
     def _least(self, mode: CellMode, moved: int, there: float) -> float:
-        """Return the least bytes x ms of a cell; of these ``moved`` bytes are there that long."""
+        """Return the minimum bytes x ms of a cell; of these ``moved`` bytes are there that long."""
         stage, between = self.stage, self.between
         context = mode.weight_context_bytes * stage.backward_weight_ms
         rest = mode.forward_bytes - moved
@@ -174,7 +174,7 @@ class _Savings:
 def _hull(choices: Sequence[tuple[float, float]], most: int, forced: bool) -> Iterator[_Saving]:
     """Yield the steps of the upper hull of (price, saved): the best ones first, each once a cell.
 
-    Where ``forced``, the first step, to the least price, must be made by every cell.
+    If ``forced``, every cell must make the first step, which leads to the minimum price.
     """
     if not choices:
         return
@@ -209,7 +209,7 @@ def _ramps(paths: Paths, indices: Sequence[int], busy: float) -> _Ramps:
 
 
 def _most_held(paths: Paths, s: int) -> tuple[int, int]:
-    """Return the most bytes of a cell in any mode until its I has ended, and behind that."""
+    """Return the maximum bytes of a cell in any mode until the end of its I, and after that."""
     menu = paths.problem.menus[s]
     inside = max(mode.backward_bytes + mode.inside_bytes for mode in menu)
     return inside, max(mode.weight_context_bytes for mode in menu)

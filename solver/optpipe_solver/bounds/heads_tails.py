@@ -1,9 +1,9 @@
 """Heads and tails: how early the k-th F, I and W of each stage can start, and what must follow.
 
-F_k(s) is the k-th forward of stage s in the order in which this stage runs them, whichever
-micro-batch that is; likewise the pieces I_k and W_k (`relaxation`). The rules are argued in
-docs/bounds.md: 1. devices take turns, 2. data, 3. load, 4. memory, with `refill` and `drain`.
-A head is a start; a tail is the time from an end to the end of all, k counted from the last.
+F_k(s) is the k-th forward of stage s in the order in which this stage runs its forwards, of any
+micro-batch. I_k and W_k are likewise the pieces of `relaxation`. The rules are 1 turns of devices,
+2 data, 3 load, and 4 memory, with `refill` and `drain` (docs/bounds.md). A head is a start. A tail
+is the time from an end to the end of all, k counted from the last.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _HeadLoads(NamedTuple):
 
 
 class _HeadRelief(NamedTuple):
-    """Per stage: I, W and transfers used so far to make room, the bytes, and when the last was."""
+    """Per stage: I, W and transfers used so far to free memory, their bytes, and the last time."""
 
     gradients: Floats
     weights: Floats
@@ -251,10 +251,10 @@ def _head_of_gradient(model: Relaxed, events: Events, loads: _HeadLoads, k: int,
 class _TailLoads(NamedTuple):
     """Per stage, in ms: the tails of everything (origin), and those of the loads of rule 3 so far.
 
-    ``backwards``: gradient and weight pieces up to s; ``gradients``: gradient pieces up to s;
-    ``all``: all pieces but the forwards before s; ``forwards``: forwards from s on. ``least``, at
-    the device's first stage: the least tail of W_k over its stages done so far. ``drained`` is what
-    `drain` gives.
+    ``backwards`` is for gradient and weight pieces up to s, ``gradients`` for gradient pieces up to
+    s. ``all`` is for all pieces but the forwards before s, ``forwards`` for forwards from s on.
+    ``least``, at the device's first stage, is the minimum tail of W_k over its stages so far.
+    ``drained`` is the result of `drain`.
     """
 
     origin: Floats
@@ -268,7 +268,7 @@ class _TailLoads(NamedTuple):
 
 
 class _TailRelief(NamedTuple):
-    """Per stage: what k micro-batches hold against which room, and what made room so far.
+    """Per stage: the bytes of k micro-batches, the limit, and the bytes freed so far.
 
     ``size`` bytes each, in ``room``; a forward that has not begun gives back ``size``, a RELOAD to
     come ``away``. ``forwards`` and ``transfers`` count those used so far, ``freed`` is their bytes,
@@ -286,7 +286,7 @@ class _TailRelief(NamedTuple):
 
 @jitted
 def tails(model: Relaxed, turnover: Turnover, origin: Floats) -> Events:
-    """Return the least times after each end; ``origin[s]`` is that of anything on stage s."""
+    """Return the minimum times after each end; ``origin[s]`` is that of anything on stage s."""
     m, num_stages = model.num_microbatches, len(model.forward)
     events = Events(np.zeros((m, num_stages)), np.zeros((m, num_stages)), np.zeros((m, num_stages)))
     loads = _TailLoads(

@@ -1,9 +1,9 @@
-"""What every bound asks of a schedule: a model that each legal schedule satisfies (docs/bounds.md).
+"""The model that every bound uses and each legal schedule satisfies (docs/bounds.md).
 
-Per stage and micro-batch three pieces of work, in this order: F; the *gradient piece* I of
-min(I, B) ms; the *weight piece* W of the rest, so that the three add up to the least compute time
-there is. Whatever its mode, it holds at least ``keep`` bytes from the start of F to the end of I,
-less ``moved`` while it is on the host, and then ``context`` to the end of W.
+Each micro-batch has three pieces of work per stage, in this order. F is first, then the *gradient
+piece* I of min(I, B) ms, then the *weight piece* W of the rest. The three add up to the minimum
+compute time. Whatever its mode, the micro-batch holds at least ``keep`` bytes from the start of F
+to the end of I, less ``moved`` while offloaded. Then it holds ``context`` to the end of W.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ __all__ = ["Paths", "Relaxed", "hidden_in_pairs", "relaxed"]
 class Relaxed(NamedTuple):
     """The model in arrays, one entry per stage unless said otherwise; ms and bytes.
 
-    ``forward``, ``gradient``, ``weight`` are the pieces, ``there[s]`` and ``back[s]`` the boundary
-    transfers between s and s + 1, ``sync`` the gradient reduction. Where passes may pair, F is
-    shorter by the most that it can hide, and ``there[s]`` longer by it (`hidden_in_pairs`); on the
-    last stage that is the least from F to I. ``keep``, ``context``, ``moved``
-    as above; ``out`` and ``home`` are the ms of one transfer, ``most_away`` how many micro-batches
-    the host can take. Where transfers of several sizes save bytes, ``out`` and ``home`` are those
-    of ``moved`` bytes at the best rate there is, and the first counts as done at once: ``lag`` is 0
-    there and 1 elsewhere. ``room_*`` are the device's bytes for activations, less the workspace of
-    the pass. ``first`` and ``last`` are the first and last stage of s's device in model order;
-    ``forward_to`` the forwards of the device's stages up to s, ``gradient_from`` the gradient
-    pieces from s on, ``back_to`` the gradient and weight pieces up to s, and so on.
+    ``forward``, ``gradient``, ``weight`` are the pieces. ``there[s]`` and ``back[s]`` are the
+    boundary transfers between s and s + 1. ``sync`` is the gradient reduction. With pairs, F is
+    shorter by the maximum that it can hide, and ``there[s]`` is longer by it (`hidden_in_pairs`).
+    On the last stage ``there[s]`` is the minimum from F to I. The module defines ``keep``,
+    ``context`` and ``moved``. ``out`` and ``home`` are the ms of one transfer, ``most_away`` how
+    many micro-batches the host can take. If transfers of several sizes save bytes, ``out`` and
+    ``home`` are for ``moved`` bytes at the best rate. The first transfer then counts as done
+    immediately: ``lag`` is 0, else 1. ``room_*`` are the device's bytes for activations, less the
+    workspace of the pass. ``first`` and ``last`` are the first and last stage of s's device in
+    model order. ``forward_to`` sums the forwards of the device's stages up to s, ``gradient_from``
+    the gradient pieces from s on, and so on. ``backward_to`` sums the gradient and weight pieces up
+    to s.
     """
 
     num_microbatches: int
@@ -126,13 +127,14 @@ def relaxed(problem: Problem) -> Relaxed:
 
 
 def hidden_in_pairs(problem: Problem) -> list[float]:
-    """Return the most ms that an F of each stage can hide in a pair, 0 where it has none.
+    """Return the maximum ms that an F of each stage can hide in a pair, 0 where it has none.
 
-    Take that off every F, let what it makes arrive as much later, and allow no pairs. Any schedule
-    becomes one of that problem, no longer and with the same memory: a pair of ``F + B - x`` ms is
-    an F of ``F - h`` ms, h >= x, from where it starts, then a B to where it ends at the latest.
-    What F makes arrives ``F`` ms after the start or later: a pair is no shorter than either of its
-    passes. So no path gets shorter, and both activations are held all along the pair.
+    Take that off every F, let its output arrive as much later, and allow no pairs. Any schedule
+    becomes a schedule of that problem, no longer and with the same memory. Replace a pair of ``F +
+    B - x`` ms by an F of ``F - h`` ms, h >= x, at the start of the pair. Its B follows and ends by
+    the end of the pair. The output of F arrives at least ``F`` ms after the start: a pair is no
+    shorter than either of its passes. So no path gets shorter, and both activations are held all
+    along the pair.
     """
     most = [0.0] * len(problem.stages)
     for pair in problem.pairs:
@@ -161,7 +163,7 @@ def _weight_workspace(mode: CellMode) -> int:
 
 
 class _Away(NamedTuple):
-    """What transfers of a stage save: as ``moved``, ``out``, ``home``, ``most_away``, ``lag``."""
+    """The savings by transfers of a stage: ``moved``, ``out``, ``home``, ``most_away``, ``lag``."""
 
     moved: int = 0
     out: float = 0.0
@@ -192,7 +194,7 @@ def _away(problem: Problem, s: int, menu: Sequence[CellMode], keep: int) -> _Awa
 
 
 def _most_away(problem: Problem, s: int, moved: int) -> int:
-    """How many micro-batches of a stage its host can hold at once, if it alone used the host."""
+    """Return how many micro-batches of a stage its host can hold if no other stage uses it."""
     names = {host.name: host.memory_bytes for host in problem.hosts}
     room = names[problem.devices[problem.stages[s].device].host]
     most = problem.num_microbatches
@@ -243,7 +245,7 @@ class Paths:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Per stage the least compute time of a micro-batch, what can hide left out."""
+        """Per stage the minimum compute time of a micro-batch, without the time that can hide."""
         stages = self.problem.stages
         return [stage.busy_ms - ms for stage, ms in zip(stages, self.hidden, strict=True)]
 

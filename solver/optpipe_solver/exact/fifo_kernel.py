@@ -1,6 +1,6 @@
-"""Compiled: what a state of the fifo search says, when its next passes start, what they change.
+"""Compiled: the states of the fifo search, the start times of passes, and the state after a pass.
 
-See `fifo_search` for what a state is and why nothing is lost. Times are whole numbers of a unit.
+See `fifo_search` for states and why no schedule is lost. Times are whole numbers of a unit.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class FifoProblem(NamedTuple):
     """A problem in whole numbers: entries per stage, ``room`` per device.
 
     ``there[s]`` and ``back[s]`` are the boundary transfers between s and s + 1. ``last_f[k, s]`` is
-    the least time after the end of the k-th last F of s, k from 0; ``last_i`` and ``last_w`` after
-    the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`). ``shortest`` is the least time
-    of any pass, ``horizon`` the longest schedule looked for. ``urgency`` is what a bound of the end
-    counts for that lies so many slots below the horizon, ``slots`` per unit; then nothing.
+    the minimum time after the end of the k-th last F of s, k from 0. ``last_i`` and ``last_w`` are
+    the same for the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`). ``shortest`` is
+    the minimum time of any pass. ``horizon`` is the length limit of the search. ``urgency`` weighs
+    a bound of the end by its slot below the horizon, ``slots`` per unit, then 0.
     """
 
     num_microbatches: int
@@ -81,11 +81,11 @@ class FifoProblem(NamedTuple):
 
 
 class FifoState(NamedTuple):
-    """How far all is.
+    """A partial schedule.
 
-    ``counts`` holds per stage the F, gradients and W started; ``times`` the clock, when each device
-    is free, and when the last output of F, then of I or B, of each stage is where it is needed,
-    none before the clock.
+    ``counts`` holds per stage the F, gradients and W started. ``times`` holds the clock, when each
+    device is free, and when the last output of F, then of I or B, of each stage arrives. None is
+    before the clock.
     """
 
     counts: Bytes
@@ -93,9 +93,9 @@ class FifoState(NamedTuple):
 
 
 class FifoLoads(NamedTuple):
-    """What is read off a state: per device ``held_bytes`` and the time of all pieces ``left``.
+    """Sums over a state: per device ``held_bytes`` and the time of all pieces ``left``.
 
-    ``ends`` is a place to compute in, per stage.
+    ``ends`` is scratch, per stage.
     """
 
     held_bytes: Ints
@@ -119,7 +119,7 @@ def make_fifo_loads(num_stages: int, num_devices: int) -> FifoLoads:
 
 @lean
 def weigh(line: FifoProblem, state: FifoState, loads: FifoLoads) -> None:
-    """Write on the loads what every device holds, and what it has left to run."""
+    """Write into the loads the bytes that each device holds, and the time of its pieces left."""
     loads.held_bytes[:] = 0
     loads.left[:] = 0
     m = line.num_microbatches
@@ -143,7 +143,7 @@ def length_of(line: FifoProblem, s: int, kind: int) -> int:
 
 @lean
 def piece_of(line: FifoProblem, s: int, kind: int) -> int:
-    """Return the time of the pieces that a pass stands for, at most its own."""
+    """Return the time of the pieces that make up a pass, at most its own time."""
     if kind == 0:
         return int(line.forward[s])
     gradient = line.gradient[s] if kind != 2 else 0
@@ -163,7 +163,7 @@ def _arrival(line: FifoProblem, state: FifoState, s: int, gradient: int, index: 
 def start_of(line: FifoProblem, state: FifoState, loads: FifoLoads, s: int, kind: int) -> int:
     """Return when the next pass of a kind (0 F, 1 I, 2 W, 3 B) can start on s; -1 = it cannot.
 
-    The loads says what devices hold.
+    ``loads`` has the bytes that devices hold.
     """
     device = line.device[s]
     needs = loads.held_bytes[device] + line.workspace[kind, s]
@@ -179,7 +179,7 @@ def start_of(line: FifoProblem, state: FifoState, loads: FifoLoads, s: int, kind
 
 @lean
 def _input(line: FifoProblem, state: FifoState, s: int, kind: int) -> int:
-    """Return when what the next pass of a kind needs is there; -1 = it is not even begun."""
+    """Return when the next input of a kind of pass arrives; -1 = its producer has not started."""
     if kind == 0:
         return input_of_f(line, state, s)
     if kind == 2:
@@ -192,7 +192,7 @@ def _input(line: FifoProblem, state: FifoState, s: int, kind: int) -> int:
 
 @lean
 def input_of_f(line: FifoProblem, state: FifoState, s: int) -> int:
-    """Return when the input of the next F of s is there; -1 = nobody has started to make it."""
+    """Return when the input of the next F of s arrives; -1 = its producer has not started."""
     f = state.counts[3 * s]
     if f == line.num_microbatches:
         return -1
@@ -203,7 +203,7 @@ def input_of_f(line: FifoProblem, state: FifoState, s: int) -> int:
 
 @lean
 def input_of_i(line: FifoProblem, state: FifoState, s: int) -> int:
-    """Return when the gradient for the next I of s is there; -1 = nobody has started to make it."""
+    """Return when the gradient for the next I of s arrives; -1 = its producer has not started."""
     b = state.counts[3 * s + 1]
     if b >= state.counts[3 * s]:
         return -1
@@ -275,10 +275,10 @@ def _next_end(line: FifoProblem, times: Ints, start: int) -> int:
 class FifoLayer(NamedTuple):
     """States with the same number of passes done: ``size[0]`` rows.
 
-    ``counts`` and ``times`` are those of `FifoState`, ``rate`` is how promising the state is,
-    ``parent`` the row of the state before in its layer, ``way`` 4 x stage + kind of the pass
-    between. ``first`` and ``link`` chain rows with one hash. No state comes in whose rate is not
-    below ``limit[0]``.
+    ``counts`` and ``times`` are those of `FifoState`. ``rate`` says how promising the state is;
+    rows with a rate of ``limit[0]`` or more are not added. ``parent`` is the row of its predecessor
+    in that layer, ``way`` is 4 x stage + kind of the pass between them. ``first`` and ``link``
+    chain rows with one hash.
     """
 
     counts: NDArray[np.int8]
@@ -332,9 +332,9 @@ def expand_fifo(
 ) -> int:
     """Add the successors of up to ``most`` states of the first layer from row ``begin`` on.
 
-    Those by F, I and W go to the second layer, those by B to the third: it counts as two passes.
-    Returns the next row; it is ahead of others where a layer may have no room for the successors of
-    that row. ``work`` is written to.
+    Successors by F, I and W go to the second layer, those by B to the third: a B counts as two
+    passes. Returns the next row to expand; it comes earlier if a layer may lack room for that row's
+    successors. ``work`` is scratch.
     """
     layer, one, two = layers
     end = min(layer.size[0], begin + most)
@@ -410,7 +410,7 @@ def _keep(layer: FifoLayer, state: FifoState, rate: float, origin: tuple[int, in
 
 
 SEED = 1469598103
-"""What `hashed` begins with."""
+"""The initial value of `hashed`."""
 
 
 @lean
@@ -468,12 +468,12 @@ def ends_late(
 def rate_of(
     line: FifoProblem, new: FifoState, loads: FifoLoads, what: tuple[int, int, int]
 ) -> float:
-    """Return the rate of the state after a pass; -1 = it ends behind the horizon.
+    """Return the rate of the state after a pass; -1 = it ends after the horizon.
 
-    The lower, the more promising. Bounds of the end are: what every device has left to run, and the
-    next F, gradient and W of every stage with what must follow them. The rate is the sum of the
-    first, that is what idle time has cost so far, and the `_urgency` of the others. The loads are
-    that of the state before.
+    A lower rate is more promising. It sums the times at which each device has run all its pieces,
+    which measures idle time so far, and the `_urgency` of other bounds. Those are the end of the
+    next F, gradient and W of every stage plus the work that must follow them. ``loads`` is that of
+    the state before.
     """
     total = _loads(line, new, loads, what)
     forwards = _forwards(line, new, loads) if total >= 0 else -1.0

@@ -1,10 +1,10 @@
 """The fifo search: over counts of passes, where first in, first out loses nothing.
 
-A *state* is how many F, I, W and B every stage has started; the clock, which is the latest start;
-when each device is free; and when the last F and the last gradient of every stage are where they
-are needed, none before the clock. States go layer by layer, by passes done (a B counts as two). If
-a layer and the one behind it are empty, no schedule lies within the horizon; if the last holds a
-state, its way back is a schedule. docs/exact.md says why no schedule is missed.
+A *state* has the counts of F, I, W and B that every stage has started. It has the clock, which is
+the latest start, and times, none before the clock. The times say when each device is free, and when
+the last F and gradient of every stage arrive. States go layer by layer, by passes done (a B counts
+as two). If a layer and the next one are empty, no schedule lies within the horizon. If the last
+layer holds a state, its way back is a schedule. docs/exact.md says why no schedule is missed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _BEAM_SLICE = 5_000
 """States that a beam expands between two looks at whether to stop."""
 
 _SPARE = 3
-"""Room in a beam's layer, in widths: when it is full, the most promising states are kept."""
+"""Capacity of a beam's layer, in widths: a full layer keeps only the most promising states."""
 
 
 def fifo_can_search(problem: Problem) -> bool:
@@ -78,11 +78,11 @@ def search_fifo_beam(
     """Look for a schedule of at most ``horizon_ms``, ``width`` states of each layer expanded.
 
     `InputError` unless `fifo_can_search`. ``NONE`` only where no state was left out: then no
-    schedule lies within the horizon. What is found may be longer, where states relax something.
-    Where all times are equal very many programs are equally long, and moves that change one device
-    at a time walk among them without an end; a state stands for all devices at once. On
-    `loop2-equal-p8-m16-4.5a` of the benchmarks 500 states per layer lead from 605 to 590 ms, and
-    2,000 to 580 ms, which is the bound (measured).
+    schedule lies within the horizon. A schedule found may be longer, where states relax something.
+    If all times are equal, very many programs are equally long. Moves that change one device at a
+    time wander among them without end; a state describes all devices together. On
+    `loop2-equal-p8-m16-4.5a` of the benchmarks 500 states per layer improve 605 ms to 590 ms. 2,000
+    states reach 580 ms, which is the bound (measured).
     """
     refuse_unless(
         fifo_can_search(problem),
@@ -172,10 +172,10 @@ which are a fifth of those without urgency (measured)."""
 def fifo_problem_of(problem: Problem, horizon_ms: float) -> FifoProblem:
     """Return the problem with every time rounded down to whole units, and so the horizon.
 
-    The unit divides all times where there is such a one; then nothing is rounded, and a schedule
-    within the horizon lasts whole units. Else it is so small that rounding costs 1e-12 per pass of
-    the horizon; then a schedule within the horizon is one of the rounded problem too, and no
-    longer: times only shrink.
+    If a unit divides all times, nothing is rounded, and a schedule within the horizon lasts whole
+    units. Otherwise the unit is so small that rounding costs 1e-12 per pass of the horizon. Then a
+    schedule within the horizon is also a schedule of the rounded problem, and no longer: times only
+    shrink.
     """
     unit = grid_ms(problem) or max(1.0, horizon_ms) / _STEPS
     model = relaxed(problem)

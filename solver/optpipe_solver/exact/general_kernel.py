@@ -1,13 +1,13 @@
-"""Compiled: the states of the general search, and what its events change.
+"""Compiled: the states of the general search, and how its events change them.
 
-See `general_search` for what a state is and why nothing is lost. Times are whole numbers of a unit.
+See `general_search` for states and why no schedule is lost. Times are whole numbers of a unit.
 
-A *code* says how far a micro-batch is: in its lowest bits the number of passes it has started on
-its way up the stages and down again, then per stage a digit, between F and backward: the *phase*
-of its cell, and the mode. Copies of a device are *counted*, or known *by cell* (``by_cell``):
+A *code* says how far a micro-batch is. Its lowest bits count the passes it has started, up the
+stages and down again. Then a digit per stage has the *phase* and mode of its cell between F and
+backward. Copies of a device are *counted*, or known *by cell* (``by_cell``):
 
-* Counted, all have one size. An OFFLOAD follows its F immediately, and is no event. The copies to
-  come, and the RELOADs on their way, are told by their number and by when the lane is free.
+* Counted, all have one size. An OFFLOAD follows its F immediately, and is no event. The state has
+  the number of copies to come and of RELOADs on their way, and when the lane is free.
 * By cell, each copy is an event, and a state has the end of the last one of every cell.
 """
 
@@ -60,8 +60,8 @@ POSITION_BITS, PHASE_BITS, MODE_BITS = 5, 3, 3
 CELL_BITS = PHASE_BITS + MODE_BITS
 
 HERE, AWAY, COMING, LESS = 0, 1, 2, 7
-"""Phases: there is what the backward needs; OFFLOAD begun (counted: or to come); counted, from
-``COMING`` on, the last RELOAD of the device, the last but one, ...; RECOMPUTE to come."""
+"""Phases: the backward's activation is there; OFFLOAD begun (counted: or to come); RECOMPUTE to
+come. Counted, ``COMING`` is the last RELOAD of the device, ``COMING + 1`` the last but one, ..."""
 
 LEAVES = COMING
 """By cell: OFFLOAD to come."""
@@ -84,12 +84,12 @@ class GeneralProblem(NamedTuple):
 
     Entries are per stage, ``[s, k]`` per stage and mode, or per device where said.
 
-    ``is_open[s, k]``: whether a stage has this mode. An F takes ``forward`` and ``hidden``, the
-    most that it can hide in a pair; ``pairs_i`` and ``pairs_b`` tell whether an I, a B may pair.
-    ``split_i`` and ``fused`` ``[s, k]`` hold ``inside`` of recomputation, ``shortest_i`` is the
-    least ``split_i``. ``again[s, k]`` is the time of a RECOMPUTE, -1 where there is none,
-    ``extra`` the least recomputation of any mode. ``has_modes``: whether anything can be offloaded
-    or recomputed.
+    ``is_open[s, k]`` tells whether a stage has this mode. An F takes ``forward``. ``hidden`` is the
+    maximum that it can hide in a pair. ``pairs_i`` and ``pairs_b`` tell whether an I, a B may pair.
+    ``split_i`` and ``fused`` ``[s, k]`` hold ``inside`` of recomputation; ``shortest_i`` is the
+    minimum ``split_i``. ``again[s, k]`` is the time of a RECOMPUTE, -1 where there is none.
+    ``extra`` is the minimum recomputation of any mode. ``has_modes``: whether anything can be
+    offloaded or recomputed.
 
     A cell holds ``forward_bytes[s, k]`` after its F, ``backward_bytes[s, k]`` when its backward
     begins, then ``context[s, c]`` in class c = ``context_of[s, k]`` until W. ``needs[kind, s, k]``
@@ -97,24 +97,23 @@ class GeneralProblem(NamedTuple):
     device. ``moved[s, k]`` bytes take ``out`` and ``home``. ``same_as[s, k]`` is the first mode
     that equals k once all is there.
 
-    ``lane_out`` and ``lane_home`` (device) are places in the times of a state, as are
-    ``group_out`` and ``group_home``, lanes shared with other devices, -1 = none. ``issued``
-    (device): whether a RELOAD is between two compute actions. Where copies are counted
-    ``one_moved``, ``one_out`` and ``one_home`` (device) are those of every copy; ``waits``
-    (device): whether all RELOADs on their way are waited for.
+    ``lane_out`` and ``lane_home`` (device) are places in the times of a state. So are ``group_out``
+    and ``group_home``, lanes shared with other devices, -1 = none. ``issued`` (device): whether a
+    RELOAD is between two compute actions. Counted copies all have ``one_moved``, ``one_out`` and
+    ``one_home`` (device). ``waits`` (device): whether all RELOADs on their way are waited for.
 
-    ``there[s]`` and ``back[s]`` are the least times between the passes of s and those of the next
-    kept stage, behind the last one ``there`` to its own backward; ``head`` is that before the
-    first. ``rest[q]`` is the least time from the start of the q-th pass of a micro-batch, on its
-    way up and down the stages, to the end of the schedule. ``head_f[k, s]`` is the earliest start
-    of the k-th F of s, ``last_f[k, s]`` the least time after the end of the k-th last, k from 0;
-    ``head_i[k, s]`` the earliest start of the k-th I or B, ``last_i`` and ``last_w`` the times
-    after the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`).
+    ``there[s]`` and ``back[s]`` are the minimum times between the passes of s and those of the next
+    kept stage. After the last kept stage, ``there`` is the time to its own backward. ``head`` is
+    the time before the first. ``rest[q]`` is the minimum time from the start of a micro-batch's
+    pass q to the end of the schedule; q counts up the stages and down again. ``head_f[k, s]``
+    is the earliest start of the k-th F of s, ``head_i[k, s]`` of the k-th I or B. ``last_f[k, s]``
+    is the minimum time after the end of the k-th last F, k from 0. ``last_i`` and ``last_w`` are
+    the same for the pieces ``gradient`` and ``weight`` (see `bounds.relaxation`).
 
     ``home_device`` is -1, or by cell under span that of stage 0, beyond the last where that is not
     kept. ``steps`` is the maximum number of events that a mode has in addition to passes.
     ``paired``, ``inputs``, ``ends``, ``begins`` and ``num_times`` are places in the times of a
-    state. ``horizon`` is the longest schedule looked for.
+    state. ``horizon`` is the length limit of the search.
     """
 
     num_microbatches: int
@@ -265,7 +264,7 @@ def is_held(code: int, s: int, num_stages: int) -> bool:
 
 @lean
 def survey(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> None:
-    """Write on the loads what a state holds, ``num_at`` and ``ready`` aside."""
+    """Write the sums of a state into the loads, except ``num_at`` and ``ready``."""
     num_stages, classes = model.context.shape
     loads.held_bytes[:] = 0
     loads.sent[:] = 0
@@ -315,12 +314,12 @@ def fits_from(
     device: int,
     what: tuple[int, int, bool],
 ) -> int:
-    """Return from when on so many more bytes fit on a device; -1 = not before others go.
+    """Return when so many more bytes fit on a device; -1 = only after other activations leave.
 
-    ``what``: the bytes, how many counted copies to the host may not have ended, one after the
-    other, and whether it is for a backward that may pair. A gap before a copy is over when its F
-    ends; only such a backward starts sooner, so of copies before the last one nothing is known to
-    it.
+    ``what`` has the bytes, and how many counted copies to the host may not have ended, one after
+    the other. Its last value tells whether a backward that may pair needs the bytes. A gap before a
+    copy is over when its F ends. Only a backward that pairs may start sooner: for it nothing is
+    known of copies before the last one.
     """
     needs, most, pairs = what
     sent = loads.sent[device]
@@ -701,9 +700,10 @@ def _reload(model: GeneralProblem, new: GeneralState, j: int, s: int) -> None:
 
 @lean
 def _forget(model: GeneralProblem, new: GeneralState) -> None:
-    """Raise all that a device has sooner than it is free, even for a pair, to then.
+    """Raise all times of a device to when it is free, even for a pair, if they are earlier.
 
-    Nothing of it starts before that, so states that differ in no more are one. By cell, copies may.
+    Nothing on the device starts before that, so states that differ only there become one. By cell,
+    copies may start before.
     """
     devices, num_stages = len(model.room), len(model.forward)
     last = 2 * num_stages - 1

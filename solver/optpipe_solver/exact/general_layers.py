@@ -64,9 +64,9 @@ _NONE = -1
 class GeneralLayer(NamedTuple):
     """States with the same number of steps done: ``size[0]`` rows.
 
-    ``end`` is the greatest lower bound of the end on the way to a state, ``parent`` the row before
-    it, in its layer, and ``way`` the event between (see `way_of`). ``first`` and ``link``
-    chain rows with one hash.
+    ``end`` is the greatest lower bound of the end on the way to a state. ``parent`` is the row
+    before it, in that row's layer. ``way`` is the event between them (see `way_of`). ``first`` and
+    ``link`` chain rows with one hash.
     """
 
     codes: Ints
@@ -83,10 +83,10 @@ class GeneralLayer(NamedTuple):
 
 
 class NotedSteps(NamedTuple):
-    """NotedSteps between states, ``size[0]`` rows of five numbers.
+    """Steps between states, ``size[0]`` rows of five numbers.
 
-    From which row to which row (or to one that was nowhere earlier than its own), of a layer how
-    many on; of which pass (`_number_of`), and when it starts.
+    They are the row before; the row after, or the row kept instead (`_keep`), and its distance in
+    layers; the pass (`_number_of`) and its start.
     """
 
     rows: NDArray[np.int32]
@@ -94,7 +94,7 @@ class NotedSteps(NamedTuple):
 
 
 def make_steps(most: int) -> NotedSteps:
-    """Return room for so many steps; where there is none they are not remembered."""
+    """Return storage for so many steps; without storage no step is remembered."""
     return NotedSteps(np.zeros((most, 5), dtype=np.int32), np.zeros(1, dtype=np.int64))
 
 
@@ -108,7 +108,8 @@ def sweep(
 ) -> None:
     """Note which rows of a layer reach the end, and the earliest start of every pass on the way.
 
-    ``following`` says it of the next two layers, ``instead`` which row a row was dropped for.
+    ``following`` has the same for the next two layers, ``instead`` the row that replaced a dropped
+    one.
     """
     for i in range(len(steps)):
         source, target, wide, number, start = steps[i]
@@ -260,7 +261,7 @@ def _event(model: GeneralProblem, state: GeneralState, number: int) -> tuple[int
 
 @lean
 def _copy_kind(model: GeneralProblem, phase: int) -> int:
-    """Return which copy or RECOMPUTE a phase asks for next, -1 = none."""
+    """Return which copy or RECOMPUTE comes next in a phase, -1 = none."""
     if phase == AWAY:
         return RELOAD
     if phase == LESS:
@@ -345,7 +346,7 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
                 return int(at)
             layer.alive[at] = False
             layer.instead[at] = layer.size[0]
-            # Nobody need look at it again.
+            # No later state needs a comparison with it.
             if before < 0:
                 layer.first[slot] = following
             else:
@@ -401,9 +402,9 @@ def _same(layer: GeneralLayer, row: int, state: GeneralState) -> bool:
 def least_end(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
     """Return a lower bound of the end of all schedules through a state; the loads are written to.
 
-    The greatest of: the way each micro-batch still has; the next pass at every position, and what
-    must follow it; the next W of every stage; what every device has left to run; the RELOADs that
-    every device has to make.
+    It is the maximum of five bounds. Three follow from the remaining way of each micro-batch, the
+    next pass at every position, and the next W of every stage. Two follow from the remaining work
+    of every device and from its RELOADs.
     """
     survey(model, state, loads)
     least = max(_by_ways(model, state, loads), _by_positions(model, state, loads))
@@ -416,7 +417,7 @@ def least_end_by(
 ) -> int:
     """Return a lower bound of the end if an event starts then: what must follow it, by number.
 
-    ``loads`` is that of the state before. After the k-th F of a stage m - k are to come, so its
+    ``loads`` is that of the state before. After the k-th F of a stage, m - k are to come. So its
     tail is at least that of the k-th from the end; likewise I and W.
     """
     kind, _, s, k = event
@@ -437,10 +438,10 @@ def least_end_by(
 
 @lean
 def _latest(model: GeneralProblem, loads: GeneralLoads) -> int:
-    """Return when the next event starts at the latest: no device runs what it has left before.
+    """Return the latest start of the next event after which every device can still finish.
 
-    Many events are left out by this alone, before the state after them is made. Under span a device
-    that has ended says nothing of others.
+    This alone leaves out many events, before the state after them is made. Under span a device that
+    has ended says nothing of others.
     """
     m, latest = model.num_microbatches, model.horizon if model.home_device < 0 else NEVER
     for device in range(len(model.room)):
@@ -547,7 +548,7 @@ def _by_load(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) ->
 def _by_reloads(
     model: GeneralProblem, state: GeneralState, loads: GeneralLoads, device: int
 ) -> int:
-    """Behind the k-th last RELOAD of what is AWAY, k of its I start; no copy ends after the end."""
+    """After the k-th last RELOAD of what is AWAY, k of its I start; no copy ends after the end."""
     sent, num_stages = loads.sent[device], len(model.forward)
     away, lane = state.times[model.lane_out[device]], state.times[model.lane_home[device]]
     least = max(away, lane)
@@ -575,9 +576,9 @@ def _is_only(model: GeneralProblem, s: int) -> bool:
 def rate(general: GeneralProblem, layer: GeneralLayer, loads: GeneralLoads, rates: Ints) -> None:
     """Write the rate of every row, the lower the more promising; the loads are written to.
 
-    It is the lower bound of the end, and as many such bounds agree, the mean over the devices of
-    when each could have all its work done if it never waited again: that is what idle time and
-    RECOMPUTEs have cost so far.
+    It is the lower bound of the end plus the mean over the devices of when each could finish all
+    its work without waiting again. The mean measures the cost of idle time and RECOMPUTEs so far;
+    many lower bounds are equal.
     """
     devices = len(general.room)
     for row in range(layer.size[0]):

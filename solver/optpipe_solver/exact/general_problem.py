@@ -87,9 +87,9 @@ def general_problem_of(
 ) -> GeneralProblem:
     """Return the problem of some devices with every time rounded down to whole units.
 
-    The unit divides all times where there is such a one; else it is so small that rounding hardly
-    matters: a schedule within the horizon stays one, as times only shrink. Under span there must be
-    one device, unless copies are known by cell.
+    If a unit divides all times, it is used. Otherwise the unit is so small that rounding hardly
+    matters: a schedule within the horizon stays one, as times only shrink. Under span the problem
+    must have one device, unless copies are known by cell.
     """
     unit = unit_ms(problem, horizon_ms)
     horizon = floor(horizon_ms / unit + _ALL_ROUNDING)
@@ -259,9 +259,9 @@ def _undominated(menu: list[CellMode]) -> list[CellMode]:
 
 
 def _dominates(one: CellMode, other: CellMode) -> bool:
-    """Whether a mode asks for no action, time or byte that the other does not ask for then.
+    """Whether a mode needs no action, time or byte that the other does not need then.
 
-    Bytes of the other are the least there are between F and backward where it alone moves any.
+    If only the other mode moves bytes, its bytes count as the minimum between F and backward.
     """
     if one.recompute == "apart" and other.recompute != "apart":
         return False
@@ -354,7 +354,7 @@ def _shares(device: Device) -> bool:
 def _lanes(devices: Sequence[Device], *, by_cell: bool) -> tuple[list[Ints], int]:
     """Return the places of each device's lanes out and home and of its group's, and how many.
 
-    Where copies are counted no lane is shared: a half-duplex device is relaxed to two.
+    Counted copies share no lane: a half-duplex device is relaxed to two.
     """
     number: dict[tuple[object, ...], int] = {}
     rows = []
@@ -370,7 +370,7 @@ def _lanes(devices: Sequence[Device], *, by_cell: bool) -> tuple[list[Ints], int
 
 
 def _copy(problem: Problem, s: int) -> _Copy:
-    """Return the copy of a stage; where memory never binds nobody needs any."""
+    """Return the copy of a stage; none is needed where memory never binds."""
     if not problem.can_offload(s) or not memory_binds(problem, problem.stages[s].device):
         return _Copy()
     return _Copy(problem.stages[s].offload_bytes, problem.offload_ms(s), problem.reload_ms(s))
@@ -389,7 +389,7 @@ def _waits(problem: Problem, device: int, copy: _Copy) -> bool:
 def _delays(model: Relaxed, kept: Sequence[int]) -> tuple[float, list[float], list[float]]:
     """Return the ms before the first kept stage, and up and down from each to the next.
 
-    Behind the last one up means all the way to the end of the pipeline and back to it.
+    For the last one, up means all the way to the end of the pipeline and back to it.
     """
     forward = model.forward + model.there
     gradient = model.gradient + np.roll(model.back, 1)

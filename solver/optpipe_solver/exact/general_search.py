@@ -1,10 +1,10 @@
 """The general search: over the ways of micro-batches, with any modes, in any order.
 
-A *state* is how far each micro-batch is, and phase and mode of its cells between F and backward;
-how many W wait; the clock; when compute and copy lanes of each device are free; when the input of
-each micro-batch's next pass is there; and by cell, when its last copy ends. Layers count steps:
-every cell has as many, whatever its mode. docs/exact.md says what is relaxed and left out, and why
-no schedule is missed.
+A *state* has the progress of each micro-batch, and phase and mode of its cells between F and
+backward. It has the number of W that wait, the clock, and times. The times say when compute and
+copy lanes of each device are free, and when each micro-batch's next input arrives. By cell, they
+also say when its last copy ends. Layers count steps: every cell has as many, whatever its mode. The
+search relaxes or leaves out some constraints, but misses no schedule (docs/exact.md).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _EXACT_SLICE = 200
 """States that an exact search expands between two looks at whether to stop."""
 
 _STEPS_EACH = 6
-"""NotedSteps to remember of a layer, per state that there may be in it."""
+"""Steps to remember of a layer, per state that the layer may hold."""
 
 _BEAM_SLICE = 50
 """States that a beam expands between two looks at whether to stop, and whether there is room."""
@@ -152,16 +152,16 @@ def search_general(
     known: Events | None = None,
     by_cell: bool = False,
 ) -> LayeredOutcome:
-    """Ask whether some devices can be through within ``horizon_ms``, the others being no obstacle.
+    """Search for a schedule of some devices within ``horizon_ms``, the others being no obstacle.
 
-    ``by_cell``: the end of each cell's copies is part of a state, which `cells_can_search` must
-    allow: that knows any menu, shared lanes, and several devices under span. Else copies are
-    counted, as `general_can_search` allows.
+    ``by_cell``: a state has the end of each cell's copies, if `cells_can_search` allows it. This
+    covers any menu, shared lanes, and several devices under span. Else copies are counted, as
+    `general_can_search` allows.
 
-    ``NONE`` proves that no schedule of the problem is that short. Unknown if more than
-    ``most_states`` are met, ``most_in_layer`` in one layer, or if told to stop. ``known`` are
-    starts of F and I that no schedule within the horizon is sooner than; with them the answer says
-    what the search adds to them.
+    ``NONE`` proves that no schedule of the problem is that short. The answer is unknown if the
+    search meets more than ``most_states``, or ``most_in_layer`` in one layer, or is stopped.
+    ``known`` are lower bounds of the starts of F and I within the horizon. The answer then says
+    what the search adds.
     """
     can_search = cells_can_search if by_cell else general_can_search
     is_supported = can_search(problem, devices) and not (by_cell and known)
@@ -193,12 +193,12 @@ def search_beam(
 ) -> LayeredOutcome:
     """Look for a schedule of at most ``horizon_ms``, ``width`` states of each layer expanded.
 
-    What is found may be longer than the horizon, or break a rule of hosts, where states relax what
-    programs must do. Each state stands for a partial schedule of all devices at once, with its
-    choice of what is offloaded and recomputed: so the search meets schedules that differ from a
-    good one on every device, which moves on programs reach through worse ones only. With 2,000
-    states per layer it meets the best length known of 10 of the 17 problems of four devices with
-    offload or recompute in `benchmarks`, in about a second each (measured).
+    The schedule found may be longer than the horizon, or break a rule of hosts, where states relax
+    the rules of programs. Each state is a partial schedule of all devices together, with its choice
+    of what is offloaded and recomputed. So the search finds schedules that differ from a good one
+    on every device. Moves on programs reach those only through worse ones. With 2,000 states per
+    layer, the search reaches the best known length on 10 of 17 problems in `benchmarks`. Those are
+    the problems of four devices with offload or recompute, and take about a second each (measured).
     """
     rule = f"{_GENERAL_RULE}; and a stage on every device"
     refuse_unless(beam_can_search(problem), "search_beam", problem, rule)
@@ -216,9 +216,9 @@ def search_beam(
 
 
 class _GeneralSearch(LayeredSearch["GeneralLayer"]):
-    """``most_new`` states at most are made of a beam's slice: so many must have room.
+    """At most ``most_new`` states are made of a beam's slice: so many must have room.
 
-    Where ``most_steps`` of each layer have room, steps are remembered, for `earliest`.
+    With ``most_steps`` of each layer, the search remembers steps for `earliest`.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
         layers = [make_general_layer(most_in_layer, start) for _ in range(2 + max(1, steps))]
         num_cells = problem.num_microbatches * len(self.kept)
         super().__init__(layers, (3 + steps) * num_cells, width)
-        # The exact search is asked for no programs, and may meet millions of states.
+        # The exact search writes no programs, and may meet millions of states.
         self.keeps_ways = width is not None
         loads = make_general_loads(self.general), make_general_loads(self.general)
         self.work = start, *loads, self.steps
@@ -316,12 +316,11 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
 
 # --- Programs of a way through the states of the general search, all devices kept.
 # A state names no micro-batch: equal ones are interchangeable. Here each keeps its number all
-# along, and what an event asks for is looked up by rank. Copies are what states relax, so they are
-# said in full again: an OFFLOAD follows its F, a RELEASE stands before the first action that needs
+# along, and an event finds its micro-batch by rank. States relax copies, so programs write each
+# copy in full: an OFFLOAD follows its F, a RELEASE comes right before the first action that needs
 # its bytes, oldest OFFLOAD first. The programs keep the memory limit of every device (a state
-# counts the same bytes); where copies of a device are not each other's equal, a host is full or a
-# lane is shared they may take longer than the state says, or break a rule: whoever offers them
-# asks.
+# counts the same bytes). They may take longer than the state says, or break a rule, if copies of a
+# device are unequal, a host is full or a lane is shared. The caller must evaluate them.
 
 _TYPES = {
     GRADIENT: ActionType.BACKWARD_INPUT,
@@ -368,7 +367,7 @@ class _GrowingProgram:
         self.waiting: dict[int, list[int]] = {s: [] for s in problem.stages_of[device]}
 
     def add(self, event: Event, needed: int) -> None:
-        """Write an event down, behind the RELEASEs that make room for what it needs."""
+        """Write an event down, after the RELEASEs that free the bytes it needs."""
         kind, j, s, k = event
         while self.leaving and (
             self.held_bytes + needed > self.room or (kind == RELOAD and (s, j) in self.leaving)

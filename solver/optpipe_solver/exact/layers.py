@@ -1,7 +1,7 @@
-"""What both searches share: layers of states, expanded one after the other.
+"""The base of both searches: layers of states, expanded one after the other.
 
-A search is *exact*, and gives up where it meets too many states, or a *beam*: then of each layer
-only the most promising states, ``width`` of them, are expanded.
+A search is *exact*, or a *beam*. An exact search gives up where it meets too many states. A beam
+expands only the ``width`` most promising states of each layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["HorizonAnswer", "LayeredOutcome", "LayeredSearch", "keep_rows", "who
 
 
 class HorizonAnswer(StrEnum):
-    """What a search within a horizon came to."""
+    """The answer of a search within a horizon."""
 
     NONE = "none"
     FOUND = "found"
@@ -38,10 +38,10 @@ class HorizonAnswer(StrEnum):
 class LayeredOutcome:
     """The end of a search and how many states it met, or a beam expanded.
 
-    ``programs`` are there where some were found and can be told; ``found_ms``, where some devices
-    alone were asked for, is the length of a relaxed schedule: none as short need exist. Then
-    ``earliest`` may be there: no schedule within the horizon starts the k-th F or I of one of their
-    stages sooner.
+    ``programs`` has the programs, if some were found and can be written. ``found_ms``, for a search
+    of some devices alone, is the length of a relaxed schedule; no real one as short need exist.
+    Then ``earliest`` may have bounds: no schedule within the horizon starts the k-th F or I of one
+    of their stages sooner.
     """
 
     answer: HorizonAnswer
@@ -68,10 +68,10 @@ _L = TypeVar("_L", bound=_SearchLayer)
 
 
 class LayeredSearch(ABC, Generic[_L]):
-    """A walk from the empty schedule to whole ones.
+    """A search from the empty schedule to complete ones.
 
     A state of one layer leads into one of the next layers, as many steps ahead as its event takes.
-    ``ways`` has, of each layer that was left, the parents of its states and what led to them.
+    ``ways`` has, for each layer left so far, the parents of its states and the events between.
     """
 
     def __init__(self, layers: list[_L], num_layers: int, width: int | None) -> None:
@@ -102,7 +102,7 @@ class LayeredSearch(ABC, Generic[_L]):
         return HorizonAnswer.FOUND
 
     def _expand(self, should_stop: Callable[[], bool], most_states: float) -> bool:
-        """Expand the first layer into the others; False where it is too much, or told to stop."""
+        """Expand the first layer into the others; False after too many states, or if stopped."""
         layer, *following = self.layers
         at, before = 0, self.num_states - _num_rows(following)
         while at < layer.size[0]:
@@ -132,7 +132,7 @@ class LayeredSearch(ABC, Generic[_L]):
     def _way_to_first(self, ends: NDArray[Any], is_double: Callable[[int], bool]) -> list[int]:
         """Return the ways to the state of the last layer that ends first, from the beginning.
 
-        ``ends`` is by row; ``is_double`` says which ways take two steps at once.
+        ``ends`` is by row; ``is_double`` flags ways that take two steps.
         """
         last = self.layers[0]
         alive = last.alive[: len(ends)]
@@ -152,7 +152,7 @@ def _num_rows(layers: Sequence[_SearchLayer]) -> int:
 
 
 def keep_rows(layer: _SearchLayer, columns: tuple[NDArray[Any], ...], rows: NDArray[Any]) -> None:
-    """Move rows of a layer to its beginning, in their order, and end it behind them."""
+    """Move rows of a layer to its beginning, in their order, and end the layer after them."""
     kept = len(rows)
     for column in columns:
         column[:kept] = column[rows]
@@ -161,5 +161,5 @@ def keep_rows(layer: _SearchLayer, columns: tuple[NDArray[Any], ...], rows: NDAr
 
 
 def whole(values: Iterable[float]) -> Ints:
-    """Return numbers >= -1 without what is behind their points."""
+    """Return numbers >= -1 without their fractional digits."""
     return np.array([int(value) for value in values], dtype=np.int64)

@@ -1,12 +1,12 @@
 """Exact searches in rounds: over few devices they raise the bound, as beams they find better ones.
 
-A choice of devices has a *ceiling*: the length of the shortest relaxed schedule of these devices
-found so far, the others being waiting times. No bound beyond it can come of this choice. A search
-that ends in no schedule just below the ceiling, or just below the best schedule known, settles the
-choice, and the latter the problem. Small choices go first, and often settle what all devices
-together are too many for: the obstacle to a shorter schedule is mostly the memory of one device,
-two or three. Where each of several choices has a short schedule, they may have none together: what
-one says of when its passes start at the earliest, the others are told (`search_in_turn`).
+A choice of devices has a *ceiling*: the length of its shortest relaxed schedule found so far, with
+the other devices as waiting times. The choice proves no bound above its ceiling. A search just
+below the ceiling that finds no schedule settles the choice. Such a search just below the best
+schedule known settles the problem. Small choices go first. They often settle problems that are too
+large for a search over all devices. Mostly the memory of one to three devices prevents a shorter
+schedule. Several choices may each have a short schedule, but none together. So each choice passes
+its earliest starts of passes on to the others (`search_in_turn`).
 
 Beams keep all devices, and of each layer only the most promising states; each is wider than the
 last. States, dominance and bound are those of `fifo_search` or `general_search`.
@@ -57,37 +57,39 @@ __all__ = [
 
 
 IN_TURN = "search-in-turn"
-"""What bounds are called that choices prove which are told what the others know."""
+"""The method name of bounds that choices prove with the earliest starts of the others."""
 
 _GENERAL, _CELLS, _ROUNDS = "general-search", "cell-search", "few devices"
 _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
-"""States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
+"""Maximum states in one layer: a few hundred bytes each. Small choices get more sooner."""
 
 _MOST_STATES = 50_000_000
 _MOST_IN_TURN = 3_000_000
-"""States met for one answer, at most: of each device's the steps between them are remembered."""
+"""Maximum states met for one answer; in turn, the search remembers the steps between them."""
 
 _LEARNT = 1e-9
-"""Share of the horizon that a start must be later to be news."""
+"""Minimum delay of a start that counts as new, as a share of the horizon."""
 
 _SHARES = (0.25, 0.5, 0.75)
 _FIRST_SHARE, _LEAST_SHARE = 1 / 8, 1 / 16
-"""How far up to the best schedule known choices are asked in turn, and how far at least: half as
-far where it takes too many states, then as far again, or twice as far where it was easy."""
+"""First and smallest step that choices search in turn, as shares of the way to the best schedule.
+
+The step is kept after a proof, doubled if that was easy, and otherwise halved.
+"""
 
 _EASY = 12
-"""A question is easy if it meets less than so many times what may be in one layer."""
+"""A search is easy if it meets less than so many times the states that one layer may hold."""
 
 SMALL = 15
 """Cells (stages x micro-batches) up to which a problem is small."""
 
 _FEW = 6
-"""Up to so many devices every choice is one, beyond that neighbours alone."""
+"""Up to so many devices every subset is a choice; beyond that, only neighbours."""
 
 
 @dataclass(slots=True)
 class _DeviceSubset:
-    """Some devices, who searches them, and what is known of them."""
+    """Some devices, the search that covers them, and the facts known of them."""
 
     devices: tuple[int, ...]
     method: str
@@ -102,7 +104,7 @@ class _DeviceSubset:
 
 @dataclass(slots=True)
 class _Lesson:
-    """What is known of schedules within a horizon so far, and whom to ask, the next one first."""
+    """The facts known of schedules within a horizon, and the choices still to search, in order."""
 
     horizon_ms: float
     known: Events
@@ -111,7 +113,7 @@ class _Lesson:
 
 @dataclass(slots=True)
 class _InTurn:
-    """Choices that are told what the others know, and a horizon at which that is no obstacle.
+    """Choices that pass their results on to each other, and a horizon at which they find schedules.
 
     ``unknown_ms``: the shortest horizon that took too many states, and how many may be in a layer.
     ``begun``: a question that the end of a turn cut short.
@@ -139,8 +141,8 @@ _EVEN = "equal micro-batches in a free order"
 def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
     """Raise the bound as far as few devices at a time can; work is counted in states met.
 
-    A later turn goes on where the one before was over. Nothing here is random: where work is
-    limited the run is a function of problem, start and turns.
+    A later turn continues the one before. Nothing here is random: with limited work the run is a
+    function of problem, start and turns.
     """
     problem = best.problem
     refuse_unless(exact_search_can_prove(problem), "prove_by_few_devices", problem, _EVEN)
@@ -154,8 +156,8 @@ def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
 class _Series:
     """Questions of one kind, of ever more devices with ever more states allowed.
 
-    One device more is as one step of states less. ``vain`` counts the states met since they raised
-    the bound, or since the beginning, ``raises`` how often they did.
+    One device more counts as one step of states less. ``vain`` counts the states met since the
+    series last raised the bound, or began. ``raises`` counts how often it did.
     """
 
     def __init__(self, questions: Iterable[_DeviceSubset | _InTurn]) -> None:
@@ -168,7 +170,7 @@ class _Series:
 
     @property
     def cost(self) -> float:
-        """States that may be in vain after the next question, by how often some were not."""
+        """States that may be in vain after the next question, by the number of raises."""
         return (self.vain + _EASY * self.waiting[0][1]) / (1 + self.raises)
 
     @property
@@ -179,7 +181,7 @@ class _Series:
 
 
 class _Rounds:
-    """Single devices alone, then in turn; after that whoever seems to cost less."""
+    """Single devices alone, then in turn; after that the series that seems cheaper."""
 
     def __init__(self, best: Incumbent) -> None:
         self.best = best
@@ -189,7 +191,7 @@ class _Rounds:
         self.series_now = self.series[0]
 
     def run(self, stop: Stop) -> bool:
-        """Search until the turn is over; return whether anything is left to ask."""
+        """Search until the turn is over; return whether questions are left."""
         self.stop = stop
         while not self._is_over():
             left = [series for series in self.series if series.waiting]
@@ -211,7 +213,7 @@ class _Rounds:
             series.waiting.popleft()
 
     def _raise(self, choice: _DeviceSubset, most_in_layer: int) -> None:
-        """Search just below the ceiling until that settles it; where it is too much, lower."""
+        """Search just below the ceiling until that settles it; after too many states, lower."""
         while not self._is_over() and self._is_useful(choice):
             goal = self._goal(choice)
             answer = self._ask(choice, goal.horizon_ms, most_in_layer)
@@ -225,7 +227,7 @@ class _Rounds:
     def _halve(self, choice: _DeviceSubset, most_in_layer: int) -> None:
         """Raise the bound by a quarter of what lies between it and the goal, then to the middle.
 
-        The lower the horizon, the less there is to search: where a quarter is too much, all is.
+        A lower horizon leaves less to search: if a quarter fails, every larger share does.
         """
         low_ms, goal = self.best.bound_ms, self._goal(choice)
         for share in _SHARES:
@@ -239,8 +241,8 @@ class _Rounds:
     def _raise_in_turn(self, question: _InTurn, most_in_layer: int) -> None:
         """Raise the bound in steps, as long as they are large enough to be worth it.
 
-        Where nobody learns any more, more devices at a time mostly do, within that very horizon:
-        so a shorter one is asked only if that is easy.
+        If choices learn nothing new, larger choices mostly still learn within the same horizon. So
+        a shorter horizon comes next only if the search was easy.
         """
         share = _FIRST_SHARE
         while share >= _LEAST_SHARE and not self._is_over():
@@ -282,7 +284,7 @@ class _Rounds:
                 question.unknown_ms = lesson.horizon_ms, most_in_layer
 
     def _prove(self, bound_ms: float, method: str) -> None:
-        """Offer a bound; what was met before it was not in vain."""
+        """Offer a bound; if it is better, the states met before were not in vain."""
         if self.best.offer_bound(min(bound_ms, self.best.objective_ms), method):
             self.series_now.vain = 0.0
             self.series_now.raises += 1
@@ -322,7 +324,7 @@ class _Rounds:
 def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield the choices that can be searched, small ones first, neighbours before others.
 
-    With each comes who can.
+    Each comes with the search that covers it.
     """
     used = [device for device, stages in enumerate(problem.stages_of) if stages]
     for size in range(1, len(used) + 1):
@@ -354,12 +356,12 @@ def search_in_turn(
     most_in_layer: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> LayeredOutcome:
-    """Ask whether devices can be through within ``horizon_ms``, each choice knowing of the others.
+    """Search for a schedule within ``horizon_ms``, each choice using the others' results.
 
-    A choice says when its F and I start at the earliest in any schedule within the horizon. What
-    follows for other devices (`bounds.heads_tails`) is known to the next choice; one that comes to
-    know more is asked again. ``NONE`` proves that no schedule of the problem is that short;
-    ``FOUND``: nobody learns any more. Unknown where a choice has too many states, or told to stop.
+    A choice finds when its F and I start at the earliest in any schedule within the horizon. The
+    next choice uses the consequences (`bounds.heads_tails`). A choice that learns more is searched
+    again. ``NONE`` proves that no schedule of the problem is that short. ``FOUND`` means that no
+    choice learns any more. Otherwise unknown: too many states, or stopped.
     """
     is_supported = problem.objective == "makespan" and all(
         general_can_search(problem, choice) for choice in choices
@@ -389,7 +391,7 @@ def _go_on(
     most_in_layer: int,
     should_stop: Callable[[], bool],
 ) -> LayeredOutcome:
-    """Ask who is still to be asked; where a choice cannot say, the lesson can go on with it."""
+    """Search the choices that wait; if one gives no answer, the lesson can continue with it."""
     model, origin, met = relaxed(problem), np.zeros(len(problem.stages)), 0
     before = heads_beside(model, refill(model), origin, lesson.known)
     while lesson.waiting:
@@ -422,10 +424,10 @@ def _go_on(
 
 
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
-    """Yield who can search some devices.
+    """Yield the methods that can search some devices.
 
-    By cell the search knows more, and has more states. It is for small problems, for menus, and
-    under span for one device, as it knows when the first stage's device begins.
+    By cell, states are more precise, and more numerous. It is for small problems, for menus, and
+    under span for one device, as it includes when the first stage's device begins.
     """
     is_general = general_can_search(problem, devices)
     if is_general:
@@ -443,7 +445,7 @@ def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
     """Raise the bound by few devices at a time; work is counted in states met.
 
-    Nothing here is random or parallel. Where work is limited the run is a function of problem and
+    Nothing here is random or parallel. With limited work the run is a function of problem and
     start, as long as time does not end it.
     """
     problem = best.problem
@@ -459,7 +461,7 @@ _MOST, _WIDEN = 128_000, 4.0
 """States of one layer that are expanded at most, and how many times more than before."""
 
 _LEAST, _SURE = 1.5, 0.8
-"""No search is worth it that is less than so many times wider; share of what is left to use."""
+"""A search must be at least so many times wider than the last; share of what is left to use."""
 
 _ROUNDING = 1e-6
 """Share of a step of the grid that a length may be off."""
@@ -474,9 +476,9 @@ class _WidthSearch(Protocol):
 class _BeamSearch(NamedTuple):
     """A search, its first width, and where its horizons lie between bound and best schedule known.
 
-    The shorter the horizon, the sooner a search that fails is over, and the fewer states compete.
-    Where the bound is the optimum, the fifo search is quickest there (measured). ``again``
-    says whether a width that found something is tried again.
+    At a shorter horizon a failing search ends sooner, and fewer states compete. The fifo search is
+    quickest when the bound is the optimum (measured). ``again`` says whether a width that found
+    something is tried again.
     """
 
     search: _WidthSearch
@@ -493,9 +495,9 @@ def beam_can_improve(problem: Problem) -> bool:
 def improve_by_beam(best: Incumbent, stop: Stop) -> None:
     """Search below the best schedule known, ever wider; work is counted in states expanded.
 
-    The fifo search where first in, first out loses nothing, else the general search. Where
-    no state had to be left out nothing within the horizon exists, which is offered as a bound.
-    Nothing here is random or parallel. Where work is limited the run is a function of problem and
+    It is the fifo search if first in, first out loses nothing, else the general search. If no state
+    was left out, no schedule lies within the horizon, and the search offers that as a bound.
+    Nothing here is random or parallel. With limited work the run is a function of problem and
     start, as long as time does not end it.
     """
     beam = _beam_of(best.problem)
@@ -525,7 +527,7 @@ def improve_by_beam(best: Incumbent, stop: Stop) -> None:
 
 
 def _beam_of(problem: Problem) -> _BeamSearch | None:
-    """Return the search that can say all there is about a problem."""
+    """Return the search whose states fully describe a problem."""
     if fifo_can_search(problem):
         return _BeamSearch(partial(search_fifo_beam, problem), 2_000, (0.0, 1.0), again=False)
     if beam_can_search(problem):

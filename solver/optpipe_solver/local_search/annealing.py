@@ -1,9 +1,10 @@
 """Compiled simulated annealing on programs: one random move at a time.
 
-A move that breaks memory (after a few repairs) or waits in a circle is undone; else it is taken if
-it is no worse, or by chance if it is (Kirkpatrick et al. 1983). The chance is drawn before the move
-is timed, so that timing can stop as soon as it is known to be too long. Judged is the objective
-plus a little of the mean of the devices' last ends, which tells plateaus apart.
+The search undoes a move that breaks memory (after a few repairs) or causes a cyclic wait. It keeps
+any other move that is no worse, and a worse one by chance (Kirkpatrick et al. 1983). It draws the
+chance before it times the move, so that timing stops as soon as the move is known to be too long.
+The cost is the objective plus a small share of the mean of the devices' last ends, which breaks
+ties on plateaus.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ The least reach is in places; it is doubled up to three times. RELOADs first mov
 
 
 class Table(NamedTuple):
-    """All that one search works on. ``path`` is scratch; ``best_*`` is the best board seen.
+    """All arrays of one search. ``path`` is scratch; ``best_*`` is the best board seen.
 
-    ``times.duration`` is the table's own: it follows the modes of the cells.
-    ``focus`` says where moves are made (see `propose`). ``stale`` flags devices whose program may
-    differ from the best one; ``load``, by place, is scratch.
+    ``times.duration`` is the table's own: it follows the modes of the cells. ``focus`` says where
+    moves are made (see `propose`). ``stale`` flags devices whose program may differ from the best
+    one; ``load``, by place, is scratch.
     """
 
     board: Board
@@ -124,11 +125,11 @@ class Table(NamedTuple):
 
 
 class Course(NamedTuple):
-    """How far one cooling has come; where it is cut into slices makes no difference.
+    """The progress of one cooling; cutting it into slices makes no difference.
 
-    ``values`` are the judgement and the objective of the board and the best objective seen (ms),
-    ``counts`` the actions simulated, the moves tried, the moves taken since the longest path was
-    looked up, and its length.
+    ``values`` are the cost and the objective of the board and the best objective seen (ms).
+    ``counts`` are the actions simulated, the moves tried, the moves taken since the last search for
+    the longest path, and that path's length.
     """
 
     values: Floats
@@ -211,11 +212,11 @@ def look_around(table: Table) -> int:
 
 @lean
 def try_move(table: Table, path_size: int, cutoff: float, draw: Draw) -> tuple[int, float, float]:
-    """Change the board by a random move and time it: actions simulated, judgement, objective.
+    """Change the board by a random move and time it: actions simulated, cost, objective.
 
-    The judgement is inf where the move is illegal, and may be where the makespan exceeds ``cutoff``
-    ms; where spans count, ``cutoff`` and the latest first start together. Either `take_back` or
-    `accept` must follow.
+    The cost is inf where the move is illegal, and may be where the makespan exceeds ``cutoff`` ms.
+    For spans the limit is ``cutoff`` and the latest first start together. Call `take_back` or
+    `accept` next.
     """
     board, undo, rules = table.board, table.undo, table.rules
     undo.sizes[:] = 0
@@ -253,7 +254,7 @@ def try_move(table: Table, path_size: int, cutoff: float, draw: Draw) -> tuple[i
 
 @lean
 def _latest_first(undo: Undo, num_devices: int) -> float:
-    """Return when the last of the devices began (ms): no later than that plus its span it ends."""
+    """Return the latest first start of the devices (ms): each ends at most its span after that."""
     latest = 0.0
     for device in range(num_devices):
         latest = max(latest, undo.first[device])
@@ -289,7 +290,7 @@ def _fits(table: Table, draw: Draw) -> bool:
 
 @lean
 def _is_in_turn(table: Table, device: int) -> bool:
-    """Whether the passes of a changed stretch come in the turn that an order or samples ask."""
+    """Whether the passes of a changed stretch keep the turn that an order or samples require."""
     board, undo, turns = table.board, table.undo, table.rules.turns
     cells, m = table.times.num_cells, table.times.num_microbatches
     for place in range(undo.low[device], undo.high[device]):
@@ -354,7 +355,7 @@ def measure(table: Table) -> float:
 
 @lean
 def _standing(table: Table) -> tuple[float, float]:
-    """Return the objective and the judgement of a board as it stands, in ms."""
+    """Return the objective and the cost of the present board, in ms."""
     objective = measure(table)
     return objective, _judged(table, objective)
 
@@ -454,7 +455,7 @@ def _offload_until_it_fits(table: Table, device: int, draw: Draw) -> bool:
 # --- Set up the arrays of one search, with the times and memory of the programs it starts from.
 
 _ENDS = (simulate.FORWARD, simulate.BACKWARD_INPUT, simulate.OFFLOAD, simulate.RELOAD)
-"""What the four parts of `SimulationScratch.end` are the ends of."""
+"""The kinds of action in the four parts of `SimulationScratch.end`."""
 
 
 def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) -> Table:
@@ -489,7 +490,7 @@ def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) 
 
 @lean
 def _compute(table: Table) -> None:
-    """Fill in times, bytes and the compute time to come."""
+    """Compute times, bytes and the remaining compute time."""
     board, times, memory, work = table.board, table.times, table.memory, table.work
     cells = times.num_cells
     for device in range(board.counts.size):

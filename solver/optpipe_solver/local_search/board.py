@@ -1,4 +1,4 @@
-"""Where a local search stands: programs, times and memory, and how to take a move back."""
+"""The state of a local search: programs, times, memory and an undo log."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Board(NamedTuple):
     """Programs with what is known of each action, by action number unless said otherwise.
 
     ``at`` is an action's place in its program, -1 where it is in none. ``clock``, ``out`` and
-    ``back`` say until when (ms) the compute lane and the two transfer lanes of the device are taken
-    once it has come so far. ``end`` is when a pass or transfer ends (ms), or, where outputs queue
-    on a link, when a pass's output departs; that of a full backward stands at its I.
-    ``held_bytes`` is what is on the device behind the action, ``tail`` about how long all takes
-    from its start to the very end (ms; see `times.refresh_tails`).
+    ``back`` are when (ms) the compute lane and the two transfer lanes of the device become free
+    after the action. ``end`` is when a pass or transfer ends (ms). If outputs queue on a link, it
+    is when a pass's output departs. The entry of a full backward is at its I. ``held_bytes`` is the
+    device's bytes after the action. ``tail`` is about how long all takes from its start to the very
+    end (ms; see `times.refresh_tails`).
 
     By device: ``first`` start and ``last`` end (ms), ``hosts`` = host bytes at the peak. By cell:
     ``mode`` is its mode (see `Rows`), ``away`` is scratch, False throughout.
@@ -79,14 +79,14 @@ class Board(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """What a move has overwritten.
+    """The data that a move has overwritten.
 
     ``touched[:sizes[0]]`` are the devices whose programs changed, with the old program in ``rows``
     and its length in ``counts``; places ``low`` .. ``high - 1`` may differ from it. Times are in a
-    log of ``sizes[1]`` entries: an action, and clock, out, back and end before. It has room for
-    three times as many entries as there can be actions. ``turned[:sizes[2]]`` are the cells whose
-    mode was changed, each as often as it was, and the mode before; there is room for four times all
-    cells. ``sizes[3]`` counts those of them of which an action that stays holds other bytes.
+    log of ``sizes[1]`` entries: an action, and clock, out, back and end before. It can hold three
+    times as many entries as there can be actions. ``turned[:sizes[2]]`` has a cell, and its mode
+    before, for each change of mode; its capacity is four times all cells. ``sizes[3]`` counts those
+    cells with an action that stays and holds other bytes.
     """
 
     sizes: Ints
@@ -104,11 +104,11 @@ class Undo(NamedTuple):
 
 
 class Agenda(NamedTuple):
-    """Which devices must be looked at again: from which place, and at least up to which.
+    """Devices to check again: from which place, and at least up to which.
 
     ``active[:size[0]]`` lists them; ``time`` is about when (ms), ``place`` -1 = not listed.
-    ``changed`` flags devices whose times changed, ``stage_end`` (by stage) and ``cursor``
-    (by device) are scratch.
+    ``changed`` flags devices whose times changed, ``stage_end`` (by stage) and ``cursor`` (by
+    device) are scratch.
     """
 
     size: Ints
@@ -147,7 +147,7 @@ def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
 
 
 def rows_on(board: Board) -> Rows:
-    """Return the programs that stand on a board; they change with it."""
+    """Return the programs of a board, as views that change with it."""
     return Rows(board.actions, board.counts, board.mode)
 
 
@@ -209,7 +209,7 @@ def begin(board: Board, undo: Undo, device: int) -> None:
 
 @lean
 def note(undo: Undo, device: int, low: int, high: int) -> None:
-    """Say that places low .. high - 1 of a device's program have changed."""
+    """Record that places low .. high - 1 of a device's program have changed."""
     undo.low[device] = min(undo.low[device], low)
     undo.high[device] = max(undo.high[device], high)
 
@@ -231,7 +231,7 @@ _CHAIN = (
 
 @lean
 def slide(board: Board, undo: Undo, device: int, source: int, target: int) -> None:
-    """Move the action at a place to another place; those between make room."""
+    """Move the action at a place to another place; those between shift."""
     begin(board, undo, device)
     row = board.actions[device]
     code = row[source]
@@ -289,21 +289,21 @@ def put_back(board: Board, undo: Undo, device: int) -> None:
 
 @lean
 def backward_of(board: Board, cells: int, cell: int) -> int:
-    """Return where the I or B of a cell stands."""
+    """Return the place of the I or B of a cell."""
     place = board.at[BACKWARD_INPUT * cells + cell]
     return place if place >= 0 else board.at[FULL_BACKWARD * cells + cell]
 
 
 @lean
 def consumer_of(board: Board, cells: int, cell: int) -> int:
-    """Return where what needs a cell's RELOAD stands: its RECOMPUTE, else its I or B."""
+    """Return the place of the action that needs a cell's RELOAD: its RECOMPUTE, else its I or B."""
     place = board.at[RECOMPUTE * cells + cell]
     return place if place >= 0 else backward_of(board, cells, cell)
 
 
 @lean
 def floor(board: Board, cells: int, code: int) -> int:
-    """Return the first place an action may move to: just behind its cell's action before it."""
+    """Return the first place an action may move to: right after the previous action of its cell."""
     kind = code // cells
     cell = code - kind * cells
     found = -1
@@ -318,7 +318,7 @@ def floor(board: Board, cells: int, code: int) -> int:
 
 @lean
 def ceiling(board: Board, cells: int, code: int, count: int) -> int:
-    """Return the last place an action may move to: just before its cell's action after it."""
+    """Return the last place an action may move to: right before the next action of its cell."""
     kind = code // cells
     cell = code - kind * cells
     behind = False
@@ -334,7 +334,7 @@ def ceiling(board: Board, cells: int, code: int, count: int) -> int:
 
 @lean
 def is_ordered(board: Board, cells: int, cell: int) -> bool:
-    """Whether a cell's actions stand in their order."""
+    """Whether a cell's actions are in their order."""
     found = -1
     for kind in _CHAIN:
         place = board.at[kind * cells + cell]

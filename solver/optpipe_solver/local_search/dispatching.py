@@ -1,10 +1,14 @@
 """List scheduling of a batch of unequal micro-batches: dispatching rules, and a search over them.
 
-Devices run in the order of time. One that is free takes a backward that is there, else a forward
-that its memory and the rule's depth admit, else a W that fits the time until something arrives. A
-rule says in which order micro-batches are preferred, how deep the pipeline is filled, how long a
-wait a W is worth, whether backwards are fused, and which mode each stage has, among those that move
-nothing to the host. The search draws rules, then changes the best a little at a time.
+Devices run in the order of time. A free device takes a ready backward, else a forward that its
+memory and the rule's depth allow. Otherwise it takes a W that fits the time until something
+arrives. A rule sets
+
+* the order in which micro-batches are preferred, and how deep the pipeline is filled;
+* how long a wait a W is worth, and whether backwards are fused;
+* the mode of each stage, among those that move nothing to the host.
+
+The search draws rules, then changes the best a little at a time.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ _USUAL = (1.5, 0.5, 0.0)
 """The rule that is tried first."""
 
 CELL_WORK = 11
-"""What a cell costs in a schedule, in actions simulated."""
+"""The cost of a cell in a schedule, in actions simulated."""
 
 
 class DispatchingRule(NamedTuple):
-    """By micro-batch its ``rank``, the least first; depth, patience, whether backwards are fused.
+    """By micro-batch its ``rank``, lowest first; depth, patience, whether backwards are fused.
 
     ``mode`` has by stage the number of its cells' mode (`CellMode`).
     """
@@ -63,7 +67,7 @@ class Dispatched(NamedTuple):
 
 
 class _Instance(NamedTuple):
-    """What is scheduled. By device: the stages it ``holds``, last first, -1 behind them.
+    """The work to schedule. By device: the stages it ``holds``, last first, -1 after them.
 
     ``base`` is how many cells of a device are between F and backward where nothing waits. ``later``
     has by row the bytes that F's of later stages add on the same device, all kept. ``given`` flags
@@ -83,10 +87,10 @@ class _Instance(NamedTuple):
 
 
 class _PartialSchedule(NamedTuple):
-    """A schedule while it is made.
+    """A schedule under construction.
 
     ``waiting[kind, s, :sizes[kind, s]]`` are the micro-batches whose F, I or W could be next on a
-    stage, ``ready`` has by kind and cell when F or I may start. ``flying[d, :num_flying[d]]`` are
+    stage. ``ready`` has by kind and cell when F or I may start. ``flying[d, :num_flying[d]]`` are
     cells between F and backward.
     """
 
@@ -205,7 +209,7 @@ def _forward(  # noqa: PLR0917 - compiled code takes its arguments by position
 ) -> tuple[int, float, bool]:
     """Return the forward to run now, -1 for none, and when the next one that fits arrives (ms).
 
-    And whether one that is there and preferred lacks room, which a W may make.
+    The third value tells whether a preferred, ready forward lacks memory that a W may free.
     """
     m = instance.times.num_microbatches
     best, first, found, later = m, m, -1, np.inf
@@ -476,7 +480,7 @@ def _settle_durations(instance: _Instance) -> None:
 
 @lean
 def _reorder(rank: Ints, one: int, other: int, draw: Draw) -> None:
-    """Exchange two micro-batches, or move one behind or before the other."""
+    """Exchange two micro-batches, or move one after or before the other."""
     if below(draw, 2) == 0:
         rank[one], rank[other] = rank[other], rank[one]
         return

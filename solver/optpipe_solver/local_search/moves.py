@@ -1,7 +1,7 @@
 """Compiled moves on programs; each says whether it changed anything.
 
-A move keeps the order of a cell's own actions (F, OFFLOAD, RELEASE, RELOAD or RECOMPUTE, I, W);
-whether the result fits memory and does not wait in a circle is the caller's to ask.
+A move keeps the order of a cell's own actions (F, OFFLOAD, RELEASE, RELOAD or RECOMPUTE, I, W). The
+caller must check that the result fits memory and has no cyclic wait.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def shift_block(
 
 @lean
 def swap(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
-    """Let an action and one ``distance`` places behind it change places."""
+    """Swap an action and the one ``distance`` places after it."""
     count = board.counts[device]
     other = place + distance
     if other >= count:
@@ -137,8 +137,8 @@ def reverse(
 ) -> bool:
     """Reverse up to ``width`` actions from a place on, until a cell would come twice.
 
-    ``in_turn``: only which passes stand where is reversed, and the micro-batches of each pass of a
-    stage keep their order.
+    ``in_turn``: reverse only the kinds and stages of the passes; the micro-batches of each pass of
+    a stage keep their order.
     """
     m, count = times.num_microbatches, board.counts[device]
     row, stop = board.actions[device], place + 1
@@ -162,7 +162,7 @@ def reverse(
 
 @lean
 def _back_in_turn(board: Board, m: int, device: int, place: int, stop: int) -> None:
-    """Sort the actions of each pass of a stage among themselves by where they stood."""
+    """Sort the actions of each pass of a stage among themselves by their earlier places."""
     row = board.actions[device]
     for k in range(place, stop):
         first = k
@@ -176,7 +176,7 @@ def _back_in_turn(board: Board, m: int, device: int, place: int, stop: int) -> N
 def trade_backwards(
     board: Board, undo: Undo, cells: int, device: int, cell: int, other: int
 ) -> bool:
-    """Let two cells of a device change places from what brings them back to their W.
+    """Swap two cells of a device, from what brings them back to their W.
 
     Both must be kept, offloaded or recomputed alike, and fused or split alike.
     """
@@ -200,9 +200,9 @@ def trade_backwards(
 def relabel(
     board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, one: int, other: int
 ) -> bool:
-    """Let two micro-batches change places and modes, in all programs.
+    """Swap the places and modes of two micro-batches, in all programs.
 
-    Not where a mode of the one is none of the other's, or asks other actions of it.
+    Nothing changes if one has a mode that the other lacks, or that needs other actions there.
     """
     cells, m = times.num_cells, times.num_microbatches
     for stage in range(times.num_stages):
@@ -250,7 +250,7 @@ def _fits_mode(times: TimeArrays, memory: MemoryArrays, cell: int, like: int, mo
 
 @lean
 def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, reach: int) -> bool:
-    """Bring the next W behind a place, whose I is before it, right before that place."""
+    """Bring the next W after a place, whose I is before it, right before that place."""
     row, count = board.actions[device], board.counts[device]
     for k in range(place + 1, min(count, place + 1 + reach)):
         if row[k] // cells == BACKWARD_WEIGHT and floor(board, cells, row[k]) <= place:
@@ -331,9 +331,9 @@ def ripple(
     return changed
 
 
-# --- Compiled moves on what a cell's activation does between F and backward (its mode), and on
-# fused backwards. As with all moves the order of a cell's own actions holds afterwards; whether the
-# result fits memory and does not wait in a circle is the caller's to ask.
+# --- Compiled moves on a cell's activation between F and backward (its mode), and on fused
+# backwards. As with all moves the order of a cell's own actions holds afterwards. The caller must
+# check that the result fits memory and has no cyclic wait.
 
 
 @lean
@@ -347,10 +347,10 @@ def place_mode(
     early: int,
     late: int,
 ) -> bool:
-    """Treat a cell as a mode says, whatever it was; the same again means other places.
+    """Give a cell a mode, whatever it was; the same mode again means other places.
 
-    RELEASE goes ``early`` places behind the OFFLOAD, RELOAD or RECOMPUTE ``late`` places before the
-    backward; where a cell has both, RECOMPUTE stands right before the backward.
+    RELEASE goes ``early`` places after the OFFLOAD, RELOAD or RECOMPUTE ``late`` places before the
+    backward. If a cell has both, RECOMPUTE goes right before the backward.
     """
     cells, stage = times.num_cells, times.row[cell]
     rests = not memory.again[stage, mode] and memory.adds[RELOAD, stage, mode] == 0
@@ -367,9 +367,9 @@ def place_mode(
 def exchange(
     board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, other: int
 ) -> bool:
-    """Let two cells of a device swap their modes, at about the same places.
+    """Swap the modes of two cells of a device, at about the same places.
 
-    Modes go by number: the caller asks whether the other's stage has it.
+    Modes go by number: the caller checks that the other's stage has it.
     """
     cells = times.num_cells
     mode, wanted = board.mode[cell], board.mode[other]
@@ -437,7 +437,7 @@ def _set(
 def _become(
     board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, mode: int
 ) -> None:
-    """Write a cell's mode down; where it changes what F, I, W or B do, their places change."""
+    """Set a cell's mode; note the places of F, I, W and B if it changes what they do."""
     before = board.mode[cell]
     if before == mode:
         return
@@ -479,7 +479,7 @@ def turn_back(board: Board, undo: Undo, times: TimeArrays) -> None:
 
 @lean
 def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int, late: int) -> bool:
-    """Replace I and W by B where the I stands, or B by I with its W ``late`` places behind."""
+    """Replace I and W by B at the place of I, or B by I with its W ``late`` places after."""
     fused = board.at[FULL_BACKWARD * cells + cell]
     if fused >= 0:
         remove(board, undo, device, fused)
@@ -494,7 +494,7 @@ def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int, l
     return True
 
 
-# --- Compiled moves on many micro-batches at once: the same change all along a repeating pattern.
+# --- Compiled moves on many micro-batches together: the same change all along a repeating pattern.
 # In the steady state of a long batch no single move gains anything: the period is as long as
 # before. Applied to a run of micro-batches, on one or more stages, it changes the pattern itself.
 
@@ -512,8 +512,8 @@ def wave(
 ) -> bool:
     """Shift the same pass of ``count`` micro-batches on up to ``most`` stages by a distance.
 
-    With it go the ``width - 1`` actions behind it. What moves later moves last one first, so that
-    the micro-batches keep their order.
+    The ``width - 1`` actions after each move too. Actions that move later move last one first, so
+    that the micro-batches keep their order.
     """
     m, cells = times.num_microbatches, times.num_cells
     first = (code % cells) // m
@@ -548,9 +548,9 @@ def mode_wave(
     early: int,
     late: int,
 ) -> bool:
-    """Treat every ``stride``-th of ``count`` micro-batches of a stage as a mode says.
+    """Give every ``stride``-th of ``count`` micro-batches of a stage a mode.
 
-    Those of another cost, which have other menus, are left as they are.
+    Micro-batches of another cost have other menus and are left as they are.
     """
     m = times.num_microbatches
     changed = False

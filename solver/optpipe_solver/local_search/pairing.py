@@ -1,11 +1,16 @@
-"""Who runs together with whom: annealing on programs with pairs, beside the moves of `moves`.
+"""Annealing on programs with pairs, in addition to the moves of `moves`.
 
-A program stays a row of integers; the backward of a pair has a kind of its own and stands right
-behind its F (`optpipe_solver.arrays.encoding`). A step pairs two neighbours or parts them, moves an
-action or a pair, brings a backward behind a forward that it may run with (and so swaps partners),
-or splits or fuses a backward; most begin on a longest path. Actions of one cell never pass each
-other, so every order rule of one program holds on; what waits in a circle is infinitely long. Modes
-and copies stay as they are.
+A program stays a row of integers. The backward of a pair has a kind of its own and comes right
+after its F (`optpipe_solver.arrays.encoding`). A step does one of these, mostly from a longest
+path:
+
+* pair two neighbours, or part them;
+* move an action or a pair;
+* bring a backward to a forward that it may run with, which swaps partners;
+* split or fuse a backward.
+
+Actions of one cell never pass each other, so every order rule of one program holds on. A cyclic
+wait is infinitely long. Modes and copies stay as they are.
 """
 
 from __future__ import annotations
@@ -41,23 +46,23 @@ __all__ = ["improve_by_pairing", "pairing_can_improve"]
 
 
 _COOLINGS = (0.1, 0.4, 0.2, 1.0)
-"""Where coolings begin, in mean durations of a pass; all fall to `_COLD`."""
+"""Start temperatures of coolings, in mean durations of a pass; all fall to `_COLD`."""
 
 _COLD, _PER_ACTION, _MOST_STEPS, _SLICE = 0.01, 4_000, 3_000_000, 5_000
-"""Where coolings end; steps of one, for each action and at most; steps between two looks."""
+"""Final temperature; steps of one cooling, per action and at most; steps between two checks."""
 
 _CRITICAL = 0.8
 """Share of the steps that begin on a longest path: no other step makes a schedule shorter."""
 
 _REACH, _END_WEIGHT = 10, 0.05
-"""Places that a step moves an action at most; what the mean end of a device counts in the cost."""
+"""Maximum places that a step moves an action; weight of the mean end of a device in the cost."""
 
 
 class _Chain(NamedTuple):
     """Programs of one chain: as they are, the best so far, and a row to put back.
 
-    ``values`` are the cost, the objective of the best, both in ms. ``path[:num_on_path[0]]`` are
-    device and place of the actions of a longest path, ``at`` has by pass its place in its program.
+    ``values`` are the cost and the objective of the best, both in ms. ``path[:num_on_path[0]]`` are
+    device and place of the actions of a longest path. ``at`` has by pass its place in its program.
     """
 
     rows: Ints
@@ -72,7 +77,7 @@ class _Chain(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    """What a step keeps to: bytes by device that programs may hold, and which end counts."""
+    """The limits of a step: bytes by device that programs may hold, and which end counts."""
 
     room: Ints
     modes: Ints
@@ -341,7 +346,7 @@ def _toggle(row: Ints, count: int, place: int, times: TimeArrays) -> bool:
 
 @lean
 def _move(row: Ints, count: int, place: int, target: int, cells: int) -> bool:
-    """Move an action, or a pair, so that it stands at ``target``."""
+    """Move an action, or a pair, to ``target``."""
     size = 2 if place + 1 < count and row[place + 1] >= PAIRED_INPUT * cells else 1
     target = min(max(target, 0), count - size)
     if target == place:
@@ -359,7 +364,7 @@ def _move(row: Ints, count: int, place: int, target: int, cells: int) -> bool:
 
 @lean
 def _pass_one(row: Ints, place: int, size: int, later: bool, cells: int) -> bool:
-    """Let a block and the action beside it change places, unless they are of one cell."""
+    """Swap a block and the action next to it, unless they are of one cell."""
     other = row[place + size] if later else row[place - 1]
     for at in range(place, place + size):
         if row[at] % cells == other % cells:
@@ -377,7 +382,7 @@ def _pass_one(row: Ints, place: int, size: int, later: bool, cells: int) -> bool
 
 @lean
 def _marry(row: Ints, count: int, place: int, other: int, times: TimeArrays) -> bool:
-    """Bring a backward behind an F that it may run with, and pair them; partners before part."""
+    """Bring a backward next to an F that it may run with, and pair them; part old pairs first."""
     cells = times.num_cells
     if row[place] >= cells or not 0 <= other < count or other == place:
         return False
@@ -398,9 +403,9 @@ def _marry(row: Ints, count: int, place: int, other: int, times: TimeArrays) -> 
 
 @lean
 def _bring(row: Ints, place: int, other: int, cells: int) -> int:
-    """Move the action at ``other`` right behind that at ``place``.
+    """Move the action at ``other`` right after the one at ``place``.
 
-    Returns where the latter stands then, -1 if one of the same cell is in the way.
+    Returns the new place of the latter, -1 if an action of the same cell is in the way.
     """
     while other > place + 1:
         if not _pass_one(row, other, 1, False, cells):

@@ -36,13 +36,13 @@ __all__ = [
 
 
 class MoveShares(NamedTuple):
-    """How often which moves are tried, each a share of all.
+    """Shares of the kinds of moves, each a share of all.
 
-    ``on_path``: around a longest path, whatever they are. ``relabels``: two micro-batches that
-    differ change places on all devices, where that is a choice. ``modes``: something else becomes
-    of an activation; ``waves``: of many, or many passes move, which costs as much as hundreds of
-    the others where batches are long. ``backwards``: whole backwards are parked or traded. The
-    rest moves single actions, or some of them.
+    ``on_path``: any move around a longest path. ``relabels``: two different micro-batches swap
+    places on all devices, where their order is a choice. ``modes``: the mode of an activation
+    changes. ``waves``: many modes change, or many passes move; in long batches that costs as much
+    as hundreds of other moves. ``backwards``: whole backwards move or are swapped. The rest moves
+    single actions, or some of them.
     """
 
     on_path: float = 0.5
@@ -59,9 +59,9 @@ class SearchRules(NamedTuple):
     simulated from the start. ``fused``: stages whose fused backward may save time or bytes.
     ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
     1 where all are 0. ``offloads``: devices with a stage that can be offloaded. ``relabels``:
-    whether which micro-batch stands where is a choice. ``in_turn``: whether some must come in
-    turn: then ``turns`` has, by micro-batch, whose F is the last to come before its own and the
-    first behind, whose backward behind and before; -1 for none.
+    whether the order of micro-batches is a choice. ``in_turn``: whether some must keep a turn. Then
+    ``turns`` has four rows by micro-batch, -1 for none. Rows 0 and 1 are its neighbours with the F
+    before and after its own. Rows 2 and 3 are those with the backward after and before.
     """
 
     by_span: bool
@@ -123,11 +123,11 @@ def _mean_pass_ms(compiled: CompiledProblem) -> float:
 
 
 def least_tails(problem: Problem) -> Floats:
-    """Return the least time in ms from an action's end to the end of all, by kind and stage.
+    """Return the minimum time in ms from an action's end to the end of all, by kind and stage.
 
-    A micro-batch still has to run the forwards behind it, then its backwards to the first stage;
-    where a backward is split, its own W too. Links count, waiting does not: a lower bound. A
-    thousand-millionth is taken off for rounding.
+    A micro-batch still has to run the later forwards, then its backwards to the first stage; where
+    a backward is split, its own W too. Links count, waiting does not: this is a lower bound. It is
+    reduced by a thousand-millionth for rounding.
     """
     stages = problem.stages
     tails = np.zeros((8, len(stages)))
@@ -146,7 +146,7 @@ def least_tails(problem: Problem) -> Floats:
 
 
 def _backward_ms(problem: Problem, tails: Floats, s: int) -> float:
-    """Return the least time from the start of a stage's backward to the end of all."""
+    """Return the minimum time from the start of a stage's backward to the end of all."""
     stage = problem.stages[s]
     split = stage.backward_input_ms + float(tails[simulate.BACKWARD_INPUT, s])
     return min(split, stage.fused_backward_ms + float(tails[simulate.FULL_BACKWARD, s]))
@@ -156,19 +156,19 @@ def _backward_ms(problem: Problem, tails: Floats, s: int) -> float:
 
 
 _TWICE = 0.1
-"""Share of proposals that make two moves at once: some doors need two keys."""
+"""Share of proposals that make two moves together: some improvements need both."""
 
 _TRIES = 3
-"""Most tries to find a move that changes anything; one that fails half-way ends them."""
+"""Maximum tries to find a move that changes anything; a move that fails half-way ends them."""
 
 _PASSES = 0.7
 """Share of choices of a transfer where a pass of its cell is moved instead: transfers settle."""
 
 _FAR = 63
-"""Farthest that single actions are moved, in places."""
+"""Maximum distance that a single action moves, in places."""
 
 _REVERSALS = 0.24
-"""Up to here moves in order that are neither ripples, fills nor shifts reverse a segment."""
+"""Upper limit of the draw at which a move in order reverses a segment: no ripple, fill or shift."""
 
 _V1_MODES, _IMITATED = 3, 0.5
 """Modes of v1's menus, at most; and the share of choices from larger ones that imitate."""
@@ -189,9 +189,9 @@ def propose(
     focus: Ints,
     draw: Draw,
 ) -> bool:
-    """Change the board by a random move; whether it may be worth timing.
+    """Change the board by a random move; return whether it may be worth timing.
 
-    ``focus`` has, by device, the first place that is moved from and the one behind the last.
+    ``focus`` has, by device, the first place to move from and the one after the last.
     """
     changed = False
     for _ in range(_TRIES):
@@ -265,7 +265,7 @@ def _move(
 def _relabel(
     board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, draw: Draw
 ) -> bool:
-    """Let the micro-batch of a cell and one of another cost change places everywhere."""
+    """Swap the micro-batch of a cell and one of another cost everywhere."""
     m = times.num_microbatches
     one = cell % m
     for _ in range(_UNLIKE):
@@ -303,7 +303,7 @@ def _move_in_order(
 def _move_backwards(
     board: Board, undo: Undo, times: TimeArrays, device: int, cell: int, draw: Draw
 ) -> bool:
-    """Park a cell's whole backward earlier or later, or in another's place."""
+    """Move a cell's whole backward earlier or later, or swap it with another."""
     cells, m = times.num_cells, times.num_microbatches
     if unit(draw) < 0.5:
         sign = 1 if unit(draw) < 0.6 else -1
@@ -393,8 +393,8 @@ def _first_alike(times: TimeArrays, cell: int) -> int:
 def _some_mode(board: Board, times: TimeArrays, memory: MemoryArrays, cell: int, draw: Draw) -> int:
     """Return a mode the cell may have, a third as often the one it has; its stage must have two.
 
-    Of a menu that v1 cannot say half of the choices are what another micro-batch of the stage has:
-    most modes of a large menu are of no use to a stage, and which is seen from those in use.
+    For menus larger than v1's, half of the choices copy another micro-batch of the stage. Most
+    modes of a large menu are of no use to a stage; the modes in use show which are.
     """
     stage, known, m = times.row[cell], board.mode[cell], times.num_microbatches
     count = memory.num_modes[stage]
@@ -443,7 +443,7 @@ _LAST = 0.7
 
 
 def everywhere(rows: Rows) -> Ints:
-    """Return the focus of a search that leaves nothing out."""
+    """Return a focus on all places of all programs."""
     focus = np.zeros((rows.lengths.size, 2), dtype=np.int64)
     focus[:, 1] = rows.actions.shape[1]
     return focus
@@ -454,7 +454,7 @@ def some_stretch(
 ) -> Ints:
     """Return the focus on a random stretch of time, often the last one; ``work`` is scratch.
 
-    Behind the last stretch nothing has to fit: of all it is the freest, and the quickest to time.
+    After the last stretch no action has to fit, so it is the freest, and the quickest to time.
     """
     ends = _ends_ms(compiled, rows, work)
     share = _LEAST_SHARE + (_MOST_SHARE - _LEAST_SHARE) * unit(draw)

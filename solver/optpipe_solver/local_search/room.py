@@ -1,11 +1,10 @@
-"""Room in memory around a changed place, for transfers and for passes.
+"""Free memory around a changed place, for transfers and for passes.
 
-Around a changed place, transfers take the places that memory leaves them. The earlier a RELOAD is
-issued and the later a RELEASE waits, the less they cost in time, and the more bytes are held in
-between. Moved one by one they are in each other's way, and in the way of every pass that needs the
-bytes. So after a move they first stand where least is held; if all fits then, RELOADs move up and
-RELEASEs move back again as far as the limit allows. What still exceeds it, moves that make room try
-to mend.
+Around a changed place, transfers use the memory that is left. Early RELOADs and late RELEASEs cost
+less time, but hold bytes for longer. Moved one by one, they block each other, and every pass that
+needs the bytes. So after a move they first go where they hold the fewest bytes. If all fits then,
+RELOADs move up and RELEASEs move back as far as the limit allows. If not, moves that free memory
+try to repair the rest.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ __all__ = [
 class Stretch(NamedTuple):
     """Places low .. high - 1 of a device's program, within which transfers may move.
 
-    What was changed since the bytes held were last written down (`commit`) must lie in it.
-    ``load`` is scratch by place.
+    They must include every change since the last `commit` of the bytes held. ``load`` is scratch by
+    place.
     """
 
     board: Board
@@ -56,7 +55,7 @@ class Stretch(NamedTuple):
 
 @lean
 def relax(given: Stretch) -> None:
-    """Move every RELEASE as early and every RELOAD as late as its own cell lets it."""
+    """Move every RELEASE as early and every RELOAD as late as its own cell allows."""
     board, cells = given.board, given.times.num_cells
     row = board.actions[given.device]
     for place in range(given.high - 1, given.low - 1, -1):
@@ -85,7 +84,7 @@ def settle(given: Stretch, lead: int) -> None:
 
 @lean
 def _weigh(given: Stretch) -> None:
-    """Write down the most bytes held during each action."""
+    """Record the maximum bytes held during each action."""
     board, times, memory = given.board, given.times, given.memory
     row = board.actions[given.device]
     held_bytes = board.held_bytes[row[given.low - 1]] if given.low > 0 else 0
@@ -162,9 +161,9 @@ def _size(given: Stretch, cell: int) -> int:
 
 @lean
 def trim(board: Board, undo: Undo, device: int) -> None:
-    """Leave out of what may have changed the places that are as they were.
+    """Drop unchanged places from the ends of the changed range.
 
-    Not where a cell's mode was changed so that an F in its old place holds other bytes.
+    Does nothing if a cell's mode changed so that an F in its old place holds other bytes.
     """
     if undo.sizes[3] > 0:
         return
@@ -178,18 +177,18 @@ def trim(board: Board, undo: Undo, device: int) -> None:
     undo.low[device], undo.high[device] = low, high
 
 
-# --- Memory after a move, looked at only where the program changed; and moves that make room.
-# Behind the changed places a program holds what it held before, because a move keeps the sum of
-# what its actions add and free: moving keeps the actions, and each toggle adds as much as it frees.
-# Where a cell's mode changes, all of its actions that hold other bytes then are changed places.
+# --- Memory after a move, checked only where the program changed; and moves that free memory.
+# After the changed places a program holds what it held before, because a move keeps the sum of what
+# its actions add and free: moving keeps the actions, and each toggle adds as much as it frees. If a
+# cell's mode changes, the places of all its actions with other bytes count as changed.
 
 
 _REPAIRS = 4
 _REACH = 60
-"""Places looked along for an action that frees memory."""
+"""Places searched for an action that frees memory."""
 
 _LEEWAY = 10
-"""Places that a transfer has where memory lacks: about as long as it takes."""
+"""Places that a transfer gets where memory is short: about as long as it takes."""
 
 
 @lean
@@ -214,7 +213,7 @@ def overflow(
 def commit(
     board: Board, times: TimeArrays, memory: MemoryArrays, device: int, low: int, high: int
 ) -> None:
-    """Write down the bytes held behind the changed places."""
+    """Record the bytes held after the changed places."""
     row = board.actions[device]
     held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
     for place in range(low, high):
@@ -235,8 +234,8 @@ def make_room(
 ) -> bool:
     """Whether a changed program fits, after a few repairs if need be.
 
-    A repair brings the next RELEASE or W forward to where memory runs out, or puts the last RELOAD
-    before it off until behind.
+    A repair brings the next RELEASE or W forward to where memory runs out, or delays the last
+    RELOAD before that place until after it.
     """
     for _ in range(_REPAIRS):
         at = overflow(board, times, memory, device, undo.low[device], undo.high[device])
@@ -289,10 +288,10 @@ def _put_off(board: Board, undo: Undo, times: TimeArrays, device: int, at: int) 
 def offload_farthest(
     board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, device: int, at: int
 ) -> bool:
-    """Offload a cell that is kept at a place, the one whose backward is farthest; whether one is.
+    """Offload the cell with the farthest backward of those kept at a place; return whether one is.
 
-    That is what a cache of known requests drops (Belady 1966). A cell whose forward is near would
-    not be gone by then: it counts as if its backward were three times as far as its forward.
+    A cache of known requests drops that one (Belady 1966). A cell whose forward is near cannot
+    leave in time. It counts as if its backward were three times as far as its forward.
     """
     cells, row = times.num_cells, board.actions[device]
     chosen, farthest = -1, 0

@@ -25,54 +25,54 @@ __all__ = ["improve_by_local_search", "improve_by_stretches", "local_search_can_
 
 
 _FIRST_WORK, _SLICE_WORK = 50_000, 1_000_000
-"""Actions simulated between two offers at least.
+"""Minimum of actions simulated between two offers.
 
-The first slices are shorter, each twice the one before, so that the first gains come at once.
+The first slices are shorter, each twice the one before, so that the first gains arrive early.
 """
 
 _LOOK_S, _LEAST_WORK = 0.05, 5_000
-"""Seconds between two looks at the clock and whether to stop, by the speed seen; least work."""
+"""Seconds between two checks of clock and stop, by the speed seen; minimum work."""
 
 _COLD, _SMALL_COLD = 0.002, 0.01
 _COOLINGS = ((0.05, 1), (0.15, 1), (0.5, 1), (0.02, 1), (1.0, 1))
 _SMALL_COOLINGS = ((0.05, 1), (0.4, 2), (0.2, 2), (1.0, 4), (0.4, 2), (1.0, 8))
-"""Where each cooling begins, and by how much it is longer than a short one.
+"""Start temperature of each cooling, and its length as a multiple of a short one.
 
 Temperatures are fractions of the mean duration of a forward, an input and a weight gradient; all
-fall to the same. Cold coolings polish and are all that a large problem has time for; those from the
-middle keep half of their start; from 1.0 nothing of it is left, and only a long cooling is as good:
-of a V with offload (4 devices, 8 micro-batches) one of 0.3 s ends 15% above the best known, one of
-2.5 s at most 2% (measured).
+fall to the same. Cold coolings polish, and a large problem has time for no others. Coolings from
+the middle keep half of their start. From 1.0 nothing of it is left, and only a long cooling is as
+good. On a V with offload (4 devices, 8 micro-batches) one of 0.3 s ends 15% above the best known.
+One of 2.5 s ends at most 2% above (measured).
 """
 
 _STRETCH_COOLINGS, _STRETCH_COLD = ((0.3, 0.2), (0.2, 0.2)), 0.03
-"""As above, of coolings of one stretch of time each: short, as so few actions move.
+"""The same for coolings of one stretch of time each: short, as so few actions move.
 
-What differs on every device at once, but only for a while, is too far for a cold cooling of all and
-is lost in a hot one.
+They find schedules that differ on every device, but only for a while. A cold cooling of all places
+does not reach these, and a hot one loses them.
 """
 
 _SMALL, _LEAST_CHAINS = 100, 3
-"""Cells up to which a problem is small; of one it keeps at least so many schedules apart."""
+"""Cells up to which a problem is small; minimum number of schedules that it keeps apart."""
 
 _CYCLE_PER_CELL, _CYCLE_WORK = 100_000, 30_000_000
 """Actions simulated in one cooling from hot to cold: per cell, at most.
 
-Then it starts again from one of the best.
+The next cooling starts again from one of the best.
 """
 
 _DECODE_S = 2e-6
-"""Seconds per action to write an offer down, beside evaluating it, until one was timed."""
+"""Seconds per action to write an offer down, in addition to evaluating it, until one was timed."""
 
 _OFFER_WORK = 1000
 """Actions simulated between two offers, for each action offered: about five times an offer's cost.
 
-By work and not by the clock: which of equals is offered would follow the machine's speed.
+It counts work, not seconds: otherwise the machine's speed would choose among equal offers.
 """
 
 
 def local_search_can_improve(problem: Problem) -> bool:
-    """Whether the moves know all that programs may hold: they know no pairs."""
+    """Whether the moves cover all programs of a problem: they make no pairs."""
     return not problem.pairs
 
 
@@ -84,9 +84,9 @@ def _refuse_pairs(problem: Problem, part: str) -> None:
 def improve_by_local_search(best: Incumbent, stop: Stop) -> None:
     """Search until the turn is over or the optimum is proven.
 
-    Coolings start from the best schedule and its runners-up. What is tried, and in which order, is
-    a function of the seed and of these; time only decides where that ends. Work is counted in
-    actions simulated.
+    Coolings start from the best schedule and its runners-up. The seed and these starts decide the
+    moves and their order; time only decides where the search ends. Work is counted in actions
+    simulated.
     """
     _refuse_pairs(best.problem, "improve_by_local_search")
     if best.programs is not None:
@@ -96,7 +96,7 @@ def improve_by_local_search(best: Incumbent, stop: Stop) -> None:
 def improve_by_stretches(best: Incumbent, stop: Stop) -> None:
     """Search as `improve_by_local_search`, one stretch of time after the other, from the best.
 
-    Of problems that are not small nothing is searched: they take longer to cool than there is time.
+    Only small problems are searched: others take longer to cool than there is time.
     """
     _refuse_pairs(best.problem, "improve_by_stretches")
     if best.programs is not None and _is_small(best.problem):
@@ -155,7 +155,7 @@ class _LocalSearch:
         self.offer_work, self.next_offer = _OFFER_WORK * num_actions, 0
 
     def run(self, seconds: float, most_work: float) -> None:
-        """Anneal for about some seconds; at a slice's end offer what got better, not too often."""
+        """Anneal for about some seconds; offer better schedules at a slice's end, not too often."""
         chunk = max(_LEAST_WORK, int(seconds * self.speed))
         until = int(min(self.work + chunk, self.slice_end, most_work))
         began = time.perf_counter()
@@ -174,7 +174,7 @@ class _LocalSearch:
         anneal(self.table, self.course, hot, cold, self.cycle_work, until, self.draw)
 
     def _end_slice(self) -> None:
-        """Take stock: always after the same work, so that the seed decides what is found."""
+        """Update the starts: always after the same work, so that the seed decides the result."""
         if self.work >= self.next_offer:
             self.offer()
         if self.course.counts[0] >= self.cycle_work:
@@ -210,7 +210,7 @@ class _LocalSearch:
         return _Elite(best_rows(self.table), self.objective_ms)
 
     def _next_elite(self) -> None:
-        """Put down what was found, take in news from elsewhere, and go on from another start.
+        """Record the result, add schedules found elsewhere, and go on from another start.
 
         Every second cooling starts from the best, the others from each start in turn.
         """
@@ -241,8 +241,8 @@ class _LocalSearch:
 class _Stretches(_LocalSearch):
     """A search that moves actions of one stretch of time, then of another, always from the best.
 
-    Where a cooling ends as good as its best the next one starts: ways to be as good differ, and
-    what follows them better differs too.
+    If a cooling ends as good as its best, the next one starts from its end. Equally good schedules
+    differ, and so do the improvements after them.
     """
 
     def __init__(self, best: Incumbent, seed: int, starts: Sequence[Programs]) -> None:

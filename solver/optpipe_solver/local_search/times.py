@@ -1,14 +1,14 @@
 """Times after a move, recomputed only where they change; exactly those of `simulate.length`.
 
-A move changes the predecessors of a few actions. Each end time is a maximum of earlier ends plus
-a duration, so the times of legal programs are the one solution of these equations. From the old
-solution, `propagate` re-evaluates every equation whose inputs changed until all hold again: what it
-ends with is that solution, to the last bit, because each equation is evaluated as there.
+A move changes the predecessors of a few actions. Each end time is a maximum of earlier ends plus a
+duration, so the times of legal programs are the one solution of these equations. From the old
+solution, `propagate` re-evaluates every equation whose inputs changed until all hold again. The
+result is that solution, to the last bit, because each equation is evaluated as in `simulate`.
 
-A cyclic wait has no solution as long as every pass takes time (each action on the cycle would end
-after itself), so ends only grow until they pass the cutoff or the budget is spent, and the move is
-refused. So the search gives every pass some time (`with_least_passes`). Where devices compete for
-lanes, `can_propagate` says no.
+A cyclic wait has no solution as long as every pass takes time: each action on the cycle would end
+after itself. So ends only grow until they pass the cutoff or the budget is spent, and the search
+refuses the move. The search therefore gives every pass some time (`with_least_passes`). If devices
+compete for lanes, `can_propagate` is False.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def schedule_all(board: Board, agenda: Agenda) -> None:
 
 @lean
 def list_device(agenda: Agenda, device: int, place: int, time: float) -> None:
-    """Look at a device again from a place on; earlier places of it on the agenda stay."""
+    """Add a device to the agenda from a place on; earlier places of it stay there."""
     known = agenda.place[device]
     if known < 0:
         agenda.active[agenda.size[0]] = device
@@ -116,11 +116,11 @@ def propagate(
     cutoff: float,
     budget: int,
 ) -> int:
-    """Bring all times up to date after a move; return the actions looked at.
+    """Bring all times up to date after a move; return the actions recomputed.
 
-    Returns the negative of that where the move is refused: the makespan would exceed ``cutoff``
-    ms, the programs wait in a circle, or ``budget`` (at most twice the number of action codes) did
-    not do. The log then holds what `roll_back` needs. ``tails`` is the least time after an
+    Returns a negative number if the move is refused. Then the makespan would exceed ``cutoff`` ms,
+    the programs have a cyclic wait, or ``budget`` (at most twice the number of action codes) is
+    spent. The log then holds what `roll_back` needs. ``tails`` is the minimum time after an
     action's end by kind and stage.
     """
     done = 0
@@ -174,7 +174,7 @@ def _sweep(
 ) -> int:
     """Run along a device until nothing changes any more, or another device comes first.
 
-    Returns the actions looked at, negative where refused.
+    Returns the number of actions recomputed, negative where refused.
     """
     cells, m = times.num_cells, times.num_microbatches
     row, count = board.actions[device], board.counts[device]
@@ -232,7 +232,7 @@ def _sent(
     done: float,
     is_new: bool,
 ) -> tuple[float, int]:
-    """Return when the output of an action that ends at ``done`` departs, and what that concerns.
+    """Return when the output of an action ending at ``done`` departs, and the place it affects.
 
     That is the place of the next message on the same link, -1 where nothing changes for it.
     """
@@ -272,7 +272,7 @@ def _message(times: TimeArrays, row: Ints, place: int, stop: int, step: int, lan
 def _run(
     board: Board, times: TimeArrays, kind: int, cell: int, clock: float, out: float, back: float
 ) -> tuple[float, float, float, float, float]:
-    """Return an action's start and end, and until when the three lanes are taken behind it."""
+    """Return an action's start and end, and when the three lanes become free after it."""
     length = times.duration[kind * times.num_cells + cell]
     if kind == OFFLOAD:
         out = max(clock, out) + length
@@ -325,7 +325,7 @@ def _write(
     back: float,
     done: float,
 ) -> None:
-    """Put down an action's new times and log the old ones."""
+    """Write an action's new times and log the old ones."""
     size = undo.sizes[1]
     undo.codes[size] = code
     undo.values[size, 0] = board.clock[code]
@@ -453,7 +453,7 @@ def _device(times: TimeArrays, code: int) -> int:
 
 @lean
 def _queue(board: Board, times: TimeArrays, code: int, path: Ints, size: int) -> int:
-    """Write down a pass and those whose outputs its own waited for on its link, last one first."""
+    """Record a pass and those whose outputs its own waited for on its link, last one first."""
     cells = times.num_cells
     row = board.actions[_device(times, code)]
     lane, _ = _lane(times, code)
@@ -562,11 +562,11 @@ def _ready(board: Board, times: TimeArrays, work: SimulationScratch, kind: int, 
     return ready
 
 
-# --- How long everything takes from an action's start to the very end, in the programs as they
-# stand. With exact starts a tail tells at once that a move makes the schedule too long: no need to
-# follow the delay to the end (Taillard 1994 estimates job-shop moves so). Transfer lanes are left
-# out, so a fresh tail is a lower bound; after further moves it is an estimate, and a move may be
-# refused that would have been just good enough.
+# --- How long everything takes from an action's start to the very end, in the present programs.
+# With exact starts a tail shows that a move makes the schedule too long, without following the
+# delay to the end (Taillard 1994 estimates job-shop moves so). Transfer lanes are left out, so a
+# fresh tail is a lower bound. After further moves it is an estimate, and the search may refuse a
+# move that would have been just good enough.
 
 
 @lean
