@@ -45,7 +45,7 @@ def programs_by_device(problem: Problem, by_stage: list[list[Action]]) -> Progra
 
 
 def chunks_of_loop(problem: Problem) -> int:
-    """Return how many stages each device holds where stage k stands on the (k mod p)-th device.
+    """Return how many stages each device holds if stage k is on the (k mod p)-th device.
 
     The p devices may be numbered in any order, and devices without a stage do not count.
 
