@@ -1,4 +1,4 @@
-"""What a solve may spend, and how much of it is left; what it returns, and says on the way."""
+"""Limits of a solve and the budget that is left; its result and its progress messages."""
 
 from __future__ import annotations
 
@@ -81,30 +81,32 @@ class Limits:
 
     @property
     def good_gap(self) -> float:
-        """The gap to stop at: one that counts as optimal leaves nothing to look for."""
+        """The gap at which the solve stops; a gap that counts as optimal always stops it."""
         return max(self.gap, OPTIMAL_GAP)
 
 
 class Stop:
-    """What is left of a turn, in seconds and in work, and whether to stop; one part at a time.
+    """The budget of a turn that is left, in seconds and in work, and whether to stop.
+
+    One part of the solver uses it at a time.
 
     Parameters
     ----------
     seconds
         From now on.
     work
-        None, or how much may be done, in the unit of whoever does it (states, moves, nodes).
+        Maximum work, in the unit of the part (states, moves, nodes); None for no limit.
     threads, seed
-        What else the part is given; what has no use for them ignores them.
+        Further arguments of the part; parts that do not need them ignore them.
     should_stop
-        Asked often; True ends the turn and all turns made of it.
+        Called often; True ends the turn and all turns made of it.
 
     Attributes
     ----------
     work
         As given.
     above, steps
-        What this is a turn of, if anything, and how many units of work here make one there.
+        The turn of which this is a part, if any, and how many units of work here make one there.
     helpers_cpu_s
         CPU seconds that other threads have spent for this turn (see `help_by`).
     """
@@ -192,17 +194,17 @@ class Stop:
 
     @property
     def left_work(self) -> float:
-        """The work left; infinite where it is not limited."""
+        """The work left; infinite if it is not limited."""
         return inf if self.work is None else self.work - self.spent
 
     @property
     def limit(self) -> float:
-        """All there was of the work where that is limited, else of the seconds."""
+        """The total work if that is limited, else the total seconds."""
         return self.limit_s if self.work is None else self.work
 
     @property
     def left(self) -> float:
-        """What is left of the work where that is limited, else of the seconds."""
+        """The work left if work is limited, else the seconds left."""
         return self.left_s() if self.work is None else self.left_work
 
     def spend(self, amount: float) -> None:
@@ -216,20 +218,20 @@ class Stop:
             self.above.help_by(cpu_s)
 
     def is_told(self) -> bool:
-        """Whether somebody says stop."""
+        """Whether a caller requests a stop, here or above."""
         if self._should_stop is not None and self._should_stop():
             return True
         return self.above is not None and self.above.is_told()
 
     @property
     def why(self) -> StoppedBy:
-        """What ends this, where it was not the gap."""
+        """The reason why this turn ends, if it is not the gap."""
         if self.is_told():
             return "cancelled"
         return "time_limit" if self.work is None or self.left_s() <= 0.0 else "work_limit"
 
     def is_over(self) -> bool:
-        """Whether time or work is used up, here or above, or somebody says stop."""
+        """Whether time or work is used up, or a caller requests a stop, here or above."""
         if self.left_s() <= 0.0 or self.left_work <= 0 or self.is_told():
             return True
         return self.above is not None and self.above.is_over()

@@ -1,10 +1,10 @@
-"""Every method on one problem, by one simulator and noise; and what a little more would buy.
+"""Every method on one problem, with one simulator and noise; and the gains of what-if changes.
 
-`optpipe.explain.what_if` says what is asked, why an answer is never worse than its start, and what
-it means. Here the changed problems are solved, one after the other. Every answer is measured
-against the same search for the problem as it is, so that what a second search finds anyway is not
-put down to the change; and every search begins with the best schedule known without the change,
-and keeps that start if it finds nothing better.
+`optpipe.explain.what_if` defines the questions, the meaning of an answer, and why it is never worse
+than its start. This module solves the changed problems, one after the other. Every answer is
+compared with the same search for the unchanged problem, so that the gain of a second search is not
+attributed to the change. Every search begins with the best schedule known without the change, and
+keeps it if it finds nothing better.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _OTHER_PLACEMENT: dict[NotApplicableReason | None, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the times alone do not tell; each None where unknown.
+    """Properties of the work that times do not include; each is None if unknown.
 
     Parameters
     ----------
@@ -115,12 +115,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ComparisonRow(ShortRepr):
-    """One method's schedule; times in ms, bytes as the largest over devices or hosts.
+    """One method's schedule; times in ms, bytes as the maximum over devices or hosts.
 
-    ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``, or ``v x2, guess``
-    where stages were halved that do not say their layers: then ``problem`` is that copy.
-    ``programs`` is None where the method has none, and ``reason`` says why;
-    ``p50_ms`` and ``p95_ms`` are of the step time under +-10% noise on every duration.
+    ``placement`` is `AS_GIVEN`, or names the re-placed copy that ``problem`` is: ``v x2``, or
+    ``v x2, guess`` if it halves stages that do not list their layers. ``programs`` is None if the
+    method has none; ``reason`` then says why. ``p50_ms`` and ``p95_ms`` are percentiles of the step
+    time under +-10% noise on every duration.
     """
 
     method: str
@@ -143,7 +143,7 @@ class ComparisonRow(ShortRepr):
 
     @property
     def objective_ms(self) -> float:
-        """What the rows are sorted by: makespan or span, as the problem asks."""
+        """The sort key of the rows: makespan or span, the problem's objective."""
         return self.makespan_ms if self.problem.objective == "makespan" else self.span_ms
 
     def as_json(self) -> dict[str, Any]:

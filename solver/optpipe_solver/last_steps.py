@@ -1,16 +1,18 @@
 """The last steps of a solve: less memory for the same objective, and less delay by noise.
 
-Memory that buys no time is a fault, as allocators fragment. So a problem of v2 is posed again with
-tighter limits: every device has the same share of what it has free. The known schedule, squeezed
-into them, and the families that had the known objective look for it again. Bisection asks for less
-memory where one of them has it, and for more where none has. Then a local search from the best of
-these tries somewhat less, in smaller and smaller steps. Their programs are legal for the problem
-itself. Nothing is proven of lower peaks, and where more memory fails less may do.
+Memory that saves no time is a fault, because allocators fragment. So a problem of v2 is solved
+again with tighter limits: every device gets the same share of its free memory. Two searches look
+for the known objective again: the known schedule, squeezed into the limits, and the families that
+had this objective. Bisection lowers the limits if one of them succeeds, and raises them if none
+does. Then a local search from the best of these tries less memory, in smaller and smaller steps.
+All programs are legal for the problem itself. Nothing is proven of lower peaks, and less memory may
+work even if more memory fails.
 
-``solve(robust=...)`` judges by a percentile of the objective, all schedules under the same draws
-(`NoisyTimes`). It judges what the search has met, all families, and what a local search makes of
-the shortest schedule if some devices are slower (scenarios): orders that wait less for a device
-that may be late. Nothing is proven of a percentile: a bound of a solve is one without noise.
+``solve(robust=...)`` judges schedules by a percentile of the objective, all under the same draws
+(`NoisyTimes`). The candidates are the schedules that the search has met and those of all families.
+A local search also improves the shortest schedule for slower devices (scenarios): it finds orders
+that wait less for a device that may be late. Nothing is proven of a percentile: a bound of a solve
+is one without noise.
 """
 
 from __future__ import annotations
@@ -274,7 +276,7 @@ class _RoomMaker:
         return None if self._waiting else tuple(self._done)
 
     def _makes_room_for(self, action: Action) -> bool:
-        """Whether an action fits, once those W's are made that it takes; where not, none are."""
+        """Run the W's that an action needs in order to fit, and return whether it fits."""
         effect, mode = EFFECTS[action.type], self._mode[action.cell]
         most = max(effect.delta(mode), effect.inside(mode)) + effect.workspace(mode)
         excess = self._held + most - self._limit

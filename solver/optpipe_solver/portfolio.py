@@ -1,7 +1,7 @@
 """How a solve shares its time or work between its parts.
 
-One thread: the parts take turns. Two or more: the local search and the parts that prove run at the
-same time, and both work on the best schedule that either finds.
+With one thread, the parts take turns. With more, the local search and the parts that prove run at
+the same time, and both work on the best schedule that either finds.
 """
 
 from __future__ import annotations
@@ -415,12 +415,12 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     """Yield the programs of every family, then fitted copies of those that exceed memory.
 
     Copies of short originals come first. Legality and time come from compiled code, which equals
-    the reference (tested). Families are wrong about nothing but memory.
+    the reference (tested). Programs of families can be illegal only in memory.
 
-    Of a large problem the short and quick families come first, and Serial only if none of them is
-    legal. A copy is made only if its original is shorter than the best legal start so far, because
-    offload rarely makes anything shorter, and if no other has the same length. Copies end after
-    three in a row that lose.
+    For a large problem the short and quick families come first, and Serial only if none of them is
+    legal. A copy is made only if its original is shorter than the best legal start so far, and if
+    no other has the same length. Offload rarely makes a schedule shorter. Copies end after three in
+    a row that lose.
 
     Parameters
     ----------
