@@ -2,7 +2,7 @@
 
 `optpipe.explain.what_if` defines the questions, the meaning of an answer, and why it is never worse
 than its start. This module solves the changed problems, one after the other. Every answer is
-compared with the same search for the unchanged problem, so that the gain of a second search is not
+compared with the same search for the unchanged problem. So the gain of a second search is not
 attributed to the change. Every search begins with the best schedule known without the change, and
 keeps it if it finds nothing better.
 """

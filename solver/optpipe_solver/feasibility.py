@@ -7,8 +7,8 @@ devices do not share memory.
 Argument. Let a device hold stages s_1 < s_2 < ... in model order. While s_k runs a micro-batch (its
 F, a RECOMPUTE, its I or B), every earlier s_i has run its F and not yet its backward. So s_i holds
 at least the bytes that its mode does not offload, forward_bytes - offload_bytes. Stage s_k itself
-needs what its mode needs at that moment. Serial execution attains this. RELEASE comes right after
-F, RELOAD and RECOMPUTE right before the backward, and W right after I: RELOAD and RECOMPUTE only
+needs what its mode needs at that moment. Serial execution attains this if RELEASE comes right after
+F, RELOAD and RECOMPUTE right before the backward, and W right after I. RELOAD and RECOMPUTE only
 add bytes, and W only frees them. So the minimum over the modes, split and fused, is found stage by
 stage, last first. Only workspaces can make another order better. A W may wait until earlier stages
 have run their backward, and a RECOMPUTE may precede a waiting W. So the same recursion is a *lower*
@@ -19,9 +19,9 @@ first.
 The slices of one sample are treated as one micro-batch. A stage's backwards come after its F of the
 sample's last slice, and an earlier stage's backwards come after a later stage's. So during the F or
 backward of the last slice in s_k, all earlier s_i hold all slices, and s_k holds all others. This
-is a lower bound. Serial execution runs all slices stage by stage, and back in exactly the reverse
-order, as one micro-batch whose stages are the cells of the sample. It attains the bound if no
-earlier slice needs more at its own turn. If the two differ, nothing is claimed.
+is a lower bound. Serial execution runs all slices stage by stage, and back in the reverse order, as
+one micro-batch whose stages are the cells of the sample. It attains the bound if no earlier slice
+needs more at its own turn. If the two differ, nothing is claimed.
 
 Host memory adds one number per device. In serial execution, all offloaded bytes of one micro-batch
 are on the host when its last stage runs. A small exact dynamic program over the stages finds their

@@ -164,7 +164,7 @@ class _WholeCompiler(Compiler):
 def _places_as_they_are() -> Iterator[None]:
     """Compile ``row[k]`` without testing whether k is negative.
 
-    numba compiles one function at a time, under its lock. numba's own functions (sorting and
+    The compiler lock of numba admits one function at a time. Functions of numba (sorting and
     searching) that a kernel is the first to call are compiled in this way, too. They use no
     negative indices either.
     """

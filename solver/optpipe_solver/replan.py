@@ -18,7 +18,7 @@ first call also solves problems of equal micro-batches (`stand_ins`) and the nam
 solves them under tighter limits, too, because other batches need more memory. Later calls assign
 the micro-batches to the positions of these schedules: the longest to the longest, or by number if
 the order is given. If a result exceeds memory, some of it is offloaded. If that makes copies, only
-1F1B is tried as well: these results are mostly shorter than those of rules, and annealing gets the
+1F1B is tried as well. These results are mostly shorter than those of rules, and annealing gets the
 time of the rules. Nothing depends on clocks or on earlier calls: all ranks get the same answer.
 """
 

@@ -149,23 +149,20 @@ _TURNS = sorted(
 
 
 def build_building_blocks(problem: Problem) -> Programs:
-    """Return the best schedule of a search over building blocks, under the memory limit in bytes.
+    """The search over building blocks, under the memory limit in bytes.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (arXiv 2405.15362),
     section 4 (its adaptive scheduler).
 
     Rule: try building blocks with uniform offsets in each half of the model. Keep the blocks whose
     squeezed schedules are shortest under the limit, try several ways to fill waits on them, and
-    keep the best simulated schedule. There are three sets of blocks:
-
-    * on the grid of equal times, free of collisions, with offsets of 1 to 3 passes in each half
-      (including those of ZB-V, V-Half and V-Min, and 1F1B's on a line);
-    * with offsets of 1 to 2.5 times the real mean time of a half's passes;
-    * for less memory than V-Min's: its offsets with ever longer periods, down to serial execution.
-
-    Blocks whose estimated memory, ceil(lifespan / period) activations per stage, is closest to the
-    limit come first, until the work budget is spent. Any placement is accepted: the halves are
-    those of the list of stages.
+    keep the best simulated schedule. There are three sets of blocks. The first are on the grid of
+    equal times, free of collisions, with offsets of 1 to 3 passes in each half. (They include those
+    of ZB-V, V-Half and V-Min, and 1F1B's on a line.) The second have offsets of 1 to 2.5 times the
+    real mean time of a half's passes. The third, for less memory than V-Min's, have its offsets and
+    ever longer periods, down to serial execution. Blocks whose estimated memory, ceil(lifespan /
+    period) activations per stage, is closest to the limit come first, until the work budget is
+    spent. Any placement is accepted: the halves are those of the list of stages.
 
     Memory: at most the limit, activations, weight contexts and workspaces counted in bytes. Bubble:
     no formula. Ignored: offload and recompute; micro-batches go first in, first out.
@@ -312,9 +309,9 @@ def build_zb_v(problem: Problem) -> Programs:
     most 2p stage activations on a device. Its offsets are 3 passes between neighbouring devices in
     all four halves, and 1 at the turns. Memory: p micro-batches of a device's two stages (min with
     m), on every device, as 1F1B's first. Bubble (span) at equal times: zero for m >= 2p - 1, and
-    2p - 1 - m passes for p <= m < 2p - 1. If W is shorter, the bubble is at least
-    (p - 1)(F + I + 2C - 2W) - W, for passes of one stage and communication C, because p activations
-    leave no more W for the tail. Ignored: memory limits (activations are counted, not weighed),
+    2p - 1 - m passes for p <= m < 2p - 1. If W is shorter, p activations leave no more W for the
+    tail. The bubble is then at least (p - 1)(F + I + 2C - 2W) - W, for passes of one stage and
+    communication C. Ignored: memory limits (activations are counted, not weighed),
     offload and recompute. The order of the block is that of equal times; W fill waits by real
     times.
 

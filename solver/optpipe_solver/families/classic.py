@@ -3,10 +3,10 @@
 DualPipeV and Megatron-Core's combined 1F1B run forwards and backwards in pairs. A pair that the
 problem does not allow runs as its two passes, the forward first.
 
-In Seq1F1B and SlimPipe, micro-batches are slices of samples. Samples run first in, first out; the
-slices of a sample run last in, first out, because a slice's keys and values get gradients from all
-later ones. Both rules set the maximum number of slices that a device holds. A device runs forwards
-up to this number, then one B and one F in turn, then the rest.
+In Seq1F1B and SlimPipe, micro-batches are slices of samples. Samples run first in, first out. The
+slices of a sample run last in, first out: a slice's keys and values get gradients from all later
+ones. Both rules set the maximum number of slices that a device holds. A device runs forwards up to
+this number, then one B and one F in turn, then the rest.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ def build_gpipe(problem: Problem) -> Programs:
 
     Rule: every device runs the forwards of its stages in model order, each for all micro-batches,
     then the fused backwards of its stages in reverse. Micro-batches go first in, first out in both.
-    (The paper's figure runs backwards last in, first out; for equal micro-batches neither time nor
-    memory differs.) Memory: all m micro-batches on every stage. Bubble at equal times, one stage
-    per device: (p - 1)(F + B), the same as 1F1B; the makespan is (m + p - 1)(F + B). It ignores
-    memory limits, offload and the paper's recompute.
+    The paper's figure runs backwards last in, first out; for equal micro-batches neither time nor
+    memory differs. Memory: all m micro-batches on every stage. Bubble at equal times, one stage per
+    device: (p - 1)(F + B), the same as 1F1B. The makespan is (m + p - 1)(F + B). It ignores memory
+    limits, offload and the paper's recompute.
     """
     microbatches = range(problem.num_microbatches)
     programs = []
@@ -271,8 +271,8 @@ def build_slimpipe(problem: Problem) -> Programs:
     one backward and one forward. Memory: (1 + 2(p - 1)/(n v))/p of what one sample holds on all
     devices: about one sample's part; 1F1B holds p of them. Bubble at equal times per slice:
     (p - 1)(F + B)/(n v) with F and B of a whole sample and of all chunks. It ignores memory limits
-    and offload. It leaves out the paper's context exchange, in which other devices attend for the
-    device with the longest slice: no action here is a pass on two devices.
+    and offload. It leaves out the paper's context exchange, because no action here is a pass on two
+    devices. There, other devices attend for the device with the longest slice.
 
     Raises
     ------
@@ -366,18 +366,15 @@ def build_dualpipe_v(problem: Problem) -> Programs:
     Liu et al. 2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.2.1, cut in half
     (DeepSeek's ``dualpipev``); the order is that of torch 2.13's ``ScheduleDualPipeV``.
 
-    Rule: device r of p in a V, with a first and a second chunk, runs
-
-    * 2(p - 1 - r) forwards of the first chunk;
-    * r + 1 times a forward of each chunk;
-    * p - 1 - r times I, W and F of the second;
-    * m - 2p + r + 1 times two pairs: F of the first with B of the second, then the reverse;
-    * p - 1 - r times B of the second, then the pair of F of the second and B of the first;
-    * the remaining backwards, the latter half of them split so that their W fill the waits.
-
-    Memory: 2p + 1 activations of one chunk. Bubble at equal times, if a pair takes as long as its
-    passes in turn: (p - 1)(F + 2B - 3W), where B includes W. It ignores memory limits, unequal
-    chunks, offload and recompute.
+    Rule: each of p devices in a V has a first and a second chunk. Device r first runs 2(p - 1 - r)
+    forwards of the first chunk. Then it runs r + 1 times a forward of each chunk, and p - 1 - r
+    times I, W and F of the second. Then, m - 2p + r + 1 times, it runs two pairs: F of the first
+    chunk with B of the second, and the reverse. Then, p - 1 - r times, it runs B of the second
+    chunk, and the pair of F of the second and B of the first. The remaining backwards follow; the
+    latter half of them is split so that their W fill the waits. Memory: 2p + 1 activations of one
+    chunk. Bubble at equal times, if a pair takes as long as its passes in turn:
+    (p - 1)(F + 2B - 3W), where B includes W. It ignores memory limits, unequal chunks, offload and
+    recompute.
 
     Raises
     ------

@@ -10,12 +10,10 @@ one-way time over a chunk's F + I + W is above 1/2 on a half-duplex lane. The pu
 refuses; here the activations whose copies cannot be hidden stay. If the memory limit is lower, as
 much is offloaded as it requires, of these chunks or of all, at the cost of stalls.
 
-Lane models: that of the problem.
-
-* Half duplex with a PCIe pair (``half_duplex`` and ``pcie_group``): each device's copies out and
-  back exclude each other. This models the paper's alternating slots of one round trip, in which one
-  of the pair sends while the other receives.
-* Full duplex: each direction has a lane of its own.
+Lane models: that of the problem. With half duplex and a PCIe pair (``half_duplex`` and
+``pcie_group``), each device's copies out and back exclude each other. This models the paper's
+alternating slots of one round trip, in which one of the pair sends while the other receives. With
+full duplex, each direction has a lane of its own.
 
 Memory, in units of a device's micro-batch (v chunks), for d devices: PO-H (v + 2) / (8 v) of d,
 asymptotically; bytes in transit and a group of consecutive F come on top. PO-F O(1 / (v d)) of
@@ -81,12 +79,12 @@ def build_greedy(problem: Problem) -> Programs:
 
     After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
-    Rule: list scheduling (`ListRule.GREEDY`) over a small grid of policies: how eagerly weight
-    gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split
+    Rule: list scheduling (`ListRule.GREEDY`) over a small grid of policies. They vary how eagerly
+    weight gradients fill idle time, the micro-batches in flight per stage, and fused or split
     backward. Each policy runs first under the memory limit itself, then under larger, virtual
     limits whose excess `fit` offloads or recomputes. The best simulated schedule wins. Memory: at
-    most the limit. Bubble: no formula; that of the best simulation. It never looks ahead, and
-    micro-batches go first in, first out.
+    most the limit. Bubble: no formula; that of the best simulation. It ignores all later passes,
+    and micro-batches go first in, first out.
 
     Raises
     ------
@@ -232,17 +230,15 @@ def build_gis(problem: Problem) -> Programs:
     Rule: micro-batches go through the chunks in groups of g, ceil(d / 2) <= g <= d. A group runs
     its forwards of chunk 0, then of chunk 1, ... The k-th device runs g (v - 1) + d - k forwards.
     It then alternates one I, followed by its W, and one forward. The I's go in the same order of
-    groups, last chunk first. The order of these slots is the program, for chunk c and the group's
-    i-th micro-batch on the k-th device:
+    groups, last chunk first. The program is the order of slots in a building block. For chunk c and
+    the group's i-th micro-batch, the k-th device starts F at slot 3 (g c + i) + k, and I at
+    3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1) + 1 - 2 k. GIS proper is g = d, GIS-H is g =
+    ceil(d / 2).
 
-    * F at 3 (g c + i) + k;
-    * I at 3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1) + 1 - 2 k.
-
-    GIS proper is g = d, GIS-H is g = ceil(d / 2). Memory: g (v - 1) + d chunk activations on the
-    first device, g (v - 1) + d - k on the k-th. In units of a device's micro-batch (v chunks) that
-    is d for g = d. Bubble at equal times and m a multiple of g: (d - 1)(F + I). Smaller groups add
-    (v - 1) times (d - g) F + max(0, d I - g (I + W)). It ignores memory limits, offload, recompute
-    and the fused backward.
+    Memory: g (v - 1) + d chunk activations on the first device, g (v - 1) + d - k on the k-th. In
+    units of a device's micro-batch (v chunks) that is d for g = d. Bubble at equal times and m a
+    multiple of g: (d - 1)(F + I). Smaller groups add (v - 1) times (d - g) F + max(0, d I - g (I +
+    W)). It ignores memory limits, offload, recompute and the fused backward.
 
     Raises
     ------
@@ -346,9 +342,9 @@ def build_ada_offload(problem: Problem) -> Programs:
     Rule: take tight schedules that ignore memory, and make each fit (`fit`). These are ZB-H1 and
     1F1B on a line, GIS and GIS-H on a loop, and list scheduling with 1F1B's depth on any placement.
     The best simulated one wins; large problems try only the first two. Memory: at most the limit.
-    Bubble: that of the schedule taken, plus stalls if copies cannot be hidden. It never changes the
-    order of F and I, although another could need fewer copies. So it fails if the bytes of the
-    micro-batches in flight that cannot be moved exceed the limit.
+    Bubble: that of the schedule taken, plus stalls if copies cannot be hidden. It ignores that
+    another order of F and I could need fewer copies. So it fails if the bytes of the micro-batches
+    in flight that cannot be moved exceed the limit.
 
     Raises
     ------

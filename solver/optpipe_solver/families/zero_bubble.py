@@ -4,13 +4,10 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
 Rule: the warm-up of a stage is as many forwards as fit into memory and end before its first I
 arrives. The stage then alternates F and I. W fills gaps that it fits into, and runs early if memory
-requires it. All remaining W run at the end. All combinations of hyper-parameters are tried, and the
-best simulated schedule is kept:
-
-* whether the warm-up has one more F although it delays the first I;
-* whether W fills gaps shorter than itself: always, never, or if the stage would otherwise become
-  the one with the most idle time;
-* whether an F that would delay an I runs after it.
+requires it. All remaining W run at the end. Hyper-parameters: all combinations are tried, and the
+best simulated schedule is kept. The warm-up may have one more F although it delays the first I. W
+fills gaps shorter than itself always, never, or if the stage would otherwise become the one with
+the most idle time. An F that would delay an I may run after it.
 
 The paper alternates strictly. With little memory, a stage then waits for an F that its own I must
 first make possible. Here an F never makes a stage wait while an I is ready: below p activations
